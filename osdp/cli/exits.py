@@ -1,0 +1,111 @@
+"""How a command ends: what is said on stderr, and the exit status.
+
+    0    done
+    1    a check did not hold, or a fault of OSDP itself or of the machine
+    2    bad input, or no plan fits
+    130  interrupted by the user
+    141  nobody reads our output any more (`| head`), as a shell would say of SIGPIPE
+
+`OSDP_TRACEBACK=1` shows where an error was raised.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TextIO
+
+from profiler.errors import OsdpError
+
+FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+TRACEBACK = "OSDP_TRACEBACK"
+"""Environment variable that asks for tracebacks."""
+
+Arguments = ParamSpec("Arguments")
+
+
+def run_app() -> int:
+    """Run the whole command line and return its exit status."""
+
+    def run() -> None:
+        from osdp.cli.app import app
+
+        app(prog_name="osdp")
+
+    # Where the caller has closed them (`>&-`), Python has none.
+    sys.stdout = sys.stdout or io.StringIO()
+    sys.stderr = sys.stderr or io.StringIO()
+    with _short_warnings():
+        try:
+            return status_of(run)
+        except SystemExit as done:
+            # From the option parser, which has told what is wrong, or from `guarded`.
+            return done.code if isinstance(done.code, int) else BAD_INPUT if done.code else 0
+
+
+def guarded(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Make a command end with its exit status instead of an exception."""
+
+    @wraps(command)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        status = status_of(lambda: command(*args, **kwargs))
+        if status:
+            raise SystemExit(status)
+
+    return run
+
+
+def status_of(work: Callable[[], None]) -> int:
+    """Do the work; say on stderr what went wrong; return the exit status."""
+    try:
+        work()
+        sys.stdout.flush()  # Now, while it can still be said that it fails.
+    except OsdpError as error:
+        _say(f"error: {error}")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_stdout()
+        return BROKEN_PIPE
+    except OSError as error:
+        _drop_stdout()
+        _say(f"error: {error}")
+        return FAULT
+    except Exception as error:
+        again = "" if os.environ.get(TRACEBACK) else f"\n  try: {TRACEBACK}=1 in the environment shows where"
+        _say(f"error: unexpected {type(error).__name__}: {error}\n  this is a fault of OSDP itself{again}")
+        return FAULT
+    return 0
+
+
+def _drop_stdout() -> None:
+    """Let what is still to be written go nowhere: Python flushes stdout once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(text: str) -> None:
+    """Print a message to stderr, after the traceback of the current exception if that is wanted."""
+    if os.environ.get(TRACEBACK):
+        traceback.print_exc()
+    print(f"osdp: {text}", file=sys.stderr)
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Show warnings as one line that is for the user, without our source code."""
+
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int,
+             file: TextIO | None = None, line: str | None = None) -> None:  # fmt: skip
+        print(f"osdp: warning: {message}", file=file or sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,71 @@
+"""The terminal: where reports go, and the progress bar."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, JustifyMethod
+    from rich.table import Table
+
+PLAIN_WIDTH = 100
+"""Columns where there is no terminal that says how many it has."""
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction done."""
+
+
+def make_console() -> Console:
+    """Return the console for reports, on stdout; what it prints is taken literally."""
+    from rich.console import Console
+
+    class ReportConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Leave it to `osdp.cli.exits`; rich would end the process."""
+            raise BrokenPipeError
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
+    return ReportConsole(width=width, markup=False, highlight=False, emoji=False)
+
+
+def make_table(*columns: str, right: Container[str] = (), rigid: Container[str] = ()) -> Table:
+    """Return an empty table; the columns in `right` hold numbers, those in `rigid` are never broken."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        justify: JustifyMethod = "right" if column in right else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column in rigid)
+    return table
+
+
+def print_section(console: Console, title: str, *content: Table | str) -> None:
+    """Print a headline, what is under it, and an empty line."""
+    console.print(title, style="bold")
+    for item in content:
+        console.print(item)
+    console.print()
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """Show progress on stderr if that is a terminal; meanwhile what others print to stdout goes there too.
+
+    A user's model may print as it is built, and stdout is for the report.
+    """
+    with redirect_stdout(sys.stderr):
+        if not sys.stderr.isatty():
+            yield lambda what, fraction: None
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("starting", total=1.0)
+            yield lambda what, fraction: bar.update(task, description=what, completed=fraction)

@@ -1,0 +1,156 @@
+"""Sizes of the zoo's models, and which module each family builds. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from profiler.errors import OsdpError
+
+STRICT = {"extra": "forbid"}
+
+
+def _divides(small: int, large: int, what: str) -> None:
+    if small < 1 or large < 1 or large % small:
+        raise ValueError(f"{what}: {large} is not a positive multiple of {small}")
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Sizes of a GPT-2."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    vocabulary_size: int
+    """Rows of the token embedding."""
+    maximum_positions: int
+    """Longest sequence."""
+    hidden_size: int
+    """Width of the residual stream."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Attention heads; divides `hidden_size`."""
+    dropout: float = 0.0
+    """Probability, after the embedding, in attention and on both residual branches."""
+
+    def __post_init__(self) -> None:
+        _divides(self.heads, self.hidden_size, "hidden_size and heads")
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Sizes of a BERT."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    vocabulary_size: int
+    """Rows of the token embedding."""
+    maximum_positions: int
+    """Longest sequence."""
+    token_types: int
+    """Rows of the segment embedding."""
+    hidden_size: int
+    """Width of the residual stream."""
+    layers: int
+    """Number of encoder layers."""
+    heads: int
+    """Attention heads; divides `hidden_size`."""
+    intermediate_size: int
+    """Width inside the feed-forward network."""
+    dropout: float = 0.0
+    """Probability, after the embedding, in attention and on both residual branches."""
+
+    def __post_init__(self) -> None:
+        _divides(self.heads, self.hidden_size, "hidden_size and heads")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a Llama."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    vocabulary_size: int
+    """Rows of the token embedding."""
+    maximum_positions: int
+    """Longest sequence that it is meant for; rotary embedding itself has no limit."""
+    hidden_size: int
+    """Width of the residual stream."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Query heads; divides `hidden_size`."""
+    key_value_heads: int
+    """Key and value heads; divides `heads`."""
+    intermediate_size: int
+    """Width inside the feed-forward network."""
+    rope_base: float
+    """Base of the rotary wavelengths."""
+    tied_head: bool
+    """Whether the head is the token embedding."""
+    epsilon: float = 1e-5
+    """Added to the mean square in normalisation."""
+
+    def __post_init__(self) -> None:
+        _divides(self.heads, self.hidden_size, "hidden_size and heads")
+        _divides(self.key_value_heads, self.heads, "heads and key_value_heads")
+        _divides(2, self.hidden_size // self.heads, "a head's width, for rotary embedding")
+
+
+@dataclass(frozen=True)
+class UnevenConfig:
+    """Sizes of an encoder-decoder whose layers differ in width."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    vocabulary_size: int
+    """Rows of the token embeddings, of which encoder and decoder have one each."""
+    maximum_positions: int
+    """Longest sequence."""
+    head_size: int
+    """Width of one attention head; divides every width."""
+    encoder_widths: tuple[int, ...]
+    """Width of each encoder layer."""
+    decoder_widths: tuple[int, ...]
+    """Width of each decoder layer."""
+    expansion: int = 4
+    """Inner width of a feed-forward network over its outer width."""
+
+    def __post_init__(self) -> None:
+        if not self.encoder_widths or not self.decoder_widths:
+            raise ValueError("encoder_widths and decoder_widths must hold at least one width each")
+        for width in (*self.encoder_widths, *self.decoder_widths):
+            _divides(self.head_size, width, "every width and head_size")
+
+
+ModelConfig = GPT2Config | BertConfig | LlamaConfig | UnevenConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of model: its sizes and its module."""
+
+    config: type[ModelConfig]
+    """Class of its sizes."""
+    module: str
+    """`package.module:Class`, imported only when a model is built, because it needs torch."""
+
+
+FAMILIES = {
+    "gpt2": Family(GPT2Config, "osdp.models.gpt2:GPT2"),
+    "bert": Family(BertConfig, "osdp.models.bert:Bert"),
+    "llama": Family(LlamaConfig, "osdp.models.llama:Llama"),
+    "uneven": Family(UnevenConfig, "osdp.models.uneven:Uneven"),
+}
+
+
+def check_length(spec: str, sequence_length: int, maximum: int | None) -> None:
+    """Raise OsdpError for a sequence longer than `maximum`, the positions that `spec` has (if limited)."""
+    if maximum is not None and sequence_length > maximum:
+        raise OsdpError(
+            f"{spec} cannot take sequences this long",
+            got=f"{sequence_length} tokens",
+            expected=f"at most {maximum}",
+            advice="choose a shorter sequence, or a configuration with more positions",
+        )

@@ -1,0 +1,35 @@
+"""Where OSDP's own data files are: beside the package in a checkout, inside it in a wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from profiler.errors import OsdpError
+
+_PACKAGE = Path(__file__).resolve().parent
+# Only a folder with our files in it counts: in site-packages, `cuda` beside us is NVIDIA's.
+_CONTENT = {"configs": "models/*.yaml", "cuda": "*.cu"}
+
+
+def resource_dir(name: Literal["configs", "cuda"]) -> Path:
+    """Return the folder of model and cluster files, or of CUDA sources; raises OsdpError."""
+    places = (_PACKAGE / name, _PACKAGE.parent / name)
+    for place in places:
+        if any(place.glob(_CONTENT[name])):
+            return place
+    raise OsdpError(
+        f"OSDP's own folder `{name}` is missing",
+        expected=" or ".join(str(place / _CONTENT[name]) for place in places),
+        advice="install OSDP again: this installation is not complete",
+    )
+
+
+def resource_names(kind: Literal["models", "clusters"]) -> list[str]:
+    """Return the names of the models or clusters that come with OSDP, sorted."""
+    return sorted(path.stem for path in (resource_dir("configs") / kind).glob("*.yaml"))
+
+
+def resource_file(kind: Literal["models", "clusters"], name: str) -> Path:
+    """Return the file of the model or cluster `name`, which need not exist."""
+    return resource_dir("configs") / kind / f"{name}.yaml"

@@ -1,0 +1,142 @@
+"""Models by name.
+
+spec                        what it is                              built by
+gpt2-1.5b                   a model of the zoo (configs/models)     osdp.models
+path/to/model.yaml          a file of the same form                 osdp.models
+package.module:factory      your own function or class              osdp.user_model
+hf:path/to/config.json      a Hugging Face configuration            osdp.hf
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from osdp.clusters import cluster_names, load_cluster
+from osdp.models.config import FAMILIES, STRICT, ModelConfig, check_length
+from osdp.resources import resource_file, resource_names
+from profiler.errors import OsdpError
+from profiler.files import Problem, read_yaml, validate
+from profiler.source import Inputs, ModelSource
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ModelCard", "cluster_names", "load_cluster", "load_model", "model_card", "model_names"]
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A model file: `configs/models/*.yaml` or the user's own."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    SCHEMA: ClassVar[str] = "osdp.model/1"
+
+    schema: str
+    """Version of the file format."""
+    name: str
+    """Short name, as given to `--model`."""
+    family: str
+    """Key of `osdp.models.config.FAMILIES`."""
+    description: str
+    """One line for `osdp models`."""
+    source: str
+    """Where the sizes come from."""
+    sequence_length: int
+    """Tokens per sample unless the user says otherwise."""
+    config: dict[str, Any]
+    """Fields of the family's config."""
+    parameters: int | None = None
+    """Number of parameters, tied ones once."""
+
+    def sizes(self) -> ModelConfig:
+        """Return `config` as the family's config, which `read_model_card` has checked."""
+        sizes, problems = validate(self.config, FAMILIES[self.family].config)
+        assert sizes is not None, problems
+        return sizes
+
+
+def model_names() -> list[str]:
+    """Return the names of the zoo's models, sorted."""
+    return resource_names("models")
+
+
+def model_card(name: str) -> ModelCard:
+    """Return what the zoo knows of the model `name`, without torch; raises OsdpError."""
+    if name not in model_names():
+        raise _unknown(name)
+    return read_model_card(resource_file("models", name))
+
+
+def read_model_card(path: Path) -> ModelCard:
+    """Read a model file; raises OsdpError."""
+    return read_yaml(path, ModelCard, schema=ModelCard.SCHEMA, check=_problems)
+
+
+def load_model(spec: str, *, sequence_length: int | None = None) -> ModelSource:
+    """Return the model that `spec` names (see the table above), fed with `sequence_length` tokens.
+
+    Raises OsdpError.
+    """
+    if sequence_length is not None and sequence_length < 1:
+        raise OsdpError("the sequence length must be at least 1", got=str(sequence_length))
+    if spec.startswith("hf:"):
+        from osdp.hf import load_hf
+
+        return load_hf(spec, sequence_length)
+    if spec.endswith((".yaml", ".yml")):
+        return _source(spec, read_model_card(Path(spec)), sequence_length)
+    if ":" in spec:
+        from osdp.user_model import load_user_model
+
+        return load_user_model(spec, sequence_length)
+    return _source(spec, model_card(spec), sequence_length)
+
+
+def _source(spec: str, card: ModelCard, sequence_length: int | None) -> ModelSource:
+    sizes = card.sizes()
+    length = sequence_length or card.sequence_length
+    check_length(spec, length, sizes.maximum_positions)
+
+    def build() -> nn.Module:
+        module, name = FAMILIES[card.family].module.split(":")
+        built: nn.Module = getattr(import_module(module), name)(sizes)
+        return built
+
+    def example_inputs(module: Any, micro_batch: int) -> Inputs:
+        inputs: Inputs = module.example_inputs(micro_batch, length)
+        return inputs
+
+    return ModelSource(spec, build, example_inputs, length)
+
+
+def _problems(card: ModelCard) -> Iterator[Problem]:
+    """Find what is wrong with a card beyond its types."""
+    family = FAMILIES.get(card.family)
+    if family is None:
+        near = get_close_matches(card.family, FAMILIES, n=1)
+        advice = f"did you mean {near[0]}?" if near else ""
+        known = f"one of {', '.join(FAMILIES)}"
+        yield Problem(("family",), "is not known", repr(card.family), known, advice)
+        return
+    sizes, problems = validate(card.config, family.config, ("config",))
+    yield from problems
+    if sizes is not None and not 1 <= card.sequence_length <= sizes.maximum_positions:
+        expected = f"from 1 to maximum_positions, {sizes.maximum_positions}"
+        yield Problem(("sequence_length",), "is wrong", str(card.sequence_length), expected)
+
+
+def _unknown(name: str) -> OsdpError:
+    """Return the error for a name that is neither in the zoo nor anything else that we load."""
+    names = model_names()
+    if near := get_close_matches(name.lower(), names, n=2, cutoff=0.5):
+        advice = f"did you mean {' or '.join(near)}?"
+    elif name.endswith(".py"):
+        advice = f"name a function in it: {name.removesuffix('.py').replace('/', '.')}:make_model"
+    else:
+        advice = "your own model: package.module:factory, path/to/model.yaml or hf:path/to/config.json"
+    return OsdpError("there is no such model", got=repr(name), expected=", ".join(names), advice=advice)

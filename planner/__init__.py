@@ -1,0 +1,1 @@
+"""Chooses plans: strategies, memory and cost models, simulator, ILP, bound, search."""

@@ -1,0 +1,257 @@
+"""Why a plan is as it is: what the step would cost if a part of it were decided otherwise.
+
+For a set of stages T and another choice c, with everything else kept,
+
+    delta(T, c) = prediction(plan with T -> c) - prediction(plan)        `alternatives`
+
+term by term in time, and in peak memory.  A part of the plan is held down
+
+    by memory       if some c is faster and none of the faster ones fits the limit
+    by time         if no c is faster
+    by nothing      if a faster c fits: the plan can be improved there          `Part.binds`
+
+All figures come from the same cost functions as the search's; nothing is solved again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from planner.option import Option
+from planner.plan import Plan, Prediction, check_model, options_of, predict
+from planner.space import Choice, Space
+from planner.strategy import Strategy, strategies_on
+from planner.workload import Workload
+from profiler.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.graph import ModelGraph
+
+NO_CHANGE = 1e-9
+"""Relative change of the step time below which it counts as none (rounding of sums)."""
+TIED = "tied"
+"""Label of the part that holds the operators which run in several stages."""
+
+
+@dataclass(frozen=True)
+class OpenPlan:
+    """A plan with everything that its prediction is made of."""
+
+    plan: Plan
+    space: Space
+    load: Workload
+    choices: tuple[Choice, ...]
+    """One per stage in execution order."""
+    spanning: Strategy | None
+    """Strategy of the operators that run in several stages; None if there are none."""
+    prediction: Prediction
+    """Of the choices, made anew: not what the plan's file says."""
+
+    def label_of(self, stage: int) -> str:
+        """Return the class of a block, or the operators of a stage outside blocks."""
+        graph, found = self.space.model.graph, self.space.model.stages[stage]
+        if found.block is not None:
+            return graph.blocks[found.block].kind
+        return ", ".join(graph.operators[index].name for index in found.operators)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an explanation is about."""
+
+    stages: frozenset[int]
+    """Indices of stages, all to be changed together."""
+    spanning: bool = False
+    """Whether the operators that run in several stages change too."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What the plan would be if a target were decided otherwise."""
+
+    strategy: str
+    """Of every operator of the target."""
+    recompute: bool | None
+    """Of every block of the target; None if it has none."""
+    step_time_s: float
+    delta_by_term_s: dict[str, float]
+    """Change of each term of the step time; hidden communication is not part of the sum."""
+    delta_s: float
+    """Change of the step time; negative is faster."""
+    peak_bytes: int
+    delta_bytes: int
+    """Change of the peak."""
+    excess_bytes: int
+    """Peak less the limit; positive if it does not fit."""
+    phase: str
+    """Where the new peak is."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the limit."""
+        return self.excess_bytes <= 0
+
+    @property
+    def faster(self) -> bool:
+        """Whether the step is shorter, beyond rounding."""
+        return self.delta_s < -NO_CHANGE * self.step_time_s
+
+    @property
+    def as_fast(self) -> bool:
+        """Whether the step takes as long, but for rounding."""
+        return abs(self.delta_s) <= NO_CHANGE * self.step_time_s
+
+
+@dataclass(frozen=True)
+class Part:
+    """Stages of one name that took the same choice, and the best that one of them could change."""
+
+    label: str
+    """Class of the blocks, names of the operators, or `TIED`."""
+    stages: tuple[int, ...]
+    strategies: tuple[str, ...]
+    """Distinct strategies of its operators."""
+    recompute: bool | None
+    """None where it is no block."""
+    tempting: Alternative | None
+    """The fastest faster one that does not fit."""
+    better: Alternative | None
+    """The fastest faster one that fits."""
+    cheapest: Alternative | None
+    """Of those that are not faster and fit, the one that costs least time."""
+
+    @property
+    def binds(self) -> str:
+        """What keeps it from being faster: `memory`, `time` or `nothing`."""
+        if self.better:
+            return "nothing"
+        return "memory" if self.tempting else "time"
+
+
+def open_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> OpenPlan:
+    """Return a plan with its figures made anew from the model and the cluster.
+
+    Raises OsdpError if the plan is not for this model, or its strategies not for this cluster.
+    """
+    check_model(plan, graph)
+    space = Space(graph)
+    load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation)
+    options, spanning = options_of(plan, space, load)
+    choices = tuple(Choice(option.strategies, option.recompute) for option in options)
+    return OpenPlan(plan, space, load, choices, spanning, predict(options, space, load))
+
+
+def find_target(view: OpenPlan, name: str) -> Target:
+    """Return what `name` means: an operator, a block, a module around them, or a pattern such as `h.*`.
+
+    Raises OsdpError with the nearest names.
+    """
+    names = _places(view)
+    if name in names:
+        return names[name]
+    inside = [place for known, place in names.items() if known.startswith(f"{name}.")]
+    found = inside or [place for known, place in names.items() if fnmatchcase(known, name)]
+    if not found:
+        near = get_close_matches(name, names, n=3, cutoff=0.4)
+        raise OsdpError("the plan has no such operator or block", got=name,
+                        expected=", ".join(near) if near else f"a name such as {next(iter(names))}",
+                        advice="a module's path as in named_modules(), or a pattern such as '*.mlp.*'")  # fmt: skip
+    return Target(frozenset().union(*(place.stages for place in found)), any(place.spanning for place in found))
+
+
+def _places(view: OpenPlan) -> dict[str, Target]:
+    """Return what every operator's and block's name stands for."""
+    model = view.space.model
+    operators = model.graph.operators
+    names: dict[str, Target] = {}
+    for index, stage in enumerate(model.stages):
+        if stage.block is not None:
+            names[stage.name] = Target(frozenset({index}))
+        for operator in stage.operators:
+            names |= dict.fromkeys(operators[operator].modules, Target(frozenset({index})))
+            names[operators[operator].name] = Target(frozenset({index}))
+    for operator in model.spanning:
+        names |= dict.fromkeys(operators[operator].modules, Target(frozenset(), spanning=True))
+        names[operators[operator].name] = Target(frozenset(), spanning=True)
+    return names
+
+
+def alternatives(view: OpenPlan, target: Target) -> list[Alternative]:
+    """Return what else all of the target could take, the fastest first."""
+    stages = [view.space.model.stages[index] for index in target.stages]
+    strategies = strategies_on(view.load.cluster)
+    if not target.spanning and not any(stage.operators for stage in stages):
+        strategies = strategies[:1]  # Nothing to shard; only recomputation is left.
+    recomputes = (False, True) if any(stage.block is not None for stage in stages) else (None,)
+    found = [
+        _alternative(view, strategy, recompute, choices, spanning)
+        for strategy in strategies
+        for recompute in recomputes
+        for choices, spanning in [_decided(view, target, strategy, bool(recompute))]
+        if (choices, spanning) != (view.choices, view.spanning)
+    ]
+    return sorted(found, key=lambda other: (other.delta_s, other.peak_bytes))
+
+
+def _decided(view: OpenPlan, target: Target, strategy: Strategy,
+             recompute: bool) -> tuple[tuple[Choice, ...], Strategy | None]:  # fmt: skip
+    """Return the plan's choices with the target's replaced."""
+    choices = list(view.choices)
+    for index in target.stages:
+        stage = view.space.model.stages[index]
+        choices[index] = Choice((strategy,) * len(stage.operators), recompute and stage.block is not None)
+    return tuple(choices), strategy if target.spanning else view.spanning
+
+
+def _alternative(view: OpenPlan, strategy: Strategy, recompute: bool | None, choices: tuple[Choice, ...],
+                 spanning: Strategy | None) -> Alternative:  # fmt: skip
+    options: tuple[Option, ...] = view.space.fixed(view.load, choices, spanning)
+    before, after = view.prediction, predict(options, view.space, view.load)
+    return Alternative(
+        strategy=str(strategy),
+        recompute=recompute,
+        step_time_s=after.step_time_s,
+        delta_by_term_s={term: after.time_by_term[term] - seconds for term, seconds in before.time_by_term.items()},
+        delta_s=after.step_time_s - before.step_time_s,
+        peak_bytes=after.peak_memory_bytes,
+        delta_bytes=after.peak_memory_bytes - before.peak_memory_bytes,
+        excess_bytes=after.peak_memory_bytes - view.plan.limit_bytes,
+        phase=after.peak_phase,
+    )
+
+
+def parts(view: OpenPlan) -> list[Part]:
+    """Return the parts of a plan in execution order, each with the best changes of one of its stages."""
+    groups: dict[tuple[str, Choice | None], list[int]] = {}
+    for index, choice in enumerate(view.choices):
+        if choice.strategies or choice.recompute:
+            groups.setdefault((view.label_of(index), choice), []).append(index)
+    found = [_part(view, label, stages) for (label, _), stages in groups.items()]
+    if view.spanning:
+        changes = alternatives(view, Target(frozenset(), spanning=True))
+        found.append(Part(TIED, (), (str(view.spanning),), None, *best_of(changes)))
+    return found
+
+
+def _part(view: OpenPlan, label: str, stages: list[int]) -> Part:
+    choice = view.choices[stages[0]]
+    changes = (other for index in stages for other in alternatives(view, Target(frozenset({index}))))
+    is_block = view.space.model.stages[stages[0]].block is not None
+    return Part(
+        label,
+        tuple(stages),
+        tuple(dict.fromkeys(map(str, choice.strategies))),
+        choice.recompute if is_block else None,
+        *best_of(changes),
+    )
+
+
+def best_of(changes: Iterable[Alternative]) -> tuple[Alternative | None, Alternative | None, Alternative | None]:
+    """Return the most tempting, the best and the cheapest change; see `Part`."""
+    ordered = sorted(changes, key=lambda other: (other.delta_s, other.peak_bytes))
+    tempting = next((other for other in ordered if other.faster and not other.fits), None)
+    better = next((other for other in ordered if other.faster and other.fits), None)
+    cheapest = next((other for other in ordered if not other.faster and other.fits), None)
+    return tempting, better, cheapest

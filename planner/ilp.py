@@ -1,0 +1,357 @@
+"""The integer program: how many stages of each kind take which option.
+
+Variables (r a run of alike stages, k an option of its kind)
+
+    n[r, k]     integer, how many of the run's stages take the option; sum_k n[r, k] = length of r
+    used[r, k]  0 or 1, whether any does (for runs longer than one; otherwise n itself)
+
+Objective: seconds of a step.  In *counted* form each option costs what one more stage of it adds to
+a long run of its own (`steady_s`); the order inside a run is left to decoding.  In *exact* form
+(few stages, one a run) each window max(computation, communication of the neighbours) of
+`planner.timing` is a variable above both, so that the optimum is the closed form's own.
+
+Memory: one row per moment of `planner.memory`.  Inside a run stages are laid out by the change that
+their backward makes, gradients less activations, the most negative on top; the memory over a run is
+then convex, and highest at the first or last stage of each option.  Rows are written for those, with
+neighbours of the same option; a moment that the decoded plan still violates is added and the
+program is solved again.
+
+PuLP is the modelling layer; HiGHS solves (CBC if it is missing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pulp
+
+from planner.memory import peak_memory
+from planner.option import Option
+from planner.space import Menu
+from planner.timing import reduction_s, step_time
+from planner.workload import Workload
+
+EXACT_STAGES = 10
+"""Up to this many stages are told apart.  Measured on two CPU cores: 0.05 s for 30 distinct operators,
+but 3 s for 14 stages and over 20 s for 26 when they are alike blocks, which counting solves in 0.03 s."""
+
+MANY_RUNS_GAP = 1e-3
+"""Relative gap at which the solver may stop on many runs: pricing and local search go on from there.
+Measured on 300 distinct layers: 0.2 s, against more than 15 s for a tenth of it."""
+
+SOLVER_SECONDS = 20.0
+"""After this long the solver's best plan is taken; never reached on the models of the zoo."""
+
+FEW_RUNS = 40
+"""Up to this many runs, every run gets its memory rows at once (each row is as long as the model)."""
+
+MAX_CUTS = 30
+"""Rounds of adding violated moments before the last plan is given up as infeasible."""
+
+Terms = dict[pulp.LpVariable, float]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the solver says, decoded."""
+
+    options: tuple[Option, ...]
+    """One option per stage in execution order."""
+    picks: tuple[int, ...]
+    """For each stage, the index of its option in the menu."""
+    objective_s: float
+    """Objective of the integer program."""
+    proven: bool
+    """Whether the solver proved the objective optimal."""
+
+
+def steady_s(option: Option, load: Workload) -> float:
+    """Return what one more stage of this option adds to the step of a long run of it."""
+    return step_time([option] * 4, load).total_s - step_time([option] * 3, load).total_s
+
+
+def drift_bytes(option: Option, load: Workload) -> float:
+    """Return by how much the live memory changes when its backward is over."""
+    gradients = 0 if load.accumulation > 1 else option.gradients
+    return gradients - option.saved - option.kept
+
+
+def make_solver(gap: float) -> pulp.LpSolver:
+    """Return HiGHS, or CBC where highspy is missing."""
+    solver = pulp.HiGHS(msg=False, timeLimit=SOLVER_SECONDS, gapRel=gap)
+    if solver.available():
+        return solver
+    return pulp.PULP_CBC_CMD(msg=False, timeLimit=SOLVER_SECONDS, gapRel=gap)
+
+
+class CountingProgram:
+    """Builds and solves the program for one menu and one limit."""
+
+    def __init__(self, menu: Menu, limit_bytes: float | None) -> None:
+        self.menu, self.load = menu, menu.load
+        self.exact = len(menu.kinds) <= EXACT_STAGES
+        self.runs = tuple((kind, 1) for kind in menu.kinds) if self.exact else menu.runs()
+        self.gap = 0.0 if len(self.runs) <= FEW_RUNS else MANY_RUNS_GAP
+        self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
+        self.limit: pulp.LpVariable | float = self.problem.add_variable("limit_mib", 0)
+        if limit_bytes is not None:
+            self.limit = float(limit_bytes - self.load.cluster.reserve_bytes)
+        self.count: list[list[pulp.LpVariable]] = []
+        self.used: list[list[pulp.LpVariable]] = []
+        for r, (kind, length) in enumerate(self.runs):
+            self._add_run(r, len(menu.options[kind]), length)
+
+    def _add_run(self, r: int, options: int, length: int) -> None:
+        count = [self._integer(f"n_{r}_{k}", length) for k in range(options)]
+        self.problem += pulp.LpAffineExpression([(n, 1) for n in count]) == length
+        used = count
+        if length > 1:
+            used = [self._integer(f"used_{r}_{k}", 1) for k in range(options)]
+            for n, u in zip(count, used, strict=True):
+                self.problem += pulp.LpAffineExpression([(n, 1), (u, -length)]) <= 0
+        self.count.append(count)
+        self.used.append(used)
+
+    def _integer(self, name: str, most: int) -> pulp.LpVariable:
+        return self.problem.add_variable(name, 0, most, pulp.LpInteger)
+
+    def options(self, r: int) -> tuple[Option, ...]:
+        """Return the options of a run."""
+        return self.menu.options[self.runs[r][0]]
+
+    # --- objective ---
+
+    def minimise_time(self) -> None:
+        """Set the objective to the seconds of a step."""
+        terms: Terms = {}
+        for r in range(len(self.runs)):
+            for n, option in zip(self.count[r], self.options(r), strict=True):
+                terms[n] = option.optimizer_s if self.exact else steady_s(option, self.load)
+        if self.exact:
+            passes = [(False, self.load.accumulation - 1), (True, 1)]
+            for last, repeats in passes:
+                if repeats:
+                    self._add_windows(terms, last, repeats)
+        self.problem.setObjective(_expression(terms))
+
+    def _add_windows(self, terms: Terms, last: bool, repeats: int) -> None:
+        """Add forward and backward of one micro-batch to the objective, window by window."""
+        chain = [self._window_terms(r, last) for r in range(len(self.runs))]
+        fixed = [*(c["fixed"] for c in chain), chain[0]["first_gather"], chain[-1]["last_gather"],
+                 chain[0]["reduce"]]  # fmt: skip
+        for part in fixed:
+            _add(terms, part, repeats)
+        nothing: Terms = {}
+        for r, here in enumerate(chain):
+            above = chain[r + 1] if r + 1 < len(chain) else None
+            below = chain[r - 1] if r else None
+            reduction = above["reduce"] if above else nothing
+            gather = below["last_gather"] if below else nothing
+            windows = [(here["forward"], [above["first_gather"] if above else nothing])]
+            if self._segments(r) == 1:
+                windows.append((here["top"], [reduction, gather]))
+            else:
+                windows.append((here["top"], [reduction, here["top_gather"]]))
+                windows.append((here["bottom"], [here["bottom_reduce"], gather]))
+            for w, (compute, communication) in enumerate(windows):
+                window = self.problem.add_variable(f"w_{r}_{w}_{int(last)}", 0)
+                parts = [compute, *communication] if not self.load.cluster.overlaps else []
+                if parts:
+                    for part in parts:
+                        _add(terms, part, repeats)
+                    continue
+                self.problem += _expression({window: -1.0, **compute}) <= 0
+                under: Terms = {window: -1.0}
+                for part in communication:
+                    _add(under, part, 1)
+                self.problem += _expression(under) <= 0
+                terms[window] = repeats
+
+    def _segments(self, r: int) -> int:
+        counts = {len(option.segments) for option in self.options(r)}
+        assert len(counts) == 1, "the exact form takes no mixed options"
+        return counts.pop()
+
+    def _window_terms(self, r: int, last: bool) -> dict[str, Terms]:
+        """Return, for one stage, what each of its windows is made of, as terms in its counts."""
+        found: dict[str, Terms] = {}
+        for n, option in zip(self.count[r], self.options(r), strict=True):
+            s = option.segments
+            inner = [max(a.forward_s, b.forward_gather_s) if self.load.cluster.overlaps
+                     else a.forward_s + b.forward_gather_s for a, b in pairwise(s)]  # fmt: skip
+            for i in range(1, len(s) - 1):
+                around = reduction_s(s[i + 1], last) + s[i - 1].backward_gather_s
+                inner.append(max(s[i].backward_s, around) if self.load.cluster.overlaps else s[i].backward_s + around)
+            parts = {
+                "fixed": sum(inner),
+                "first_gather": s[0].forward_gather_s,
+                "last_gather": s[-1].backward_gather_s,
+                "reduce": reduction_s(s[0], last),
+                "forward": s[-1].forward_s,
+                "top": s[-1].backward_s,
+                "top_gather": s[-2].backward_gather_s if len(s) > 1 else 0.0,
+                "bottom": s[0].backward_s,
+                "bottom_reduce": reduction_s(s[1], last) if len(s) > 1 else 0.0,
+            }
+            for name, value in parts.items():
+                found.setdefault(name, {})[n] = value
+        return found
+
+    # --- memory ---
+
+    def limit_memory(self) -> None:
+        """Add the optimizer's row and the rows of every run's ends."""
+        temporaries = self.load.optimizer.temporaries
+        terms: Terms = {}
+        for r in range(len(self.runs)):
+            for n, option in zip(self.count[r], self.options(r), strict=True):
+                terms[n] = option.rest + option.gradients + temporaries * option.parameters
+        self._at_most_limit(terms)
+        # Of many runs only the last two can be expected to matter; the others are added when violated.
+        first = 0 if len(self.runs) <= FEW_RUNS else len(self.runs) - 2
+        for r in range(first, len(self.runs)):
+            if self.runs[r][1] == 1:
+                self._add_single_rows(r)
+            else:
+                for k in range(len(self.options(r))):
+                    self._add_run_rows(r, k)
+
+    def _base(self, r: int, forward: bool) -> Terms:
+        """Return what other runs hold while run `r` is at work, and what rests everywhere."""
+        accumulates = self.load.accumulation > 1
+        terms: Terms = {}
+        for q in range(len(self.runs)):
+            for n, option in zip(self.count[q], self.options(q), strict=True):
+                held = float(option.rest)
+                held += option.saved + option.kept if q < r else 0.0
+                held += option.gradients if accumulates or (q > r and not forward) else 0.0
+                terms[n] = held
+        return terms
+
+    def _add_single_rows(self, r: int) -> None:
+        shapes = {moment.sees for option in self.options(r) for moment in option.moments}
+        for forward, above, below in sorted(shapes):
+            terms = self._base(r, forward)
+            for n, option in zip(self.count[r], self.options(r), strict=True):
+                local = [option.bytes_at(m) for m in option.moments if m.sees == (forward, above, below)]
+                _add(terms, {n: max(local, default=0.0)}, 1)
+            if above and r + 1 < len(self.runs):
+                _add(terms, {n: o.reduce_input for n, o in zip(self.used[r + 1], self.options(r + 1), strict=True)}, 1)
+            if below and r:
+                _add(terms, {n: o.gather_output if forward else o.prefetched
+                             for n, o in zip(self.used[r - 1], self.options(r - 1), strict=True)}, 1)  # fmt: skip
+            self._at_most_limit(terms)
+
+    def _layout(self, r: int) -> list[int]:
+        """Return the run's options from top to bottom."""
+        options = self.options(r)
+        return sorted(range(len(options)), key=lambda k: (drift_bytes(options[k], self.load), k))
+
+    def _add_run_rows(self, r: int, k: int) -> None:
+        option = self.options(r)[k]
+        for moment in option.moments:
+            own = option.bytes_at(moment)
+            own += option.reduce_input if moment.above else 0
+            if moment.below:
+                own += option.gather_output if moment.phase == "forward" else option.prefetched
+            self._add_moment(r, k, moment.phase == "forward", own, first=True)
+            if drift_bytes(option, self.load) > 0 and moment.phase != "forward":
+                self._add_moment(r, k, False, own, first=False)
+
+    def _add_moment(self, r: int, k: int, forward: bool, own: float, first: bool) -> None:
+        """Limit a moment of the topmost (`first`) or of the lowest stage that takes option k."""
+        terms, options, layout = self._base(r, forward), self.options(r), self._layout(r)
+        accumulates = self.load.accumulation > 1
+        place = layout.index(k)
+        for position, other in enumerate(layout):
+            option, n = options[other], self.count[r][other]
+            above = position < place or (other == k and not first)
+            reduced = 0.0 if accumulates or forward else float(option.gradients)
+            held = reduced if above else option.saved + option.kept
+            _add(terms, {n: held}, 1)
+            if other == k:
+                _add(terms, {self.used[r][k]: own - held}, 1)
+        self._at_most_limit(terms)
+
+    def _at_most_limit(self, terms: Terms) -> None:
+        # In MiB: rows in bytes next to rows in seconds would be badly scaled.
+        row = _expression({n: value / 2**20 for n, value in terms.items()})
+        limit = self.limit / 2**20 if isinstance(self.limit, float) else self.limit
+        self.problem += row - limit <= 0 if isinstance(limit, pulp.LpVariable) else row <= limit
+
+    # --- solving ---
+
+    def solve(self, limit_bytes: float) -> Solution | None:
+        """Return the best plan within the limit, or None if there is none."""
+        self.limit_memory()
+        for _ in range(MAX_CUTS):
+            self.problem.solve(make_solver(self.gap))
+            if self.problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+                return None
+            solution = self._decode()
+            peak = peak_memory(solution.options, self.load)
+            if peak.total_bytes <= limit_bytes:
+                return solution
+            self._cut_off(solution, limit_bytes)
+        return None
+
+    @classmethod
+    def smallest(cls, menu: Menu) -> tuple[Option, ...]:
+        """Return the plan that needs least memory."""
+        program = cls(menu, None)
+        program.problem.setObjective(pulp.LpAffineExpression([(program.limit, 1)]))
+        program.limit_memory()
+        program.problem.solve(make_solver(program.gap))
+        return program._decode().options
+
+    def _decode(self) -> Solution:
+        """Lay the counts out as one option per stage."""
+        picks: list[int] = []
+        for r, (_, length) in enumerate(self.runs):
+            from_top = [k for k in self._layout(r) for _ in range(round(self.count[r][k].value() or 0))]
+            assert len(from_top) == length, "the solver's counts do not fill the run"
+            picks += reversed(from_top)
+        options = tuple(self.menu.options[kind][k] for kind, k in zip(self.menu.kinds, picks, strict=True))
+        proven = self.problem.sol_status == pulp.LpSolutionOptimal
+        return Solution(options, tuple(picks), pulp.value(self.problem.objective), proven)
+
+    def _cut_off(self, solution: Solution, limit_bytes: float) -> None:
+        """Add the moment at which the decoded plan exceeds the limit."""
+        peak = peak_memory(solution.options, self.load)
+        assert peak.stage is not None, "the optimizer's row is always there"
+        starts = [sum(length for _, length in self.runs[:r]) for r in range(len(self.runs))]
+        r = max(i for i, start in enumerate(starts) if start <= peak.stage)
+        if self.runs[r][1] == 1 and len(self.runs) > FEW_RUNS:
+            self._add_single_rows(r)
+            return
+        k = solution.picks[peak.stage]
+        option = solution.options[peak.stage]
+        excess = peak.total_bytes - limit_bytes
+        same = [i for i in range(starts[r], starts[r] + self.runs[r][1]) if solution.picks[i] == k]
+        top = peak.stage == same[-1]
+        own = max(option.bytes_at(m) for m in option.moments) + excess
+        own += max(option.gather_output, option.prefetched) + option.reduce_input
+        self._add_moment(r, k, peak.phase == "forward", own, first=top)
+
+
+def _add(terms: Terms, more: Terms, factor: float) -> None:
+    for variable, value in more.items():
+        terms[variable] = terms.get(variable, 0.0) + factor * value
+
+
+def _expression(terms: Terms) -> pulp.LpAffineExpression:
+    return pulp.LpAffineExpression([(variable, value) for variable, value in terms.items() if value])
+
+
+def fastest(menu: Menu, limit_bytes: float) -> Solution | None:
+    """Return the fastest plan of a menu within a limit, or None if nothing fits."""
+    program = CountingProgram(menu, limit_bytes)
+    program.minimise_time()
+    return program.solve(limit_bytes)
+
+
+def counted_s(options: Sequence[Option], load: Workload) -> float:
+    """Return what the counted objective gives for a plan: the pure function behind it."""
+    return sum(steady_s(option, load) for option in options)

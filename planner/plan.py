@@ -1,0 +1,186 @@
+"""The plan: what the planner hands to the runtime, and to the user as a YAML file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from planner.memory import peak_memory
+from planner.option import Option
+from planner.space import Choice, Space
+from planner.strategy import Strategy, parse_strategy
+from planner.timing import step_time
+from planner.workload import Workload
+from profiler.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.graph import ModelGraph
+
+_STRICT: dict[str, Any] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """The model that a plan is for."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    name: str
+    """As given to `--model`."""
+    fingerprint: str
+    """Of the traced graph."""
+    parameters: int
+    """Number of parameters."""
+    sequence_length: int
+    precision: str
+    """`fp32` or `bf16`."""
+
+
+@dataclass(frozen=True)
+class ClusterRef:
+    """The cluster that a plan is for."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    name: str
+    fingerprint: str
+    nodes: int
+    gpus_per_node: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model expects; nothing here was measured."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    peak_memory_bytes: int
+    """Per device, reserve included."""
+    memory_by_category: dict[str, int]
+    """Bytes at the peak by category."""
+    peak_phase: str
+    """Phase, and the operator where there is one."""
+    step_time_s: float
+    time_by_term: dict[str, float]
+    """Seconds by term; `hidden_communication_s` is not part of the sum."""
+    samples_per_s: float
+    """Of all ranks together."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy for every operator, and which blocks are recomputed."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+    SCHEMA: ClassVar[str] = "osdp.plan/1"
+
+    schema: str
+    model: ModelRef
+    cluster: ClusterRef
+    optimizer: str
+    limit_bytes: int
+    micro_batch: int
+    """Samples per rank in one forward."""
+    accumulation: int
+    """Micro-batches per step."""
+    predicted: Prediction
+    gap: float
+    """No plan of the searched space has more than samples_per_s / (1 - gap)."""
+    choices: dict[str, str]
+    """Strategy of every operator, by its name."""
+    recomputed_blocks: list[str]
+    """Names of the blocks whose forward runs again in backward."""
+
+
+def cluster_fingerprint(cluster: Cluster) -> str:
+    """Return a hash of every figure of a cluster."""
+    text = json.dumps(asdict(cluster), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def predict(options: Sequence[Option], space: Space, load: Workload) -> Prediction:
+    """Evaluate a plan, one option per stage, by the pure cost functions."""
+    peak, time = peak_memory(options, load), step_time(options, load)
+    operators = space.model.graph.operators
+    where = peak.phase if peak.operator is None else f"{peak.phase} of {operators[peak.operator].name}"
+    categories = {name: round(value) for name, value in peak.categories.items()}
+    return Prediction(
+        peak_memory_bytes=sum(categories.values()),
+        memory_by_category=categories,
+        peak_phase=where,
+        step_time_s=time.total_s,
+        time_by_term=asdict(time),
+        samples_per_s=load.samples_per_step / time.total_s,
+    )
+
+
+def make_plan(options: Sequence[Option], spanning: Strategy | None, space: Space, load: Workload, *,
+              limit_bytes: int, gap: float) -> Plan:  # fmt: skip
+    """Write a search result down as a plan."""
+    graph, cluster = space.model.graph, load.cluster
+    choices: dict[int, str] = {operator: str(spanning) for operator in space.model.spanning}
+    choices |= {operator: str(Strategy("replicate", 1)) for operator in space.model.idle}
+    recomputed = []
+    for stage, option in zip(space.model.stages, options, strict=True):
+        for operator, strategy in zip(stage.operators, option.strategies, strict=True):
+            choices[operator] = str(strategy)
+        if option.recompute:
+            recomputed.append(stage.name)
+    return Plan(
+        schema=Plan.SCHEMA,
+        model=model_ref(graph),
+        cluster=ClusterRef(cluster.name, cluster_fingerprint(cluster), cluster.nodes, cluster.gpus_per_node),
+        optimizer=load.optimizer_name,
+        limit_bytes=limit_bytes,
+        micro_batch=load.micro_batch,
+        accumulation=load.accumulation,
+        predicted=predict(options, space, load),
+        gap=gap,
+        choices={operator.name: choices[index] for index, operator in enumerate(graph.operators)},
+        recomputed_blocks=recomputed,
+    )
+
+
+def options_of(plan: Plan, space: Space, load: Workload) -> tuple[tuple[Option, ...], Strategy | None]:
+    """Return the options that a plan's choices mean, one per stage, and the spanning strategy.
+
+    Raises `OsdpError` if the choices do not cover the model or name unknown strategies or blocks.
+    """
+    graph, cluster = space.model.graph, load.cluster
+    missing = [operator.name for operator in graph.operators if operator.name not in plan.choices]
+    foreign = set(plan.choices) - {operator.name for operator in graph.operators}
+    unknown = set(plan.recomputed_blocks) - {block.name for block in graph.blocks}
+    if missing or foreign or unknown:
+        raise OsdpError("the plan's operators or blocks are not the model's",
+                        got=", ".join([*sorted(foreign), *sorted(unknown)][:5]) or "none that the model lacks",
+                        expected=f"also {', '.join(missing[:5])}" if missing else "only what the model has",
+                        advice="plan the model again")  # fmt: skip
+    strategies = [parse_strategy(plan.choices[operator.name], cluster) for operator in graph.operators]
+    spanning = strategies[space.model.spanning[0]] if space.model.spanning else None
+    choices = tuple(
+        Choice(tuple(strategies[o] for o in stage.operators), stage.name in plan.recomputed_blocks)
+        for stage in space.model.stages
+    )
+    return space.fixed(load, choices, spanning), spanning
+
+
+def model_ref(graph: ModelGraph) -> ModelRef:
+    """Return what a plan remembers of a model."""
+    return ModelRef(graph.name, graph.fingerprint, graph.numel, graph.sequence_length, graph.precision)
+
+
+def check_model(plan: Plan, graph: ModelGraph) -> None:
+    """Raise `OsdpError` if the plan was made for another model."""
+    if plan.model.fingerprint == graph.fingerprint:
+        return
+    names = {operator.name for operator in graph.operators}
+    odd = sorted(names ^ set(plan.choices))
+    detail = f"; operators that differ: {', '.join(odd[:5])}" if odd else "; the operators' names agree, sizes do not"
+    raise OsdpError(
+        "this plan was made for another model",
+        got=f"{graph.name} ({graph.fingerprint}, {graph.numel:,} parameters){detail}",
+        expected=f"{plan.model.name} ({plan.model.fingerprint}, {plan.model.parameters:,} parameters)",
+        advice="plan this model again, or give the model, --seq and --precision that the plan was made for",
+    )

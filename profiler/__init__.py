@@ -1,0 +1,1 @@
+"""Measures models and machines. `profiler.graph` and `profiler.cluster` hold the plain results."""

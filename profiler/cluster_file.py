@@ -1,0 +1,54 @@
+"""Reads a cluster, published or measured, from its YAML file and checks that it makes sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from profiler.cluster import Cluster, Figure, Link
+from profiler.files import Problem, read_yaml
+
+KINDS = ("cuda", "cpu")
+PRECISIONS = ("fp32", "bf16")
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Return the cluster in the file at `path`; raises OsdpError with the line of what is wrong."""
+    return read_yaml(path, Cluster, schema=Cluster.SCHEMA, check=_problems)
+
+
+def _problems(cluster: Cluster) -> Iterator[Problem]:
+    """Find values that have the right type and yet cannot be."""
+    device = cluster.device
+    if device.kind not in KINDS:
+        yield Problem(("device", "kind"), "is not known", repr(device.kind), f"one of {', '.join(KINDS)}")
+    if "fp32" not in device.matmul_flops_per_s:
+        yield Problem(("device", "matmul_flops_per_s", "fp32"), "is missing")
+    for precision, figure in device.matmul_flops_per_s.items():
+        at = ("device", "matmul_flops_per_s", precision)
+        if precision not in PRECISIONS:
+            yield Problem(at, "is not known", precision, f"one of {', '.join(PRECISIONS)}")
+        yield from _positive(at, figure)
+    yield from _positive(("device", "memory_bytes"), device.memory_bytes)
+    yield from _positive(("device", "memory_bytes_per_s"), device.memory_bytes_per_s)
+    if not 0 < device.matmul_efficiency.value <= 1:
+        at = ("device", "matmul_efficiency", "value")
+        yield Problem(at, "is wrong", str(device.matmul_efficiency.value), "more than 0 and at most 1")
+    if cluster.reserve_bytes >= device.memory_bytes.value:
+        got, expected = f"{cluster.reserve_bytes:.0f} bytes in all", "less than memory_bytes"
+        yield Problem(("device", "reserve_bytes"), "is too large", got, expected)
+    yield from _link_problems("intra", cluster.intra)
+    if cluster.inter is not None:
+        yield from _link_problems("inter", cluster.inter)
+
+
+def _link_problems(name: str, link: Link) -> Iterator[Problem]:
+    yield from _positive((name, "bytes_per_s"), link.bytes_per_s)
+    if link.latency_s.value > 1:
+        at = (name, "latency_s", "value")
+        yield Problem(at, "is wrong", f"{link.latency_s.value} s", "at most 1 second", "it is in seconds")
+
+
+def _positive(at: tuple[str, ...], figure: Figure) -> Iterator[Problem]:
+    if figure.value <= 0:
+        yield Problem((*at, "value"), "is wrong", str(figure.value), "more than 0")

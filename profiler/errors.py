@@ -1,0 +1,25 @@
+"""The one error that a user of OSDP is meant to read."""
+
+from __future__ import annotations
+
+
+class OsdpError(ValueError):
+    """Bad input, told in four parts: what, what we got, what we expected, what to try.
+
+    The command line prints it without a traceback and exits with status 2.
+    """
+
+    def __init__(self, what: str, *, got: str = "", expected: str = "", advice: str = "") -> None:
+        self.what = what
+        self.got = got
+        self.expected = expected
+        self.advice = advice
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """Return the message, one part a line, leaving out the parts that are empty."""
+        parts = [self.what]
+        for label, text in (("got", self.got), ("expected", self.expected), ("try", self.advice)):
+            if text:
+                parts.append(f"  {label}: {text}")
+        return "\n".join(parts)

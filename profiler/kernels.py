@@ -1,0 +1,83 @@
+"""Which kernels the traced device would run, where torch decides by device.
+
+A trace runs on the meta device (or on CPU fakes), for which torch picks attention and dropout as it
+sees fit.  `device_kernels` registers, for as long as it is open, the choice of the device that the
+trace stands for:
+
+- attention: fused (nothing of size length^2 is kept) where that device has such a kernel, else the
+  plain products and softmax.  The fused CPU op stands in for the CUDA ones: same inputs, same
+  outputs, same things saved.  CPUs have no fused attention with dropout.
+- dropout: CUDA keeps a mask of one byte an element, a CPU a factor of the activation's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def device_kernels(device_kind: str, traced_on: str) -> Iterator[None]:
+    """Make tensors on `traced_on` (`meta` or `cpu`) choose kernels as a `device_kind` device would.
+
+    The registration is process-wide and ends with the context.
+    """
+    key = {"meta": "AutogradMeta", "cpu": "AutogradCPU"}[traced_on]
+    chosen: dict[str, Callable[..., Tensor]] = {}
+    if device_kind == "cuda":
+        chosen = {"scaled_dot_product_attention": _attention_with_dropout, "dropout": _masked_dropout}
+    elif traced_on == "meta":
+        chosen = {"scaled_dot_product_attention": _attention}
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, kernel in chosen.items():
+            library.impl(name, kernel, key)
+        yield
+
+
+def _attention_with_dropout(*args: Any, **kwargs: Any) -> Tensor:
+    return _choose_attention(*args, fused_dropout=True, **kwargs)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    return _choose_attention(*args, fused_dropout=False, **kwargs)
+
+
+def _choose_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    fused_dropout: bool,
+) -> Tensor:
+    """`F.scaled_dot_product_attention`: query (batch, heads, length, width), key and value alike."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        zero = torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device)
+        never = torch.scalar_tensor(-torch.inf, dtype=query.dtype, device=query.device)
+        attn_mask = torch.where(attn_mask, zero, never)
+    four = query.dim() == key.dim() == value.dim() == 4
+    same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    plain_mask = attn_mask is None or not (attn_mask.requires_grad or is_causal)
+    if four and same_width and plain_mask and (dropout_p == 0.0 or fused_dropout):
+        fused = aten._scaled_dot_product_flash_attention_for_cpu
+        out: Tensor = fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        return out
+    plain = aten._scaled_dot_product_attention_math
+    weighted: Tensor = plain(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return weighted
+
+
+def _masked_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if train and p > 0.0 else x

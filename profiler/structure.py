@@ -1,0 +1,141 @@
+"""Finds operators (who owns which parameters) and blocks (the repeated units) in a module tree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that one operator holds, and the modules that run it."""
+
+    modules: tuple[str, ...]
+    """Paths of the modules that own the parameters, tied ones together; the first gives the name."""
+    parameters: tuple[str, ...]
+    """Names of the parameters as in `named_parameters()`."""
+
+
+def find_groups(root: nn.Module) -> tuple[Group, ...]:
+    """Return the operators of `root` in module order: one per owning module, tied modules together."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    modules: dict[str, list[str]] = {}  # leader's path -> paths
+    owned: dict[str, dict[str, None]] = {}  # leader's path -> parameter names, in order
+    leader_of: dict[int, str] = {}  # storage -> leader's path
+    for path, module in root.named_modules():
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if not own:
+            continue
+        storages = [parameter.untyped_storage()._cdata for parameter in own]
+        leaders = list(dict.fromkeys(leader_of[key] for key in storages if key in leader_of))
+        leader = leaders[0] if leaders else path
+        modules.setdefault(leader, []).append(path)
+        owned.setdefault(leader, {}).update((names[id(parameter)], None) for parameter in own)
+        for other in leaders[1:]:
+            modules[leader] += modules.pop(other)
+            owned[leader].update(owned.pop(other))
+            leader_of.update((key, leader) for key, value in leader_of.items() if value == other)
+        leader_of.update((key, leader) for key in storages)
+    return tuple(Group(tuple(modules[leader]), tuple(owned[leader])) for leader in modules)
+
+
+def merge_unrun(groups: Iterable[Group], used: Iterable[int], ran: Mapping[str, Any]) -> tuple[Group, ...]:
+    """Merge operators that were read though no forward of theirs ran into the ancestor that ran.
+
+    `used` are indices of operators whose parameters were read, `ran` has the paths of the modules
+    whose forward ran.  An example is the output projection of `nn.MultiheadAttention`.
+    """
+    groups = tuple(groups)
+    reads = set(used)
+    targets: dict[str, list[Group]] = {}
+    merged: dict[str, Group] = {}
+    for index, group in enumerate(groups):
+        if index in reads and not any(path in ran for path in group.modules):
+            targets.setdefault(_running_ancestor(group.modules[0], ran), []).append(group)
+        else:
+            merged[group.modules[0]] = group
+    home = {path: leader for leader, group in merged.items() for path in group.modules}
+    for path, guests in targets.items():
+        leader = home.get(path, path)
+        host = merged.get(leader, Group((path,), ()))
+        names = (name for group in (host, *guests) for name in group.parameters)
+        merged[leader] = Group(host.modules, tuple(dict.fromkeys(names)))
+    return tuple(merged.values())
+
+
+def _running_ancestor(path: str, ran: Mapping[str, Any]) -> str:
+    while path:
+        path = path.rpartition(".")[0]
+        if path in ran:
+            break
+    return path
+
+
+def find_blocks(root: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the outermost repeated units with at least two operators each.
+
+    These are the items of lists, dicts and `Sequential`s, and alike siblings.  A container of such
+    items is descended into, and so is an item that is the only one of its kind and holds a list of
+    such items (an encoder in a `Sequential`).
+    """
+    return tuple(_BlockFinder().walk(root, ""))
+
+
+class _BlockFinder:
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._sizes: dict[int, int] = {}
+
+    def walk(self, module: nn.Module, path: str) -> Iterable[str]:
+        """Yield the paths of the blocks below `module`."""
+        children = list(module.named_children())
+        kinds = Counter(type(child) for _, child in children)
+        listed = isinstance(module, _CONTAINERS)
+        rivals = [] if listed else [(name, child) for name, child in children if kinds[type(child)] > 1]
+        signatures = {name: _signature(child) for name, child in rivals}
+        alike = Counter(signatures.values())
+        for name, child in children:
+            if id(child) in self._seen or self._size(child) < 2:
+                continue
+            self._seen.add(id(child))
+            where = f"{path}.{name}" if path else name
+            repeated = listed and kinds[type(child)] > 1
+            candidate = listed or alike[signatures.get(name, ())] > 1
+            if candidate and self._can_be_block(child) and (repeated or not self._holds_list(child)):
+                yield where
+            else:
+                yield from self.walk(child, where)
+
+    def _can_be_block(self, module: nn.Module) -> bool:
+        """Return whether the module runs by itself and is not merely a list of larger units."""
+        if type(module) not in _CONTAINERS:
+            return True
+        return type(module) is nn.Sequential and all(self._size(child) < 2 for child in module.children())
+
+    def _holds_list(self, module: nn.Module) -> bool:
+        """Return whether a container inside has several items of one kind with two operators each."""
+        for inner in module.modules():
+            if isinstance(inner, _CONTAINERS):
+                kinds = Counter(type(child) for child in inner.children() if self._size(child) >= 2)
+                if any(count > 1 for count in kinds.values()):
+                    return True
+        return False
+
+    def _size(self, module: nn.Module) -> int:
+        """Return the number of modules in the tree that own parameters."""
+        if id(module) not in self._sizes:
+            own = any(parameter is not None for parameter in module._parameters.values())
+            self._sizes[id(module)] = own + sum(self._size(child) for child in module.children())
+        return self._sizes[id(module)]
+
+
+def _signature(module: nn.Module) -> tuple[Any, ...]:
+    """Return what makes two modules alike: types, parameter shapes, and the same of the children."""
+    shapes = tuple((name, None if p is None else p.shape) for name, p in module._parameters.items())
+    return (type(module), shapes, tuple((name, _signature(child)) for name, child in module.named_children()))

@@ -1,0 +1,1 @@
+"""Executes plans on PyTorch's distributed stack."""

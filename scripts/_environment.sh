@@ -1,0 +1,127 @@
+# shellcheck shell=sh
+# Makes and reuses the virtual environment of a checkout.  Sourced by the other scripts, which
+# set `root` (the folder of setup.cfg) first and then call `ensure_environment EXTRA`.
+#
+# $venv/osdp-stamp records what was installed.  While it matches, nothing is done; it is removed
+# before an install and written after, so an install that failed is never taken for a good one.
+
+venv=${root:?}/.venv
+
+# Progress goes to stderr: stdout belongs to the command that comes after.
+say() {
+    printf 'osdp: %s\n' "$*" >&2
+}
+
+# fail WHAT TRY: say what is wrong and what to do, as the command line does, and exit.
+fail() {
+    printf 'osdp: %s\n  try: %s\n' "$1" "$2" >&2
+    exit 2
+}
+
+# Print the version (X.Y.Z) of the Python given, or nothing if it does not run.
+version_of() {
+    "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null || true
+}
+
+# Whether version X.Y.Z is at least 3.11.
+new_enough() {
+    major=${1%%.*}
+    minor=${1#*.}
+    minor=${minor%%.*}
+    [ "$major" -gt 3 ] || { [ "$major" -eq 3 ] && [ "$minor" -ge 11 ]; }
+}
+
+# Set `python` to one that is new enough and can make environments.
+find_python() {
+    too_old='' without_venv=''
+    for python in python3.13 python3.12 python3.11 python3; do
+        version=$(version_of "$python")
+        if [ -z "$version" ]; then
+            continue
+        elif ! new_enough "$version"; then
+            too_old=$version
+        elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+            without_venv=$python
+        else
+            return 0
+        fi
+    done
+    if [ -n "$without_venv" ]; then
+        fail "$without_venv cannot make virtual environments: its module venv or ensurepip is missing" \
+            "apt-get install $without_venv-venv (on Debian and Ubuntu), then run this again"
+    elif [ -n "$too_old" ]; then
+        fail "Python 3.11 or newer is needed, and the python3 on PATH is $too_old" \
+            'install Python 3.11, 3.12 or 3.13, put it on PATH, then run this again'
+    else
+        fail 'Python 3.11 or newer is needed, and PATH has no python3 that runs' \
+            'apt-get install python3 python3-venv (on Debian and Ubuntu), then run this again'
+    fi
+}
+
+# Make $venv, unless one that works is there; one that was left half made is made again.
+make_venv() {
+    version=$(version_of "$venv/bin/python")
+    if [ -n "$version" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        new_enough "$version" || fail "$venv holds Python $version, and 3.11 or newer is needed" \
+            'delete or move that folder, then run this again'
+        return 0
+    fi
+    find_python
+    if [ -e "$venv" ]; then
+        say "$venv is not complete: making it again with Python $version"
+    else
+        say "making $venv with Python $version"
+    fi
+    "$python" -m venv --clear "$venv" >&2 || fail "$python could not make $venv" \
+        "read its message above, mend that or delete $venv, then run this again"
+}
+
+# What pip writes where there is no way to its index.
+unreachable='NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError'
+unreachable="$unreachable|RemoteDisconnected|Connection refused|Network is unreachable|Temporary failure"
+
+# pip_install ARGUMENTS: with progress bars on a terminal, and elsewhere silent unless it fails.
+pip_install() {
+    log=$venv/osdp-install.log
+    rm -f "$log"
+    set -- --disable-pip-version-check "$@"
+    if [ -t 1 ] && [ -t 2 ]; then
+        "$venv/bin/python" -m pip install --log "$log" "$@" && return 0
+    else
+        "$venv/bin/python" -m pip install --quiet --progress-bar off "$@" >"$log" 2>&1 && return 0
+        say "pip failed; the end of its output, which is in $log:"
+        tail -n 20 "$log" | sed 's/^/    /' >&2
+    fi
+    if [ -n "${PIP_NO_INDEX:-}" ] || grep -q -E "$unreachable" "$log"; then
+        fail 'pip cannot reach its package index; this machine seems to be offline' \
+            'check the network, the proxy and the settings of pip (pip config list), then run this again'
+    fi
+    fail 'pip could not install OSDP and what it needs' 'read the message of pip above, then run this again'
+}
+
+# Print the stamp of an environment of Python version $1 with extra $2 (empty for none).
+stamp_for() {
+    printf '%s\npython %s\nsetup %s\nextra %s\n' \
+        "$root" "$1" "$(cat "$root/setup.cfg" "$root/constraints.txt" | cksum)" "$2"
+}
+
+# Whether extra $1 is installed already.  The extra `test` has all that none has.
+is_ready() {
+    version=$(version_of "$venv/bin/python")
+    [ -n "$version" ] && [ -x "$venv/bin/osdp" ] && [ -f "$venv/osdp-stamp" ] || return 1
+    stamp=$(cat "$venv/osdp-stamp")
+    [ "$stamp" = "$(stamp_for "$version" "$1")" ] || [ "$stamp" = "$(stamp_for "$version" test)" ]
+}
+
+# ensure_environment EXTRA: leave $venv with the checkout and that extra (empty for none), or exit 2.
+ensure_environment() {
+    if is_ready "$1"; then
+        return 0
+    fi
+    make_venv
+    rm -f "$venv/osdp-stamp"
+    say 'installing OSDP and what it needs, PyTorch included; the first time this takes minutes'
+    pip_install -c "$root/constraints.txt" -e "$root${1:+[$1]}"
+    stamp_for "$(version_of "$venv/bin/python")" "$1" >"$venv/osdp-stamp"
+    say "ready: $venv"
+}

@@ -1,0 +1,9 @@
+"""Settings for every test."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+# The same examples on every run, and no deadline: shared CI machines stall.
+settings.register_profile("osdp", deadline=None, derandomize=True)
+settings.load_profile("osdp")

@@ -1,0 +1,107 @@
+"""Small model graphs written down by hand, for tests of the planner that need no torch."""
+
+from __future__ import annotations
+
+from profiler.cluster import Cluster, Device, Figure, Link
+from profiler.graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
+
+MB = 1 << 20
+
+
+def call(operator: int, block: int | None, *, gflops: float, saved_mb: float, peak_mb: float | None = None,
+         output_mb: float = 1.0) -> Call:  # fmt: skip
+    """A call whose costs are all per sample; backward computes twice the forward."""
+    peak_mb = saved_mb + 2 * output_mb if peak_mb is None else peak_mb
+    return Call(
+        operator=operator,
+        block=block,
+        forward=Work(Affine(0, gflops * 1e9), Affine(), Affine()),
+        backward=Work(Affine(0, 2 * gflops * 1e9), Affine(), Affine()),
+        saved_bytes=Affine(0, saved_mb * MB),
+        forward_peak_bytes=Affine(0, (saved_mb + output_mb) * MB),
+        backward_peak_bytes=Affine(0, peak_mb * MB),
+        output_bytes=Affine(0, output_mb * MB),
+    )
+
+
+def operator(name: str, shape: tuple[int, ...], block: int | None = None) -> Operator:
+    """An operator with one weight."""
+    return Operator(name, "Linear", (Parameter(f"{name}.weight", shape),), (name,), block)
+
+
+def chain(shapes: list[tuple[int, int]], gflops: list[float], saved_mb: list[float]) -> ModelGraph:
+    """Operators one after another, outside blocks."""
+    operators = tuple(operator(f"op{i}", shape) for i, shape in enumerate(shapes))
+    calls = tuple(call(i, None, gflops=g, saved_mb=s) for i, (g, s) in enumerate(zip(gflops, saved_mb, strict=True)))
+    edges = tuple((i, i + 1) for i in range(len(calls) - 1))
+    return ModelGraph("chain", "fp32", 1, operators, calls, (), edges, "chain")
+
+
+def transformer(layers: int, hidden: int, *, vocabulary: int = 4096, tied: bool = True, tokens: int = 1024,
+                distinct: bool = False) -> ModelGraph:  # fmt: skip
+    """A GPT-like graph: embedding, `layers` blocks of six operators, norm and head."""
+    operators = [operator("embed", (vocabulary, hidden))]
+    unit_mb = 4 * tokens * hidden / MB
+    calls = [call(0, None, gflops=0.001, saved_mb=0.01, output_mb=unit_mb)]
+    blocks = []
+    for layer in range(layers):
+        inner = 2 * hidden + 4 * layer if distinct else 4 * hidden
+        shapes = {"norm1": (hidden,), "qkv": (3 * hidden, hidden), "out": (hidden, hidden), "norm2": (hidden,),
+                  "up": (inner, hidden), "down": (hidden, inner)}  # fmt: skip
+        units = {"norm1": 1, "qkv": 4, "out": 1, "norm2": 1, "up": 5, "down": 4}
+        first = len(calls)
+        for name, shape in shapes.items():
+            calls.append(
+                call(len(operators), layer, gflops=2 * tokens * _numel(shape) / 1e9, output_mb=unit_mb,
+                     saved_mb=units[name] * unit_mb)
+            )
+            operators.append(operator(f"blocks.{layer}.{name}", shape, layer))
+        input_bytes = Affine(0, unit_mb * MB)
+        blocks.append(Block(f"blocks.{layer}", "Block", first, len(calls), input_bytes, layer if distinct else 0))
+    logits_mb = 4 * tokens * vocabulary / MB
+    calls.append(call(len(operators), None, gflops=0.001, saved_mb=unit_mb, output_mb=unit_mb))
+    operators.append(operator("norm", (hidden,)))
+    head = 0 if tied else len(operators)
+    if not tied:
+        operators.append(operator("head", (vocabulary, hidden)))
+    gflops = 2 * tokens * vocabulary * hidden / 1e9
+    calls.append(call(head, None, gflops=gflops, saved_mb=unit_mb + logits_mb, peak_mb=3 * logits_mb))
+    edges = tuple((i, i + 1) for i in range(len(calls) - 1))
+    return ModelGraph("transformer", "fp32", tokens, tuple(operators), tuple(calls), tuple(blocks), edges, "synthetic")
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def cluster(nodes: int = 1, gpus: int = 8, *, intra: float = 10e9, inter: float = 1e9, latency_s: float = 20e-6,
+            flops: float = 10e12, overlaps: bool = True, memory_gib: float = 24) -> Cluster:  # fmt: skip
+    """A cluster of round numbers, with no reserve."""
+
+    def figure(value: float) -> Figure:
+        return Figure(value, "assumed: a round number for a test")
+
+    device = Device(
+        name="test device",
+        kind="cuda",
+        memory_bytes=figure(memory_gib * 2**30),
+        matmul_flops_per_s={"fp32": figure(flops), "bf16": figure(4 * flops)},
+        matmul_efficiency=figure(1.0),
+        memory_bytes_per_s=figure(600e9),
+        reserve_bytes={},
+    )
+    return Cluster(
+        schema=Cluster.SCHEMA,
+        name="test",
+        description="for tests",
+        nodes=nodes,
+        gpus_per_node=gpus,
+        device=device,
+        intra=Link(figure(latency_s), figure(intra)),
+        inter=Link(figure(latency_s), figure(inter)) if nodes > 1 else None,
+        overlaps=overlaps,
+        overlap_source="assumed: for a test",
+    )

@@ -1,0 +1,471 @@
+"""The `osdp` command: what it prints, where, and with which exit status."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import osdp.planning
+from osdp.cli import main
+from osdp.planning import memory_limit, read_plan, write_plan
+from osdp.zoo import load_cluster, load_model
+from profiler.files import write_yaml
+from profiler.units import GIB
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "4")
+MAX_CPU_S, MAX_RSS_BYTES = 5.0, 0.6e9
+"""What `osdp plan` for GPT-2 1.5B may take, from process start to printed plan."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one command did."""
+
+    status: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Cli:
+    """Runs commands in this process."""
+
+    capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch
+
+    def __call__(self, *arguments: str | Path) -> Outcome:
+        self.monkeypatch.setattr(sys, "argv", ["osdp", *map(str, arguments)])
+        self.capsys.readouterr()
+        status = main()
+        out, err = self.capsys.readouterr()
+        return Outcome(status, out, err)
+
+    def refused(self, *arguments: str | Path) -> str:
+        """Run a command that must end with 2 and a message, and return the message."""
+        outcome = self(*arguments)
+        assert (outcome.status, outcome.out) == (2, "")
+        assert outcome.err.startswith("osdp: error: ")
+        assert "Traceback" not in outcome.err
+        return outcome.err
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OSDP_TRACEBACK", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    return Cli(capsys, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def tiny_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan for gpt2-tiny, in a file; tests copy it before they change it."""
+    path = tmp_path_factory.mktemp("plans") / "plan.yaml"
+    cluster = load_cluster("titan-rtx-8")
+    request = osdp.planning.Request(memory_limit(cluster, None), micro_batch=4)
+    write_plan(path, osdp.planning.plan_model(load_model("gpt2-tiny"), cluster, request).plan)
+    return path
+
+
+def process(*arguments: str, cwd: Path = CHECKOUT) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
+    return subprocess.run(
+        [sys.executable, "-m", "osdp", *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+# --- as a process ------------------------------------------------------------------------------
+
+
+def test_a_plan_from_start_to_json(tmp_path: Path) -> None:
+    """The whole way, in a process of its own, away from the checkout."""
+    path = tmp_path / "plan.yaml"
+    done = process(*TINY, "--json", "-o", str(path), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert told["schema"] == "osdp.plan_report/1"
+    assert (told["model"], told["cluster"], told["micro_batch"]) == ("gpt2-tiny", "titan-rtx-8", 4)
+    assert sum(told["predicted"]["memory_by_category"].values()) == told["predicted"]["peak_memory_bytes"]
+    assert told["predicted"]["samples_per_s"] == pytest.approx(8 * 4 / told["predicted"]["step_time_s"])
+    seconds = told["seconds"]
+    assert 0 < seconds["trace"] + seconds["search"] < seconds["total"] < 60
+    plan = read_plan(path)
+    assert plan.choices == told["choices"]
+    assert plan.predicted.peak_memory_bytes == told["predicted"]["peak_memory_bytes"]
+
+
+def rusage_of(*arguments: str) -> tuple[int, float, float]:
+    """Return (status, CPU seconds, peak bytes) of a process."""
+    child = subprocess.Popen([sys.executable, "-m", "osdp", *arguments], cwd=CHECKOUT, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    return child.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+
+@pytest.mark.skipif(not hasattr(os, "wait4") or not hasattr(resource, "getrusage"), reason="needs wait4")
+def test_the_largest_gpt2_is_planned_in_seconds() -> None:
+    for _ in range(2):  # A busy machine may slow one of them.
+        status, cpu_s, peak_bytes = rusage_of("plan", "--model", "gpt2-1.5b", "--mem", "8GB")
+        assert status == 0
+        assert peak_bytes < MAX_RSS_BYTES
+        if cpu_s < MAX_CPU_S:
+            return
+    pytest.fail(f"took {cpu_s:.1f} s of CPU time, more than {MAX_CPU_S} s")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; sys.argv = ['osdp', 'plan', '--help']\n"
+        "from osdp.cli import main\n"
+        "status = main()\n"
+        "heavy = {'torch', 'pulp', 'networkx', 'numpy', 'rich', 'planner.search', 'yaml'} & set(sys.modules)\n"
+        "print(status, sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(("clusters", "--sources"), 141), (("models",), 141), (("--help",), 1)]
+)
+def test_a_reader_that_goes_away_is_told_nothing(arguments: tuple[str, ...], status: int) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "osdp", *arguments],
+        cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.close()
+    assert child.stderr.read() == ""
+    assert child.wait() == status
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "osdp", "models"], cwd=CHECKOUT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_closed_streams_are_no_error() -> None:
+    done = subprocess.run(["sh", "-c", f"exec '{sys.executable}' -m osdp models >&- 2>&-"], cwd=CHECKOUT)
+    assert done.returncode == 0
+
+
+# --- plan ------------------------------------------------------------------------------------------
+
+
+def test_the_report_names_the_default_cluster(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = cli("plan", "--model", "gpt2-tiny", "--batch", "4")
+    assert (done.status, done.err) == (0, "")
+    assert "titan-rtx-8: 1 x 8 NVIDIA TITAN RTX" in done.out
+    assert "the default, as no GPU is visible" in " ".join(done.out.split())
+    assert "predicted" in done.out
+    assert "\x1b" not in done.out
+
+
+def test_what_is_written_says_how_it_was_made_and_comes_back(cli: Cli, tiny_plan: Path) -> None:
+    done = cli(*TINY, "-o", "plan.yaml")
+    assert done.status == 0
+    assert done.out.splitlines()[-1] == "Written to plan.yaml"
+    text = Path("plan.yaml").read_text()
+    assert text.splitlines()[1].startswith("# osdp plan --model gpt2-tiny --cluster titan-rtx-8 --batch 4 ")
+    assert read_plan(Path("plan.yaml")) == read_plan(tiny_plan)
+
+
+def test_what_is_asked_for_is_kept(cli: Cli) -> None:
+    done = cli("plan", "--model", "gpt2-tiny", "--cluster", "h100-4x8", "--nodes", "2", "--gpus-per-node", "4",
+               "--mem", "10GB", "--batch", "2", "--global-batch", "48", "--seq", "32", "--precision", "bf16",
+               "--optimizer", "sgd", "-o", "plan.yaml", "--json")  # fmt: skip
+    assert done.status == 0
+    plan = read_plan(Path("plan.yaml"))
+    assert (plan.cluster.nodes, plan.cluster.gpus_per_node) == (2, 4)
+    assert plan.limit_bytes == 10 * GIB
+    assert (plan.micro_batch, plan.accumulation) == (2, 48 // (2 * 8))
+    assert (plan.model.sequence_length, plan.model.precision, plan.optimizer) == (32, "bf16", "sgd")
+    told = json.loads(done.out)
+    assert told["predicted"]["samples_per_s"] == pytest.approx(48 / told["predicted"]["step_time_s"])
+
+
+def test_a_smaller_limit_is_never_faster(cli: Cli) -> None:
+    """And its plan fits: the promise that matters most."""
+    speeds = []
+    for mem in ("470MB", "500MB", "1GB"):
+        told = json.loads(cli("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--mem", mem, "--json").out)
+        assert told["predicted"]["peak_memory_bytes"] <= told["limit_bytes"]
+        speeds.append(told["predicted"]["samples_per_s"])
+        rivals = [b["samples_per_s"] for b in told["baselines"] if b["feasible"]]
+        assert max(rivals) <= speeds[-1] * (1 + 1e-9)
+    assert speeds == sorted(speeds)
+
+
+def test_a_model_that_prints_leaves_stdout_alone(cli: Cli) -> None:
+    Path("chatty.py").write_text("import torch\ndef make():\n    print('hello')\n    return torch.nn.Linear(4, 4)\n")
+    done = cli("plan", "--model", "chatty:make", "--cluster", "titan-rtx-8", "--batch", "1", "--json")
+    assert done.status == 0
+    assert json.loads(done.out)["model"] == "chatty:make"
+    assert "hello" in done.err
+
+
+def test_warnings_are_for_users(cli: Cli) -> None:
+    Path("flat.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(4, 4)\n")
+    done = cli("plan", "--model", "flat:make", "--cluster", "titan-rtx-8", "--batch", "1", "--seq", "7", "--json")
+    assert done.status == 0
+    assert done.err == "osdp: warning: the sequence length 7 has no effect on flat:make\n"
+
+
+# --- bad input ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--model", "gpt2-tny"), "did you mean gpt2-tiny"),
+        (("--model", "gpt2-tiny", "--cluster", "titan-rtx"), "did you mean titan-rtx-8?"),
+        (("--model", "gpt2-tiny", "--mem", "lots"), "not an amount of memory"),
+        (("--model", "gpt2-tiny", "--mem", "-8GB"), "not an amount of memory"),
+        (("--model", "gpt2-tiny", "--mem", "24GB"), "at most 23.60 GiB (24,166 MiB)"),
+        (("--model", "gpt2-tiny", "--mem", "100MB"), "no plan fits the memory limit"),
+        (("--model", "gpt2-tiny", "--precision", "bf16"), "TITAN RTX has no rate for this precision"),
+        (("--model", "gpt2-tiny", "--optimizer", "lion"), "expected: adam, adamw, sgd"),
+        (("--model", "gpt2-tiny", "--global-batch", "12"), "--global-batch 16"),
+        (("--model", "gpt2-tiny", "--global-batch", "24", "--batch", "2"), "does not divide the global batch"),
+        (("--model", "gpt2-tiny", "--seq", "4096"), "expected: at most 128"),
+        (("--model", "gpt2-tiny", "--nodes", "2"), "says nothing of a link between nodes"),
+        (("--model", "no_such_module:make"), "there is no module no_such_module"),
+        (("--model", "gpt2-tiny", "-o", "no/plan.yaml"), "mkdir -p no"),
+        (("--model", "gpt2-tiny", "-o", "."), "it is a directory"),
+    ],
+)
+def test_bad_input_is_told(cli: Cli, arguments: tuple[str, ...], part: str) -> None:
+    named = () if "--cluster" in arguments else ("--cluster", "titan-rtx-8")
+    assert part in cli.refused("plan", *named, *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*TINY[:-1], "0"),
+        (*TINY, "--global-batch", "0"),
+        (*TINY, "--nodes", "-1"),
+        (*TINY, "--seq", "many"),
+        (*TINY, "--modle", "x"),
+        ("plan",),
+        ("plans",),
+    ],
+)
+def test_wrong_usage_ends_with_2(cli: Cli, arguments: tuple[str, ...]) -> None:
+    done = cli(*arguments)
+    assert done.status == 2
+    assert "Usage: osdp" in done.out + done.err
+
+
+def test_the_smallest_limit_that_is_told_is_enough_and_no_less_is(cli: Cli) -> None:
+    message = cli.refused(*TINY, "--mem", "100MB")
+    needed = int(message.partition("try: --mem ")[2].partition("MB")[0])
+    assert cli(*TINY, "--mem", f"{needed}MB").status == 0
+    assert "no plan fits" in cli.refused(*TINY, "--mem", f"{needed - 1}MB")
+
+
+def test_a_factory_that_raises_is_told_with_its_line(cli: Cli) -> None:
+    Path("broken.py").write_text("def make():\n    raise RuntimeError('no weights')\n")
+    message = cli.refused("plan", "--model", "broken:make", "--cluster", "titan-rtx-8")
+    assert "RuntimeError: no weights" in message
+    assert "broken.py:2" in message
+
+
+def test_other_files_are_not_overwritten(cli: Cli, tiny_plan: Path) -> None:
+    Path("notes.yaml").write_text("# schema: osdp.plan/1 is what I want\n")
+    assert "not a plan" in cli.refused(*TINY, "-o", "notes.yaml")
+    assert Path("notes.yaml").read_text().startswith("# schema")
+    Path("old.yaml").write_text(tiny_plan.read_text().replace("micro_batch: 4", "micro_batch: 3"))
+    Path("empty.yaml").touch()
+    for name in ("old.yaml", "empty.yaml"):
+        assert cli(*TINY, "-o", name, "--json").status == 0
+        assert read_plan(Path(name)).micro_batch == 4
+    Path("binary.yaml").write_bytes(b"\xff\xfe")
+    assert "not a plan" in cli.refused(*TINY, "-o", "binary.yaml")
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def key_pressed(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+@pytest.mark.parametrize(("fault", "status", "said"), [(full_disk, 2, "No space left"), (key_pressed, 130, "interr")])
+def test_an_interrupted_write_leaves_no_half_file(
+    cli: Cli, tiny_plan: Path, monkeypatch: pytest.MonkeyPatch, call: str, fault: Any, status: int, said: str
+) -> None:
+    before = tiny_plan.read_text().replace("micro_batch: 4", "micro_batch: 3")
+    Path("plan.yaml").write_text(before)
+    for name in ("plan.yaml", "new.yaml"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fault)
+            done = cli(*TINY, "-o", name)
+        assert (done.status, done.out) == (status, "")
+        assert said in done.err
+        assert "Traceback" not in done.err
+    assert sorted(os.listdir()) == ["plan.yaml"]
+    assert Path("plan.yaml").read_text() == before
+
+
+def test_a_pressed_key_ends_quietly(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(osdp.planning, "plan_model", key_pressed)
+    assert cli(*TINY) == Outcome(130, "", "interrupted\n")
+
+
+def test_a_fault_of_ours_points_at_the_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("here")
+
+    monkeypatch.setattr(osdp.planning, "plan_model", fail)
+    done = cli(*TINY)
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith("osdp: error: unexpected ZeroDivisionError: here")
+    assert "OSDP_TRACEBACK=1" in done.err
+    assert "Traceback" not in done.err
+    monkeypatch.setenv("OSDP_TRACEBACK", "1")
+    assert "in fail" in cli(*TINY).err
+
+
+# --- explain -------------------------------------------------------------------------------------------
+
+
+def test_explain_all(cli: Cli, tiny_plan: Path) -> None:
+    done = cli("explain", tiny_plan)
+    assert (done.status, done.err) == (0, "")
+    assert "gpt2-tiny on titan-rtx-8, micro-batch 4" in done.out
+    assert "The file says" not in done.out
+    assert "Block " in done.out
+
+
+def test_explain_one(cli: Cli, tiny_plan: Path) -> None:
+    done = cli("explain", tiny_plan, "blocks.1.mlp.up")
+    assert (done.status, done.err) == (0, "")
+    now = read_plan(tiny_plan).choices["blocks.1.mlp.up"]
+    assert f"blocks.1.mlp.up: {now}" in done.out
+    table = done.out.partition("Every alternative")[2]
+    assert all(other in table for other in {"replicate", "shard", "shard_grad", "group_shard:4"} - {now})
+
+
+def test_explain_unknown_operator(cli: Cli, tiny_plan: Path) -> None:
+    assert "blocks.1.mlp.up" in cli.refused("explain", tiny_plan, "blocks.1.mlp.upp")
+
+
+def test_explain_knows_a_tied_module(cli: Cli, tiny_plan: Path) -> None:
+    assert "all of wte, lm_head." in cli("explain", tiny_plan, "lm_head").out
+
+
+def test_a_plan_for_another_model_is_refused(cli: Cli, tiny_plan: Path) -> None:
+    assert "made for another model" in cli.refused("explain", tiny_plan, "--model", "uneven")
+
+
+def edited(tiny_plan: Path, old: str, new: str) -> Path:
+    """Write the plan with one change to the current directory."""
+    text = tiny_plan.read_text()
+    assert text.count(old) >= 1
+    Path("edited.yaml").write_text(text.replace(old, new, 1))
+    return Path("edited.yaml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "parts"),
+    [
+        ("schema: osdp.plan/1", "schema: osdp.plan/9", ["edited.yaml, line 1", "another version", "osdp.plan/1"]),
+        ("schema: osdp.plan/1", "schema: my.plan/1", ["edited.yaml, line 1", "another kind of file"]),
+        ("micro_batch: 4", "micro_batch: 0", ["line", "`micro_batch` is wrong", "at least 1"]),
+        ("micro_batch: 4", "micro_batch: four", ["`micro_batch` is wrong", "a whole number"]),
+        ("accumulation: 1", "acumulation: 1", ["`accumulation`", "is missing"]),
+        ("optimizer: adam", "optimizer: lion", ["unknown optimizer", "adam, adamw, sgd"]),
+        ("model:\n", "model: [\n", ["edited.yaml, line", "plain YAML"]),
+    ],
+)
+def test_a_bad_plan_file_is_told_with_line_and_field(
+    cli: Cli, tiny_plan: Path, old: str, new: str, parts: list[str]
+) -> None:
+    message = cli.refused("explain", edited(tiny_plan, old, new))
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.parametrize("content", ["", "- a\n- b\n", "a: 1\n", "\0"])
+def test_foreign_files_are_refused(cli: Cli, content: str) -> None:
+    Path("foreign.yaml").write_text(content)
+    assert "foreign.yaml" in cli.refused("explain", "foreign.yaml")
+    assert "absent.yaml does not exist" in cli.refused("explain", "absent.yaml")
+
+
+def test_an_unknown_strategy_in_a_plan_is_told(cli: Cli, tiny_plan: Path) -> None:
+    plan = read_plan(tiny_plan)
+    write_yaml(Path("plan.yaml"), replace(plan, choices=plan.choices | {"norm": "shred"}))
+    assert "shred" in cli.refused("explain", "plan.yaml")
+
+
+def test_names_that_no_longer_load_can_be_replaced(cli: Cli, tiny_plan: Path) -> None:
+    gone = edited(tiny_plan, "name: gpt2-tiny", "name: moved-model")
+    assert "--model, to say where it is now" in cli.refused("explain", gone)
+    assert cli("explain", gone, "--model", "gpt2-tiny").status == 0
+    gone = edited(tiny_plan, "name: titan-rtx-8", "name: moved-cluster")
+    assert "--cluster, to say where it is now" in cli.refused("explain", gone)
+    assert cli("explain", gone, "--cluster", "titan-rtx-8") == cli("explain", tiny_plan)
+
+
+def test_another_cluster_is_warned_of(cli: Cli, tiny_plan: Path) -> None:
+    done = cli("explain", tiny_plan, "--cluster", "h100-8")
+    assert done.status == 0
+    assert "osdp: warning: the figures of the cluster h100-8 are not those" in done.err
+    assert "The file says" in done.out
+
+
+# --- lists and versions -----------------------------------------------------------------------------------
+
+
+def test_models_lists_the_zoo(cli: Cli) -> None:
+    done = cli("models")
+    assert (done.status, done.err) == (0, "")
+    (line,) = (line for line in done.out.splitlines() if line.startswith("gpt2-1.5b"))
+    assert line.split()[1:4] == ["1.56", "B", "1024"]
+
+
+def test_clusters_lists_the_presets(cli: Cli) -> None:
+    done = cli("clusters")
+    assert (done.status, done.err) == (0, "")
+    (line,) = (line for line in done.out.splitlines() if line.startswith("titan-rtx-8"))
+    assert line.split()[1:8] == ["1", "x", "8", "23.60", "GiB", "10", "GB/s"]
+
+
+def test_clusters_tells_sources(cli: Cli) -> None:
+    done = cli("clusters", "titan-rtx-8", "--sources")
+    assert done.status == 0
+    assert "h100" not in done.out
+    assert "16.3 TFLOP/s" in done.out
+    assert "datasheet: TITAN RTX, 16.3 TFLOPS" in done.out
+    assert "there is no such cluster" in cli.refused("clusters", "titan")
+
+
+def test_version(cli: Cli) -> None:
+    assert cli("--version") == Outcome(0, f"osdp {osdp.__version__}\n", "")
+
+
+def test_help_says_what_8gb_is(cli: Cli) -> None:
+    text = " ".join(cli("plan", "--help").out.split())
+    assert "8GB means 8 GiB, that is 8192 MiB" in text

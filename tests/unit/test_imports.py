@@ -1,0 +1,170 @@
+"""Imports point one way: profiler -> planner -> runtime -> osdp, and each folder has its libraries."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+FOLDERS = ("profiler", "planner", "runtime", "osdp")
+PLAIN_DATA = frozenset(f"profiler.{name}" for name in ("graph", "cluster", "errors", "files", "units"))
+"""The profiler's modules that need no torch: what passes between the stages, and its files."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the files of one folder may import beyond the standard library and the folder itself."""
+
+    own: frozenset[str]
+    """Modules of this project, or whole packages."""
+    libraries: frozenset[str]
+    """Third-party packages."""
+    lazy: frozenset[str] = frozenset()
+    """Third-party packages that only functions may import."""
+
+
+RULES = {
+    "profiler": Rule(frozenset(), frozenset({"torch", "networkx", "numpy", "pydantic", "yaml"})),
+    "planner": Rule(PLAIN_DATA, frozenset({"networkx", "numpy", "pulp", "highspy"})),
+    "runtime": Rule(PLAIN_DATA | {"planner.plan"}, frozenset({"torch", "numpy"}), frozenset({"cupy"})),
+    "osdp": Rule(
+        frozenset({"profiler", "planner", "runtime"}),
+        frozenset({"torch", "networkx", "numpy", "pulp", "pydantic", "yaml", "typer", "rich"}),
+        frozenset({"cupy", "fairscale", "matplotlib", "plotly", "transformers"}),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target."""
+
+    module: str
+    """Absolute dotted name; of `from a import b`, `a.b` where that is a module of this project."""
+    line: int
+    at_top: bool
+    """Whether it runs when the file is imported; not so in functions and under TYPE_CHECKING."""
+
+
+def imports_of(tree: ast.AST, package: str, at_top: bool = True) -> Iterator[Import]:
+    """Yield the imports of a file in `package` (dotted)."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, at_top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: -(node.level - 1) or None] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{module}.{alias.name}"
+                yield Import(inner if is_module(inner) else module, node.lineno, at_top)
+        else:
+            lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_type_checking(node)
+            yield from imports_of(node, package, at_top and not lazy)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    """Whether a node is `if TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name is a module or package of this project."""
+    path = CHECKOUT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def violations(source: str, folder: str, package: str) -> list[str]:
+    """Return what a file breaks of its folder's rule."""
+    rule = RULES[folder]
+    found = []
+    for item in imports_of(ast.parse(source), package):
+        top = item.module.split(".")[0]
+        if top == folder or top in sys.stdlib_module_names:
+            continue
+        if top in FOLDERS:
+            allowed = top in rule.own or item.module in rule.own
+        else:
+            allowed = top in rule.libraries or (top in rule.lazy and not item.at_top)
+        if not allowed:
+            found.append(f"line {item.line}: {item.module}")
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_keep_to_the_rule(folder: str) -> None:
+    files = [path.relative_to(CHECKOUT) for path in sorted((CHECKOUT / folder).rglob("*.py"))]
+    assert files
+    found = [
+        f"{path}: {violation}"
+        for path in files
+        for violation in violations((CHECKOUT / path).read_text(), folder, ".".join(path.parent.parts))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("profiler", "import planner"),
+        ("profiler", "from runtime import *"),
+        ("profiler", "import osdp.cli"),
+        ("profiler", "import pulp"),
+        ("planner", "import torch"),
+        ("planner", "def f():\n    import torch.nn as nn"),
+        ("planner", "if TYPE_CHECKING:\n    from torch import nn"),
+        ("planner", "from profiler import source"),
+        ("planner", "import profiler.source"),
+        ("planner", "from runtime.wrap import wrap"),
+        ("runtime", "import pulp"),
+        ("runtime", "import cupy"),
+        ("runtime", "try:\n    import cupy\nexcept ImportError:\n    cupy = None"),
+        ("runtime", "from planner.strategy import Strategy"),
+        ("osdp", "import pandas"),
+    ],
+)
+def test_each_forbidden_import_is_noticed(folder: str, source: str) -> None:
+    assert len(violations(source, folder, folder)) == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("profiler", "import torch\nfrom profiler.graph import Affine"),
+        ("planner", "from profiler.graph import Affine\nfrom profiler import cluster, errors\nimport pulp"),
+        ("planner", "from .strategy import Strategy\nfrom . import strategy"),
+        ("runtime", "from planner.plan import Plan\ndef f():\n    import cupy"),
+        ("osdp", "import planner.strategy, profiler.source, runtime, torch, yaml"),
+    ],
+)
+def test_each_allowed_import_passes(folder: str, source: str) -> None:
+    assert violations(source, folder, folder) == []
+
+
+def test_planning_needs_no_torch() -> None:
+    """Whatever its modules import, in turn, and by whatever means."""
+    names = [
+        ".".join(path.relative_to(CHECKOUT).with_suffix("").parts)
+        for path in sorted((CHECKOUT / "planner").rglob("*.py"))
+        if path.stem != "__init__"
+    ]
+    assert names
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names}: importlib.import_module(name)\n"
+        "print([name for name in ('torch', 'cupy', 'runtime', 'osdp') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize("folder", ["cuda", "configs"])
+def test_data_folders_hold_no_python(folder: str) -> None:
+    """A package `cuda` on `sys.path` would hide NVIDIA's from CuPy."""
+    assert (CHECKOUT / folder).is_dir()
+    assert list((CHECKOUT / folder).rglob("*.py")) == []

@@ -1,0 +1,244 @@
+"""The CUDA sources compile for the GPUs we name, and their logic is right on CPU threads."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((CHECKOUT / "cuda").glob("*.cu"))
+Array = np.ndarray[Any, Any]
+GUARD = 0x5A
+"""Byte that fills the window before a kernel runs."""
+
+
+# ---- Compilation ---------------------------------------------------------------------------------
+
+
+class Nvrtc:
+    """NVIDIA's runtime compiler, which needs neither a GPU nor a driver to compile."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+
+    def check(self, status: int) -> None:
+        """Raise RuntimeError with NVRTC's words for a status that is not 0."""
+        if status:
+            self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise RuntimeError(self.library.nvrtcGetErrorString(status).decode())
+
+    def text(self, program: ctypes.c_void_p, what: str) -> bytes:
+        """Return one of a program's results: `ProgramLog`, `PTX` or `CUBIN`."""
+        size = ctypes.c_size_t()
+        self.check(getattr(self.library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        self.check(getattr(self.library, f"nvrtcGet{what}")(program, buffer))
+        return buffer.raw
+
+    def compile(self, source: str, architecture: str) -> tuple[str, bytes]:
+        """Return PTX and machine code for an architecture such as `sm_90`.
+
+        Raises RuntimeError with the compiler's log.
+        """
+        program = ctypes.c_void_p()
+        create = self.library.nvrtcCreateProgram
+        self.check(create(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None))
+        options = (ctypes.c_char_p * 2)(f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
+        if self.library.nvrtcCompileProgram(program, len(options), options):
+            raise RuntimeError(self.text(program, "ProgramLog").decode())
+        ptx, cubin = self.text(program, "PTX").decode(), self.text(program, "CUBIN")
+        self.check(self.library.nvrtcDestroyProgram(ctypes.byref(program)))
+        return ptx, cubin
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    spec = find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    for folder in folders:
+        for library in sorted(Path(folder).glob("*/lib/libnvrtc.so.1[3-9]")):
+            return Nvrtc(library)
+    pytest.skip("pip's nvidia-cuda-nvrtc, of CUDA 13 or later, is not installed (it is in the extra `test`)")
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_source_compiles(nvrtc: Nvrtc, path: Path, architecture: str) -> None:
+    ptx, cubin = nvrtc.compile(path.read_text(), architecture)
+    assert f".target {architecture}" in ptx
+    assert ".entry " in ptx
+    assert cubin.startswith(b"\x7fELF")
+
+
+def test_pack_cast_loads_and_stores_vectors(nvrtc: Nvrtc) -> None:
+    ptx, _ = nvrtc.compile((CHECKOUT / "cuda" / "pack_cast.cu").read_text(), "sm_80")
+    kernels = {kernel.split("(")[0].strip(): kernel for kernel in ptx.split(".entry ")[1:]}
+    assert set(kernels) == {"pack_cast_bf16", "pack_cast_fp32"}
+    for kernel in kernels.values():
+        assert "ld.global.cs.v4" in kernel
+        assert "st.global.cg.v4" in kernel
+
+
+def test_errors_in_a_source_are_reported(nvrtc: Nvrtc) -> None:
+    with pytest.raises(RuntimeError, match="undefined"):
+        nvrtc.compile('extern "C" __global__ void f(float* x) { *x = missing; }', "sm_80")
+
+
+# ---- pack_cast on CPU threads --------------------------------------------------------------------
+
+HARNESS = """
+#include "cuda_host_shim.h"
+#include "pack_cast.cu"
+#define FACE(kernel, T) extern "C" void run_##kernel(unsigned gx, unsigned gy, unsigned bx, \\
+    const float* const* sources, const Size* offsets, const Size* counts, Size segments, T* window) { \\
+    launch({gx, gy}, {bx}, [=] { kernel(sources, offsets, counts, segments, window); }); }
+FACE(pack_cast_bf16, unsigned short)
+FACE(pack_cast_fp32, float)
+FACE(pack_cast_bf16_reference, unsigned short)
+extern "C" void take_counters(Size* out) {
+    out[0] = counters.stored_bytes.exchange(0);
+    out[1] = counters.vector_stores.exchange(0);
+    out[2] = counters.misaligned.exchange(0);
+}
+"""
+
+
+class Kernels:
+    """The kernels of pack_cast.cu, compiled for this machine's CPU."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+
+    def run(
+        self,
+        kernel: str,
+        sources: Sequence[Array],
+        offsets: Sequence[int],
+        window: Array,
+        grid: tuple[int, int] = (3, 2),
+        block: int = 32,
+    ) -> tuple[int, int, int]:
+        """Run a kernel on host arrays.
+
+        Returns the bytes stored, the number of vector stores, and that of misaligned accesses.
+        """
+        addresses = np.array([source.ctypes.data for source in sources], dtype=np.uint64)
+        begins = np.array(offsets, dtype=np.uint64)
+        counts = np.array([source.size for source in sources], dtype=np.uint64)
+        arrays = [ctypes.c_void_p(array.ctypes.data) for array in (addresses, begins, counts)]
+        getattr(self.library, f"run_{kernel}")(
+            *grid, block, *arrays, ctypes.c_ulonglong(len(sources)), ctypes.c_void_p(window.ctypes.data)
+        )
+        counters = (ctypes.c_ulonglong * 3)()
+        self.library.take_counters(counters)
+        return counters[0], counters[1], counters[2]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    folder = tmp_path_factory.mktemp("pack_cast")
+    (folder / "harness.cpp").write_text(HARNESS)
+    library = folder / "pack_cast.so"
+    options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    includes = [f"-I{Path(__file__).parent}", f"-I{CHECKOUT / 'cuda'}"]
+    command = [compiler, *options, *includes, str(folder / "harness.cpp"), "-o", str(library)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return Kernels(library)
+
+
+def floats_around_every_bf16() -> Array:
+    """Every bf16, and between it and the next: just above, around the tie, and just below."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
+    return (upper[:, None] | lower).reshape(-1).view(np.float32)
+
+
+@pytest.mark.parametrize("kernel", ["pack_cast_bf16", "pack_cast_bf16_reference"])
+def test_bf16_rounds_as_pytorch_everywhere(kernels: Kernels, kernel: str) -> None:
+    """All exponents, signs, ties, subnormal numbers, infinities and NaNs."""
+    values = floats_around_every_bf16()
+    window = np.zeros(values.size, dtype=np.uint16)
+    grid, block = ((4, 1), 16) if kernel == "pack_cast_bf16" else ((1, 1), 1)
+    kernels.run(kernel, [values], [0], window, grid, block)
+    expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    nan = np.isnan(values)
+    assert np.array_equal(window[~nan], expected[~nan])
+    assert np.all(window[nan] == 0x7FC0)
+    assert nan.sum() == 2 * (128 * 6 - 1), "two signs of one exponent, less its infinity"
+
+
+def test_fp32_keeps_every_bit(kernels: Kernels) -> None:
+    values = floats_around_every_bf16()
+    window = np.zeros(values.size, dtype=np.float32)
+    kernels.run("pack_cast_fp32", [values], [0], window, (4, 1), 16)
+    assert np.array_equal(window.view(np.uint32), values.view(np.uint32))
+
+
+def aligned(count: int, dtype: Any, skip: int) -> Array:
+    """Return `count` elements that begin `skip` elements after a 64-byte boundary."""
+    memory = np.zeros(count * 4 + 256, dtype=np.uint8)
+    start = -memory.ctypes.data % 64 + skip * np.dtype(dtype).itemsize
+    return memory[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+
+@pytest.mark.parametrize("kernel", ["pack_cast_bf16", "pack_cast_fp32"])
+@pytest.mark.parametrize("source_skip", range(4))
+@pytest.mark.parametrize("window_skip", range(4))
+def test_sizes_and_alignments(kernels: Kernels, kernel: str, source_skip: int, window_skip: int) -> None:
+    """Every element is written once, nothing beside the segments is, and no access is misaligned."""
+    dtype, bits = (torch.bfloat16, torch.uint16) if kernel.endswith("bf16") else (torch.float32, torch.uint32)
+    counts = [0, 1, 2, 3, 4, 5, 7, 8, 1021]
+    gap = 3
+    random = np.random.default_rng(0)
+    sources, offsets, end = [], [], 1
+    for count in counts:
+        source = aligned(count, np.float32, source_skip)
+        source[:] = random.standard_normal(count)
+        sources.append(source)
+        offsets.append(end)
+        end += count + gap
+    element = dtype.itemsize
+    window = aligned(end, np.dtype(f"u{element}"), window_skip)
+    window.view(np.uint8)[:] = GUARD
+    expected = window.copy()
+    for source, offset in zip(sources, offsets, strict=True):
+        cast = torch.from_numpy(source).to(dtype).view(bits)
+        expected[offset : offset + source.size] = cast.numpy()
+
+    stored, _, misaligned = kernels.run(kernel, sources, offsets, window)
+
+    assert np.array_equal(window, expected)
+    assert stored == sum(counts) * element
+    assert misaligned == 0
+
+
+@pytest.mark.parametrize(
+    ("source_skip", "window_skip", "vectors"),
+    [
+        (0, 0, 25),  # 103 = 25 fours and 3
+        (3, 3, 25),  # 1 element to the boundary, 25 fours, 2 behind
+        (1, 1, 25),  # 3 elements to the boundary, 25 fours
+        (0, 2, 0),  # the window is never aligned where the source is
+    ],
+)
+@pytest.mark.parametrize("kernel", ["pack_cast_bf16", "pack_cast_fp32"])
+def test_vectors_wherever_both_sides_allow(
+    kernels: Kernels, kernel: str, source_skip: int, window_skip: int, vectors: int
+) -> None:
+    source = aligned(103, np.float32, source_skip)
+    window = aligned(103, np.uint16 if kernel.endswith("bf16") else np.float32, window_skip)
+    _, stores, _ = kernels.run(kernel, [source], [0], window)
+    assert stores == vectors

@@ -1,0 +1,151 @@
+"""Peak memory of a step, phase by phase, as arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from synthetic import MB, chain, cluster, transformer
+
+from planner.memory import peak_memory
+from planner.option import Option
+from planner.space import Choice, Space
+from planner.strategy import Strategy
+from planner.workload import Workload
+from profiler.cluster import Figure
+
+# Two operators of 8 MB each in fp32 (2 M parameters), 8 ranks: a shard is 1 MB.
+SIZE, SHARD = 8 * MB, 1 * MB
+STEP = 512  # Adam's step counter
+GRAPH = chain([(2048, 1024), (2048, 1024)], gflops=[1, 1], saved_mb=[20, 30])
+# Of `synthetic.call`: output 1 MB, forward peak = saved + 1 MB, backward peak = saved + 2 MB.
+
+
+def plan(*strategies: Strategy, batch: int = 1, accumulation: int = 1, precision: str = "fp32",
+         optimizer: str = "adam") -> tuple[tuple[Option, ...], Workload]:  # fmt: skip
+    load = Workload(cluster(1, 8), optimizer, precision, batch, accumulation)
+    space = Space(GRAPH)
+    return space.fixed(load, tuple(Choice((s,)) for s in strategies), None), load
+
+
+SHARDED = Strategy("shard", 8)
+KEPT = Strategy("shard_grad", 8)
+COPIED = Strategy("replicate", 1)
+
+
+def test_fully_sharded_peak_is_the_upper_operators_backward() -> None:
+    options, load = plan(SHARDED, SHARDED)
+    peak = peak_memory(options, load)
+    # At rest: parameters and two moments of both operators, and two step counters.
+    rest = 2 * (3 * SHARD + STEP)
+    # Backward of operator 1: what operator 0 saved, its own backward peak (30 + 2 MB), its unsharded
+    # parameters, and the prefetched all-gather of operator 0; no reduction is under way.
+    assert peak.total_bytes == rest + 20 * MB + 32 * MB + SIZE + SIZE
+    assert (peak.phase, peak.operator) == ("backward", 1)
+    assert peak.categories["activations"] == 52 * MB
+    assert peak.categories["communication_buffers"] == SIZE
+    assert peak.categories["unsharded_parameters"] == SIZE
+
+
+def test_every_moment_of_the_lower_operator() -> None:
+    options, _load = plan(SHARDED, SHARDED)
+    low = options[0]
+    by_phase = {(m.phase, m.above, m.below): m for m in low.moments}
+    # Forward: its own all-gather output and unsharded parameters; the call's peak is 20 + 1 MB.
+    forward = max((m for m in low.moments if m.phase == "forward"), key=lambda m: m.total_bytes)
+    assert forward.total_bytes == SIZE + SIZE + 21 * MB
+    # Backward: unsharded parameters, backward peak 22 MB; the reduce-scatter input of operator 1 (above).
+    assert by_phase["backward", True, True].total_bytes == SIZE + 22 * MB
+    # Reduction: its own reduce-scatter input, and its gradients before they are scattered; no input gradient.
+    assert by_phase["reduce", False, True].total_bytes == SIZE + SIZE
+    assert options[1].reduce_input == SIZE
+
+
+def test_kept_parameters_count_until_their_backward() -> None:
+    options, load = plan(KEPT, SHARDED)
+    rest = 2 * (3 * SHARD + STEP)
+    # Backward of operator 1 holds both unsharded (16 MB) and no prefetch: 52 + 16 MB.  Its forward holds
+    # both, and its own all-gather output until something else is gathered: 20 + 31 + 24 MB, which is more.
+    peak = peak_memory(options, load)
+    assert peak.total_bytes == rest + (20 + 31) * MB + 3 * SIZE
+    assert peak.phase == "forward"
+    assert options[0].kept == SIZE
+    assert options[0].prefetched == 0
+
+
+def test_replicated_operators_rest_whole() -> None:
+    options, load = plan(COPIED, COPIED)
+    rest = 2 * (3 * SIZE + STEP)
+    # No gather buffers at all, but the unsharded copy that FSDP2's unshard makes.
+    assert peak_memory(options, load).total_bytes == rest + (20 + 32) * MB + SIZE
+
+
+def test_gradient_accumulation_keeps_all_sharded_gradients() -> None:
+    once, load = plan(SHARDED, SHARDED)
+    often, loads = plan(SHARDED, SHARDED, accumulation=4)
+    # From the second micro-batch on the sharded gradients of both operators rest.
+    assert peak_memory(often, loads).total_bytes == peak_memory(once, load).total_bytes + 2 * SHARD
+
+
+def test_the_optimizer_step_can_be_the_peak() -> None:
+    graph = chain([(2048, 1024)], gflops=[1], saved_mb=[1])
+    load = Workload(cluster(1, 8), "adam", "fp32", 1)
+    options = Space(graph).fixed(load, (Choice((COPIED,)),), None)
+    peak = peak_memory(options, load)
+    # Parameters, gradients, two moments and foreach Adam's temporary: five times 8 MB.
+    assert peak.phase == "optimizer"
+    assert peak.total_bytes == 5 * SIZE + STEP
+
+
+def test_bf16_halves_what_is_gathered_but_not_what_rests() -> None:
+    options, _load = plan(SHARDED, SHARDED, precision="bf16")
+    assert options[0].prefetched == SIZE // 2
+    assert options[0].parameters == SHARD
+    assert options[0].reduce_input == SIZE
+
+
+def test_sgd_has_no_moments() -> None:
+    options, _ = plan(SHARDED, SHARDED, optimizer="sgd")
+    assert options[0].rest == SHARD
+
+
+def test_recomputation_keeps_the_input_and_runs_forward_again() -> None:
+    graph = transformer(layers=3, hidden=256)
+    space = Space(graph)
+    load = Workload(cluster(1, 8), "adam", "fp32", 2)
+    block = next(stage for stage in space.model.stages if stage.block == 0)
+    kind = space.kinds[space.model.stages.index(block)]
+    choice = (SHARDED,) * len(block.operators)
+    plain = space.option(kind, Choice(choice), SHARDED, load)
+    again = space.option(kind, Choice(choice, recompute=True), SHARDED, load)
+    unit = 4 * 1024 * 256  # 1 MB per sample: tokens x hidden x 4 bytes
+    assert plain.saved == 2 * 16 * unit
+    assert again.saved == 2 * unit
+    assert {m.phase for m in again.moments} > {"recompute"}
+    forward_s = sum(segment.forward_s for segment in plain.segments)
+    assert again.segments[-1].backward_s == pytest.approx(plain.segments[-1].backward_s + forward_s)
+
+
+def test_tied_embedding_is_open_all_the_way() -> None:
+    graph = transformer(layers=3, hidden=256, vocabulary=4096, tied=True)
+    space = Space(graph)
+    load = Workload(cluster(1, 8), "adam", "fp32", 1)
+    table = 4 * 4096 * 256
+    options = space.fixed(load, tuple(Choice((SHARDED,) * len(s.operators)) for s in space.model.stages), SHARDED)
+    middle = options[2]
+    assert space.model.spans == {0: (0, len(options) - 1)}
+    # In every block: the unsharded table, and in backward its gradient of the head's use.
+    assert middle.ambient_unsharded == table
+    assert middle.ambient_gradients == table
+    # It rests once, with the first stage.
+    assert options[0].parameters == table // 8
+    assert options[-1].parameters == 4 * 256 // 8 + (512 - 128)  # the norm alone, rounded to 512
+
+
+def test_reserve_is_added_openly() -> None:
+    options, load = plan(SHARDED, SHARDED)
+    device = replace(load.cluster.device, reserve_bytes={"context": Figure(300.0 * MB, "assumed: test")})
+    reserved = Workload(replace(load.cluster, device=device), "adam", "fp32", 1)
+    with_reserve, without = peak_memory(options, reserved), peak_memory(options, load)
+    assert with_reserve.categories["reserve"] == 300 * MB
+    assert with_reserve.total_bytes == without.total_bytes + 300 * MB

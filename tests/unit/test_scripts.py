@@ -1,0 +1,259 @@
+"""The shell scripts, with a stand-in for Python that makes environments and "installs" at once.
+
+The stand-in is a shell script: `-m venv` and `-m pip` are played, by `STUB_PIP`; any other call
+goes to the real Python, whose version and modules a `sitecustomize` may change.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+TOOLS = ("sh", "cat", "cksum", "chmod", "cp", "dirname", "grep", "mkdir", "rm", "sed", "tail")
+
+PYTHON = """#!/bin/sh
+echo "$@" >>"{log}"
+case "$*" in
+"-m venv --clear "*)
+    rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
+"-m pip --version") [ ! -f "${{0%/*}}/no-pip" ] ;;
+"-m pip install"*)
+    case "${{STUB_PIP:-works}}" in
+    works) printf '#!/bin/sh\\necho osdp "$@"\\n' >"${{0%/*}}/osdp"; chmod +x "${{0%/*}}/osdp" ;;
+    offline) echo "WARNING: after connection broken by 'NewConnectionError(...)': /simple/x/"; exit 1 ;;
+    *) echo "ERROR: $STUB_PIP"; exit 1 ;;
+    esac ;;
+"-m ruff"* | "-m mypy"* | "-m pytest"*) echo "ran $*"; [ "$2" != "${{STUB_FAILS:-}}" ] ;;
+*) PYTHONPATH="{site}" exec "{real}" "$@" ;;
+esac
+"""
+
+OLD = "import sys\nsys.version_info = (3, 10, 12, 'final', 0)\n"
+NO_ENSUREPIP = "import sys\nsys.modules['ensurepip'] = None\n"
+BROKEN = "raise SystemExit(1)\n"
+
+
+class Sandbox:
+    """A copy of the scripts, and a PATH that holds nothing but a few tools and the stand-ins."""
+
+    def __init__(self, directory: Path) -> None:
+        self.root = directory / "a checkout"
+        self.path = directory / "bin"
+        self.log = directory / "calls"
+        self.elsewhere = directory / "elsewhere"
+        for folder in (self.root, self.path, self.elsewhere):
+            folder.mkdir()
+        shutil.copytree(CHECKOUT / "scripts", self.root / "scripts")
+        for name in ("setup.cfg", "constraints.txt"):
+            shutil.copy(CHECKOUT / name, self.root)
+        for tool in TOOLS:
+            found = shutil.which(tool)
+            assert found is not None
+            (self.path / tool).symlink_to(found)
+
+    @property
+    def venv(self) -> Path:
+        """The environment that the scripts make."""
+        return self.root / ".venv"
+
+    def add_python(self, name: str, sitecustomize: str = "") -> None:
+        """Put a stand-in on PATH, whose real Python first runs `sitecustomize`."""
+        site = self.path.parent / f"site-{name}"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(sitecustomize)
+        stub = self.path / name
+        stub.write_text(PYTHON.format(log=self.log, site=site, real=sys.executable))
+        stub.chmod(0o755)
+
+    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a script from another directory, without a terminal."""
+        command = ["sh", str(self.root / "scripts" / script), *arguments]
+        environment = {"PATH": str(self.path), "HOME": str(self.elsewhere), **environment}
+        return subprocess.run(command, cwd=self.elsewhere, env=environment, capture_output=True, text=True)
+
+    def calls(self, start: str) -> list[str]:
+        """Return the calls of any stand-in so far that begin so."""
+        lines: Iterable[str] = self.log.read_text().splitlines() if self.log.exists() else ()
+        return [line for line in lines if line.startswith(start)]
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    return Sandbox(tmp_path)
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], what: str, advice: str) -> None:
+    """Exit 2, nothing on stdout, and an error that says what is wrong and what to try."""
+    assert (result.returncode, result.stdout) == (2, "")
+    what_line, try_line = result.stderr.splitlines()[-2:]
+    assert what in what_line
+    assert try_line.startswith("  try: ")
+    assert advice in try_line
+
+
+def test_quickstart_installs_and_plans(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3")
+    result = sandbox.run("quickstart.sh", "--json", "a b")
+    assert (result.returncode, result.stdout) == (0, "osdp plan --model gpt2-1.5b --mem 8GB --json a b\n")
+    root = sandbox.root
+    (install,) = sandbox.calls("-m pip install")
+    assert install.endswith(f" -c {root}/constraints.txt -e {root}")
+
+
+def test_second_run_reuses_the_environment_at_once(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3")
+    sandbox.run("quickstart.sh")
+    start = time.monotonic()
+    result = sandbox.run("quickstart.sh")
+    assert time.monotonic() - start < 1
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(sandbox.calls("-m pip install")) == 1
+
+
+@pytest.mark.parametrize("name", ["setup.cfg", "constraints.txt"])
+def test_changed_metadata_installs_again_into_the_same_environment(sandbox: Sandbox, name: str) -> None:
+    sandbox.add_python("python3")
+    sandbox.run("quickstart.sh")
+    with (sandbox.root / name).open("a") as file:
+        file.write("# changed\n")
+    assert sandbox.run("quickstart.sh").returncode == 0
+    assert len(sandbox.calls("-m pip install")) == 2
+    assert len(sandbox.calls("-m venv")) == 1
+
+
+def test_environment_of_the_tests_serves_quickstart_but_not_the_other_way(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3")
+    for script in ("quickstart.sh", "test.sh", "quickstart.sh", "test.sh"):
+        assert sandbox.run(script).returncode == 0
+    installs = sandbox.calls("-m pip install")
+    assert [install.endswith("[test]") for install in installs] == [False, True]
+
+
+def test_moved_checkout_installs_again(sandbox: Sandbox) -> None:
+    """The commands and the editable install in .venv name the old place."""
+    sandbox.add_python("python3")
+    sandbox.run("quickstart.sh")
+    moved = sandbox.root.with_name("moved")
+    sandbox.root = sandbox.root.rename(moved)
+    assert sandbox.run("quickstart.sh").returncode == 0
+    assert sandbox.calls("-m pip install")[-1].endswith(f" -e {moved}")
+
+
+def test_newest_python_that_works_is_taken(sandbox: Sandbox) -> None:
+    """As with pyenv, whose commands for versions that are not active exist and fail."""
+    sandbox.add_python("python3.13", BROKEN)
+    sandbox.add_python("python3.12", NO_ENSUREPIP)
+    sandbox.add_python("python3.11")
+    sandbox.add_python("python3", OLD)
+    assert sandbox.run("quickstart.sh").returncode == 0
+    assert "site-python3.11" in (sandbox.venv / "bin" / "python").read_text()
+
+
+def test_no_python(sandbox: Sandbox) -> None:
+    assert_refused(sandbox.run("quickstart.sh"), "no python3 that runs", "install python3")
+
+
+def test_old_python(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3", OLD)
+    assert_refused(sandbox.run("quickstart.sh"), "the python3 on PATH is 3.10.12", "install Python 3.11")
+    assert not sandbox.venv.exists()
+
+
+def test_ensurepip_missing(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3", NO_ENSUREPIP)
+    assert_refused(sandbox.run("test.sh"), "python3 cannot make virtual", "apt-get install python3-venv")
+    assert not sandbox.venv.exists()
+
+
+def test_terminal_sees_the_progress_of_pip(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3")
+    terminal, end = os.openpty()
+    command = ["sh", str(sandbox.root / "scripts" / "quickstart.sh")]
+    result = subprocess.run(command, env={"PATH": str(sandbox.path)}, stdout=end, stderr=end)
+    os.close(end)
+    os.close(terminal)
+    assert result.returncode == 0
+    sandbox.run("test.sh")
+    on_terminal, elsewhere = sandbox.calls("-m pip install")
+    assert "--quiet" not in on_terminal
+    assert "--log" in on_terminal
+    assert "--quiet --progress-bar off" in elsewhere
+
+
+def test_offline(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3")
+    result = sandbox.run("quickstart.sh", STUB_PIP="offline")
+    assert_refused(result, "offline", "check the network")
+    assert "NewConnectionError" in result.stderr
+
+
+def test_index_switched_off(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3")
+    result = sandbox.run("quickstart.sh", STUB_PIP="No matching distribution", PIP_NO_INDEX="1")
+    assert_refused(result, "offline", "pip config list")
+
+
+def test_failed_install_is_tried_again(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3")
+    result = sandbox.run("quickstart.sh", STUB_PIP="No space left on device")
+    assert_refused(result, "pip could not install", "message of pip")
+    assert "ERROR: No space left on device" in result.stderr
+    assert "offline" not in result.stderr
+    assert sandbox.run("quickstart.sh").returncode == 0
+    assert len(sandbox.calls("-m venv")) == 1
+
+
+def test_failed_upgrade_does_not_count_as_installed(sandbox: Sandbox) -> None:
+    """The command of the first install is still there; the stamp must not be."""
+    sandbox.add_python("python3")
+    sandbox.run("quickstart.sh")
+    assert sandbox.run("test.sh", STUB_PIP="broken").returncode == 2
+    sandbox.run("quickstart.sh")
+    assert len(sandbox.calls("-m pip install")) == 3
+
+
+@pytest.mark.parametrize("state", ["empty", "dangling python", "no pip"])
+def test_half_made_environment_is_made_again(sandbox: Sandbox, state: str) -> None:
+    sandbox.add_python("python3")
+    (sandbox.venv / "bin").mkdir(parents=True)
+    if state == "dangling python":
+        (sandbox.venv / "bin" / "python").symlink_to("/nowhere/python3")
+    elif state == "no pip":
+        shutil.copy(sandbox.path / "python3", sandbox.venv / "bin" / "python")
+        (sandbox.venv / "bin" / "no-pip").touch()
+    result = sandbox.run("quickstart.sh")
+    assert result.returncode == 0
+    assert "is not complete: making it again" in result.stderr
+    assert len(sandbox.calls("-m venv")) == 1
+
+
+def test_environment_of_an_old_python_is_left_alone(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3", OLD)
+    (sandbox.venv / "bin").mkdir(parents=True)
+    shutil.copy(sandbox.path / "python3", sandbox.venv / "bin" / "python")
+    assert_refused(sandbox.run("quickstart.sh"), ".venv holds Python 3.10.12", "delete or move")
+    assert (sandbox.venv / "bin" / "python").exists()
+
+
+def test_stages_run_in_order(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3")
+    result = sandbox.run("test.sh", "-k", "one and two")
+    assert result.returncode == 0
+    assert result.stdout.splitlines() == ["ran -m ruff check", "ran -m mypy", "ran -m pytest -k one and two"]
+
+
+@pytest.mark.parametrize(("fails", "ran"), [("ruff", 1), ("mypy", 2), ("pytest", 3)])
+def test_first_failing_stage_stops_and_is_named(sandbox: Sandbox, fails: str, ran: int) -> None:
+    sandbox.add_python("python3")
+    result = sandbox.run("test.sh", STUB_FAILS=fails)
+    assert result.returncode == 1
+    assert len(result.stdout.splitlines()) == ran
+    assert result.stderr.splitlines()[-1].startswith(f"osdp: failed: {fails}")

@@ -1,0 +1,243 @@
+"""The integer program and the search against brute force over every plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import chain, cluster, transformer
+
+from planner.bound import ChainBound, lower_bound_s, places_near
+from planner.ilp import CountingProgram, counted_s, fastest
+from planner.memory import peak_memory
+from planner.option import Option
+from planner.polish import Polisher
+from planner.search import Task, micro_batches, search
+from planner.space import Menu, Space
+from planner.strategy import strategies_on
+from planner.timing import step_time
+from planner.workload import Workload
+from profiler.cluster import Cluster, Figure
+from profiler.errors import OsdpError
+from profiler.graph import ModelGraph
+
+GIB = 2**30
+
+SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def chains(draw: st.DrawFn, most: int = 5) -> ModelGraph:
+    """Chains of operators of at least a million parameters (each its own stage), in any order."""
+    count = draw(st.integers(2, most))
+    rows = draw(st.lists(st.integers(1, 6), min_size=count, max_size=count))
+    gflops = draw(st.lists(st.floats(1, 100), min_size=count, max_size=count))
+    saved = draw(st.lists(st.floats(1, 200), min_size=count, max_size=count))
+    return chain([(1024 * r, 1024) for r in rows], gflops, saved)
+
+
+machines = st.builds(
+    cluster,
+    nodes=st.sampled_from([1, 2]),
+    gpus=st.sampled_from([2, 4]),
+    intra=st.floats(1e9, 50e9),
+    inter=st.floats(0.5e9, 5e9),
+    overlaps=st.booleans(),
+)
+
+
+def every_plan(menu: Menu) -> list[tuple[Option, ...]]:
+    return list(product(*(menu.options[kind] for kind in menu.kinds)))
+
+
+def brute_force(menu: Menu, limit: float) -> float | None:
+    """Return the least step time of any plan that fits, by trying all."""
+    times = [
+        step_time(options, menu.load).total_s
+        for options in every_plan(menu)
+        if peak_memory(options, menu.load).total_bytes <= limit
+    ]
+    return min(times, default=None)
+
+
+def a_limit(menu: Menu, fraction: float) -> float:
+    """Return a limit between what the smallest and the largest plan need."""
+    peaks = [peak_memory(options, menu.load).total_bytes for options in every_plan(menu)]
+    return min(peaks) + fraction * (max(peaks) - min(peaks))
+
+
+@SLOW
+@given(chains(), machines, st.integers(1, 2), st.integers(1, 3), st.floats(-0.05, 1))
+def test_program_equals_brute_force(graph: ModelGraph, machine: Cluster, batch: int, accumulation: int,
+                                    fraction: float) -> None:  # fmt: skip
+    menu = Space(graph).menu(Workload(machine, "adam", "fp32", batch, accumulation), None)
+    limit = a_limit(menu, fraction)
+    best = brute_force(menu, limit)
+    solution = fastest(menu, limit)
+    if best is None:
+        assert solution is None
+        return
+    assert solution is not None
+    assert step_time(solution.options, menu.load).total_s == pytest.approx(best, rel=1e-6)
+    assert solution.objective_s == pytest.approx(best, rel=1e-6)
+    assert peak_memory(solution.options, menu.load).total_bytes <= limit
+
+
+@settings(SLOW, max_examples=4)
+@given(chains(most=8), st.booleans(), st.floats(0, 1))
+def test_program_equals_brute_force_on_eight_operators(graph: ModelGraph, overlaps: bool, fraction: float) -> None:
+    # Two ranks: three strategies, at most 3^8 plans.
+    menu = Space(graph).menu(Workload(cluster(1, 2, overlaps=overlaps), "adam", "fp32", 1), None)
+    limit = a_limit(menu, fraction)
+    solution = fastest(menu, limit)
+    assert solution is not None
+    assert step_time(solution.options, menu.load).total_s == pytest.approx(brute_force(menu, limit), rel=1e-6)
+
+
+@SLOW
+@given(chains(most=4), machines, st.integers(1, 3), st.floats(0, 1))
+def test_bound_holds_for_every_plan(graph: ModelGraph, machine: Cluster, accumulation: int, fraction: float) -> None:
+    menu = Space(graph).menu(Workload(machine, "adam", "fp32", 1, accumulation), None)
+    limit = a_limit(menu, fraction)
+    best = brute_force(menu, limit)
+    assert best is not None
+    for stage in (None, *range(len(menu.kinds))):
+        assert lower_bound_s(menu, limit, stage) <= best * (1 + 1e-9)
+
+
+@SLOW
+@given(chains(most=4), machines, st.floats(0, 1))
+def test_dynamic_program_is_the_minimum_over_sequences(graph: ModelGraph, machine: Cluster, price: float) -> None:
+    menu = Space(graph).menu(Workload(machine, "adam", "fp32", 1, 2), None)
+    chain_bound, place = ChainBound(menu), places_near(menu, None)[0]
+    memory, per_byte = chain_bound.memory(place), price * 1e-10
+
+    def priced(picks: tuple[int, ...]) -> float:
+        options = [menu.options[kind][k] for kind, k in zip(menu.kinds, picks, strict=True)]
+        held = sum(memory[i][k] for i, k in enumerate(picks))
+        return step_time(options, menu.load).total_s + per_byte * float(held)
+
+    every = product(*(range(len(menu.options[kind])) for kind in menu.kinds))
+    least = min(priced(picks) for picks in every)
+    assert float(chain_bound.least(memory, np.array([per_byte]))[0]) == pytest.approx(least, rel=1e-9)
+    assert priced(chain_bound.sequence(memory, per_byte)) == pytest.approx(least, rel=1e-9)
+
+
+@SLOW
+@given(st.integers(11, 14), st.floats(0.1, 0.9), st.booleans())
+def test_counted_objective_is_the_pure_function(layers: int, fraction: float, overlaps: bool) -> None:
+    graph = transformer(layers, 256)
+    load = Workload(cluster(1, 4, overlaps=overlaps), "adam", "fp32", 1)
+    menu = Space(graph).menu(load, strategies_on(load.cluster)[1])
+    small = peak_memory(CountingProgram.smallest(menu), menu.load).total_bytes
+    limit = small * (1 + fraction)
+    solution = fastest(menu, limit)
+    assert solution is not None
+    assert solution.objective_s == pytest.approx(counted_s(solution.options, menu.load), rel=1e-6)
+    assert peak_memory(solution.options, menu.load).total_bytes <= limit
+
+
+def test_stage_times_sum_to_the_step() -> None:
+    graph = transformer(12, 256)
+    for accumulation, overlaps in product((1, 3), (True, False)):
+        load = Workload(cluster(1, 4, overlaps=overlaps), "adam", "fp32", 1, accumulation)
+        menu = Space(graph).menu(load, strategies_on(load.cluster)[2])
+        polisher = Polisher(menu, 1e18)
+        picks = tuple(i % len(menu.options[kind]) for i, kind in enumerate(menu.kinds))
+        total = sum(polisher.chain.stage_s(picks, i) for i in range(len(picks)))
+        assert total == pytest.approx(step_time(polisher.options(picks), load).total_s, rel=1e-12)
+
+
+@settings(SLOW, max_examples=15)
+@given(st.integers(2, 14), st.floats(1.02, 3.0), st.booleans())
+def test_found_plan_fits_and_beats_every_baseline(layers: int, factor: float, overlaps: bool) -> None:
+    graph, machine = transformer(layers, 512), cluster(1, 4, intra=2e9, overlaps=overlaps)
+    limit = int(smallest_limit(graph, machine) * factor)
+    found = search(Task(graph, machine, limit))
+    assert peak_memory(found.options, found.load).total_bytes <= limit
+    speed = found.load.samples_per_step / step_time(found.options, found.load).total_s
+    assert speed == pytest.approx(found.samples_per_s, rel=1e-12)
+    for baseline in found.baselines:
+        assert not baseline.feasible or baseline.samples_per_s <= found.samples_per_s
+    assert found.bound_samples_per_s >= found.samples_per_s
+
+
+def smallest_limit(graph: ModelGraph, machine: Cluster) -> float:
+    """Return the limit that the refusal of an impossible one names, in bytes."""
+    with pytest.raises(OsdpError, match="no plan fits") as refused:
+        search(Task(graph, machine, 1 << 20))
+    return float(refused.value.advice.split("MB")[0].split()[-1]) * 2**20
+
+
+@pytest.mark.parametrize("layers", [3, 12])
+def test_the_smallest_limit_that_a_refusal_names_is_enough(layers: int) -> None:
+    graph, machine = transformer(layers, 512), cluster(1, 4)
+    limit = int(smallest_limit(graph, machine))
+    assert search(Task(graph, machine, limit)).load.micro_batch == 1
+    with pytest.raises(OsdpError, match="no plan fits"):
+        search(Task(graph, machine, int(limit * 0.97)))
+
+
+@settings(SLOW, max_examples=10)
+@given(chains(most=4), st.booleans(), st.lists(st.floats(1.0, 4.0), min_size=3, max_size=3))
+def test_more_memory_is_never_slower(graph: ModelGraph, overlaps: bool, factors: list[float]) -> None:
+    machine = cluster(1, 4, intra=2e9, overlaps=overlaps)
+    least = smallest_limit(graph, machine)
+    speeds = [search(Task(graph, machine, int(least * factor))).samples_per_s for factor in sorted(factors)]
+    assert all(before <= after * (1 + 1e-6) for before, after in pairwise(speeds))
+
+
+@settings(SLOW, max_examples=10)
+@given(chains(most=4), st.booleans(), st.floats(1.0, 20.0))
+def test_more_bandwidth_is_never_slower(graph: ModelGraph, overlaps: bool, factor: float) -> None:
+    slow = cluster(1, 4, intra=1e9, overlaps=overlaps)
+    link = replace(slow.intra, bytes_per_s=Figure(1e9 * factor, "assumed: test"))
+    limit = int(smallest_limit(graph, slow) * 1.3)
+    first = search(Task(graph, slow, limit))
+    second = search(Task(graph, replace(slow, intra=link), limit))
+    assert second.samples_per_s >= first.samples_per_s * (1 - 1e-6)
+
+
+def test_memory_limits_of_a_real_size_are_monotone() -> None:
+    graph, machine = transformer(24, 1024), cluster(1, 8, intra=5e9)
+    least = smallest_limit(graph, machine)
+    found = [search(Task(graph, machine, int(least * (1 + step / 4)))) for step in range(9)]
+    for smaller, larger in pairwise(found):
+        # A certified gap is what the search may be off by.
+        assert larger.samples_per_s >= smaller.samples_per_s * (1 - larger.gap) - 1e-9
+        assert larger.gap < 0.02
+
+
+def test_fixed_micro_batch_is_kept() -> None:
+    found = search(Task(transformer(4, 512), cluster(1, 4), 8 * GIB, micro_batch=3))
+    assert (found.load.micro_batch, found.load.accumulation) == (3, 1)
+
+
+def test_global_batch_is_split_exactly() -> None:
+    machine = cluster(1, 4)
+    graph = transformer(4, 512)
+    pairs = micro_batches(Task(graph, machine, GIB, global_batch=48))
+    assert pairs == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    found = search(Task(graph, machine, 8 * GIB, global_batch=48))
+    assert found.load.samples_per_step == 48
+    with pytest.raises(OsdpError, match="multiple of 4"):
+        micro_batches(Task(graph, machine, GIB, global_batch=50))
+    with pytest.raises(OsdpError, match="does not divide"):
+        micro_batches(Task(graph, machine, GIB, global_batch=48, micro_batch=5))
+
+
+def test_one_rank_has_nothing_to_shard() -> None:
+    found = search(Task(transformer(3, 256), cluster(1, 1), 8 * GIB))
+    assert {str(s) for option in found.options for s in option.strategies} == {"replicate"}
+
+
+def test_uneven_blocks_are_told_apart() -> None:
+    graph = transformer(6, 256, distinct=True)
+    space = Space(graph)
+    pairs = zip(space.kinds, space.model.stages, strict=True)
+    assert len({kind for kind, stage in pairs if stage.block is not None}) == 6
+    assert search(Task(graph, cluster(1, 4), 2 * GIB)).gap < 0.01

@@ -1,0 +1,85 @@
+"""Step time: by hand, and the closed form against the event simulator."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import cluster
+
+from planner.option import Option, Segment
+from planner.simulate import simulate, simulated_s
+from planner.timing import step_time
+from planner.workload import Workload
+
+times = st.floats(0.0, 10.0)
+
+
+def segment(forward: float, backward: float, a: float, b: float, r: float, ar: float = 0.0) -> Segment:
+    return Segment(forward, backward, 0.0, a, b, r, ar)
+
+
+def option(segments: tuple[Segment, ...], optimizer_s: float = 0.0) -> Option:
+    return Option((), False, 0, 0, 0, 0, 0.0, (), 0, 0, 0, segments, optimizer_s)
+
+
+def load(overlaps: bool = True, accumulation: int = 1) -> Workload:
+    return Workload(cluster(overlaps=overlaps), "adam", "fp32", 1, accumulation)
+
+
+def test_two_segments_by_hand() -> None:
+    one = segment(forward=4, backward=8, a=3, b=3, r=5)
+    two = segment(forward=2, backward=6, a=7, b=1, r=9)
+    # Forward: gather 3, then max(4, 7), then 2.  Backward: gather 1, then max(6, 3) of the upper
+    # segment, then max(8, 9) with the reduction of the upper one, then the last reduction 5.
+    elapsed = (3 + 7 + 2) + (1 + 6 + 9 + 5)
+    time = step_time([option((one, two), optimizer_s=0.5)], load())
+    assert time.total_s == pytest.approx(elapsed + 0.5)
+    assert time.compute_s == pytest.approx(4 + 8 + 2 + 6)
+    assert time.exposed_communication_s == pytest.approx(elapsed - 20)
+    assert time.hidden_communication_s == pytest.approx((3 + 3 + 5 + 7 + 1 + 9) - (elapsed - 20))
+
+
+def test_without_overlap_everything_adds_up() -> None:
+    one = segment(4, 8, 3, 3, 5)
+    two = segment(2, 6, 7, 1, 9)
+    assert step_time([option((one, two))], load(overlaps=False)).total_s == pytest.approx(20 + 28)
+
+
+def test_accumulation_reduces_across_groups_once() -> None:
+    only = segment(forward=4, backward=8, a=0, b=0, r=1, ar=3)
+    # Three micro-batches: (4 + 8 + 1) each, and the all-reduce after the last.
+    assert step_time([option((only,))], load(accumulation=3)).total_s == pytest.approx(3 * 13 + 3)
+
+
+segments = st.builds(segment, times, times, times, times, times, times)
+
+
+@given(st.lists(segments, min_size=1, max_size=8), st.booleans(), st.integers(1, 3))
+def test_simulator_and_closed_form_agree(parts: list[Segment], overlaps: bool, accumulation: int) -> None:
+    plan = [option((part,)) for part in parts]
+    work = load(overlaps, accumulation)
+    assert simulated_s(plan, work) == pytest.approx(step_time(plan, work).total_s, rel=1e-9, abs=1e-9)
+
+
+@given(st.lists(segments, min_size=1, max_size=8), st.booleans())
+def test_streams_never_run_two_tasks_at_once(parts: list[Segment], overlaps: bool) -> None:
+    events = simulate([option((part,)) for part in parts], load(overlaps))
+    streams = {event.stream if overlaps else "one" for event in events}
+    for stream in streams:
+        mine = sorted((e.start_s, e.end_s) for e in events if stream in (e.stream, "one"))
+        assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(mine))
+
+
+@settings(max_examples=50)
+@given(st.lists(segments, min_size=1, max_size=6), st.floats(0.1, 1.0))
+def test_faster_communication_is_never_slower(parts: list[Segment], factor: float) -> None:
+    def scaled(part: Segment) -> Segment:
+        gathers = part.forward_gather_s * factor, part.backward_gather_s * factor
+        return segment(part.forward_s, part.backward_s, *gathers, part.reduce_s * factor, part.step_reduce_s * factor)
+
+    slow = step_time([option((part,)) for part in parts], load()).total_s
+    fast = step_time([option((scaled(part),)) for part in parts], load()).total_s
+    assert fast <= slow * (1 + 1e-12)
