@@ -95,22 +95,20 @@ def plan_model(source: ModelSource, cluster: Cluster, request: Request,
 
 
 def memory_limit(cluster: Cluster, limit_bytes: int | None) -> int:
-    """Return the limit per device: what was asked for, or all that the device has.
+    """Return the limit per device: what was asked for, but at most what the driver leaves of the device.
 
-    Raises OsdpError for more than that.
+    So the 24 GB of a card sold with 24 GB are taken for all that it has. Raises OsdpError for more.
     """
     device = cluster.device
-    available = int(device.memory_bytes.value)
-    if limit_bytes is None:
-        return available
-    if limit_bytes > available:
+    available, nominal = int(device.memory_bytes.value), int(device.nominal_bytes.value)
+    if limit_bytes is not None and limit_bytes > max(available, nominal):
         raise OsdpError(
             f"the memory limit is larger than the memory of {device.name} ({cluster.name})",
             got=f"{format_bytes(limit_bytes)} ({limit_bytes / MIB:,.0f} MiB)",
-            expected=f"at most {format_bytes(available)} ({available // MIB:,} MiB)",
+            expected=f"at most {format_bytes(nominal)}, of which its driver leaves {available // MIB:,} MiB to programs",
             advice=f"--mem {available // MIB}MB, no --mem at all, or another --cluster",
         )
-    return limit_bytes
+    return available if limit_bytes is None else min(limit_bytes, available)
 
 
 def default_cluster(nodes: int | None = None, gpus_per_node: int | None = None) -> tuple[Cluster, str]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from planner.memory import peak_memory
 from planner.option import Option
-from planner.space import Choice, Space
+from planner.space import Choice, Space, idle_strategy
 from planner.strategy import Strategy, parse_strategy
 from planner.timing import step_time
 from planner.workload import Workload
@@ -103,8 +103,8 @@ def cluster_fingerprint(cluster: Cluster) -> str:
 def predict(options: Sequence[Option], space: Space, load: Workload) -> Prediction:
     """Evaluate a plan, one option per stage, by the pure cost functions."""
     peak, time = peak_memory(options, load), step_time(options, load)
-    operators = space.model.graph.operators
-    where = peak.phase if peak.operator is None else f"{peak.phase} of {operators[peak.operator].name}"
+    operator = space.operator_at(peak)
+    where = f"{peak.phase} of {operator.name}" if operator else peak.phase
     categories = {name: round(value) for name, value in peak.categories.items()}
     return Prediction(
         peak_memory_bytes=sum(categories.values()),
@@ -121,7 +121,7 @@ def make_plan(options: Sequence[Option], spanning: Strategy | None, space: Space
     """Write a search result down as a plan."""
     graph, cluster = space.model.graph, load.cluster
     choices: dict[int, str] = {operator: str(spanning) for operator in space.model.spanning}
-    choices |= {operator: str(Strategy("replicate", 1)) for operator in space.model.idle}
+    choices |= {operator: str(idle_strategy(cluster)) for operator in space.model.idle}
     recomputed = []
     for stage, option in zip(space.model.stages, options, strict=True):
         for operator, strategy in zip(stage.operators, option.strategies, strict=True):

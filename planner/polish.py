@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from planner.bound import ChainBound, Place
+import numpy as np
+
+from planner.bound import ChainBound, Place, places_near
 from planner.memory import peak_memory
 from planner.option import Option
 from planner.space import Menu
@@ -69,15 +71,18 @@ class Polisher:
         return tuple(current)
 
     def _watch_peak(self, picks: list[int]) -> None:
-        """Note how much room the highest moment has: a move that needs more cannot fit."""
-        options = self.options(picks)
-        peak = peak_memory(options, self.menu.load)
-        self.room_bytes = self.limit_bytes - peak.total_bytes
+        """Note the highest moment and its room: a move that needs more there cannot fit."""
+        peak = peak_memory(self.options(picks), self.menu.load)
         self.held: list[list[float]] = []
-        if peak.phase != "forward":
-            # Without the neighbours' buffers, which only makes the test milder.
-            self.held = [row.tolist() for row in self.chain.memory(Place(peak.stage))]
-        self.room_bytes += 0.0 if peak.stage is None else max(o.prefetched + o.reduce_input for o in options)
+        self.room_bytes = 0.0
+        if peak.phase == "forward":
+            return  # Rarely the peak, and not among the places that can be priced.
+        places = [place for place in places_near(self.menu, peak.stage) if place.stage == peak.stage]
+        rows = [self.chain.memory(place) for place in places]
+        held = [sum(row[pick] for row, pick in zip(memory, picks, strict=True)) for memory in rows]
+        top = int(np.argmax(held))
+        self.held = [row.tolist() for row in rows[top]]
+        self.room_bytes = self.limit_bytes - self.menu.load.cluster.reserve_bytes - held[top]
 
     def _held(self, move: Mapping[int, int]) -> float:
         return sum(self.held[i][pick] for i, pick in move.items()) if self.held else 0.0

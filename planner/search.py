@@ -264,9 +264,9 @@ def _nothing_fits(space: Space, loads: Sequence[Workload], task: Task) -> OsdpEr
     load = min(loads, key=lambda load: load.micro_batch)
     peak, _ = least_memory(space, load)
     needed = -(-round(peak.total_bytes) // 2**20)
-    operators = space.model.graph.operators
-    where = "in the optimizer step" if peak.operator is None else f"in {peak.phase} of {operators[peak.operator].name}"
-    largest = sorted(operators, key=lambda operator: -operator.numel)[:2]
+    operator = space.operator_at(peak)
+    where = f"in {peak.phase} of {operator.name}" if operator else "in the optimizer step"
+    largest = sorted(space.model.graph.operators, key=lambda operator: -operator.numel)[:2]
     parts = sorted(peak.categories.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{name.replace('_', ' ')} {value / 2**20:,.0f} MiB" for name, value in parts)
     return OsdpError(

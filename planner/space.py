@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 
+from planner.memory import MemoryPeak
 from planner.option import Option, StageCosts, UnitCosts, ambient, make_option
 from planner.stage import StagedModel, cut
 from planner.strategy import Strategy, strategies_on
 from planner.workload import Workload
-from profiler.graph import ModelGraph
+from profiler.cluster import Cluster
+from profiler.graph import ModelGraph, Operator
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Menu:
     def runs(self) -> tuple[tuple[int, int], ...]:
         """Return (kind, length) of maximal runs of alike stages in execution order."""
         return tuple((kind, len(list(run))) for kind, run in groupby(self.kinds))
+
+
+def idle_strategy(cluster: Cluster) -> Strategy:
+    """Return what operators that are never called take: as little memory as can be."""
+    return max(strategies_on(cluster), key=lambda strategy: strategy.group)
 
 
 def _around(option: Option, unsharded: int, gradients: int) -> Option:
@@ -79,7 +86,11 @@ class Space:
         """Return the option without what spanning operators elsewhere hold."""
         around = dict.fromkeys(self.model.spanning, spanning) if spanning else {}
         costs, units = self._costs(kind, load), self._unit_costs(load)
-        return make_option(costs, units, choice.strategies, choice.recompute, around)
+        option = make_option(costs, units, choice.strategies, choice.recompute, around)
+        if self.model.idle and self._examples[kind] == 0:
+            resting, _ = units(self.model.idle, idle_strategy(load.cluster))
+            return replace(option, parameters=option.parameters + resting.parameters)
+        return option
 
     def _unit_costs(self, load: Workload) -> UnitCosts:
         key = (id(load.cluster), load.precision, load.optimizer_name)
@@ -129,6 +140,17 @@ class Space:
             least = min(unsharded for unsharded, _ in held), min(gradients for _, gradients in held)
             options.append(tuple(_around(self._alone(kind, choice, None, load), *least) for choice in choices))
         return Menu(load, None, self.kinds, tuple(options))
+
+    def operator_at(self, peak: MemoryPeak) -> Operator | None:
+        """Return the operator that a peak names; None in the optimizer step.
+
+        Options are made for one example of each kind of stage, and so name the example's operators.
+        """
+        if peak.stage is None or peak.operator is None:
+            return None
+        stage, example = self.model.stages[peak.stage], self.model.stages[self._examples[self.kinds[peak.stage]]]
+        position = [call.operator for call in example.calls].index(peak.operator)
+        return self.model.graph.operators[stage.calls[position].operator]
 
     def fixed(self, load: Workload, choices: tuple[Choice, ...], spanning: Strategy | None) -> tuple[Option, ...]:
         """Return the options of a whole plan, one choice per stage."""

@@ -52,7 +52,7 @@ class StagedModel:
     spans: dict[int, tuple[int, int]]
     """For operators that are called in several stages, the first and the last of these."""
     idle: tuple[int, ...]
-    """Operators that are never called: they only cost memory at rest."""
+    """Operators that are never called: sharded, and counted at rest with the first stage."""
 
     @property
     def spanning(self) -> tuple[int, ...]:
@@ -95,6 +95,8 @@ def cut(graph: ModelGraph) -> StagedModel:
     spanning = _spanning(graph)
     first = {o: min(i for i, c in enumerate(graph.calls) if c.operator == o) for o in spanning}
     last = {o: max(i for i, c in enumerate(graph.calls) if c.operator == o) for o in spanning}
+    called = {call.operator for call in graph.calls}
+    idle = tuple(o for o in range(len(graph.operators)) if o not in called)
     kinds: dict[object, int] = {}
     stages = []
     for start, stop, block in _ranges(graph, spanning):
@@ -104,7 +106,8 @@ def cut(graph: ModelGraph) -> StagedModel:
         closes = tuple(o for o in sorted(spanning) if start <= last[o] < stop)
         open_around = tuple(o for o in sorted(spanning) if first[o] < stop and last[o] >= start)
         key: object = (start,)
-        if block is not None and not any(c.operator in spanning for c in calls):
+        holds_idle = bool(idle) and start == 0
+        if block is not None and not holds_idle and not any(c.operator in spanning for c in calls):
             shapes = tuple(tuple((p.shape, p.trainable) for p in graph.operators[o].parameters) for o in operators)
             key = (graph.blocks[block].block_class, shapes, open_around)
         name = graph.blocks[block].name if block is not None else graph.operators[calls[0].operator].name
@@ -121,8 +124,6 @@ def cut(graph: ModelGraph) -> StagedModel:
                 closes=closes,
             )
         )
-    called = {call.operator for call in graph.calls}
-    idle = tuple(o for o in range(len(graph.operators)) if o not in called)
     spans = {o: (_stage_of(first[o], stages), _stage_of(last[o], stages)) for o in sorted(spanning)}
     return StagedModel(graph, tuple(stages), spans, idle)
 

@@ -39,8 +39,10 @@ class Device:
     """Marketing name."""
     kind: str
     """`cuda` or `cpu`."""
+    nominal_bytes: Figure
+    """Memory of one device as it is sold (1 GB meant as 1 GiB): the most that a user can ask for."""
     memory_bytes: Figure
-    """Physical memory of one device."""
+    """Memory of one device that its driver leaves to programs."""
     matmul_flops_per_s: dict[str, Figure]
     """Peak rate of dense matrix products by precision (`fp32`, `bf16`)."""
     matmul_efficiency: Figure

@@ -19,7 +19,7 @@ def explain(failure: TraceFailure, model: str) -> OsdpError:
     return OsdpError(
         f"cannot trace {model}: {failure.where} raised{at}",
         got=f"{type(error).__name__}: {first_line(error)}",
-        expected="a forward that runs without looking at the values of tensors",
+        expected="a forward and backward that run on shapes alone",
         advice=_advice(error, op),
     )
 

@@ -61,6 +61,9 @@ def _choose_attention(
     fused_dropout: bool,
 ) -> Tensor:
     """`F.scaled_dot_product_attention`: query (batch, heads, length, width), key and value alike."""
+    if not query.dtype == key.dtype == value.dtype:
+        dtypes = ", ".join(str(tensor.dtype) for tensor in (query, key, value))
+        raise RuntimeError(f"attention needs query, key and value of one dtype, got {dtypes}")
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         zero = torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device)
         never = torch.scalar_tensor(-torch.inf, dtype=query.dtype, device=query.device)

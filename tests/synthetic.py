@@ -87,6 +87,7 @@ def cluster(nodes: int = 1, gpus: int = 8, *, intra: float = 10e9, inter: float 
     device = Device(
         name="test device",
         kind="cuda",
+        nominal_bytes=figure(memory_gib * 2**30),
         memory_bytes=figure(memory_gib * 2**30),
         matmul_flops_per_s={"fp32": figure(flops), "bf16": figure(4 * flops)},
         matmul_efficiency=figure(1.0),

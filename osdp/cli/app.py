@@ -10,7 +10,7 @@ import typer
 
 from osdp.cli import STARTED_S
 from osdp.cli.exits import guarded
-from osdp.cli.terminal import make_console, progress_bar
+from osdp.cli.terminal import make_console, note, progress_bar
 
 if TYPE_CHECKING:
     from osdp.planning import Planned
@@ -80,7 +80,7 @@ def plan(
     """Find the fastest plan within a memory limit."""
     from osdp import planning
     from osdp.zoo import load_model
-    from profiler.units import parse_bytes
+    from profiler.units import format_bytes, parse_bytes
 
     if output is not None:
         planning.check_output(output)
@@ -89,6 +89,9 @@ def plan(
         source = load_model(model, sequence_length=seq)
         target, why = _cluster(cluster, nodes, gpus_per_node)
         limit_bytes = planning.memory_limit(target, wanted_bytes)
+        if wanted_bytes is not None and limit_bytes < wanted_bytes:
+            note(f"of {format_bytes(wanted_bytes)}, the driver of {target.device.name} leaves "
+                 f"{format_bytes(limit_bytes)} to programs: planning for that")  # fmt: skip
         request = planning.Request(limit_bytes, precision, optimizer, batch, global_batch)
         planned = planning.plan_model(source, target, request, progress)
     if output is not None:

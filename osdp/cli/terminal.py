@@ -19,6 +19,11 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction done."""
 
 
+def note(text: str) -> None:
+    """Tell the user something beside the report, on stderr."""
+    print(f"osdp: note: {text}", file=sys.stderr)
+
+
 def make_console() -> Console:
     """Return the console for reports, on stdout; what it prints is taken literally."""
     from rich.console import Console

@@ -93,5 +93,7 @@ def test_the_limit_is_the_device_unless_asked() -> None:
     cluster = load_cluster("titan-rtx-8")
     assert memory_limit(cluster, None) == 25340305408
     assert memory_limit(cluster, 8 * GIB) == 8 * GIB
+    # A card sold with 24 GB, of which its driver leaves 23.6: asking for 24 means all of it.
+    assert memory_limit(cluster, 24 * GIB) == 25340305408
     with pytest.raises(OsdpError, match="larger than the memory"):
-        memory_limit(cluster, 25340305408 + MIB)
+        memory_limit(cluster, 24 * GIB + MIB)

@@ -347,8 +347,8 @@ def test_bars() -> None:
 
 def sourced(nodes: int = 1) -> Cluster:
     plain = cluster(nodes, 4)
-    device = replace(plain.device, memory_bytes=Figure(24 * GIB, "datasheet: x"),
-                     reserve_bytes={"cuda_context": Figure(300 * MIB, "measured: y")})  # fmt: skip
+    memory, context = Figure(24 * GIB, "datasheet: x"), Figure(300 * MIB, "measured: y")
+    device = replace(plain.device, nominal_bytes=memory, memory_bytes=memory, reserve_bytes={"cuda_context": context})
     return replace(plain, device=device)
 
 

@@ -167,7 +167,7 @@ class RotaryLayer(nn.Module):
         angles = torch.outer(torch.arange(x.shape[2], device=x.device), pairs)
         first, second = x.chunk(2, -1)
         cosine, sine = angles.cos(), angles.sin()
-        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1).to(x.dtype)
 
 
 class ConvNet(nn.Module):
