@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from profiler.errors import OsdpError
 from profiler.fit import SINGLE, SIZES, envelope, exact_line, line
 from profiler.graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
-from profiler.ledger import NOBODY, CallRecord, Tally
+from profiler.ledger import NOBODY, ROUND_BYTES, CallRecord, Tally
 from profiler.passes import Pass
 from profiler.source import ModelSource
 from profiler.structure import Group
@@ -46,6 +47,7 @@ def assemble(
         for index, record in enumerate(first.calls)
     )
     operators = _operators(module, [groups[index] for index in order + unused], calls)
+    calls = _without_waiting(calls, _waiting_bytes(module, operators, calls))
     blocks = _blocks(module, operators, calls, passes, run)
     return ModelGraph(
         name=source.name,
@@ -130,6 +132,40 @@ def _operators(module: nn.Module, groups: Sequence[Group], calls: Sequence[Call]
         )
         for index, group in enumerate(groups)
     )
+
+
+def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call]) -> dict[int, int]:
+    """Return, for operators that are called more than once, the bytes of the gradient that waits for the rest.
+
+    Autograd hands a parameter's gradient over when every use has added its part; until then it lives.
+    """
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    named = dict(module.named_parameters())
+    times = Counter(call.operator for call in calls)
+    waiting = {}
+    for index, operator in enumerate(operators):
+        trained = [named[p.name] for p in operator.parameters if p.trainable]
+        tied = [parameter for parameter in trained if uses[id(parameter)] > 1]
+        if times[index] > 1:
+            blocks = (-(-p.numel() * p.element_size() // ROUND_BYTES) for p in tied or trained)
+            waiting[index] = sum(blocks) * ROUND_BYTES
+    return waiting
+
+
+def _without_waiting(calls: Sequence[Call], waiting: Mapping[int, int]) -> tuple[Call, ...]:
+    """Return the calls with gradients that wait in autograd left out of their backward's peak.
+
+    They belong to the operator that they are for, like its unsharded parameters: the planner adds them.
+    """
+    last = {call.operator: index for index, call in enumerate(calls)}
+    first = {call.operator: index for index, call in reversed(list(enumerate(calls)))}
+    result = []
+    for index, call in enumerate(calls):
+        held = sum(size for operator, size in waiting.items() if first[operator] <= index < last[operator])
+        peak = call.backward_peak_bytes
+        lowered = Affine(max(0.0, peak.fixed - held), peak.per_sample) if peak != call.saved_bytes else peak
+        result.append(replace(call, backward_peak_bytes=lowered))
+    return tuple(result)
 
 
 def _blocks(

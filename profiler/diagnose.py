@@ -26,6 +26,8 @@ def explain(failure: TraceFailure, model: str) -> OsdpError:
 
 def explain_build(error: Exception, model: str) -> OsdpError:
     """Return the error to show for a module that could not be built."""
+    if isinstance(error, OsdpError):
+        return error
     return OsdpError(
         f"cannot build {model} without data",
         got=f"{type(error).__name__}: {first_line(error)}",
@@ -37,6 +39,8 @@ def explain_build(error: Exception, model: str) -> OsdpError:
 
 def explain_inputs(error: Exception, model: str) -> OsdpError:
     """Return the error to show for example inputs that could not be made."""
+    if isinstance(error, OsdpError):
+        return error
     return OsdpError(
         f"cannot make example inputs for {model}",
         got=f"{type(error).__name__}: {first_line(error)}",

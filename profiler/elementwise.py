@@ -30,21 +30,17 @@ _CLOSED = {aten.add, aten.sub, aten.mul, aten.neg, aten.abs, aten.remainder, ate
     getattr(aten, name)
     for name in ("clamp", "maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not")
 }
-# Elementwise ops that do not always keep the layout of their operands.
-_IRREGULAR = {aten.mvlgamma.default}
+# Elementwise ops that do not always keep the layout or the type of their operands.
+_IRREGULAR = {aten.mvlgamma, aten.rrelu, aten.float_power}
 
 
 def predict_elementwise(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Layout | None:
     """Return the layout of the output of an elementwise op, None for other ops and unsure cases."""
-    schema = op._schema
-    if (
-        torch.Tag.pointwise not in op.tags
-        or op in _IRREGULAR
-        or schema.is_mutable
-        or len(schema.returns) != 1
-    ):
+    if torch.Tag.pointwise not in op.tags or op.overloadpacket in _IRREGULAR or op._schema.is_mutable:
+        return None
+    if [str(value.type) for value in op._schema.returns] != ["Tensor"]:
         return None
     if any(isinstance(value, (Tensor, torch.dtype, torch.memory_format)) for value in kwargs.values()):
         return None

@@ -104,7 +104,8 @@ class Call:
     """Highest live bytes while the backward runs, less what earlier calls saved.
 
     Counts this call's own saved activations, gradients of activations, temporaries, and the
-    gradients of this call's own parameters in the parameter dtype, unsharded.
+    gradients of this call's own parameters in the parameter dtype, unsharded.  Leaves out the
+    gradient of a tied parameter that waits, from its last call to its first, for the rest.
     """
     output_bytes: Affine
     """Bytes of the activation handed to the next call (its gradient is as large)."""

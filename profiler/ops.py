@@ -153,6 +153,7 @@ def _attention_backward(
 _FORMULAS: dict[torch._ops.OpOverload, Formula] = {
     aten.mm.default: _product,
     aten.bmm.default: _product,
+    aten._grouped_mm.default: _product,
     aten.addmm.default: _added_product,
     aten.baddbmm.default: _added_product,
     aten.mv.default: _matrix_vector,

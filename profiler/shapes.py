@@ -205,7 +205,7 @@ def _arange_from_zero(end: Any, **options: Any) -> Layout | None:
 
 
 def _scalar_power(base: Any, exponent: Tensor) -> Layout | None:
-    return elementwise([exponent], exponent.dtype) if base != 1 and exponent.is_floating_point() else None
+    return contiguous(exponent.shape, exponent.dtype) if exponent.is_floating_point() else None
 
 
 def _triangle(x: Tensor, diagonal: int = 0) -> Layout | None:
@@ -217,7 +217,8 @@ def _where(condition: Tensor, x: Tensor, y: Tensor) -> Layout | None:
 
 
 def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Layout | None:
-    return elementwise([x], x.dtype) if broadcast([x.shape, mask.shape]) == x.shape else None
+    shape = broadcast([x.shape, mask.shape])
+    return None if shape is None else contiguous(shape, x.dtype)
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Layout | None:

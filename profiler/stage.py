@@ -8,6 +8,8 @@ claim to be on the CPU and cost about five times as much.
 from __future__ import annotations
 
 import copy
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from profiler.errors import OsdpError
 from profiler.shapes import make, predict
 from profiler.source import Inputs
 
@@ -55,13 +56,25 @@ class FakeStage:
 
         self._mode: FakeTensorMode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def building(self) -> AbstractContextManager[Any]:
-        """Return a context in which factories make tensors of this stage."""
-        return self._mode
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Open a context in which factories make tensors of this stage."""
+        with warnings.catch_warnings(), self._mode:
+            # Copying a fake parameter, as nn.Transformer does, looks at its address to no harm.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
 
-    def running(self) -> AbstractContextManager[Any]:
-        """Return the context of the forward."""
-        return self._mode
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Open the context of the forward; torch's own log of what raises in it is not for users."""
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        before = log.level
+        log.setLevel(logging.CRITICAL)
+        try:
+            with self._mode:
+                yield
+        finally:
+            log.setLevel(before)
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor is of this stage."""
@@ -123,31 +136,23 @@ _FILLS = {
 }
 
 
-def build(construct: Callable[[], nn.Module], stage: Stage, dtype: torch.dtype) -> nn.Module:
-    """Build the module in training mode, all tensors on the stage, floating ones of `dtype`.
-
-    Where `construct` hands out tensors of another place or type, the module is copied, so that one which
-    the user holds on to stays as it is.
-    """
+def construct(make: Callable[[], nn.Module], stage: Stage) -> nn.Module:
+    """Call `make` where factories make tensors of the stage and fills are left out."""
     with stage.building(), _Hollow(stage):
-        module = construct()
-    if not isinstance(module, nn.Module):
-        raise OsdpError("build() made no module", got=type(module).__name__, expected="an nn.Module")
-    replaced: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
-            raise OsdpError(
-                "a lazy module does not know the shape of its parameters",
-                got=type(tensor).__name__,
-                advice="give the input sizes explicitly, as in nn.Linear instead of nn.LazyLinear",
-            )
-        moved = _like(tensor, stage, dtype)
-        if moved is not tensor:
-            replaced[id(tensor)] = moved
-    if replaced:
-        stay = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        module = copy.deepcopy(module, {**stay, **replaced})
-    return module
+        return make()
+
+
+def adapt(module: nn.Module, stage: Stage, dtype: torch.dtype) -> nn.Module:
+    """Return the module with all tensors on the stage, floating ones of `dtype`.
+
+    Where anything has to change, this is a copy, so that a module which the user holds on to stays
+    as it is; tied parameters stay tied.
+    """
+    tensors = (*module.parameters(), *module.buffers())
+    moved = {id(tensor): _like(tensor, stage, dtype) for tensor in tensors}
+    if all(moved[id(tensor)] is tensor for tensor in tensors):
+        return module
+    return copy.deepcopy(module, dict(moved))
 
 
 def _like(tensor: Tensor, stage: Stage, dtype: torch.dtype) -> Tensor:

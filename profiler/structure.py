@@ -24,25 +24,32 @@ class Group:
 
 def find_groups(root: nn.Module) -> tuple[Group, ...]:
     """Return the operators of `root` in module order: one per owning module, tied modules together."""
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
-    modules: dict[str, list[str]] = {}  # leader's path -> paths
-    owned: dict[str, dict[str, None]] = {}  # leader's path -> parameter names, in order
-    leader_of: dict[int, str] = {}  # storage -> leader's path
-    for path, module in root.named_modules():
-        own = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if not own:
-            continue
-        storages = [parameter.untyped_storage()._cdata for parameter in own]
-        leaders = list(dict.fromkeys(leader_of[key] for key in storages if key in leader_of))
-        leader = leaders[0] if leaders else path
-        modules.setdefault(leader, []).append(path)
-        owned.setdefault(leader, {}).update((names[id(parameter)], None) for parameter in own)
-        for other in leaders[1:]:
-            modules[leader] += modules.pop(other)
-            owned[leader].update(owned.pop(other))
-            leader_of.update((key, leader) for key, value in leader_of.items() if value == other)
-        leader_of.update((key, leader) for key in storages)
-    return tuple(Group(tuple(modules[leader]), tuple(owned[leader])) for leader in modules)
+    names: dict[int, str] = {}  # by storage: tied parameters have one
+    for name, parameter in root.named_parameters():
+        names.setdefault(parameter.untyped_storage()._cdata, name)
+    owned = {
+        path: [p.untyped_storage()._cdata for p in module._parameters.values() if p is not None]
+        for path, module in root.named_modules()
+    }
+    leader = {path: path for path in owned}
+
+    def find(path: str) -> str:
+        while leader[path] != path:
+            path = leader[path]
+        return path
+
+    first: dict[int, str] = {}
+    for path, storages in owned.items():
+        for storage in storages:
+            leader[find(path)] = find(first.setdefault(storage, path))
+    groups: dict[str, list[str]] = {}
+    for path, storages in owned.items():
+        if storages:
+            groups.setdefault(find(path), []).append(path)
+    return tuple(
+        Group(tuple(paths), tuple(dict.fromkeys(names[storage] for path in paths for storage in owned[path])))
+        for paths in groups.values()
+    )
 
 
 def merge_unrun(groups: Iterable[Group], used: Iterable[int], ran: Mapping[str, Any]) -> tuple[Group, ...]:

@@ -25,7 +25,7 @@ from profiler.kernels import device_kernels
 from profiler.meter import Memo
 from profiler.passes import Pass, TraceFailure, run_pass
 from profiler.source import Inputs, ModelSource
-from profiler.stage import FakeStage, MetaStage, Stage, build, feed, training
+from profiler.stage import FakeStage, MetaStage, Stage, adapt, construct, feed, training
 from profiler.structure import Group, find_blocks, find_groups, merge_unrun
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -72,20 +72,36 @@ def _survey(source: ModelSource, dtype: torch.dtype, stage: Stage, device_kind: 
     """Build the model on the stage and run a pass per micro-batch."""
     with device_kernels(device_kind, stage.device.type):
         try:
-            module = build(source.build, stage, dtype)
-        except OsdpError:
-            raise
+            module = construct(source.build, stage)
         except Exception as error:
             raise _Untraceable(explain_build(error, source.name)) from error
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise OsdpError(
-                f"{source.name} has no trainable parameters",
-                got=f"{sum(1 for _ in module.parameters())} parameters, none with requires_grad",
-                expected="at least one",
-                advice="unfreeze what is to be trained with parameter.requires_grad_(True)",
-            )
+        _check_module(source.name, module)
+        try:
+            module = adapt(module, stage, dtype)
+        except Exception as error:
+            raise _Untraceable(explain_build(error, source.name)) from error
         with training(module):
             return _run_sizes(module, source, dtype, stage)
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    """Raise OsdpError for what is no module, or has nothing to train yet or at all."""
+    if not isinstance(module, nn.Module):
+        raise OsdpError(f"{name}: build() made no module", got=type(module).__name__, expected="an nn.Module")
+    parameters = dict(module.named_parameters())
+    for parameter_name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise OsdpError(
+                f"{name} is lazy: the shape of `{parameter_name}` is not known before its first forward",
+                advice="give the input sizes explicitly, as in nn.Linear instead of nn.LazyLinear",
+            )
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise OsdpError(
+            f"{name} has no trainable parameters",
+            got=f"{len(parameters)} parameters, none with requires_grad",
+            expected="at least one",
+            advice="unfreeze what is to be trained with parameter.requires_grad_(True)",
+        )
 
 
 def _run_sizes(module: nn.Module, source: ModelSource, dtype: torch.dtype, stage: Stage) -> _Survey:

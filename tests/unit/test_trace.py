@@ -1,24 +1,13 @@
-"""The tracer against hand arithmetic, torch's own counters and real memory."""
+"""The tracer against hand arithmetic, torch's own counter."""
 
 from __future__ import annotations
 
-import gc
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import networkx as nx
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 from trace_models import (
     MLP,
@@ -26,29 +15,13 @@ from trace_models import (
     ConvNet,
     EncoderDecoder,
     LanguageModel,
-    RotaryLayer,
+    call_of,
     language_model,
     source,
 )
 
-import profiler.trace
-from profiler.errors import OsdpError
-from profiler.fit import SIZES, envelope, line
-from profiler.graph import Affine, Call, ModelGraph
-from profiler.source import ModelSource
-from profiler.stage import FakeStage
+from profiler.graph import Affine, ModelGraph
 from profiler.trace import trace_model
-
-
-def call_of(graph: ModelGraph, name: str) -> Call:
-    """Return the only call of the operator called `name`."""
-    (found,) = calls_of(graph, name)
-    return found
-
-
-def calls_of(graph: ModelGraph, name: str) -> list[Call]:
-    return [call for call in graph.calls if graph.operators[call.operator].name == name]
-
 
 # --- FLOPs ----------------------------------------------------------------------------------------
 
@@ -95,21 +68,25 @@ def test_attention_flops_by_hand() -> None:
     ],
     ids=["mlp", "convolutions", "encoder-decoder"],
 )
-def test_flops_agree_with_torchs_counter(build: Callable[[], nn.Module], shapes: list[tuple[int, ...]]) -> None:
+def test_flops_agree_with_torchs_counter(
+    build: Callable[[], nn.Module], shapes: list[tuple[int, ...]]
+) -> None:
     """Unfused attention only: torch's counter does not know the fused CPU op."""
     graph = trace_model(source(build, *shapes))
     for batch in (1, 3):
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             counted = _flops(build(), shapes, batch)
         fused = _fused_attention_surplus(graph, shapes, batch) if len(shapes) == 2 else 0
-        traced = sum(call.forward.matmul_flops(batch) + call.backward.matmul_flops(batch) for call in graph.calls)
+        traced = sum(
+            call.forward.matmul_flops(batch) + call.backward.matmul_flops(batch) for call in graph.calls
+        )
         assert traced - fused == counted
 
 
 def _flops(module: nn.Module, shapes: list[tuple[int, ...]], batch: int) -> int:
     with FlopCounterMode(display=False) as counter:
         module(*(torch.randn(batch, *shape) for shape in shapes)).backward()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def _fused_attention_surplus(graph: ModelGraph, shapes: list[tuple[int, ...]], batch: int) -> int:
@@ -127,138 +104,6 @@ def test_language_model_flops_are_six_per_parameter_and_token() -> None:
     attention = layers * 7 * 2 * length * length * width
     total = sum((call.forward.matmul_flops(1) + call.backward.matmul_flops(1)) for call in graph.calls)
     assert total == 6 * weights * length + attention
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def test_saved_bytes_of_an_mlp_by_hand() -> None:
-    graph = trace_model(source(lambda: MLP(8, 16, 16, 4), (64, 8)))
-    first, second, third = graph.calls
-    # The input, and the ReLU's result, which is also the next layer's input; nothing for the sum.
-    assert first.saved_bytes == Affine(0, 4 * 64 * (8 + 16))
-    assert second.saved_bytes == Affine(0, 4 * 64 * 16)
-    assert third.saved_bytes == Affine(0, 0)
-
-
-def test_peaks_of_an_mlp_by_hand() -> None:
-    graph = trace_model(source(lambda: MLP(8, 128, 8, bias=False), (64, 8)))
-    first, second = graph.calls
-    # Input, product and ReLU live together at the end of the first call.
-    assert first.forward_peak_bytes == Affine(0, 4 * 64 * (8 + 128 + 128))
-    # Earlier calls saved input and ReLU; output, and the scalar sum rounded up to 512 bytes.
-    assert second.forward_peak_bytes == Affine(512, 4 * 64 * 8)
-    # The loss and its gradient; output is gone; gradient of the ReLU's result and of the weight.
-    # The weight's gradient comes first, then the ReLU's.
-    assert second.backward_peak_bytes == Affine(2 * 512 + 4 * 128 * 8, 4 * 64 * 128)
-    # Saved input and ReLU; its gradient, and what the ReLU lets through; or that and the weight's.
-    # At a micro-batch of 1 or more the former is the larger instant, so it gives the line.
-    assert first.backward_peak_bytes == Affine(2 * 512, 4 * 64 * (8 + 128 + 128 + 128))
-
-
-def predicted_peaks(graph: ModelGraph, batch: int) -> tuple[float, float]:
-    """Return the live bytes at the peaks of forward and backward, finished gradients included."""
-    before, saved, forward, backward = [], 0.0, 0.0, 0.0
-    for call in graph.calls:
-        before.append(saved)
-        forward = max(forward, saved + call.forward_peak_bytes(batch))
-        saved += call.saved_bytes(batch)
-    finished = 0.0
-    for index in reversed(range(len(graph.calls))):
-        call = graph.calls[index]
-        backward = max(backward, before[index] + call.backward_peak_bytes(batch) + finished)
-        if all(other.operator != call.operator for other in graph.calls[:index]):
-            finished += sum(4 * parameter.numel for parameter in graph.operators[call.operator].parameters)
-    return forward, max(forward, backward)
-
-
-def tracked_peaks(source: ModelSource, batch: int) -> tuple[int, int]:
-    """Return the same as torch's MemTracker sees it on real CPU tensors."""
-    module = source.build()
-    args, kwargs = source.example_inputs(module, batch)
-    own = sum(t.untyped_storage().nbytes() for t in (*module.parameters(), *module.buffers()))
-    tracker = MemTracker()
-    tracker.track_external(module, *args)
-    with tracker:
-        loss = module(*args, **kwargs)
-        forward = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-        loss.backward()
-    whole = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    return forward - own, whole - own
-
-
-MEMORY_CASES = {
-    "language model, peak at the loss": language_model(width=64, heads=4, length=64, words=512),
-    "language model, peak in a block": language_model(width=64, heads=4, length=64, words=16),
-    "untied": language_model(width=64, heads=4, length=64, words=256, tie="no"),
-    "tied in use": language_model(width=64, heads=4, length=64, words=256, tie="use"),
-    "dropout": language_model(width=64, heads=4, length=64, words=64, dropout=0.1),
-    "uneven": language_model(width=64, heads=4, length=64, hidden=(64, 512, 128)),
-    "wide mlp": source(lambda: MLP(256, 1024, 512, 256), (1024, 256)),
-    "encoder-decoder": source(EncoderDecoder, (128, 32), (64, 32)),
-    "encoder-decoder with dropout": source(lambda: EncoderDecoder(0.1), (128, 32), (64, 32)),
-    "rotary": source(RotaryLayer, (128, 32)),
-    "convolutions": source(ConvNet, (3, 32, 32)),
-}
-
-
-@pytest.mark.parametrize("case", MEMORY_CASES)
-def test_peaks_agree_with_torchs_memory_tracker(case: str) -> None:
-    """Never below, and within 1 %; at small micro-batches the line also has to clear the one of 1."""
-    graph = trace_model(MEMORY_CASES[case])
-    for batch, tolerance in ((1, 0.1), (3, 0.03), (16, 0.01)):
-        for traced, tracked in zip(
-            predicted_peaks(graph, batch), tracked_peaks(MEMORY_CASES[case], batch), strict=True
-        ):
-            assert tracked <= traced <= (1 + tolerance) * tracked
-
-
-def test_peak_agrees_with_the_real_allocator() -> None:
-    """What the CPU allocator hands out and takes back in a step, as torch.profiler records it."""
-    model = language_model(width=64, heads=4, length=64, words=128)
-    graph = trace_model(model)
-    module = model.build()
-    args, _ = model.example_inputs(module, 5)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
-        module(*args).backward()
-    events = [event for event in run.profiler.kineto_results.events() if event.name() == "[memory]"]
-    level = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        level += event.nbytes()
-        peak = max(peak, level)
-    inputs = sum(tensor.nbytes for tensor in args)
-    assert predicted_peaks(graph, 5)[1] == pytest.approx(peak + inputs, rel=0.01)
-
-
-def test_bf16_halves_the_activations() -> None:
-    def build() -> nn.Module:
-        return MLP(64, 128, 256)
-
-    full, half = (trace_model(source(build, (16, 64)), precision) for precision in ("fp32", "bf16"))
-    for wide, narrow in zip(full.calls, half.calls, strict=True):
-        assert narrow.saved_bytes.per_sample == wide.saved_bytes.per_sample / 2
-        assert narrow.forward.matmul_bytes(3) == wide.forward.matmul_bytes(3) / 2
-        assert narrow.forward.matmul_flops == wide.forward.matmul_flops
-    assert full.precision == "fp32"
-    assert half.precision == "bf16"
-    assert full.fingerprint != half.fingerprint
-
-
-def test_dropout_and_attention_follow_the_kind_of_device() -> None:
-    """CUDA keeps one byte an element for dropout and nothing of length^2 for attention with it."""
-    length, width, heads = 128, 32, 2
-    model = language_model(
-        width=width, heads=heads, length=length, layers=1, words=64, dropout=0.5, hidden=(128,)
-    )
-    cpu, cuda = (trace_model(model, device_kind=kind) for kind in ("cpu", "cuda"))
-    squares = 4 * heads * length * length
-    assert call_of(cpu, "blocks.0.attention.qkv").saved_bytes.per_sample > 2 * squares
-    # The norm's output, qkv, the output of attention and its row statistics.
-    kept = 4 * length * (width + 3 * width + width + heads)
-    assert call_of(cuda, "blocks.0.attention.qkv").saved_bytes.per_sample == kept
-    # Dropout and residual after the output projection: a factor of 4 bytes, or a mask of one.
-    assert call_of(cpu, "blocks.0.attention.out").saved_bytes.per_sample == 4 * length * width
-    assert call_of(cuda, "blocks.0.attention.out").saved_bytes.per_sample == length * width
 
 
 # --- operators and calls --------------------------------------------------------------------------
@@ -290,8 +135,9 @@ def test_tied_across_blocks_belongs_to_none() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
-            self.layers[1][0].weight = self.layers[0][0].weight
+            first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+            second.weight = first.weight
+            self.layers = nn.ModuleList(nn.Sequential(one, nn.Linear(8, 8)) for one in (first, second))
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
@@ -454,215 +300,3 @@ def test_outputs_are_what_later_calls_read() -> None:
     }
     for name, width in outputs.items():
         assert call_of(graph, name).output_bytes == Affine(0, token * width)
-
-
-# --- the pipeline ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("precision", "device_kind"), [("fp32", "cpu"), ("bf16", "cuda")])
-@pytest.mark.parametrize("case", ["tied in use", "dropout", "encoder-decoder with dropout", "rotary", "convolutions"])
-def test_shortcuts_change_nothing(
-    case: str, device_kind: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same graph as with every op run by torch's FakeTensorMode."""
-    if (case, precision) == ("convolutions", "bf16"):
-        pytest.skip("a CPU keeps batch statistics in bf16, the meta device like CUDA in fp32")
-    quick = trace_model(MEMORY_CASES[case], precision, device_kind)
-    monkeypatch.setattr(profiler.trace, "MetaStage", FakeStage)
-    assert trace_model(MEMORY_CASES[case], precision, device_kind) == quick
-
-
-def test_a_model_that_wants_a_real_device_is_traced_on_fakes() -> None:
-    class Model(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast(x.device.type, enabled=False):
-                return super().forward(x)
-
-    plain, wrapped = trace_model(source(lambda: MLP(8, 16), (4, 8))), trace_model(source(lambda: Model(8, 16), (4, 8)))
-    assert wrapped == plain
-
-
-def test_constants_in_the_model_do_not_count() -> None:
-    class Model(MLP):
-        def __init__(self) -> None:
-            super().__init__(64, 64, 64)
-            self.plain = torch.ones(64)
-            with torch.device("cpu"):
-                self.real = torch.ones(64)
-            self.register_buffer("buffer", torch.ones(64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * self.plain * self.real * self.buffer)
-
-    class Bare(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * 2 * 3 * 4)
-
-    graph, bare = trace_model(source(Model, (64,))), trace_model(source(lambda: Bare(64, 64, 64), (64,)))
-    assert [call.saved_bytes for call in graph.calls] == [call.saved_bytes for call in bare.calls]
-    assert [call.backward_peak_bytes for call in graph.calls] == [call.backward_peak_bytes for call in bare.calls]
-
-
-def test_what_the_first_step_makes_and_keeps_is_not_counted_but_noted() -> None:
-    class Model(MLP):
-        cached: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.cached is None:
-                self.cached = torch.ones(64, 64).tril()
-            return super().forward(x @ self.cached)
-
-    class Bare(MLP):
-        def __init__(self) -> None:
-            super().__init__(64, 64, 64)
-            self.register_buffer("mask", torch.ones(64, 64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x @ self.mask)
-
-    graph, bare = trace_model(source(lambda: Model(64, 64, 64), (8, 64))), trace_model(source(Bare, (8, 64)))
-    assert graph.calls == bare.calls
-    assert any(str(4 * 64 * 64) in note for note in graph.notes)
-
-
-@pytest.mark.parametrize(
-    "output",
-    [
-        lambda loss, logits: loss,
-        lambda loss, logits: (logits, loss),
-        lambda loss, logits: {"logits": logits, "loss": loss},
-        lambda loss, logits: type("Output", (), {"loss": loss, "logits": logits})(),
-    ],
-    ids=["scalar", "tuple", "dict", "attribute"],
-)
-def test_the_loss_is_found(output: Callable[[Tensor, Tensor], Any]) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Any:
-            logits = self.layer(x)
-            return output(logits.square().mean(), logits)
-
-    graph = trace_model(source(Model, (8,)))
-    assert graph.notes == ()
-    assert graph.calls[0].output_bytes == Affine(4, 0)
-
-
-def test_without_a_scalar_the_outputs_are_summed_and_it_is_said() -> None:
-    graph = trace_model(source(lambda: nn.Linear(8, 8), (8,)))
-    assert any("sum" in note for note in graph.notes)
-
-
-def test_the_users_module_is_left_alone() -> None:
-    module = LanguageModel(dropout=0.1).eval()
-    before = {name: (p, p.clone()) for name, p in module.named_parameters()}
-    keys = [set(child.__dict__) for child in module.modules()]
-    trace_model(source(lambda: module, (32,), classes=64), "bf16")
-    assert not any(child.training for child in module.modules())
-    assert [set(child.__dict__) for child in module.modules()] == keys
-    for name, parameter in module.named_parameters():
-        same, value = before[name]
-        assert parameter is same
-        assert parameter.grad is None
-        assert parameter.dtype == torch.float32
-        assert torch.equal(parameter, value)
-    assert module.head.weight is module.words.weight
-
-
-def test_nothing_stays_behind() -> None:
-    """No mode, no kernel, no hook: torch computes as before, with and without an error."""
-    x = torch.ones(2, 2, 4, 8)
-    dropped = F.dropout(x, 0.5)
-    assert set(dropped.unique().tolist()) <= {0.0, 2.0}
-    for model in (language_model(), source(lambda: nn.Bilinear(2, 2, 2), (3,))):
-        try:
-            trace_model(model, device_kind="cuda")
-        except OsdpError:
-            assert model.sequence_length == 1
-        assert gc.isenabled()
-        assert torch.ones(2).device.type == "cpu"
-        assert F.scaled_dot_product_attention(x, x, x).sum().item() == x.numel()
-        counter: list[str] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: counter.append("") or t, lambda t: t):
-            (torch.ones(2, requires_grad=True) * torch.ones(2)).sum().backward()
-        assert counter == [""]
-
-
-def test_the_fingerprint_depends_on_the_model_alone() -> None:
-    graph = trace_model(language_model())
-    assert len(graph.fingerprint) == 16
-    int(graph.fingerprint, 16)
-    assert trace_model(language_model()).fingerprint == graph.fingerprint
-    for other in (
-        language_model(hidden=(128, 128, 129)),
-        language_model(length=16),
-        language_model(tie="no"),
-        language_model(layers=2),
-    ):
-        assert trace_model(other).fingerprint != graph.fingerprint
-
-
-SCRIPT = """
-import torch
-from trace_models import LanguageModel, language_model, source
-from profiler.trace import trace_model
-
-class Model(LanguageModel):
-    # cumsum has no layout rule: torch's own meta kernel runs, and imports sympy in the first pass.
-    def forward(self, tokens):
-        return super().forward(tokens) * self.words(tokens).cumsum(1).logsumexp(2).mean()
-
-print(trace_model(source(Model, (32,), classes=64)).fingerprint)
-"""
-
-
-def test_the_fingerprint_is_the_same_in_every_process() -> None:
-    here = Path(__file__).parent
-    prints = set()
-    for seed in ("1", "2"):
-        environment = {
-            **os.environ,
-            "PYTHONHASHSEED": seed,
-            "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
-        )
-        prints.add(done.stdout.strip())
-    namespace: dict[str, Any] = {}
-    exec(SCRIPT.replace("print(", "found = ("), namespace)
-    assert prints == {namespace["found"]}
-
-
-def test_a_deep_model_takes_under_two_seconds() -> None:
-    model = language_model(width=1600, heads=25, layers=48, words=50257, length=1024)
-    start = time.process_time()
-    graph = trace_model(model)
-    assert time.process_time() - start < 2.0
-    assert graph.numel == 50257 * 1600 + 1024 * 1600 + 48 * (12 * 1600 * 1600 + 13 * 1600) + 2 * 1600
-
-
-# --- lines ----------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)), min_size=1, max_size=6),
-    st.integers(1, 5000),
-)
-def test_the_envelope_is_nowhere_below_any_instant(lines: list[tuple[int, int]], batch: int) -> None:
-    events = [[fixed + slope * size for fixed, slope in lines] for size in SIZES]
-    bound = envelope(events)
-    highest = max(fixed + slope * batch for fixed, slope in lines)
-    assert bound(batch) >= highest * (1 - 1e-12)
-    # Where one instant is the highest at every size, the bound is that instant.
-    if len({max(range(len(lines)), key=lambda i: (lines[i][0] + lines[i][1] * b)) for b in (1, 10**9)}) == 1:
-        assert bound(batch) == pytest.approx(highest)
-
-
-def test_a_line_through_a_bend_is_nowhere_below() -> None:
-    values = [10.0, 20.0, 50.0]
-    fitted = line(values, add_bytes=3)
-    assert all(fitted(size) >= value + 3 for size, value in zip(SIZES, values, strict=True))
-    assert line([7.0, 13.0, 19.0]) == Affine(1.0, 3.0)

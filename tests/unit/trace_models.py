@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from profiler.graph import Call, ModelGraph
 from profiler.source import ModelSource
 
 
@@ -28,13 +30,23 @@ def source(
     return ModelSource("model", build, inputs, length)
 
 
+def call_of(graph: ModelGraph, name: str) -> Call:
+    """Return the only call of the operator called `name`."""
+    (found,) = calls_of(graph, name)
+    return found
+
+
+def calls_of(graph: ModelGraph, name: str) -> list[Call]:
+    """Return the calls of the operator called `name`."""
+    return [call for call in graph.calls if graph.operators[call.operator].name == name]
+
+
 class MLP(nn.Module):
     """A chain of linear layers, each but the last followed by a ReLU; returns the sum."""
 
     def __init__(self, *widths: int, bias: bool = True) -> None:
         super().__init__()
-        pairs = zip(widths, widths[1:], strict=False)
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=bias) for a, b in pairs)
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=bias) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
@@ -151,7 +163,10 @@ class RotaryLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
-        query, key = self.rotated(self.query(normed), self.heads), self.rotated(self.key(normed), self.key_heads)
+        query, key = (
+            self.rotated(self.query(normed), self.heads),
+            self.rotated(self.key(normed), self.key_heads),
+        )
         value = self.split(self.value(normed), self.key_heads)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         x = x + mixed.transpose(1, 2).flatten(2)
@@ -189,3 +204,18 @@ class ConvNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.pool(self.stage2(self.stage1(x))).flatten(1))
         return out.square().mean()
+
+
+MEMORY_CASES = {
+    "language model, peak at the loss": language_model(width=64, heads=4, length=64, words=512),
+    "language model, peak in a block": language_model(width=64, heads=4, length=64, words=16),
+    "untied": language_model(width=64, heads=4, length=64, words=256, tie="no"),
+    "tied in use": language_model(width=64, heads=4, length=64, words=256, tie="use"),
+    "dropout": language_model(width=64, heads=4, length=64, words=64, dropout=0.1),
+    "uneven": language_model(width=64, heads=4, length=64, hidden=(64, 512, 128)),
+    "wide mlp": source(lambda: MLP(256, 1024, 512, 256), (1024, 256)),
+    "encoder-decoder": source(EncoderDecoder, (128, 32), (64, 32)),
+    "encoder-decoder with dropout": source(lambda: EncoderDecoder(0.1), (128, 32), (64, 32)),
+    "rotary": source(RotaryLayer, (128, 32)),
+    "convolutions": source(ConvNet, (3, 32, 32)),
+}

@@ -1,0 +1,159 @@
+"""Operators and blocks of module trees, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from trace_models import Block, ConvNet, EncoderDecoder, LanguageModel
+
+from profiler.structure import Group, find_blocks, find_groups, merge_unrun
+
+
+class Layer(nn.Module):
+    """Two operators."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+
+class Other(Layer):
+    """The same, of another type."""
+
+
+class Tree(nn.Module):
+    """A module with the given children."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+class Experts(Tree):
+    """A layer with a list of large units inside."""
+
+    def __init__(self) -> None:
+        super().__init__(router=nn.Linear(4, 2), experts=nn.ModuleList(Layer() for _ in range(2)))
+
+
+def test_groups_of_a_language_model() -> None:
+    groups = find_groups(LanguageModel(layers=1))
+    assert groups[0] == Group(("words", "head"), ("words.weight",))
+    assert [group.modules for group in groups[1:]] == [
+        ("positions",),
+        ("blocks.0.norm1",),
+        ("blocks.0.attention.qkv",),
+        ("blocks.0.attention.out",),
+        ("blocks.0.norm2",),
+        ("blocks.0.up",),
+        ("blocks.0.down",),
+        ("norm",),
+    ]
+    assert groups[3].parameters == ("blocks.0.attention.qkv.weight", "blocks.0.attention.qkv.bias")
+
+
+def test_ties_join_groups_across_a_third() -> None:
+    """The third module shares one parameter with the first and another with the second."""
+    a, b, c = (nn.Linear(4, 4) for _ in range(3))
+    c.weight, c.bias = a.weight, b.bias
+    assert find_groups(Tree(a=a, b=b, free=nn.Linear(4, 4), c=c)) == (
+        Group(("a", "b", "c"), ("a.weight", "a.bias", "b.weight", "b.bias")),
+        Group(("free",), ("free.weight", "free.bias")),
+    )
+
+
+def test_parameters_on_one_storage_are_tied() -> None:
+    a, b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    b.weight = nn.Parameter(a.weight.detach().t())
+    assert find_groups(Tree(a=a, b=b)) == (Group(("a", "b"), ("a.weight",)),)
+
+
+def test_modules_without_parameters_are_no_groups() -> None:
+    tree = Tree(a=nn.ReLU(), b=nn.Linear(4, 4, bias=False), c=nn.BatchNorm1d(4, affine=False))
+    assert find_groups(tree) == (Group(("b",), ("b.weight",)),)
+
+
+def test_unrun_modules_join_the_nearest_ancestor_that_ran() -> None:
+    tree = Tree(inner=Tree(attention=nn.MultiheadAttention(4, 2), plain=Tree(linear=nn.Linear(4, 4))))
+    groups = find_groups(tree)
+    names = [group.modules[0] for group in groups]
+    assert names == ["inner.attention", "inner.attention.out_proj", "inner.plain.linear"]
+    ran = dict.fromkeys(["", "inner", "inner.attention"])
+    merged = merge_unrun(groups, {0, 1, 2}, ran)
+    # The projection joins its owner; the linear layer's owner did not run, so it goes one up.
+    assert [group.modules for group in merged] == [("inner.attention",), ("inner",)]
+    assert [name.removeprefix("inner.attention.") for name in merged[0].parameters] == [
+        "in_proj_weight",
+        "in_proj_bias",
+        "out_proj.weight",
+        "out_proj.bias",
+    ]
+    assert merged[1].parameters == ("inner.plain.linear.weight", "inner.plain.linear.bias")
+    # What is neither run nor read stays: it is unused, not part of an ancestor.
+    assert merge_unrun(groups, {0, 1}, ran)[1].modules == ("inner.plain.linear",)
+
+
+def list_of(*items: nn.Module) -> nn.ModuleList:
+    return nn.ModuleList(items)
+
+
+@pytest.mark.parametrize(
+    ("tree", "blocks"),
+    [
+        (LanguageModel(layers=2), ["blocks.0", "blocks.1"]),
+        # Alike in nothing but place: a list is enough.
+        (Tree(layers=list_of(Layer(), Layer(5), Other())), ["layers.0", "layers.1", "layers.2"]),
+        (
+            EncoderDecoder(),
+            [f"net.{side}.layers.{i}" for side in ("encoder", "decoder") for i in (0, 1)],
+        ),
+        # Sequentials of Sequentials: the units inside the stages.
+        (ConvNet(), ["stage1.0", "stage1.1", "stage2.0", "stage2.1"]),
+        # Written out by hand: siblings that look alike, whatever the third is.
+        (Tree(layer1=Layer(), layer2=Layer(), layer3=Layer(5)), ["layer1", "layer2"]),
+        (Tree(first=Layer(), second=Other()), []),
+        # A chain of single operators has no blocks.
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), []),
+        # nanoGPT's form: a dict that holds single operators and a list.
+        (
+            Tree(body=nn.ModuleDict({"words": nn.Embedding(4, 4), "h": list_of(Layer(), Layer())})),
+            ["body.h.0", "body.h.1"],
+        ),
+        # The only one of its kind in a Sequential, with a list inside: the list's items.
+        (
+            nn.Sequential(nn.Embedding(4, 4), Tree(layers=list_of(Layer(), Layer())), nn.Linear(4, 4)),
+            ["1.layers.0", "1.layers.1"],
+        ),
+        # Several layers with a list inside each: the layers, which are outermost.
+        (Tree(layers=list_of(Experts(), Experts())), ["layers.0", "layers.1"]),
+        # Lists in lists cannot run by themselves.
+        (
+            Tree(layers=list_of(list_of(Layer(), Other()), list_of(Layer(), Other()))),
+            ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"],
+        ),
+        (Tree(layers=list_of(list_of(nn.Linear(4, 4), nn.Linear(4, 4)))), []),
+        # A Sequential of single operators is a unit.
+        (
+            Tree(layers=list_of(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))),
+            ["layers.0", "layers.1"],
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else type(value).__name__,
+)
+def test_blocks(tree: nn.Module, blocks: list[str]) -> None:
+    assert list(find_blocks(tree)) == blocks
+
+
+def test_a_module_in_two_places_is_one_block() -> None:
+    shared = Block(8, 2, 16)
+    assert find_blocks(Tree(layers=list_of(shared, shared, Block(8, 2, 16)))) == ("layers.0", "layers.2")
+
+
+def test_structure_needs_no_data() -> None:
+    with torch.device("meta"):
+        model = LanguageModel(layers=2)
+    assert find_groups(model) == find_groups(LanguageModel(layers=2))
+    assert find_blocks(model) == ("blocks.0", "blocks.1")

@@ -1,0 +1,217 @@
+"""Models that cannot be traced: the error names module, op and remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trace_models import MLP, source
+
+from profiler.errors import OsdpError
+from profiler.source import ModelSource
+from profiler.trace import trace_model
+
+
+class Wrapped(nn.Module):
+    """Two blocks; the second applies `strange` between its layers."""
+
+    def __init__(self, strange: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Strange(lambda x: x), Strange(strange)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+class Strange(nn.Module):
+    """A linear layer and what follows it."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.then = Then(then)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.then(self.layer(x))
+        return out
+
+
+class Then(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def error_of(model: ModelSource) -> OsdpError:
+    with pytest.raises(OsdpError) as caught:
+        trace_model(model)
+    return caught.value
+
+
+@torch.library.custom_op("osdp_test::opaque", mutates_args=())
+def opaque(x: Tensor) -> Tensor:
+    """An op that works on data alone."""
+    return x.clone()
+
+
+class Inverting(torch.autograd.Function):
+    """Looks at data in its backward."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+        return grad * grad.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("strange", "op", "advice"),
+    [
+        (lambda x: x * x.sum().item(), "aten._local_scalar_dense", "torch.where"),
+        (lambda x: x if x.sum() > 0 else -x, "aten._local_scalar_dense", "torch.where"),
+        (lambda x: x[x[:, 0] > 0], "aten.index", "fixed shape"),
+        (lambda x: x[x[:, 0].nonzero().flatten()], "aten.nonzero", "fixed shape"),
+        (lambda x: torch.ops.osdp_test.opaque(x), "osdp_test.opaque", "register_fake"),
+        (lambda x: x @ torch.ones(3, 8), "aten.mm", "example inputs"),
+    ],
+    ids=["item", "branch", "mask", "nonzero", "custom op", "shape"],
+)
+def test_the_error_names_module_op_and_remedy(
+    strange: Callable[[Tensor], Tensor], op: str, advice: str
+) -> None:
+    error = error_of(source(lambda: Wrapped(strange), (8,)))
+    assert "`blocks.1.then`" in error.what
+    assert op in error.what
+    assert advice in error.advice
+    assert error.got
+
+
+def test_an_error_of_the_models_own_names_the_module() -> None:
+    def strange(x: Tensor) -> Tensor:
+        raise KeyError("mask\nsecond line")
+
+    error = error_of(source(lambda: Wrapped(strange), (8,)))
+    assert "`blocks.1.then`" in error.what
+    assert "KeyError" in error.got
+    assert "mask" in error.got
+
+
+def test_wrong_inputs() -> None:
+    error = error_of(source(lambda: Wrapped(lambda x: x), (8,), (8,)))
+    assert "model" in error.what
+    assert "TypeError" in error.got
+    assert "positional argument" in error.got
+    assert "inputs" in error.advice
+
+
+def test_an_error_in_the_backward_names_the_operator() -> None:
+    error = error_of(source(lambda: Wrapped(Inverting.apply), (8,)))
+    assert "backward" in error.what
+    assert "`blocks.1.layer`" in error.what
+    assert "aten._local_scalar_dense" in error.what
+
+
+def test_a_caught_exception_does_not_mislead() -> None:
+    def tolerant(x: Tensor) -> Tensor:
+        try:
+            x = x * x.sum().item()
+        except RuntimeError:
+            x = x * 2
+        return x
+
+    graph = trace_model(source(lambda: Wrapped(tolerant), (8,)))
+    assert len(graph.calls) == 2
+
+
+def test_build_that_looks_at_values() -> None:
+    def build() -> nn.Module:
+        return MLP(8, int(torch.linspace(0, 16, 3)[1].item()))
+
+    error = error_of(source(build, (8,)))
+    assert "cannot build model" in error.what
+    assert "item" in error.advice
+
+
+def test_build_that_returns_something_else() -> None:
+    error = error_of(source(lambda: 3, (8,)))  # type: ignore[arg-type, return-value]
+    assert error.got == "int"
+
+
+def test_inputs_that_cannot_be_made() -> None:
+    def inputs(module: nn.Module, batch: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        raise FileNotFoundError("no corpus")
+
+    error = error_of(ModelSource("model", lambda: MLP(8, 8), inputs, 1))
+    assert "inputs for model" in error.what
+    assert "no corpus" in error.got
+
+
+def test_nothing_to_train() -> None:
+    error = error_of(source(lambda: MLP(8, 8).requires_grad_(False), (8,)))
+    assert "no trainable parameters" in error.what
+    assert "2 parameters" in error.got
+    error = error_of(source(lambda: nn.ReLU(), (8,)))
+    assert "0 parameters" in error.got
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [lambda x: x.detach(), lambda x: x > 0, torch.no_grad()(lambda x: x * 2)],
+    ids=["detach", "bool", "no_grad"],
+)
+def test_a_loss_without_gradient(strange: Callable[[Tensor], Tensor]) -> None:
+    error = error_of(source(lambda: nn.Sequential(nn.Linear(8, 8), Then(strange)), (8,)))
+    assert "does not depend on any trainable parameter" in error.what
+
+
+def test_lazy_modules() -> None:
+    error = error_of(source(lambda: nn.LazyLinear(4), (8,)))
+    assert "lazy" in error.what
+    assert "nn.Linear" in error.advice
+
+
+def test_samples_that_interact_are_not_linear() -> None:
+    class Contrastive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Linear(8, 16)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            features = self.tower(x)
+            similar: Tensor = self.scale * features @ features.t()
+            return similar.logsumexp(1).sum()
+
+    error = error_of(source(Contrastive, (8,)))
+    assert "linearly" in error.what
+    assert "`" in error.what
+    assert "2" in error.got
+    assert "interact" in error.advice
+
+
+def test_a_loop_over_the_batch() -> None:
+    class Looping(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([super(Looping, self).forward(row) for row in x]).sum()
+
+    error = error_of(source(lambda: Looping(8, 8, 8), (8,)))
+    assert "micro-batch 4" in error.what
+    assert error.got.startswith("8 calls against 4")
+
+
+def test_an_unknown_choice() -> None:
+    for options in ({"precision": "fp8"}, {"device_kind": "tpu"}):
+        with pytest.raises(OsdpError, match=next(iter(options))) as caught:
+            trace_model(source(lambda: MLP(8, 8), (8,)), **options)
+        assert next(iter(options.values())) in caught.value.got

@@ -1,0 +1,231 @@
+"""The tracer as a whole: shortcuts, losses, what it leaves alone, what repeats."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from trace_models import MEMORY_CASES, MLP, LanguageModel, language_model, source
+
+import profiler.trace
+from profiler.errors import OsdpError
+from profiler.graph import Affine
+from profiler.stage import FakeStage
+from profiler.trace import trace_model
+
+
+@pytest.mark.parametrize(("precision", "device_kind"), [("fp32", "cpu"), ("bf16", "cuda")])
+@pytest.mark.parametrize(
+    "case", ["tied in use", "dropout", "encoder-decoder with dropout", "rotary", "convolutions"]
+)
+def test_shortcuts_change_nothing(
+    case: str, device_kind: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same graph as with every op run by torch's FakeTensorMode."""
+    if (case, precision) == ("convolutions", "bf16"):
+        pytest.skip("a CPU keeps batch statistics in bf16, the meta device like CUDA in fp32")
+    quick = trace_model(MEMORY_CASES[case], precision, device_kind)
+    monkeypatch.setattr(profiler.trace, "MetaStage", FakeStage)
+    assert trace_model(MEMORY_CASES[case], precision, device_kind) == quick
+
+
+def test_a_model_that_wants_a_real_device_is_traced_on_fakes() -> None:
+    class Model(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, enabled=False):
+                return super().forward(x)
+
+    plain, wrapped = (
+        trace_model(source(lambda: MLP(8, 16), (4, 8))),
+        trace_model(source(lambda: Model(8, 16), (4, 8))),
+    )
+    assert wrapped == plain
+
+
+def test_constants_in_the_model_do_not_count() -> None:
+    class Model(MLP):
+        buffer: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(64, 64, 64)
+            self.plain = torch.ones(64)
+            with torch.device("cpu"):
+                self.real = torch.ones(64)
+            self.register_buffer("buffer", torch.ones(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.plain * self.real * self.buffer)
+
+    class Bare(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * 2 * 3 * 4)
+
+    graph, bare = trace_model(source(Model, (64,))), trace_model(source(lambda: Bare(64, 64, 64), (64,)))
+    assert [call.saved_bytes for call in graph.calls] == [call.saved_bytes for call in bare.calls]
+    assert [call.backward_peak_bytes for call in graph.calls] == [
+        call.backward_peak_bytes for call in bare.calls
+    ]
+
+
+def test_what_the_first_step_makes_and_keeps_is_not_counted_but_noted() -> None:
+    class Model(MLP):
+        cached: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.cached is None:
+                self.cached = torch.ones(64, 64).tril()
+            return super().forward(x @ self.cached)
+
+    class Bare(MLP):
+        mask: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(64, 64, 64)
+            self.register_buffer("mask", torch.ones(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x @ self.mask)
+
+    graph, bare = trace_model(source(lambda: Model(64, 64, 64), (8, 64))), trace_model(source(Bare, (8, 64)))
+    assert graph.calls == bare.calls
+    assert any(str(4 * 64 * 64) in note for note in graph.notes)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda loss, logits: loss,
+        lambda loss, logits: (logits, loss),
+        lambda loss, logits: {"logits": logits, "loss": loss},
+        lambda loss, logits: type("Output", (), {"loss": loss, "logits": logits})(),
+    ],
+    ids=["scalar", "tuple", "dict", "attribute"],
+)
+def test_the_loss_is_found(output: Callable[[Tensor, Tensor], Any]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            logits = self.layer(x)
+            return output(logits.square().mean(), logits)
+
+    graph = trace_model(source(Model, (8,)))
+    assert graph.notes == ()
+    assert graph.calls[0].output_bytes == Affine(4, 0)
+
+
+def test_without_a_scalar_the_outputs_are_summed_and_it_is_said() -> None:
+    graph = trace_model(source(lambda: nn.Linear(8, 8), (8,)))
+    assert any("sum" in note for note in graph.notes)
+
+
+def test_the_users_module_is_left_alone() -> None:
+    module = LanguageModel(dropout=0.1).eval()
+    before = {name: (p, p.clone()) for name, p in module.named_parameters()}
+    keys = [set(child.__dict__) for child in module.modules()]
+    trace_model(source(lambda: module, (32,), classes=64), "bf16")
+    assert not any(child.training for child in module.modules())
+    assert [set(child.__dict__) for child in module.modules()] == keys
+    for name, parameter in module.named_parameters():
+        same, value = before[name]
+        assert parameter is same
+        assert parameter.grad is None
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, value)
+    assert module.head.weight is module.words.weight
+
+
+def test_nothing_stays_behind() -> None:
+    """No mode, no kernel, no hook: torch computes as before, with and without an error."""
+    x = torch.ones(2, 2, 4, 8)
+    for model in (language_model(), source(lambda: nn.Bilinear(2, 2, 2), (3,))):
+        with suppress(OsdpError):
+            trace_model(model, device_kind="cuda")
+        assert gc.isenabled()
+        assert torch.ones(2).device.type == "cpu"
+        assert F.scaled_dot_product_attention(x, x, x).sum().item() == x.numel()
+        with _Names() as seen:
+            leaf = torch.ones(8, requires_grad=True)
+            F.dropout(leaf, 0.5)
+        assert "aten::native_dropout" not in seen.names
+        assert "aten::bernoulli_" in seen.names
+
+
+class _Names(TorchDispatchMode):
+    """Collects the names of the ops that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_fingerprint_depends_on_the_model_alone() -> None:
+    graph = trace_model(language_model())
+    assert len(graph.fingerprint) == 16
+    int(graph.fingerprint, 16)
+    assert trace_model(language_model()).fingerprint == graph.fingerprint
+    for other in (
+        language_model(hidden=(128, 128, 129)),
+        language_model(length=16),
+        language_model(tie="no"),
+        language_model(layers=2),
+    ):
+        assert trace_model(other).fingerprint != graph.fingerprint
+
+
+SCRIPT = """
+import torch
+from trace_models import LanguageModel, language_model, source
+from profiler.trace import trace_model
+
+class Model(LanguageModel):
+    # cumsum has no layout rule: torch's own kernel runs, and imports sympy in the very first pass.
+    def forward(self, tokens):
+        return super().forward(tokens) * self.words(tokens).cumsum(1).logsumexp(2).mean()
+
+for _ in range(2):
+    print(trace_model(source(Model, (32,), classes=64)).fingerprint)
+"""
+
+
+def test_the_fingerprint_is_the_same_in_every_process_and_at_every_time() -> None:
+    here = Path(__file__).parent
+    prints: list[str] = []
+    for seed in ("1", "2"):
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+        )
+        prints += done.stdout.split()
+    assert len(prints) == 4
+    assert len(set(prints)) == 1
+
+
+def test_a_deep_model_takes_under_two_seconds() -> None:
+    model = language_model(width=1600, heads=25, layers=48, words=50257, length=1024)
+    start = time.process_time()
+    graph = trace_model(model)
+    assert time.process_time() - start < 2.0
+    assert graph.numel == 50257 * 1600 + 1024 * 1600 + 48 * (12 * 1600 * 1600 + 13 * 1600) + 2 * 1600
