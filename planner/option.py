@@ -8,6 +8,7 @@ execution order and i+1 the one after; `saved` are the activations that calls be
 
     forward, unshard of i      U_i + AG_i + AG_(i-1) + incoming activation
     forward, a call of i       U_i + AG_i + forward peak of the call
+    backward, tail of i        AG_i + RSI_(i+1) + backward peak of what follows its last module
     backward, unshard of i     U_i + AG_i + RSI_(i+1) + gradient of the output
     backward, a call of i      U_i + AG_(i-1) + RSI_(i+1) + G of i's calls already done + backward peak
     reduction of i             AG_(i-1) + RSI_i + max(G_i, SG_i) + gradient of the input
@@ -154,6 +155,11 @@ class StageCosts:
         self.output = [call.output_bytes(batch) for call in stage.calls]
         self.forward_peak = [call.forward_peak_bytes(batch) for call in stage.calls]
         self.backward_peak = [call.backward_peak_bytes(batch) for call in stage.calls]
+        # A block is wrapped whole, so nothing follows its operators' modules outside of what is gathered.
+        self.module_peak = self.backward_peak
+        if stage.block is None:
+            self.module_peak = [call.module_backward_peak_bytes(batch) for call in stage.calls]
+        self.is_top = index == len(model.stages) - 1
         self.forward_s = [load.compute_s(call.forward) for call in stage.calls]
         self.backward_s = [load.compute_s(call.backward) for call in stage.calls]
         self.block_input = 0.0 if stage.block is None else graph.blocks[stage.block].input_bytes(batch)
@@ -258,14 +264,17 @@ class _Clock:
         for j in reversed(range(len(calls))):
             call = calls[j]
             unsharded = self.unsharded_at(j, backward=True)
-            gradients = reduced + self.held(done)
+            gradients, peak = reduced + self.held(done), costs.backward_peak[j]
             for unit in self.units:
                 if unit.closes and unit.last == j:
+                    if costs.stage.block is None:
+                        self.note_tail(unit, j, unsharded, gradients, reduce_input, above)
+                    peak = costs.module_peak[j]
                     live = extra + costs.saved[j + 1] + costs.output[j]
                     buffers = unit.prefetched + reduce_input
                     self.note("backward", call.operator, unsharded, gradients, buffers, live, above=above)
                     prefetched, below = self.next_prefetch(j)
-            live = extra + costs.saved[j] + costs.backward_peak[j]
+            live = extra + costs.saved[j] + peak
             self.note("backward", call.operator, unsharded, gradients, prefetched + reduce_input, live,
                       above=above, below=below)  # fmt: skip
             done.add(call.operator)
@@ -280,6 +289,15 @@ class _Clock:
                     self.note("reduce", call.operator, unsharded, gradients, prefetched + reduce_input, live,
                               below=below)  # fmt: skip
                     reduced += 0 if self.accumulates else unit.bytes.gradients
+
+    def note_tail(self, unit: _Unit, j: int, unsharded: float, gradients: float, reduce_input: int,
+                  above: bool) -> None:  # fmt: skip
+        """Note the backward of what follows a unit's last module: the unit is not unsharded again yet."""
+        costs, top = self.costs, self.costs.is_top and j == len(self.costs.stage.calls) - 1
+        unsharded -= 0 if unit.strategy.keeps_unsharded else unit.bytes.unsharded
+        buffers = reduce_input + (0 if top else unit.prefetched)
+        live = costs.saved[j] + costs.backward_peak[j]
+        self.note("backward", costs.stage.calls[j].operator, unsharded, gradients, buffers, live, above=above)
 
     def next_prefetch(self, j: int) -> tuple[int, bool]:
         """Return AG of the unit whose backward comes next below call j, or that it is another stage's."""

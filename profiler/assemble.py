@@ -98,6 +98,7 @@ def _call(records: Sequence[CallRecord], operator: int, block: int | None, name:
         saved_bytes=saved,
         forward_peak_bytes=_peak([record.forward for record in records]),
         backward_peak_bytes=_peak(backward) if any(tally.events for tally in backward) else saved,
+        module_backward_peak_bytes=_module_peak(records) if any(tally.events for tally in backward) else saved,
         output_bytes=line([record.output for record in records]),
     )
 
@@ -108,6 +109,12 @@ def _work(tallies: Sequence[Tally], what: str) -> Work:
         matmul_bytes=line([tally.matmul_bytes for tally in tallies]),
         other_bytes=line([tally.other_bytes for tally in tallies]),
     )
+
+
+def _module_peak(records: Sequence[CallRecord]) -> Affine:
+    tallies = [record.backward for record in records]
+    events = [record.backward.events[record.reached :] for record in records]
+    return envelope(events, add_bytes=max(tally.waste for tally in tallies))
 
 
 def _peak(tallies: Sequence[Tally]) -> Affine:
@@ -162,9 +169,14 @@ def _without_waiting(calls: Sequence[Call], waiting: Mapping[int, int]) -> tuple
     result = []
     for index, call in enumerate(calls):
         held = sum(size for operator, size in waiting.items() if first[operator] <= index < last[operator])
-        peak = call.backward_peak_bytes
-        lowered = Affine(max(0.0, peak.fixed - held), peak.per_sample) if peak != call.saved_bytes else peak
-        result.append(replace(call, backward_peak_bytes=lowered))
+        if not held or call.backward_peak_bytes == call.saved_bytes:
+            result.append(call)
+            continue
+        whole, module = (
+            Affine(max(0.0, peak.fixed - held), peak.per_sample)
+            for peak in (call.backward_peak_bytes, call.module_backward_peak_bytes)
+        )
+        result.append(replace(call, backward_peak_bytes=whole, module_backward_peak_bytes=module))
     return tuple(result)
 
 

@@ -107,6 +107,12 @@ class Call:
     gradients of this call's own parameters in the parameter dtype, unsharded.  Leaves out the
     gradient of a tied parameter that waits, from its last call to its first, for the rest.
     """
+    module_backward_peak_bytes: Affine
+    """The same from when the backward reaches the operator's own module.
+
+    The backward of what follows the module (the loss, for a head) runs before its parameters are
+    needed, and so before they are gathered.
+    """
     output_bytes: Affine
     """Bytes of the activation handed to the next call (its gradient is as large)."""
 

@@ -61,6 +61,10 @@ class CallRecord:
         """Bytes that earlier calls saved."""
         self.base_waste = 0
         """Rounding of those."""
+        self.left: int | None = None
+        """Number of the next autograd node when the operator's module was left, None if it was not."""
+        self.reached = 0
+        """How many events of the backward came before it reached the module."""
         self.output = 0
         """Bytes that this call wrote and later calls read."""
 

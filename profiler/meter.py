@@ -82,6 +82,8 @@ class Meter(TorchDispatchMode):
     def leave(self, operator: int) -> None:
         """Note that the forward of a module of `operator` has ended."""
         self._running[operator] -= 1
+        if not self.ledger.in_backward and self.ledger.call.operator == operator:
+            self.ledger.call.left = next_number()
         if self._entered is not None and self._entered[0] == operator:
             self._entered = None
 
@@ -216,6 +218,9 @@ class Meter(TorchDispatchMode):
             for parameter in self._parameters[self.ledger.call.operator]:
                 parameter.grad = None
             self.ledger.go_back_to(index)
+        call = self.ledger.call
+        if number is not None and call.left is not None and number >= call.left and index == self.ledger.index:
+            call.reached = len(call.backward.events) + 1  # with the event that this op will be
 
 
 def _read(value: Any, description: list[Any], tensors: list[Tensor]) -> None:

@@ -20,6 +20,7 @@ def call(operator: int, block: int | None, *, gflops: float, saved_mb: float, pe
         saved_bytes=Affine(0, saved_mb * MB),
         forward_peak_bytes=Affine(0, (saved_mb + output_mb) * MB),
         backward_peak_bytes=Affine(0, peak_mb * MB),
+        module_backward_peak_bytes=Affine(0, peak_mb * MB),
         output_bytes=Affine(0, output_mb * MB),
     )
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -188,7 +187,8 @@ def track(source: ModelSource, staged: StagedModel, choices: Sequence[Choice], s
                 block = model.get_submodule(name)
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
             for paths, strategy in wrapped:
-                fully_shard([model.get_submodule(path) for path in paths] if len(paths) > 1 else model.get_submodule(paths[0]), mesh=mesh_of[strategy], mp_policy=policy,
+                modules = [model.get_submodule(path) for path in paths]
+                fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh_of[strategy], mp_policy=policy,
                             reshard_after_forward=not strategy.keeps_unsharded)  # fmt: skip
             fully_shard(model, mesh=mesh_of[wrapped[0][1]], mp_policy=policy, reshard_after_forward=True)
             assert isinstance(model, FSDPModule)
