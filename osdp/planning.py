@@ -105,7 +105,7 @@ def memory_limit(cluster: Cluster, limit_bytes: int | None) -> int:
         raise OsdpError(
             f"the memory limit is larger than the memory of {device.name} ({cluster.name})",
             got=f"{format_bytes(limit_bytes)} ({limit_bytes / MIB:,.0f} MiB)",
-            expected=f"at most {format_bytes(nominal)}, of which its driver leaves {available // MIB:,} MiB to programs",
+            expected=f"at most {format_bytes(nominal)}; its driver leaves {available // MIB:,} MiB to programs",
             advice=f"--mem {available // MIB}MB, no --mem at all, or another --cluster",
         )
     return available if limit_bytes is None else min(limit_bytes, available)

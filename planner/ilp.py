@@ -7,7 +7,7 @@ Variables (r a run of alike stages, k an option of its kind)
 
 Objective: seconds of a step.  In *counted* form each option costs what one more stage of it adds to
 a long run of its own (`steady_s`); the order inside a run is left to decoding.  In *exact* form
-(few stages, one a run) each window max(computation, communication of the neighbours) of
+(every stage a run of its own) each window max(computation, communication of the neighbours) of
 `planner.timing` is a variable above both, so that the optimum is the closed form's own.
 
 Memory: one row per moment of `planner.memory`.  Inside a run stages are laid out by the change that
@@ -33,16 +33,19 @@ from planner.space import Menu
 from planner.timing import reduction_s, step_time
 from planner.workload import Workload
 
-EXACT_STAGES = 10
-"""Up to this many stages are told apart.  Measured on two CPU cores: 0.05 s for 30 distinct operators,
-but 3 s for 14 stages and over 20 s for 26 when they are alike blocks, which counting solves in 0.03 s."""
+EXACT_STAGES = 8
+"""Up to this many stages the exact form is worth trying.  Measured on two CPU cores: mostly under 0.1 s,
+but up to 3 s at 10 stages and over 20 s at 26 where blocks are alike; counting takes 0.03 s."""
+
+EXACT_SECONDS = 2.0
+"""After this long the exact form gives its best plan, not proven."""
 
 MANY_RUNS_GAP = 1e-3
 """Relative gap at which the solver may stop on many runs: pricing and local search go on from there.
 Measured on 300 distinct layers: 0.2 s, against more than 15 s for a tenth of it."""
 
-SOLVER_SECONDS = 20.0
-"""After this long the solver's best plan is taken; never reached on the models of the zoo."""
+COUNTED_SECONDS = 20.0
+"""The same for the counted form; never reached on the models of the zoo."""
 
 FEW_RUNS = 40
 """Up to this many runs, every run gets its memory rows at once (each row is as long as the model)."""
@@ -78,20 +81,20 @@ def drift_bytes(option: Option, load: Workload) -> float:
     return gradients - option.saved - option.kept
 
 
-def make_solver(gap: float) -> pulp.LpSolver:
+def make_solver(gap: float, seconds: float) -> pulp.LpSolver:
     """Return HiGHS, or CBC where highspy is missing."""
-    solver = pulp.HiGHS(msg=False, timeLimit=SOLVER_SECONDS, gapRel=gap)
+    solver = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap)
     if solver.available():
         return solver
-    return pulp.PULP_CBC_CMD(msg=False, timeLimit=SOLVER_SECONDS, gapRel=gap)
+    return pulp.PULP_CBC_CMD(msg=False, timeLimit=seconds, gapRel=gap)
 
 
 class CountingProgram:
     """Builds and solves the program for one menu and one limit."""
 
-    def __init__(self, menu: Menu, limit_bytes: float | None) -> None:
+    def __init__(self, menu: Menu, limit_bytes: float | None, exact: bool = False) -> None:
         self.menu, self.load = menu, menu.load
-        self.exact = len(menu.kinds) <= EXACT_STAGES
+        self.exact = exact
         self.runs = tuple((kind, 1) for kind in menu.kinds) if self.exact else menu.runs()
         self.gap = 0.0 if len(self.runs) <= FEW_RUNS else MANY_RUNS_GAP
         self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
@@ -287,7 +290,7 @@ class CountingProgram:
         """Return the best plan within the limit, or None if there is none."""
         self.limit_memory()
         for _ in range(MAX_CUTS):
-            self.problem.solve(make_solver(self.gap))
+            self.problem.solve(make_solver(self.gap, EXACT_SECONDS if self.exact else COUNTED_SECONDS))
             if self.problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
                 return None
             solution = self._decode()
@@ -303,7 +306,7 @@ class CountingProgram:
         program = cls(menu, None)
         program.problem.setObjective(pulp.LpAffineExpression([(program.limit, 1)]))
         program.limit_memory()
-        program.problem.solve(make_solver(program.gap))
+        program.problem.solve(make_solver(program.gap, COUNTED_SECONDS))
         return program._decode().options
 
     def _decode(self) -> Solution:
@@ -345,9 +348,9 @@ def _expression(terms: Terms) -> pulp.LpAffineExpression:
     return pulp.LpAffineExpression([(variable, value) for variable, value in terms.items() if value])
 
 
-def fastest(menu: Menu, limit_bytes: float) -> Solution | None:
+def fastest(menu: Menu, limit_bytes: float, exact: bool = False) -> Solution | None:
     """Return the fastest plan of a menu within a limit, or None if nothing fits."""
-    program = CountingProgram(menu, limit_bytes)
+    program = CountingProgram(menu, limit_bytes, exact)
     program.minimise_time()
     return program.solve(limit_bytes)
 

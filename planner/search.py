@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from planner.baselines import Baseline, baselines
 from planner.bound import ChainBound, places_near
-from planner.ilp import CountingProgram, fastest
+from planner.ilp import EXACT_STAGES, CountingProgram, fastest
 from planner.memory import MemoryPeak, peak_memory
 from planner.option import Option
 from planner.polish import Polisher
@@ -36,6 +36,8 @@ from profiler.graph import ModelGraph
 EVERY_SIZE_TO = 16
 """Micro-batches up to here are all tried; beyond, steps of about an eighth (throughput is flat)."""
 MAX_MICRO_BATCH = 4096
+PROVEN = 1e-9
+"""A plan this close to its point's bound is optimal, but for rounding."""
 CLOSE_ENOUGH = 1e-3
 """A point whose bound is within this of the best plan is not worth another integer program."""
 
@@ -228,18 +230,25 @@ def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress:
 
 def _solve(point: _Point, limit_bytes: int) -> _Candidate | None:
     """Return the best plan found at a point: from the program, and from pricing where its plan peaks."""
-    solution = fastest(point.menu, limit_bytes)
-    if solution is None:
-        return None
+    counted = fastest(point.menu, limit_bytes)
     polisher = Polisher(point.menu, limit_bytes, point.chain)
-    stage = peak_memory(solution.options, point.load).stage
-    priced = polisher.cheapest_fitting(places_near(point.menu, stage)[0])
-    found = []
-    for picks in filter(None, (solution.picks, priced)):
+
+    def improved(picks: tuple[int, ...]) -> _Candidate:
         options = polisher.options(polisher.improve(picks))
         speed = point.load.samples_per_step / step_time(options, point.load).total_s
-        found.append(_Candidate(point.load, options, point.menu, speed))
-    return max(found, key=lambda candidate: candidate.samples_per_s)
+        return _Candidate(point.load, options, point.menu, speed)
+
+    found = []
+    if counted is not None:
+        stage = peak_memory(counted.options, point.load).stage
+        priced = polisher.cheapest_fitting(places_near(point.menu, stage)[0])
+        found = [improved(picks) for picks in (counted.picks, priced) if picks is not None]
+    best = max(found, key=lambda candidate: candidate.samples_per_s, default=None)
+    few = len(point.menu.kinds) <= EXACT_STAGES
+    if few and (best is None or best.samples_per_s < point.bound * (1 - PROVEN)):
+        exact = fastest(point.menu, limit_bytes, exact=True)
+        found += [improved(exact.picks)] if exact is not None else []
+    return max(found, key=lambda candidate: candidate.samples_per_s, default=None)
 
 
 def _from_baseline(best: Baseline, space: Space) -> _Candidate:

@@ -77,7 +77,7 @@ def test_program_equals_brute_force(graph: ModelGraph, machine: Cluster, batch: 
     menu = Space(graph).menu(Workload(machine, "adam", "fp32", batch, accumulation), None)
     limit = a_limit(menu, fraction)
     best = brute_force(menu, limit)
-    solution = fastest(menu, limit)
+    solution = fastest(menu, limit, exact=True)
     if best is None:
         assert solution is None
         return
@@ -93,7 +93,7 @@ def test_program_equals_brute_force_on_eight_operators(graph: ModelGraph, overla
     # Two ranks: three strategies, at most 3^8 plans.
     menu = Space(graph).menu(Workload(cluster(1, 2, overlaps=overlaps), "adam", "fp32", 1), None)
     limit = a_limit(menu, fraction)
-    solution = fastest(menu, limit)
+    solution = fastest(menu, limit, exact=True)
     assert solution is not None
     assert step_time(solution.options, menu.load).total_s == pytest.approx(brute_force(menu, limit), rel=1e-6)
 
