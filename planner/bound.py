@@ -306,10 +306,12 @@ def _relation(index: int, place: Place) -> int:
 def _held(option: Option, relation: int, place: Place, load: Workload) -> float:
     """Return the bytes that one stage's option adds at the place."""
     if relation == 9:
-        return option.rest + option.gradients + load.optimizer.temporaries * option.parameters
+        return option.rest + (1 + load.optimizer.temporaries) * option.gradients
     held = float(option.rest)
     if load.accumulation > 1 or relation > 0:
         held += option.gradients
+    if relation > 0:
+        held += option.late
     if relation < 0:
         held += option.saved + option.kept
     if relation == 1 and place.above:

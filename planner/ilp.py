@@ -13,8 +13,8 @@ a long run of its own (`steady_s`); the order inside a run is left to decoding. 
 Memory: one row per moment of `planner.memory`.  Inside a run stages are laid out by the change that
 their backward makes, gradients less activations, the most negative on top; the memory over a run is
 then convex, and highest at the first or last stage of each option.  Rows are written for those, with
-neighbours of the same option; a moment that the decoded plan still violates is added and the
-program is solved again.
+the least that neighbours can hold; a moment that the decoded plan still violates is added with what
+its neighbours do hold, and the program is solved again.
 
 PuLP is the modelling layer; HiGHS solves (CBC if it is missing).
 """
@@ -78,7 +78,7 @@ def steady_s(option: Option, load: Workload) -> float:
 def drift_bytes(option: Option, load: Workload) -> float:
     """Return by how much the live memory changes when its backward is over."""
     gradients = 0 if load.accumulation > 1 else option.gradients
-    return gradients - option.saved - option.kept
+    return gradients + option.late - option.saved - option.kept
 
 
 def make_solver(gap: float, seconds: float) -> pulp.LpSolver:
@@ -210,7 +210,7 @@ class CountingProgram:
         terms: Terms = {}
         for r in range(len(self.runs)):
             for n, option in zip(self.count[r], self.options(r), strict=True):
-                terms[n] = option.rest + option.gradients + temporaries * option.parameters
+                terms[n] = option.rest + (1 + temporaries) * option.gradients
         self._at_most_limit(terms)
         # Of many runs only the last two can be expected to matter; the others are added when violated.
         first = 0 if len(self.runs) <= FEW_RUNS else len(self.runs) - 2
@@ -230,6 +230,7 @@ class CountingProgram:
                 held = float(option.rest)
                 held += option.saved + option.kept if q < r else 0.0
                 held += option.gradients if accumulates or (q > r and not forward) else 0.0
+                held += option.late if q > r and not forward else 0.0
                 terms[n] = held
         return terms
 
@@ -254,17 +255,18 @@ class CountingProgram:
 
     def _add_run_rows(self, r: int, k: int) -> None:
         option = self.options(r)[k]
+        beside = [o for q in (r - 1, r, r + 1) if 0 <= q < len(self.runs) for o in self.options(q)]
         for moment in option.moments:
+            forward = moment.phase == "forward"
             own = option.bytes_at(moment)
-            own += option.reduce_input if moment.above else 0
-            if moment.below:
-                own += option.gather_output if moment.phase == "forward" else option.prefetched
-            self._add_moment(r, k, moment.phase == "forward", own, first=True)
-            if drift_bytes(option, self.load) > 0 and moment.phase != "forward":
-                self._add_moment(r, k, False, own, first=False)
+            own += min(o.reduce_input for o in beside) if moment.above else 0
+            own += min(o.gather_output if forward else o.prefetched for o in beside) if moment.below else 0
+            self._at_most_limit(self._moment_terms(r, k, forward, own, first=True))
+            if drift_bytes(option, self.load) > 0 and not forward:
+                self._at_most_limit(self._moment_terms(r, k, False, own, first=False))
 
-    def _add_moment(self, r: int, k: int, forward: bool, own: float, first: bool) -> None:
-        """Limit a moment of the topmost (`first`) or of the lowest stage that takes option k."""
+    def _moment_terms(self, r: int, k: int, forward: bool, own: float, first: bool) -> Terms:
+        """Return the memory at a moment of the topmost (`first`) or of the lowest stage that takes option k."""
         terms, options, layout = self._base(r, forward), self.options(r), self._layout(r)
         accumulates = self.load.accumulation > 1
         place = layout.index(k)
@@ -272,11 +274,12 @@ class CountingProgram:
             option, n = options[other], self.count[r][other]
             above = position < place or (other == k and not first)
             reduced = 0.0 if accumulates or forward else float(option.gradients)
+            reduced += 0.0 if forward else option.late
             held = reduced if above else option.saved + option.kept
             _add(terms, {n: held}, 1)
             if other == k:
                 _add(terms, {self.used[r][k]: own - held}, 1)
-        self._at_most_limit(terms)
+        return terms
 
     def _at_most_limit(self, terms: Terms) -> None:
         # In MiB: rows in bytes next to rows in seconds would be badly scaled.
@@ -301,13 +304,13 @@ class CountingProgram:
         return None
 
     @classmethod
-    def smallest(cls, menu: Menu) -> tuple[Option, ...]:
-        """Return the plan that needs least memory."""
+    def smallest(cls, menu: Menu) -> Solution:
+        """Return a plan that needs about the least memory; its objective means nothing."""
         program = cls(menu, None)
         program.problem.setObjective(pulp.LpAffineExpression([(program.limit, 1)]))
         program.limit_memory()
         program.problem.solve(make_solver(program.gap, COUNTED_SECONDS))
-        return program._decode().options
+        return program._decode()
 
     def _decode(self) -> Solution:
         """Lay the counts out as one option per stage."""
@@ -323,20 +326,21 @@ class CountingProgram:
     def _cut_off(self, solution: Solution, limit_bytes: float) -> None:
         """Add the moment at which the decoded plan exceeds the limit."""
         peak = peak_memory(solution.options, self.load)
-        assert peak.stage is not None, "the optimizer's row is always there"
+        if peak.stage is None:
+            return  # The optimizer's row is there: off by the solver's tolerance, which no row mends.
         starts = [sum(length for _, length in self.runs[:r]) for r in range(len(self.runs))]
         r = max(i for i, start in enumerate(starts) if start <= peak.stage)
         if self.runs[r][1] == 1 and len(self.runs) > FEW_RUNS:
             self._add_single_rows(r)
             return
         k = solution.picks[peak.stage]
-        option = solution.options[peak.stage]
-        excess = peak.total_bytes - limit_bytes
         same = [i for i in range(starts[r], starts[r] + self.runs[r][1]) if solution.picks[i] == k]
-        top = peak.stage == same[-1]
-        own = max(option.bytes_at(m) for m in option.moments) + excess
-        own += max(option.gather_output, option.prefetched) + option.reduce_input
-        self._add_moment(r, k, peak.phase == "forward", own, first=top)
+        forward, first = peak.phase == "forward", peak.stage == same[-1]
+        # What the stage itself holds follows from the peak and from what the row says of all others.
+        others = self._moment_terms(r, k, forward, 0.0, first)
+        elsewhere = sum(value * (n.value() or 0.0) for n, value in others.items())
+        own = peak.total_bytes - self.load.cluster.reserve_bytes - elsewhere
+        self._at_most_limit(self._moment_terms(r, k, forward, own, first))
 
 
 def _add(terms: Terms, more: Terms, factor: float) -> None:

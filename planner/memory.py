@@ -4,7 +4,8 @@ With stages j in execution order, at a moment of stage i that holds `local` byte
 
     forward    sum_j (S + OPT)_j + [M > 1] sum_j SG_j + sum_(j<i) (saved + kept)_j + local
     backward   sum_j (S + OPT)_j + sum_(j<i) (saved + kept)_j + sum_(j>i) SG_j  (M > 1: all j) + local
-    optimizer  sum_j (S + OPT + SG)_j + temporaries of the optimizer (foreach Adam: one more S)
+               + sum_(j>i) late_j, the parameters and gradients of units that wait for the end
+    optimizer  sum_j (S + OPT + SG)_j + temporaries of the optimizer (foreach Adam: one more SG)
 
 M > 1 means gradient accumulation, where the sharded gradients of earlier micro-batches stay.
 The reserve of the device (context, communicators, workspaces) is added to every moment.
@@ -54,13 +55,15 @@ def peak_memory(options: Sequence[Option], load: Workload) -> MemoryPeak:
     best = optimizer_moment(options, load)
     highest = best.total_bytes - load.cluster.reserve_bytes - resting
     found: tuple[int, Moment, float] | None = None
-    before, after = 0.0, gradients
+    before, after, late = 0.0, gradients, float(sum(option.late for option in options))
     for index, option in enumerate(options):
         after -= option.gradients
+        late -= option.late
         above = options[index + 1] if index + 1 < len(options) else None
         below = options[index - 1] if index else None
         for moment in option.moments:
             reduced = gradients if accumulates else 0.0 if moment.phase == "forward" else after
+            reduced += 0.0 if moment.phase == "forward" else late
             total = before + reduced + option.bytes_at(moment) + neighbour_bytes(moment, above, below)
             if total > highest:
                 highest, found = total, (index, moment, reduced)
@@ -75,7 +78,7 @@ def optimizer_moment(options: Sequence[Option], load: Workload) -> MemoryPeak:
         "parameters": parameters,
         "optimizer": float(sum(option.optimizer for option in options)),
         "gradients": float(sum(option.gradients for option in options)),
-        "optimizer_temporaries": load.optimizer.temporaries * parameters,
+        "optimizer_temporaries": load.optimizer.temporaries * float(sum(option.gradients for option in options)),
         "reserve": load.cluster.reserve_bytes,
     })  # fmt: skip
 

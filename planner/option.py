@@ -11,7 +11,8 @@ execution order and i+1 the one after; `saved` are the activations that calls be
     backward, tail of i        AG_i + RSI_(i+1) + backward peak of what follows its last module
     backward, unshard of i     U_i + AG_i + RSI_(i+1) + gradient of the output
     backward, a call of i      U_i + AG_(i-1) + RSI_(i+1) + G of i's calls already done + backward peak
-    reduction of i             AG_(i-1) + RSI_i + max(G_i, SG_i) + gradient of the input
+    (units without differentiable inputs, embeddings, keep U and G and are reduced after all backward)
+    reduction of i             AG_(i-1) + RSI_i + G_i + SG_i + gradient of the input (autograd may hold G on)
     recomputation              U of the block + AG below + RSI above + saved in the block + forward peak
 
 plus everywhere: `saved`, U of kept units whose backward is to come, U and G of open spanning units.
@@ -90,6 +91,8 @@ class Option:
     """OPT, at rest."""
     gradients: int
     """SG, from its reduction (accumulating: always) to the end of the step."""
+    late: int
+    """U + G - SG (accumulating: U + G) of units that are reduced only when all backward is over."""
     kept: int
     """Unsharded parameters kept from forward to backward."""
     saved: float
@@ -159,6 +162,7 @@ class StageCosts:
         self.module_peak = self.backward_peak
         if stage.block is None:
             self.module_peak = [call.module_backward_peak_bytes(batch) for call in stage.calls]
+        self.is_bottom = index == 0
         self.is_top = index == len(model.stages) - 1
         self.forward_s = [load.compute_s(call.forward) for call in stage.calls]
         self.backward_s = [load.compute_s(call.backward) for call in stage.calls]
@@ -184,12 +188,21 @@ class _Unit:
     """Whether its first call of all is in this stage (always, unless spanning)."""
     closes: bool
     """Whether its last call of all is in this stage."""
+    late: bool
+    """Whether no input of it needs a gradient, so that FSDP2 reduces it when all backward is over."""
     own: bool
     """Whether it belongs to the stage (is not spanning)."""
 
     @property
     def prefetched(self) -> int:
         return 0 if self.strategy.keeps_unsharded else self.bytes.gathered
+
+
+def _is_late(costs: StageCosts, operator: int, first_call: int) -> bool:
+    # Token ids have no gradient, and neither has what goes into the first call of all; FSDP2 hangs a
+    # unit's reduction on the gradients of its first module's inputs.
+    is_embedding = "Embedding" in costs.model.graph.operators[operator].kind
+    return is_embedding or (costs.is_bottom and first_call == 0)
 
 
 def _make_unit(costs: StageCosts, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts,
@@ -205,6 +218,7 @@ def _make_unit(costs: StageCosts, operators: tuple[int, ...], strategy: Strategy
         last=max(calls),
         opens=own or operators[0] in costs.stage.opens,
         closes=own or operators[0] in costs.stage.closes,
+        late=_is_late(costs, operators[0], min(calls)),
         own=own,
     )
 
@@ -259,11 +273,12 @@ class _Clock:
         # The block's input is both what recomputation keeps and what the first call saves again.
         extra = max(0.0, costs.block_input - costs.saved[1]) if self.recompute else 0.0
         prefetched, below = self.next_prefetch(len(calls))
-        reduce_input, above, reduced = 0, True, 0
+        reduce_input, above, reduced, waiting_unsharded = 0, True, 0, 0
         done: set[int] = set()
+        late: list[_Unit] = []
         for j in reversed(range(len(calls))):
             call = calls[j]
-            unsharded = self.unsharded_at(j, backward=True)
+            unsharded = self.unsharded_at(j, backward=True) + waiting_unsharded
             gradients, peak = reduced + self.held(done), costs.backward_peak[j]
             for unit in self.units:
                 if unit.closes and unit.last == j:
@@ -279,16 +294,33 @@ class _Clock:
                       above=above, below=below)  # fmt: skip
             done.add(call.operator)
             for unit in self.units:
-                if unit.opens and unit.first == j:
+                if unit.opens and unit.first == j and unit.late:
+                    late.append(unit)
+                    waiting_unsharded += unit.bytes.unsharded if unit.own else 0
+                elif unit.opens and unit.first == j:
                     done -= set(unit.operators)
                     self.waiting = [other for other in self.waiting if other is not unit]
-                    gradients = reduced + self.held(done) + max(unit.bytes.full_gradients, unit.bytes.gradients)
+                    gradients = reduced + self.held(done) + unit.bytes.full_gradients + unit.bytes.gradients
                     unsharded -= unit.bytes.unsharded if unit.own else 0
                     reduce_input, above = unit.bytes.reduce_input, False
                     live = extra + costs.saved[j] + costs.incoming[j]
                     self.note("reduce", call.operator, unsharded, gradients, prefetched + reduce_input, live,
                               below=below)  # fmt: skip
                     reduced += 0 if self.accumulates else unit.bytes.gradients
+
+        if costs.is_bottom:
+            self.note_late(late, done, reduced, waiting_unsharded)
+
+    def note_late(self, late: list[_Unit], done: set[int], reduced: float, unsharded: float) -> None:
+        """Note the reductions that wait for the end of backward."""
+        for unit in late:
+            done -= set(unit.operators)
+            self.waiting = [other for other in self.waiting if other is not unit]
+            unsharded -= unit.bytes.unsharded if unit.own else 0
+            gradients = reduced + self.held(done) + unit.bytes.full_gradients + unit.bytes.gradients
+            self.note("reduce", unit.operators[0], unsharded + self.spanning_unsharded, gradients,
+                      unit.bytes.reduce_input, 0.0)  # fmt: skip
+            reduced += 0 if self.accumulates else unit.bytes.gradients
 
     def note_tail(self, unit: _Unit, j: int, unsharded: float, gradients: float, reduce_input: int,
                   above: bool) -> None:  # fmt: skip
@@ -373,13 +405,16 @@ def make_option(costs: StageCosts, units: UnitCosts, strategies: tuple[Strategy,
     clock.backward()
     opened = [unit for unit in clock.units if unit.opens]
     closed = [unit for unit in clock.units if unit.closes]
-    parameters = sum(unit.bytes.parameters for unit in opened)
+    late = [unit for unit in own if unit.late]
+    gradients = sum(unit.bytes.gradients for unit in opened)
     return Option(
         strategies=strategies,
         recompute=recompute,
-        parameters=parameters,
+        parameters=sum(unit.bytes.parameters for unit in opened),
         optimizer=sum(unit.bytes.optimizer for unit in opened),
-        gradients=sum(unit.bytes.gradients for unit in opened),
+        gradients=gradients,
+        late=sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in late)
+        - (0 if clock.accumulates else sum(unit.bytes.gradients for unit in late)),
         kept=sum(unit.bytes.unsharded for unit in own if unit.strategy.keeps_unsharded),
         saved=costs.block_input if recompute else costs.saved[-1],
         moments=clock.moments(),
@@ -387,7 +422,7 @@ def make_option(costs: StageCosts, units: UnitCosts, strategies: tuple[Strategy,
         prefetched=max(closed, key=lambda unit: unit.last).prefetched if closed else 0,
         reduce_input=min(opened, key=lambda unit: unit.first).bytes.reduce_input if opened else 0,
         segments=_segments(costs, clock.units, recompute),
-        optimizer_s=costs.load.optimizer_s(parameters),
+        optimizer_s=costs.load.optimizer_s(gradients),
     )
 
 

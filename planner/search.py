@@ -180,10 +180,11 @@ def search(task: Task, progress: Progress = lambda what, fraction: None) -> Foun
             for child in point.split(space, task.limit_bytes):
                 heapq.heappush(queue, child)
             continue
-        progress("solving", 1 - len(queue) / count)
+        progress("solving", solved / (solved + count))
         solved += 1
         candidate = _solve(point, task.limit_bytes)
         if candidate is None:
+            top = max(top, point.bound)  # Nothing was found, which proves nothing.
             continue
         if candidate.samples_per_s > speed:
             incumbent = candidate
@@ -238,11 +239,11 @@ def _solve(point: _Point, limit_bytes: int) -> _Candidate | None:
         speed = point.load.samples_per_step / step_time(options, point.load).total_s
         return _Candidate(point.load, options, point.menu, speed)
 
-    found = []
-    if counted is not None:
-        stage = peak_memory(counted.options, point.load).stage
-        priced = polisher.cheapest_fitting(places_near(point.menu, stage)[0])
-        found = [improved(picks) for picks in (counted.picks, priced) if picks is not None]
+    start = counted or CountingProgram.smallest(point.menu)
+    stage = peak_memory(start.options, point.load).stage
+    priced = polisher.cheapest_fitting(places_near(point.menu, stage)[0])
+    starts = [start.picks if polisher.fits(start.picks) else None, priced]
+    found = [improved(picks) for picks in starts if picks is not None]
     best = max(found, key=lambda candidate: candidate.samples_per_s, default=None)
     few = len(point.menu.kinds) <= EXACT_STAGES
     if few and (best is None or best.samples_per_s < point.bound * (1 - PROVEN)):
@@ -261,12 +262,23 @@ def least_memory(space: Space, load: Workload) -> tuple[MemoryPeak, tuple[Option
     best: tuple[MemoryPeak, tuple[Option, ...]] | None = None
     for spanning in space.spanning_strategies(strategies_on(load.cluster)):
         menu = space.menu(load, spanning)
-        options = CountingProgram.smallest(menu)
-        peak = peak_memory(options, load)
-        if best is None or peak.total_bytes < best[0].total_bytes:
-            best = peak, options
+        for options in _small_plans(menu):
+            peak = peak_memory(options, load)
+            if best is None or peak.total_bytes < best[0].total_bytes:
+                best = peak, options
     assert best is not None, "there is at least one strategy"
     return best
+
+
+def _small_plans(menu: Menu) -> Iterator[tuple[Option, ...]]:
+    """Yield plans that need little memory: the program's, and the least at each place that can be priced."""
+    smallest = CountingProgram.smallest(menu)
+    yield smallest.options
+    polisher = Polisher(menu, float("inf"))
+    for place in places_near(menu, peak_memory(smallest.options, menu.load).stage):
+        memory = polisher.chain.memory(place)
+        for price in (1e-9, 1e-6, 1e-3):  # seconds a byte, far above what time is worth
+            yield polisher.options(polisher.chain.sequence(memory, price))
 
 
 def _nothing_fits(space: Space, loads: Sequence[Workload], task: Task) -> OsdpError:

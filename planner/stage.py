@@ -104,12 +104,13 @@ def cut(graph: ModelGraph) -> StagedModel:
         operators = tuple(dict.fromkeys(c.operator for c in calls if c.operator not in spanning))
         opens = tuple(o for o in sorted(spanning) if start <= first[o] < stop)
         closes = tuple(o for o in sorted(spanning) if start <= last[o] < stop)
-        open_around = tuple(o for o in sorted(spanning) if first[o] < stop and last[o] >= start)
+        # Whether each spanning operator is yet to come, open, or over: it holds memory accordingly.
+        around = tuple((first[o] < stop, last[o] < start) for o in sorted(spanning))
         key: object = (start,)
         holds_idle = bool(idle) and start == 0
         if block is not None and not holds_idle and not any(c.operator in spanning for c in calls):
             shapes = tuple(tuple((p.shape, p.trainable) for p in graph.operators[o].parameters) for o in operators)
-            key = (graph.blocks[block].block_class, shapes, open_around)
+            key = (graph.blocks[block].block_class, shapes, around)
         name = graph.blocks[block].name if block is not None else graph.operators[calls[0].operator].name
         stages.append(
             Stage(

@@ -55,11 +55,14 @@ class Optimizer:
 
 
 OPTIMIZERS = {
-    "adam": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=7),
-    "adamw": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=7),
+    "adam": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=18),
+    "adamw": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=20),
     "sgd": Optimizer(moments=0, has_step_counter=False, temporaries=0, touched=3),
 }
-"""`torch.optim` with default arguments: SGD without momentum."""
+"""`torch.optim` with default arguments: SGD without momentum, Adam in its foreach form.
+
+`touched`, from `torch/optim/adam.py` of torch 2.13: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
+addcdiv 4, and for AdamW's decay mul 2; SGD: add 3."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,9 @@ def test_every_moment_of_the_lower_operator() -> None:
     assert forward.total_bytes == SIZE + SIZE + 21 * MB
     # Backward: unsharded parameters, backward peak 22 MB; the reduce-scatter input of operator 1 (above).
     assert by_phase["backward", True, True].total_bytes == SIZE + 22 * MB
-    # Reduction: its own reduce-scatter input, and its gradients before they are scattered; no input gradient.
-    assert by_phase["reduce", False, True].total_bytes == SIZE + SIZE
+    # Nothing goes into it that needs a gradient, so it is reduced when all backward is over: its own
+    # reduce-scatter input, its gradients before they are scattered, and the output.
+    assert by_phase["reduce", False, False].total_bytes == SIZE + SIZE + SHARD
     assert options[1].reduce_input == SIZE
 
 
@@ -88,13 +89,14 @@ def test_gradient_accumulation_keeps_all_sharded_gradients() -> None:
 
 
 def test_the_optimizer_step_can_be_the_peak() -> None:
-    graph = chain([(2048, 1024)], gflops=[1], saved_mb=[1])
+    graph = chain([(2048, 1024)] * 3, gflops=[1] * 3, saved_mb=[1] * 3)
     load = Workload(cluster(1, 8), "adam", "fp32", 1)
-    options = Space(graph).fixed(load, (Choice((COPIED,)),), None)
+    options = Space(graph).fixed(load, (Choice((COPIED,)),) * 3, None)
     peak = peak_memory(options, load)
-    # Parameters, gradients, two moments and foreach Adam's temporary: five times 8 MB.
+    # Parameters, gradients, two moments and foreach Adam's temporary: five times 8 MB, for each operator.
+    # The last reduction holds less: 9 x 8 MB at rest, two gradients, and input, gradient and output.
     assert peak.phase == "optimizer"
-    assert peak.total_bytes == 5 * SIZE + STEP
+    assert peak.total_bytes == 3 * (5 * SIZE + STEP)
 
 
 def test_bf16_halves_what_is_gathered_but_not_what_rests() -> None:

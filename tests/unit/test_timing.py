@@ -22,7 +22,7 @@ def segment(forward: float, backward: float, a: float, b: float, r: float, ar: f
 
 
 def option(segments: tuple[Segment, ...], optimizer_s: float = 0.0) -> Option:
-    return Option((), False, 0, 0, 0, 0, 0.0, (), 0, 0, 0, segments, optimizer_s)
+    return Option((), False, 0, 0, 0, 0, 0, 0.0, (), 0, 0, 0, segments, optimizer_s)
 
 
 def load(overlaps: bool = True, accumulation: int = 1) -> Workload:
