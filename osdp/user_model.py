@@ -98,6 +98,18 @@ def load_user_model(spec: str, sequence_length: int | None) -> ModelSource:
     return ModelSource(spec, model.build, model.example_inputs, length)
 
 
+def module_source(name: str, build: Callable[[], Any], sequence_length: int | None,
+                  example_inputs: Callable[..., Any] | None) -> ModelSource:  # fmt: skip
+    """Return the model that `build` makes, to be called `name`; `example_inputs(batch)` feeds it if given.
+
+    Builds it once without data. Raises OsdpError.
+    """
+    model = _UserModel(name, build if example_inputs is None else lambda: (build(), example_inputs), sequence_length)
+    args, kwargs = _try_out(model)
+    length = _length_of((*args, *kwargs.values()))
+    return ModelSource(name, model.build, model.example_inputs, length)
+
+
 def _try_out(model: _UserModel) -> Inputs:
     """Build and feed the model on the meta device, or on fake tensors if it wants a real device."""
     try:

@@ -1,8 +1,9 @@
 """The uniform configurations that OSDP competes with, under the same cost model.
 
-DDP replicates everything, ZeRO-2 keeps gathered parameters to the backward, FSDP gathers twice,
-HSDP shards inside groups (each group size is tried).  Each is taken with and without recomputation
-of every block, and at its own best micro-batch.  All wrap block by block, as their users do.
+DDP replicates everything (`planner.data_parallel`; as units where torch's DDP cannot run the model),
+ZeRO-2 keeps gathered parameters to the backward, FSDP gathers twice, HSDP shards inside groups (each
+group size is tried).  Each is taken with and without recomputation of every block, and at its own
+best micro-batch.  All but DDP wrap block by block, as their users do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from planner.data_parallel import as_run
 from planner.memory import peak_memory
 from planner.option import Option
 from planner.space import Choice, Space
@@ -50,6 +52,8 @@ def uniform(space: Space, load: Workload, strategy: Strategy, recompute: bool) -
 
 def _at(space: Space, load: Workload, strategy: Strategy, recompute: bool, limit_bytes: float) -> Baseline:
     options = uniform(space, load, strategy, recompute)
+    if strategy.name == "replicate":
+        options = as_run(options, strategy, None, space, load, limit_bytes=float("inf"))
     peak = peak_memory(options, load).total_bytes
     speed = load.samples_per_step / step_time(options, load).total_s
     return Baseline(NAMES[strategy.name], strategy, recompute, peak <= limit_bytes, load, options, round(peak), speed)

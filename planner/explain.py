@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from planner.option import Option
-from planner.plan import Plan, Prediction, check_model, options_of, predict
+from planner.plan import Decisions, Plan, Prediction, check_model, decisions_of, predict, space_of
 from planner.space import Choice, Space
 from planner.strategy import Strategy, strategies_on
 from planner.workload import Workload
@@ -44,10 +43,17 @@ class OpenPlan:
     load: Workload
     choices: tuple[Choice, ...]
     """One per stage in execution order."""
-    spanning: Strategy | None
-    """Strategy of the operators that run in several stages; None if there are none."""
+    tied: tuple[Strategy, ...]
+    """One for each operator that runs in several stages."""
+    idle: tuple[Strategy, ...]
+    """One for each operator that is never called."""
     prediction: Prediction
     """Of the choices, made anew: not what the plan's file says."""
+
+    @property
+    def spanning(self) -> str:
+        """Strategies of the operators that run in several stages, in words; empty if there are none."""
+        return " and ".join(dict.fromkeys(map(str, self.tied)))
 
     def label_of(self, stage: int) -> str:
         """Return the class of a block, or the operators of a stage outside blocks."""
@@ -136,11 +142,11 @@ def open_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> OpenPlan:
     Raises OsdpError if the plan is not for this model, or its strategies not for this cluster.
     """
     check_model(plan, graph)
-    space = Space(graph)
+    space = space_of(plan, graph, cluster)
     load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation)
-    options, spanning = options_of(plan, space, load)
-    choices = tuple(Choice(option.strategies, option.recompute) for option in options)
-    return OpenPlan(plan, space, load, choices, spanning, predict(options, space, load))
+    decided = decisions_of(plan, space, cluster)
+    prediction = predict(decided.options(space, load, plan.limit_bytes), space, load)
+    return OpenPlan(plan, space, load, decided.choices, decided.spanning, decided.idle, prediction)
 
 
 def find_target(view: OpenPlan, name: str) -> Target:
@@ -170,8 +176,10 @@ def _places(view: OpenPlan) -> dict[str, Target]:
         if stage.block is not None:
             names[stage.name] = Target(frozenset({index}))
         for operator in stage.operators:
-            names |= dict.fromkeys(operators[operator].modules, Target(frozenset({index})))
-            names[operators[operator].name] = Target(frozenset({index}))
+            for name in {operators[operator].name, *operators[operator].modules}:
+                # Slices of one operator may be in several stages.
+                before = names.get(name, Target(frozenset()))
+                names[name] = Target(before.stages | {index})
     for operator in model.spanning:
         names |= dict.fromkeys(operators[operator].modules, Target(frozenset(), spanning=True))
         names[operators[operator].name] = Target(frozenset(), spanning=True)
@@ -186,28 +194,29 @@ def alternatives(view: OpenPlan, target: Target) -> list[Alternative]:
         strategies = strategies[:1]  # Nothing to shard; only recomputation is left.
     recomputes = (False, True) if any(stage.block is not None for stage in stages) else (None,)
     found = [
-        _alternative(view, strategy, recompute, choices, spanning)
+        _alternative(view, strategy, recompute, choices, tied)
         for strategy in strategies
         for recompute in recomputes
-        for choices, spanning in [_decided(view, target, strategy, bool(recompute))]
-        if (choices, spanning) != (view.choices, view.spanning)
+        for choices, tied in [_decided(view, target, strategy, bool(recompute))]
+        if (choices, tied) != (view.choices, view.tied)
     ]
     return sorted(found, key=lambda other: (other.delta_s, other.peak_bytes))
 
 
 def _decided(view: OpenPlan, target: Target, strategy: Strategy,
-             recompute: bool) -> tuple[tuple[Choice, ...], Strategy | None]:  # fmt: skip
+             recompute: bool) -> tuple[tuple[Choice, ...], tuple[Strategy, ...]]:  # fmt: skip
     """Return the plan's choices with the target's replaced."""
     choices = list(view.choices)
     for index in target.stages:
         stage = view.space.model.stages[index]
         choices[index] = Choice((strategy,) * len(stage.operators), recompute and stage.block is not None)
-    return tuple(choices), strategy if target.spanning else view.spanning
+    return tuple(choices), (strategy,) * len(view.tied) if target.spanning else view.tied
 
 
 def _alternative(view: OpenPlan, strategy: Strategy, recompute: bool | None, choices: tuple[Choice, ...],
-                 spanning: Strategy | None) -> Alternative:  # fmt: skip
-    options: tuple[Option, ...] = view.space.fixed(view.load, choices, spanning)
+                 tied: tuple[Strategy, ...]) -> Alternative:  # fmt: skip
+    decided = Decisions(choices, tied, view.idle)
+    options = decided.options(view.space, view.load, view.plan.limit_bytes)
     before, after = view.prediction, predict(options, view.space, view.load)
     return Alternative(
         strategy=str(strategy),
@@ -229,9 +238,9 @@ def parts(view: OpenPlan) -> list[Part]:
         if choice.strategies or choice.recompute:
             groups.setdefault((view.label_of(index), choice), []).append(index)
     found = [_part(view, label, stages) for (label, _), stages in groups.items()]
-    if view.spanning:
+    if view.tied:
         changes = alternatives(view, Target(frozenset(), spanning=True))
-        found.append(Part(TIED, (), (str(view.spanning),), None, *best_of(changes)))
+        found.append(Part(TIED, (), tuple(dict.fromkeys(map(str, view.tied))), None, *best_of(changes)))
     return found
 
 

@@ -3,7 +3,7 @@
 Everything that a plan costs is a sum over stages of what is here (`planner.memory` and
 `planner.timing` do the sums), so the ILP, the bound and the final evaluation share one source.
 
-Moments of a stage, in the notation of `planner.strategy`, i a unit, i-1 the unit before it in
+Moments of a stage, in the notation of `planner.unit_memory`, i a unit, i-1 the unit before it in
 execution order and i+1 the one after; `saved` are the activations that calls before keep:
 
     forward, unshard of i      U_i + AG_i + AG_(i-1) + incoming activation
@@ -15,19 +15,23 @@ execution order and i+1 the one after; `saved` are the activations that calls be
     reduction of i             AG_(i-1) + RSI_i + G_i + SG_i + gradient of the input (autograd may hold G on)
     recomputation              U of the block + AG below + RSI above + saved in the block + forward peak
 
-plus everywhere: `saved`, U of kept units whose backward is to come, U and G of open spanning units.
+plus everywhere: `saved`, U of kept units whose backward is to come (H of units with a secondary copy),
+U and G of open spanning units.  At the reduction of a unit of strategy `owner`, U is still there.
 The AG or RSI of a neighbouring stage is not known here: `Moment.above` and `.below` say that it
 has to be added.  Source: closed forms measured on FSDP2, torch 2.13.0, on fake tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from planner.stage import StagedModel, operators_of
-from planner.strategy import COMPUTE_BYTES, Strategy, UnitBytes, UnitTraffic, unit_bytes, unit_traffic
+from planner.strategy import COMPUTE_BYTES, Strategy, UnitTraffic, unit_traffic
+from planner.unit_memory import UnitBytes, unit_bytes
+from planner.units import join
 from planner.workload import Workload
 
 
@@ -76,6 +80,10 @@ class Segment:
     """Reduce-scatter after its backward, in every micro-batch."""
     step_reduce_s: float
     """All-reduce after that, in the last micro-batch of a step."""
+    forward_stall_s: float = 0.0
+    """Communication before its forward that nothing overlaps with, on any backend."""
+    backward_stall_s: float = 0.0
+    """The same before and after its backward, in every micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -129,15 +137,16 @@ class UnitCosts:
 
     def __init__(self, model: StagedModel, load: Workload) -> None:
         self.graph, self.load = model.graph, load
-        self.known: dict[tuple[tuple[int, ...], Strategy], tuple[UnitBytes, UnitTraffic]] = {}
+        self.known: dict[tuple[tuple[int, ...], Strategy, bool], tuple[UnitBytes, UnitTraffic]] = {}
 
-    def __call__(self, operators: tuple[int, ...], strategy: Strategy) -> tuple[UnitBytes, UnitTraffic]:
-        key = (operators, strategy)
+    def __call__(self, operators: tuple[int, ...], strategy: Strategy,
+                 elsewhere: bool = False) -> tuple[UnitBytes, UnitTraffic]:  # fmt: skip
+        key = (operators, strategy, elsewhere)
         if key not in self.known:
             load = self.load
             parameters = [p for operator in operators_of(self.graph, operators) for p in operator.parameters]
             self.known[key] = (
-                unit_bytes(parameters, strategy, load.precision, load.optimizer),
+                unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere),
                 unit_traffic(parameters, strategy, load.precision, load.cluster),
             )
         return self.known[key]
@@ -192,23 +201,31 @@ class _Unit:
     """Whether no input of it needs a gradient, so that FSDP2 reduces it when all backward is over."""
     own: bool
     """Whether it belongs to the stage (is not spanning)."""
+    kept: int
+    """U or H, whichever it keeps from forward to backward."""
+    freed: int
+    """What goes before its gradients are reduced."""
+    stalls: bool
+    """Whether its communication is on the stream that computes."""
 
     @property
     def prefetched(self) -> int:
         return 0 if self.strategy.keeps_unsharded else self.bytes.gathered
 
 
-def _is_late(costs: StageCosts, operator: int, first_call: int) -> bool:
-    # Token ids have no gradient, and neither has what goes into the first call of all; FSDP2 hangs a
-    # unit's reduction on the gradients of its first module's inputs.
-    is_embedding = "Embedding" in costs.model.graph.operators[operator].kind
-    return is_embedding or (costs.is_bottom and first_call == 0)
+def _is_late(costs: StageCosts, operator: int) -> bool:
+    # Token ids have no gradient, and neither has what goes into the first call of all (or its slices);
+    # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.
+    graph = costs.model.graph
+    this, bottom = graph.operators[operator], graph.operators[graph.calls[0].operator]
+    return "Embedding" in this.kind or this is bottom or this.modules == bottom.modules
 
 
 def _make_unit(costs: StageCosts, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts,
-               own: bool) -> _Unit:  # fmt: skip
-    unit, traffic = units(operators, strategy)
+               own: bool, elsewhere: bool) -> _Unit:  # fmt: skip
+    unit, traffic = units(operators, strategy, elsewhere)
     calls = [j for j, call in enumerate(costs.stage.calls) if call.operator in operators]
+    is_owned = strategy.kind.wrapping == "owner"
     return _Unit(
         operators=operators,
         strategy=strategy,
@@ -218,8 +235,11 @@ def _make_unit(costs: StageCosts, operators: tuple[int, ...], strategy: Strategy
         last=max(calls),
         opens=own or operators[0] in costs.stage.opens,
         closes=own or operators[0] in costs.stage.closes,
-        late=_is_late(costs, operators[0], min(calls)),
+        late=_is_late(costs, operators[0]),
         own=own,
+        kept=unit.unsharded if strategy.keeps_unsharded else unit.secondary,
+        freed=unit.unsharded if own and not is_owned else 0,
+        stalls=is_owned,
     )
 
 
@@ -240,9 +260,10 @@ class _Clock:
         """Return U of open units, and of kept ones that are past (forward) or to come (backward)."""
         total = float(self.spanning_unsharded)
         for unit in self.own:
-            open_now = unit.first <= j <= unit.last
-            kept = unit.strategy.keeps_unsharded and unit.last < j
-            total += unit.bytes.unsharded if open_now or kept or (backward and self.recompute) else 0
+            if unit.first <= j and (j <= unit.last or (backward and self.recompute)):
+                total += unit.bytes.unsharded
+            elif unit.last < j:
+                total += unit.kept
         return total
 
     def forward(self) -> None:
@@ -301,7 +322,7 @@ class _Clock:
                     done -= set(unit.operators)
                     self.waiting = [other for other in self.waiting if other is not unit]
                     gradients = reduced + self.held(done) + unit.bytes.full_gradients + unit.bytes.gradients
-                    unsharded -= unit.bytes.unsharded if unit.own else 0
+                    unsharded -= unit.freed
                     reduce_input, above = unit.bytes.reduce_input, False
                     live = extra + costs.saved[j] + costs.incoming[j]
                     self.note("reduce", call.operator, unsharded, gradients, prefetched + reduce_input, live,
@@ -326,7 +347,7 @@ class _Clock:
                   above: bool) -> None:  # fmt: skip
         """Note the backward of what follows a unit's last module: the unit is not unsharded again yet."""
         costs, top = self.costs, self.costs.is_top and j == len(self.costs.stage.calls) - 1
-        unsharded -= 0 if unit.strategy.keeps_unsharded else unit.bytes.unsharded
+        unsharded -= unit.bytes.unsharded - unit.kept
         buffers = reduce_input + (0 if top else unit.prefetched)
         live = costs.saved[j] + costs.backward_peak[j]
         self.note("backward", costs.stage.calls[j].operator, unsharded, gradients, buffers, live, above=above)
@@ -369,35 +390,41 @@ def _segments(costs: StageCosts, units: list[_Unit], recompute: bool) -> tuple[S
     for position, (unit, members) in enumerate(runs):
         starts = unit.opens and members[0] == unit.first
         ends = unit.closes and members[-1] == unit.last
+        before_s = unit.traffic.forward_gather_s if starts else 0.0
+        again_before_s = unit.traffic.backward_gather_s if ends else 0.0
+        after_s = unit.traffic.reduce_s if starts else 0.0
         again_s = sum(costs.forward_s) if recompute and position == len(runs) - 1 else 0.0
         segments.append(
             Segment(
                 forward_s=sum(costs.forward_s[j] for j in members),
                 backward_s=sum(costs.backward_s[j] for j in members) + again_s,
                 recompute_s=again_s,
-                forward_gather_s=unit.traffic.forward_gather_s if starts else 0.0,
-                backward_gather_s=unit.traffic.backward_gather_s if ends else 0.0,
-                reduce_s=unit.traffic.reduce_s if starts else 0.0,
+                forward_gather_s=0.0 if unit.stalls else before_s,
+                backward_gather_s=0.0 if unit.stalls else again_before_s,
+                reduce_s=0.0 if unit.stalls else after_s,
                 step_reduce_s=unit.traffic.step_reduce_s if starts else 0.0,
+                forward_stall_s=before_s if unit.stalls else 0.0,
+                backward_stall_s=again_before_s + after_s if unit.stalls else 0.0,
             )
         )
     return tuple(segments)
 
 
 def make_option(costs: StageCosts, units: UnitCosts, strategies: tuple[Strategy, ...], recompute: bool,
-                spanning: dict[int, Strategy]) -> Option:  # fmt: skip
+                spanning: Mapping[int, Strategy], elsewhere: frozenset[int] = frozenset()) -> Option:  # fmt: skip
     """Return a stage under one strategy per operator.
 
     `spanning` gives the strategies of operators that run in several stages, of which those with a
-    call here are walked; their memory at rest is in the first stage that calls them.
+    call here are walked; their memory at rest is in the first stage that calls them.  Operators in
+    `elsewhere` are owned by another rank, if their strategy is `owner`.
     """
     stage = costs.stage
-    pairs = zip(stage.operators, strategies, strict=True)
+    found = join(stage.operators, ((strategy,) for strategy in strategies), costs.model.slices)
     own = [
-        _make_unit(costs, tuple(operator for operator, _ in run), strategy, units, own=True)
-        for strategy, run in groupby(pairs, key=lambda pair: pair[1])
+        _make_unit(costs, u.operators, u.strategy, units, own=True, elsewhere=u.operators[0] in elsewhere)
+        for u in found
     ]
-    here = [_make_unit(costs, (o,), spanning[o], units, own=False) for o in stage.spanning]
+    here = [_make_unit(costs, (o,), spanning[o], units, own=False, elsewhere=o in elsewhere) for o in stage.spanning]
     clock = _Clock(costs, own, here, recompute)
     clock.forward()
     if recompute:
@@ -415,7 +442,7 @@ def make_option(costs: StageCosts, units: UnitCosts, strategies: tuple[Strategy,
         gradients=gradients,
         late=sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in late)
         - (0 if clock.accumulates else sum(unit.bytes.gradients for unit in late)),
-        kept=sum(unit.bytes.unsharded for unit in own if unit.strategy.keeps_unsharded),
+        kept=sum(unit.kept for unit in own),
         saved=costs.block_input if recompute else costs.saved[-1],
         moments=clock.moments(),
         gather_output=max(opened, key=lambda unit: unit.first).bytes.gathered if opened else 0,
@@ -426,7 +453,7 @@ def make_option(costs: StageCosts, units: UnitCosts, strategies: tuple[Strategy,
     )
 
 
-def ambient(model: StagedModel, index: int, spanning: dict[int, Strategy], units: UnitCosts) -> tuple[int, int]:
+def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], units: UnitCosts) -> tuple[int, int]:
     """Return (U, G) that spanning operators without a call in a stage hold while it runs."""
     unsharded = gradients = 0
     for operator, (first, last) in model.spans.items():
@@ -434,6 +461,7 @@ def ambient(model: StagedModel, index: int, spanning: dict[int, Strategy], units
             continue
         unit, _ = units((operator,), spanning[operator])
         is_open = index < last
-        unsharded += unit.unsharded if is_open or spanning[operator].keeps_unsharded else 0
+        kept = unit.unsharded if spanning[operator].keeps_unsharded else unit.secondary
+        unsharded += unit.unsharded if is_open else kept
         gradients += unit.full_gradients if is_open else 0
     return unsharded, gradients

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from planner.data_parallel import as_run, can_replicate, fits_replicated
 from planner.memory import peak_memory
 from planner.option import Option
-from planner.space import Choice, Space, idle_strategy
-from planner.strategy import Strategy, parse_strategy
+from planner.space import Choice, Space, Spanning, idle_strategy
+from planner.strategy import Strategy, format_choice, parse_choice
 from planner.timing import step_time
+from planner.units import check_scalars
 from planner.workload import Workload
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
@@ -89,7 +91,7 @@ class Plan:
     gap: float
     """No plan of the searched space has more than samples_per_s / (1 - gap)."""
     choices: dict[str, str]
-    """Strategy of every operator, by its name."""
+    """Strategy of every operator, or of its slices, by its name (`planner.strategy.parse_choice`)."""
     recomputed_blocks: list[str]
     """Names of the blocks whose forward runs again in backward."""
 
@@ -116,16 +118,16 @@ def predict(options: Sequence[Option], space: Space, load: Workload) -> Predicti
     )
 
 
-def make_plan(options: Sequence[Option], spanning: Strategy | None, space: Space, load: Workload, *,
+def make_plan(options: Sequence[Option], spanning: Spanning, space: Space, load: Workload, *,
               limit_bytes: int, gap: float) -> Plan:  # fmt: skip
-    """Write a search result down as a plan."""
-    graph, cluster = space.model.graph, load.cluster
-    choices: dict[int, str] = {operator: str(spanning) for operator in space.model.spanning}
-    choices |= {operator: str(idle_strategy(cluster)) for operator in space.model.idle}
+    """Write a search result down as a plan, priced as it will be run."""
+    graph, cluster = space.graph, load.cluster
+    options = as_run(tuple(options), spanning, None, space, load, limit_bytes)
+    choices = space.spanning_choices(spanning) | dict.fromkeys(space.model.idle, idle_strategy(cluster))
     recomputed = []
     for stage, option in zip(space.model.stages, options, strict=True):
         for operator, strategy in zip(stage.operators, option.strategies, strict=True):
-            choices[operator] = str(strategy)
+            choices[operator] = strategy
         if option.recompute:
             recomputed.append(stage.name)
     return Plan(
@@ -138,17 +140,26 @@ def make_plan(options: Sequence[Option], spanning: Strategy | None, space: Space
         accumulation=load.accumulation,
         predicted=predict(options, space, load),
         gap=gap,
-        choices={operator.name: choices[index] for index, operator in enumerate(graph.operators)},
+        choices=_written(choices, space),
         recomputed_blocks=recomputed,
     )
 
 
-def options_of(plan: Plan, space: Space, load: Workload) -> tuple[tuple[Option, ...], Strategy | None]:
-    """Return the options that a plan's choices mean, one per stage, and the spanning strategy.
+def _written(choices: Mapping[int, Strategy], space: Space) -> dict[str, str]:
+    """Return the choices of a space's operators under the names of the graph's."""
+    written, start = {}, 0
+    for index, operator in enumerate(space.graph.operators):
+        stop = start + space.counts.get(index, 1)
+        written[operator.name] = format_choice([choices[piece] for piece in range(start, stop)])
+        start = stop
+    return written
+
+
+def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[Strategy, ...]]:
+    """Return the strategies of every operator's slices, one for an operator that is not split.
 
     Raises `OsdpError` if the choices do not cover the model or name unknown strategies or blocks.
     """
-    graph, cluster = space.model.graph, load.cluster
     missing = [operator.name for operator in graph.operators if operator.name not in plan.choices]
     foreign = set(plan.choices) - {operator.name for operator in graph.operators}
     unknown = set(plan.recomputed_blocks) - {block.name for block in graph.blocks}
@@ -157,13 +168,81 @@ def options_of(plan: Plan, space: Space, load: Workload) -> tuple[tuple[Option, 
                         got=", ".join([*sorted(foreign), *sorted(unknown)][:5]) or "none that the model lacks",
                         expected=f"also {', '.join(missing[:5])}" if missing else "only what the model has",
                         advice="plan the model again")  # fmt: skip
-    strategies = [parse_strategy(plan.choices[operator.name], cluster) for operator in graph.operators]
-    spanning = strategies[space.model.spanning[0]] if space.model.spanning else None
+    choices = [parse_choice(plan.choices[operator.name], cluster) for operator in graph.operators]
+    for operator in graph.operators:
+        check_scalars(operator)
+    return choices
+
+
+def space_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Space:
+    """Return the space that a plan is evaluated in: the model with the operators split that it splits.
+
+    Raises `OsdpError` as `read_choices` does, and for operators that cannot be split.
+    """
+    slices = [len(choice) for choice in read_choices(plan, graph, cluster)]
+    return Space(graph, {index: count for index, count in enumerate(slices) if count > 1})
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a plan decides, in the terms of a space."""
+
+    choices: tuple[Choice, ...]
+    """One per stage in execution order."""
+    spanning: tuple[Strategy, ...]
+    """One for each operator that runs in several stages."""
+    idle: tuple[Strategy, ...]
+    """One for each operator that is never called."""
+
+    def options(self, space: Space, load: Workload, limit_bytes: float) -> tuple[Option, ...]:
+        """Return what they cost as they are run within a limit, one option per stage."""
+        options = space.fixed(load, self.choices, self.spanning, self.idle)
+        return as_run(options, self.spanning, self.idle, space, load, limit_bytes)
+
+
+def decisions_of(plan: Plan, space: Space, cluster: Cluster) -> Decisions:
+    """Return what a plan decides; `space` is as `space_of` makes it.
+
+    Raises `OsdpError` as `read_choices` does, and if the space splits other operators than the plan.
+    """
+    slices = read_choices(plan, space.graph, cluster)
+    counts = {index: len(found) for index, found in enumerate(slices) if len(found) > 1}
+    if counts != space.counts:
+        names = (space.graph.operators[index].name for index in sorted(counts.keys() | space.counts.keys()))
+        raise OsdpError("the plan splits other operators than this space does", got=", ".join(names),
+                        expected="a space that was made for the plan", advice="planner.plan.space_of")  # fmt: skip
+    strategies = [strategy for found in slices for strategy in found]
     choices = tuple(
         Choice(tuple(strategies[o] for o in stage.operators), stage.name in plan.recomputed_blocks)
         for stage in space.model.stages
     )
-    return space.fixed(load, choices, spanning), spanning
+    return Decisions(choices, tuple(strategies[o] for o in space.model.spanning),
+                     tuple(strategies[o] for o in space.model.idle))  # fmt: skip
+
+
+def options_of(plan: Plan, space: Space, load: Workload) -> tuple[tuple[Option, ...], tuple[Strategy, ...]]:
+    """Return the options that a plan's choices mean, one per stage, and the spanning operators' strategies.
+
+    Raises `OsdpError` as `decisions_of` does.
+    """
+    decisions = decisions_of(plan, space, load.cluster)
+    return decisions.options(space, load, plan.limit_bytes), decisions.spanning
+
+
+def runs_by_ddp(plan: Plan, graph: ModelGraph, cluster: Cluster) -> bool:
+    """Return whether DistributedDataParallel runs a plan: it can, and the plan fits so on the cluster.
+
+    It is found out from the plan's choices, not from its prediction.  Raises `OsdpError` as `decisions_of` does.
+    """
+    slices = read_choices(plan, graph, cluster)
+    taken = [strategy for found in slices for strategy in found]
+    if len(taken) > len(slices) or not can_replicate(graph, taken, plan.model.precision):
+        return False
+    space = Space(graph)
+    load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation)
+    decided = decisions_of(plan, space, cluster)
+    recomputed = [choice.recompute for choice in decided.choices]
+    return fits_replicated(space, load, recomputed, plan.limit_bytes)
 
 
 def model_ref(graph: ModelGraph) -> ModelRef:

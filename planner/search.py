@@ -4,8 +4,9 @@ The outer sweep runs over points (micro-batch, accumulation, strategy of the spa
 Each point gets an upper bound on its samples per second from `planner.bound`, first a quick one.
 Points are taken from the highest bound down; one whose bound was quick gets the full one and goes
 back; for one whose bound is full the integer program finds a plan (and so does pricing), local search
-improves it and the pure cost functions evaluate it again.  When the highest bound is not above the best plan found, the
-rest cannot be better and is left out.  So
+improves it and the pure cost functions evaluate it again.  When the highest bound is not above the
+best plan found, the rest cannot be better and is left out.  Plans that replicate everything are run by
+DistributedDataParallel where they fit so, and have their own search and bound (`planner.replicas`).  So
 
     gap = 1 - best / max(best, highest remaining bound)
 
@@ -21,13 +22,16 @@ from dataclasses import dataclass, replace
 
 from planner.baselines import Baseline, baselines
 from planner.bound import ChainBound, places_near
+from planner.data_parallel import COPY, as_run
 from planner.ilp import EXACT_STAGES, CountingProgram, fastest
 from planner.memory import MemoryPeak, peak_memory
 from planner.option import Option
 from planner.polish import Polisher
+from planner.replicas import Replicated, fastest_replicated
 from planner.space import Menu, Space
 from planner.strategy import Strategy, strategies_on
 from planner.timing import step_time
+from planner.units import check_scalars
 from planner.workload import Workload
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
@@ -152,9 +156,12 @@ def micro_batches(task: Task) -> list[tuple[int, int]]:
 def search(task: Task, progress: Progress = lambda what, fraction: None) -> Found:
     """Return the fastest plan within the limit.
 
-    Raises `OsdpError` if nothing fits, with the smallest limit that would do and who needs it.
+    Raises `OsdpError` if nothing fits, with the smallest limit that would do and who needs it, or if
+    a parameter has no dimension.
     """
     started = time.perf_counter()
+    for operator in task.graph.operators:
+        check_scalars(operator)
     space = Space(task.graph)
     loads = tuple(
         Workload(task.cluster, task.optimizer, task.graph.precision, size, accumulation)
@@ -163,10 +170,13 @@ def search(task: Task, progress: Progress = lambda what, fraction: None) -> Foun
     rivals = baselines(space, loads, task.limit_bytes)
     fitting = [baseline for baseline in rivals if baseline.feasible]
     best = max(fitting, key=lambda b: b.samples_per_s, default=None)
+    incumbent = _from_baseline(best, space) if best else None
+    replicated = fastest_replicated(space, loads, task.limit_bytes, incumbent.samples_per_s if incumbent else 0.0)
+    if replicated.is_faster:
+        incumbent = _from_replicated(replicated, space)
     queue = _points(space, loads, task.limit_bytes, progress)
     count = len(queue)
-    incumbent = _from_baseline(best, space) if best else None
-    solved, top = 0, 0.0
+    solved, top = 0, replicated.bound_samples_per_s
     while queue:
         point = heapq.heappop(queue)
         speed = incumbent.samples_per_s if incumbent else 0.0
@@ -182,7 +192,7 @@ def search(task: Task, progress: Progress = lambda what, fraction: None) -> Foun
             continue
         progress("solving", solved / (solved + count))
         solved += 1
-        candidate = _solve(point, task.limit_bytes)
+        candidate = _solve(point, space, task.limit_bytes)
         if candidate is None:
             top = max(top, point.bound)  # Nothing was found, which proves nothing.
             continue
@@ -229,13 +239,14 @@ def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress:
     return points
 
 
-def _solve(point: _Point, limit_bytes: int) -> _Candidate | None:
+def _solve(point: _Point, space: Space, limit_bytes: int) -> _Candidate | None:
     """Return the best plan found at a point: from the program, and from pricing where its plan peaks."""
     counted = fastest(point.menu, limit_bytes)
     polisher = Polisher(point.menu, limit_bytes, point.chain)
 
     def improved(picks: tuple[int, ...]) -> _Candidate:
         options = polisher.options(polisher.improve(picks))
+        options = as_run(options, point.menu.spanning, None, space, point.load, limit_bytes)
         speed = point.load.samples_per_step / step_time(options, point.load).total_s
         return _Candidate(point.load, options, point.menu, speed)
 
@@ -254,6 +265,12 @@ def _solve(point: _Point, limit_bytes: int) -> _Candidate | None:
 
 def _from_baseline(best: Baseline, space: Space) -> _Candidate:
     menu = space.menu(best.load, best.strategy if space.model.spanning else None)
+    return _Candidate(best.load, best.options, menu, best.samples_per_s)
+
+
+def _from_replicated(best: Replicated, space: Space) -> _Candidate:
+    assert best.load is not None, "a plan that is faster is there"
+    menu = space.menu(best.load, COPY if space.model.spanning else None)
     return _Candidate(best.load, best.options, menu, best.samples_per_s)
 
 

@@ -9,6 +9,7 @@ stream is free and everything that it waits for has ended:
                 input buffer, the end of the backward of i waits for reduction i+1
     optimizer   waits for everything
 
+A segment's stalls are communication on the compute stream, part of its forward and its backward.
 On a backend that does not overlap, the two streams are one.  `planner.timing` has the closed form.
 """
 
@@ -71,7 +72,7 @@ def _forward(streams: _Streams, segments: Sequence[Segment]) -> None:
         start = max(ready, streams.free_s["compute"])
         if index + 1 < len(segments) and streams.overlaps:
             gather = streams.run("communication", "all-gather", index + 1, segments[index + 1].forward_gather_s, start)
-        streams.run("compute", "forward", index, segment.forward_s, ready)
+        streams.run("compute", "forward", index, segment.forward_s + segment.forward_stall_s, ready)
         if index + 1 < len(segments) and not streams.overlaps:
             gather = streams.run("communication", "all-gather", index + 1, segments[index + 1].forward_gather_s)
 
@@ -85,7 +86,8 @@ def _backward(streams: _Streams, segments: Sequence[Segment], last: bool) -> Non
         if index and streams.overlaps:
             duration = segments[index - 1].backward_gather_s
             gather = streams.run("communication", "all-gather", index - 1, duration, start)
-        done = streams.run("compute", "backward", index, segments[index].backward_s, start)
+        duration = segments[index].backward_s + segments[index].backward_stall_s
+        done = streams.run("compute", "backward", index, duration, start)
         streams.free_s["compute"] = max(done.end_s, reduced_s)
         label = "reduce-scatter + all-reduce" if last and segments[index].step_reduce_s else "reduce-scatter"
         reduction = streams.run("communication", label, index, reduction_s(segments[index], last),

@@ -1,23 +1,29 @@
 """The plans that the search looks at: for each kind of stage, its options.
 
 A stage takes one strategy for all its operators, so that they are gathered and reduced together,
-and a block may be recomputed.  Spanning operators share one strategy.
+and a block may be recomputed.  Spanning operators share one strategy.  Plans that are not the
+search's may mix strategies as they like, split operators and use every strategy (`Space.fixed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 
-from planner.memory import MemoryPeak
+from planner.memory import MemoryPeak, peak_memory
 from planner.option import Option, StageCosts, UnitCosts, ambient, make_option
+from planner.slices import slice_operators
 from planner.stage import StagedModel, cut
 from planner.strategy import Strategy, strategies_on
+from planner.units import owners_of, units_of
 from planner.workload import Workload
 from profiler.cluster import Cluster
 from profiler.graph import ModelGraph, Operator
+
+Spanning = Strategy | tuple[Strategy, ...] | None
+"""Strategies of the spanning operators: one for all, one for each, or None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -58,39 +64,59 @@ def _around(option: Option, unsharded: int, gradients: int) -> Option:
 
 
 class Space:
-    """The options of a model on a cluster; a cache over workloads."""
+    """The options of a model on a cluster; a cache over workloads.
 
-    def __init__(self, graph: ModelGraph) -> None:
-        self.model: StagedModel = cut(graph)
+    `counts` says into how many slices operators are split; `model` has slices in place of these.
+    """
+
+    def __init__(self, graph: ModelGraph, counts: Mapping[int, int] | None = None) -> None:
+        self.graph, self.counts = graph, dict(counts or {})
+        self.model: StagedModel = cut(*slice_operators(graph, self.counts))
         order = dict.fromkeys(stage.kind for stage in self.model.stages)
         self._position = {kind: position for position, kind in enumerate(order)}
-        self._examples = [
-            next(i for i, stage in enumerate(self.model.stages) if stage.kind == kind) for kind in order
-        ]
+        self._examples = [next(i for i, stage in enumerate(self.model.stages) if stage.kind == kind) for kind in order]
         self.kinds = tuple(self._position[stage.kind] for stage in self.model.stages)
         self._units: dict[tuple[int, str, str], UnitCosts] = {}
-        self._costs = cache(lambda kind, load: StageCosts(self.model, self._examples[kind], load))
+        self.stage_costs = cache(self._stage_costs)
         self._alone = cache(self._make_alone)
         self.option = cache(self._option)
 
-    def _option(self, kind: int, choice: Choice, spanning: Strategy | None, load: Workload) -> Option:
+    def _stage_costs(self, kind: int, load: Workload) -> StageCosts:
+        return StageCosts(self.model, self._examples[kind], load)
+
+    def spanning_choices(self, spanning: Spanning) -> dict[int, Strategy]:
+        """Return the strategy of every spanning operator."""
+        if spanning is None:
+            return {}
+        if isinstance(spanning, Strategy):
+            return dict.fromkeys(self.model.spanning, spanning)
+        return dict(zip(self.model.spanning, spanning, strict=True))
+
+    def _option(self, kind: int, choice: Choice, spanning: Spanning, load: Workload,
+                elsewhere: frozenset[int] = frozenset()) -> Option:  # fmt: skip
         here = self.model.stages[self._examples[kind]].spanning
-        option = self._alone(kind, choice, spanning if here else None, load)
+        option = self._alone(kind, choice, spanning if here else None, load, elsewhere)
         return _around(option, *self._ambient(kind, spanning, load)) if spanning else option
 
-    def _ambient(self, kind: int, spanning: Strategy, load: Workload) -> tuple[int, int]:
-        around = dict.fromkeys(self.model.spanning, spanning)
+    def _ambient(self, kind: int, spanning: Spanning, load: Workload) -> tuple[int, int]:
+        around = self.spanning_choices(spanning)
         return ambient(self.model, self._examples[kind], around, self._unit_costs(load))
 
-    def _make_alone(self, kind: int, choice: Choice, spanning: Strategy | None, load: Workload) -> Option:
+    def _make_alone(self, kind: int, choice: Choice, spanning: Spanning, load: Workload,
+                    elsewhere: frozenset[int]) -> Option:  # fmt: skip
         """Return the option without what spanning operators elsewhere hold."""
-        around = dict.fromkeys(self.model.spanning, spanning) if spanning else {}
-        costs, units = self._costs(kind, load), self._unit_costs(load)
-        option = make_option(costs, units, choice.strategies, choice.recompute, around)
+        around = self.spanning_choices(spanning)
+        costs, units = self.stage_costs(kind, load), self._unit_costs(load)
+        option = make_option(costs, units, choice.strategies, choice.recompute, around, elsewhere)
         if self.model.idle and self._examples[kind] == 0:
-            resting, _ = units(self.model.idle, idle_strategy(load.cluster))
-            return replace(option, parameters=option.parameters + resting.parameters)
+            resting = self._resting(dict.fromkeys(self.model.idle, idle_strategy(load.cluster)), load)
+            return replace(option, parameters=option.parameters + resting)
         return option
+
+    def _resting(self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = frozenset()) -> int:
+        """Return the bytes of operators that are never called: parameters, and never a gradient."""
+        units = self._unit_costs(load)
+        return sum(units((o,), strategy, o in elsewhere)[0].parameters for o, strategy in idle.items())
 
     def _unit_costs(self, load: Workload) -> UnitCosts:
         key = (id(load.cluster), load.precision, load.optimizer_name)
@@ -138,7 +164,9 @@ class Space:
                 continue
             held = [self._ambient(kind, take, load) for take in takes if take]
             least = min(unsharded for unsharded, _ in held), min(gradients for _, gradients in held)
-            options.append(tuple(_around(self._alone(kind, choice, None, load), *least) for choice in choices))
+            options.append(
+                tuple(_around(self._alone(kind, choice, None, load, frozenset()), *least) for choice in choices)
+            )
         return Menu(load, None, self.kinds, tuple(options))
 
     def operator_at(self, peak: MemoryPeak) -> Operator | None:
@@ -152,8 +180,46 @@ class Space:
         position = [call.operator for call in example.calls].index(peak.operator)
         return self.model.graph.operators[stage.calls[position].operator]
 
-    def fixed(self, load: Workload, choices: tuple[Choice, ...], spanning: Strategy | None) -> tuple[Option, ...]:
-        """Return the options of a whole plan, one choice per stage."""
-        return tuple(
-            self.option(kind, choice, spanning, load) for kind, choice in zip(self.kinds, choices, strict=True)
-        )
+    def fixed(self, load: Workload, choices: tuple[Choice, ...], spanning: Spanning,
+              idle: tuple[Strategy, ...] | None = None) -> tuple[Option, ...]:  # fmt: skip
+        """Return the options of a whole plan on the rank that holds most, one choice per stage.
+
+        `idle` gives the strategies of operators that are never called, as little as can be if None.
+        Ranks differ by the operators of strategy `owner` that they own.
+        """
+        if idle is None:
+            idle = (idle_strategy(load.cluster),) * len(self.model.idle)
+        resting = dict(zip(self.model.idle, idle, strict=True))
+        owners = self._owners(choices, self.spanning_choices(spanning) | resting, load.cluster)
+        ranks = [
+            self._on_rank(load, choices, spanning, resting, frozenset(o for o in owners if owners[o] != rank))
+            for rank in sorted(set(owners.values())) or [0]
+        ]
+        return ranks[0] if len(ranks) == 1 else max(ranks, key=lambda options: peak_memory(options, load).total_bytes)
+
+    def _owners(self, choices: tuple[Choice, ...], others: Mapping[int, Strategy], cluster: Cluster) -> dict[int, int]:
+        """Return the owning rank of every operator of strategy `owner`."""
+        taken = dict(others)
+        for stage, choice in zip(self.model.stages, choices, strict=True):
+            taken |= zip(stage.operators, choice.strategies, strict=True)
+        if all(strategy.kind.wrapping != "owner" for strategy in taken.values()):
+            return {}
+        units = units_of(self.model, {operator: (strategy,) for operator, strategy in taken.items()})
+        owners = owners_of(units, self.model.graph, cluster.world_size)
+        return {units[position].operators[0]: rank for position, rank in owners.items()}
+
+    def _on_rank(self, load: Workload, choices: tuple[Choice, ...], spanning: Spanning, idle: Mapping[int, Strategy],
+                 elsewhere: frozenset[int]) -> tuple[Option, ...]:  # fmt: skip
+        """Return the options of a whole plan where another rank owns the operators in `elsewhere`."""
+        options = []
+        for kind, stage, choice in zip(self.kinds, self.model.stages, choices, strict=True):
+            # Options are made for one example of each kind of stage; spanning operators are everywhere the same.
+            alike = zip(stage.operators, self.model.stages[self._examples[kind]].operators, strict=True)
+            others = frozenset(mine for operator, mine in alike if operator in elsewhere)
+            others |= elsewhere & set(stage.spanning)
+            options.append(self.option(kind, choice, spanning, load, others))
+        if idle:
+            least = self._resting(dict.fromkeys(idle, idle_strategy(load.cluster)), load)
+            resting = self._resting(idle, load, elsewhere)
+            options[0] = replace(options[0], parameters=options[0].parameters + resting - least)
+        return tuple(options)

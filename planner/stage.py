@@ -52,7 +52,9 @@ class StagedModel:
     spans: dict[int, tuple[int, int]]
     """For operators that are called in several stages, the first and the last of these."""
     idle: tuple[int, ...]
-    """Operators that are never called: sharded, and counted at rest with the first stage."""
+    """Operators that are never called: counted at rest with the first stage."""
+    slices: frozenset[int] = frozenset()
+    """Operators that are slices of one that was split (`planner.slices`): each is a unit of its own."""
 
     @property
     def spanning(self) -> tuple[int, ...]:
@@ -90,8 +92,8 @@ def _spanning(graph: ModelGraph) -> set[int]:
     return spanning
 
 
-def cut(graph: ModelGraph) -> StagedModel:
-    """Cut a model into stages."""
+def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
+    """Cut a model into stages; `slices` are operators that are slices of one."""
     spanning = _spanning(graph)
     first = {o: min(i for i, c in enumerate(graph.calls) if c.operator == o) for o in spanning}
     last = {o: max(i for i, c in enumerate(graph.calls) if c.operator == o) for o in spanning}
@@ -126,7 +128,7 @@ def cut(graph: ModelGraph) -> StagedModel:
             )
         )
     spans = {o: (_stage_of(first[o], stages), _stage_of(last[o], stages)) for o in sorted(spanning)}
-    return StagedModel(graph, tuple(stages), spans, idle)
+    return StagedModel(graph, tuple(stages), spans, idle, slices)
 
 
 def _stage_of(call: int, stages: list[Stage]) -> int:

@@ -1,84 +1,322 @@
-"""The strategies: what each keeps in memory, what it communicates, all in one place.
+"""The strategies: where parameters rest, what is communicated, and how the runtime wraps them.
 
-A *unit* is a set of operators that are wrapped, gathered and reduced together (one
-`fully_shard` call).  For a unit whose parameters are split over ws of the N ranks, with
-e_p bytes per parameter in compute dtype and e_r = 4 in reduce dtype, per parameter tensor of
-first dimension d0 and `rest` elements per row padded to ceil(d0/ws) ws rows (FSDP2 pads so),
+A *unit* is a set of operators that are wrapped, gathered and reduced together (`planner.units`).
+Per micro-batch a unit over N ranks sends (`unit_collectives`), with P its parameters and T the
+trainable ones, every tensor's rows padded to a multiple of the ranks that it is split over, e_p
+bytes per parameter in compute dtype and e_r = 4 in reduce dtype, n nodes of g ranks:
 
-    S    sharded parameters, fp32                   4 pad/ws             `UnitBytes.parameters`
-    SG   sharded gradients                          e_r pad/ws           `UnitBytes.gradients`
-    OPT  optimizer states (Adam: 2 S + 512)                              `UnitBytes.optimizer`
-    U    unsharded parameters                       e_p pad              `UnitBytes.unsharded`
-    AG   all-gather output (none if ws = 1)         e_p pad              `UnitBytes.gathered`
-    RSI  reduce-scatter input                       e_r pad              `UnitBytes.reduce_input`
-    G    unsharded gradients                        e_p numel            `UnitBytes.full_gradients`
+    strategy            forward                     backward         reduction             once per step
+    replicate           -                           -                -                     AR(N, e_r T)
+    shard               AG(N, e_p P)                AG(N, e_p P)     RS(N, e_r T)          -
+    shard_grad          AG(N, e_p P)                -                RS(N, e_r T)          -
+    group_shard:G       AG(G, e_p P)                AG(G, e_p P)     RS(G, e_r T)          AR(N/G, e_r T/G)
+    hierarchical        AG(n, e_p P/g) AG(g, e_p P) as forward       RS(g, e_r T) RS(n, e_r T/g)  -
+    secondary_shard:K   AG(N, e_p P)                AG(K, e_p P)     RS(N, e_r T)          -
+    owner (no padding)  broadcast(N, e_p P)         broadcast again  reduce(N, e_r T)      -
 
-each tensor rounded up to 512 bytes.  Source: measured on FSDP2 (torch 2.13.0) with PyTorch's
-memory tracker on fake tensors.
-
-Adding a strategy is adding one `StrategyKind` to `STRATEGIES`.
+Each is a row of `STRATEGIES`, and adding a strategy is adding a row.  `+offload` keeps what rests on
+the host; it adds no collective.  `planner.unit_memory` has what a unit holds on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal
 
-from planner.collectives import collective_s
+from planner.collectives import Operation, collective_s
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.graph import Parameter
-
-ALLOCATION_BYTES = 512
-"""Granularity of PyTorch's CUDA caching allocator (kMinBlockSize in CUDACachingAllocator)."""
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes per parameter in compute dtype."""
 REDUCE_BYTES = 4
 """Gradients are reduced and kept in fp32 under every precision."""
-MASTER_BYTES = 4
-"""Sharded parameters rest in fp32 under every precision."""
+MAX_SLICES = 1024
+"""Slices of one operator; more is taken for a slip of the pen."""
+
+Phase = Literal["forward", "backward", "reduce", "step"]
+"""`forward`, `backward`: before it; `reduce`: after backward, in every micro-batch; `step`: after
+backward, in the last micro-batch of a step only."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Strategy:
+    """A strategy with its group size, as one operator (or one slice of it) takes it."""
+
+    name: str
+    """Key into `STRATEGIES`."""
+    group: int
+    """Ranks over which one copy of the parameters is split."""
+    offload: bool = False
+    """Whether what rests (parameters, gradients, optimizer states) is in the host's memory."""
+    secondary: int = 0
+    """Ranks over which the secondary copy, kept from forward to backward, is split; 0 if there is none."""
+
+    def __str__(self) -> str:
+        number = {"group": f":{self.group}", "secondary": f":{self.secondary}", "": ""}[self.kind.number]
+        return self.name + number + ("+offload" if self.offload else "")
+
+    @property
+    def kind(self) -> StrategyKind:
+        """Its row of the registry."""
+        return STRATEGIES[self.name]
+
+    @property
+    def keeps_unsharded(self) -> bool:
+        """Whether unsharded parameters live from forward to backward."""
+        return self.kind.keeps_unsharded
+
+    @property
+    def reshard_after_forward(self) -> bool | int:
+        """What `fully_shard` takes by that name."""
+        return self.secondary or not self.keeps_unsharded
+
+    @property
+    def parts(self) -> int:
+        """Number of equal parts that each tensor is cut into."""
+        return 1 if self.kind.wrapping == "owner" else self.group
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer:
-    """What an optimizer keeps per parameter."""
+class Collective:
+    """One collective that a unit sends."""
 
-    moments: int
-    """fp32 tensors of the parameter's size kept between steps."""
-    has_step_counter: bool
-    """Whether it keeps one scalar tensor per parameter."""
-    temporaries: int
-    """fp32 tensors of the parameter's size that live while it steps (foreach implementation)."""
-    touched: int
-    """fp32 tensors of the parameter's size that a step reads and writes."""
+    kind: Operation
+    ranks: int
+    """Ranks of the group."""
+    stride: int
+    """Distance of neighbours in the group, in ranks of the world."""
+    size_bytes: int
+    """Size of the whole tensor: gathered, not yet scattered, or the one that every rank gets."""
+    phase: Phase
 
-
-OPTIMIZERS = {
-    "adam": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=18),
-    "adamw": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=20),
-    "sgd": Optimizer(moments=0, has_step_counter=False, temporaries=0, touched=3),
-}
-"""`torch.optim` with default arguments: SGD without momentum, Adam in its foreach form.
-
-`touched`, from `torch/optim/adam.py` of torch 2.13: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
-addcdiv 4, and for AdamW's decay mul 2; SGD: add 3."""
+    def time_s(self, cluster: Cluster) -> float:
+        """Return how long it takes."""
+        return collective_s(self.kind, self.size_bytes, cluster, self.ranks, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
-class UnitBytes:
-    """Bytes of one unit on the fullest rank (rank 0, which never has the short shard)."""
+class Volume:
+    """Bytes of a unit's flat tensors."""
 
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    unsharded: int = 0
-    gathered: int = 0
-    reduce_input: int = 0
-    full_gradients: int = 0
+    gathered: int
+    """Unsharded parameters in compute dtype, padded."""
+    reduced: int
+    """Unsharded gradients of trainable parameters in reduce dtype, padded."""
 
-    def __add__(self, other: UnitBytes) -> UnitBytes:
-        return UnitBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+@dataclass(frozen=True, slots=True)
+class StrategyKind:
+    """One row of the registry."""
+
+    name: str
+    summary: str
+    groups: Callable[[Cluster], tuple[int, ...]]
+    """The numbers that it can take on a cluster: its group sizes (`secondary`: its secondary ones)."""
+    number: Literal["", "group", "secondary"]
+    """Which number is a choice (and so part of the printed name)."""
+    keeps_unsharded: bool
+    """Whether unsharded parameters live from forward to backward."""
+    wrapping: Literal["fully_shard", "owner"]
+    """What the runtime wraps a unit with: PyTorch's `fully_shard`, or its own whole-tensor sharding."""
+    two_phase: bool
+    """Whether gathers and reductions go across nodes and inside nodes in turn."""
+    searched: bool
+    """Whether the search offers it. A plan file can name every strategy."""
+    collectives: Callable[[Volume, Strategy, Cluster], tuple[Collective, ...]]
+    """What a unit sends; groups of one rank and empty tensors are left out by `unit_collectives`."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether neighbouring operators form one unit."""
+        return self.wrapping == "fully_shard"
+
+    def on(self, cluster: Cluster) -> tuple[Strategy, ...]:
+        """Return its strategies on a cluster, without offload."""
+        if self.number == "secondary":
+            return tuple(Strategy(self.name, cluster.world_size, secondary=k) for k in self.groups(cluster))
+        return tuple(Strategy(self.name, group) for group in self.groups(cluster))
+
+
+def _group_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """Divisors of the world that neither split a node unevenly nor a group of nodes."""
+    node, world = cluster.gpus_per_node, cluster.world_size
+    sizes = range(2, world)
+    return tuple(g for g in sizes if world % g == 0 and (node % g == 0 or g % node == 0))
+
+
+def _world(cluster: Cluster) -> tuple[int, ...]:
+    return (cluster.world_size,) if cluster.world_size > 1 else ()
+
+
+def _world_of_nodes(cluster: Cluster) -> tuple[int, ...]:
+    return _world(cluster) if cluster.nodes > 1 and cluster.gpus_per_node > 1 else ()
+
+
+def _in_group(volume: Volume, strategy: Strategy, cluster: Cluster) -> tuple[Collective, ...]:
+    """Gather and scatter inside the group; all-reduce shards across groups once per step."""
+    group, replicas = strategy.group, cluster.world_size // strategy.group
+    again = strategy.secondary or group
+    backward = (Collective("all_gather", again, 1, volume.gathered, "backward"),)
+    return (
+        Collective("all_gather", group, 1, volume.gathered, "forward"),
+        *(() if strategy.keeps_unsharded else backward),
+        Collective("reduce_scatter", group, 1, volume.reduced, "reduce"),
+        Collective("all_reduce", replicas, group, volume.reduced // group, "step"),
+    )
+
+
+def _in_two_phases(volume: Volume, strategy: Strategy, cluster: Cluster) -> tuple[Collective, ...]:
+    """Gather across nodes, then inside; scatter inside nodes, then across."""
+    nodes, node = cluster.nodes, cluster.gpus_per_node
+    phases: tuple[Phase, Phase] = "forward", "backward"
+    gathers = [
+        (
+            Collective("all_gather", nodes, node, volume.gathered // node, phase),
+            Collective("all_gather", node, 1, volume.gathered, phase),
+        )
+        for phase in phases
+    ]
+    return (
+        *gathers[0],
+        *gathers[1],
+        Collective("reduce_scatter", node, 1, volume.reduced, "reduce"),
+        Collective("reduce_scatter", nodes, node, volume.reduced // node, "reduce"),
+    )
+
+
+def _from_owner(volume: Volume, strategy: Strategy, cluster: Cluster) -> tuple[Collective, ...]:
+    """Broadcast from the owner, twice; reduce to it."""
+    return (
+        Collective("broadcast", strategy.group, 1, volume.gathered, "forward"),
+        Collective("broadcast", strategy.group, 1, volume.gathered, "backward"),
+        Collective("reduce", strategy.group, 1, volume.reduced, "reduce"),
+    )
+
+
+STRATEGIES = {
+    kind.name: kind
+    for kind in (
+        StrategyKind("replicate", "a full copy on every rank; gradients all-reduced once per step", lambda _: (1,),
+                     number="", keeps_unsharded=False, wrapping="fully_shard", two_phase=False, searched=True,
+                     collectives=_in_group),
+        StrategyKind("shard", "split over all ranks; gathered in forward and again in backward", _world,
+                     number="", keeps_unsharded=False, wrapping="fully_shard", two_phase=False, searched=True,
+                     collectives=_in_group),
+        StrategyKind("shard_grad", "split over all ranks; gathered once and kept to backward (ZeRO-2)", _world,
+                     number="", keeps_unsharded=True, wrapping="fully_shard", two_phase=False, searched=True,
+                     collectives=_in_group),
+        StrategyKind("group_shard", "split inside a group, replicated across groups (HSDP)", _group_sizes,
+                     number="group", keeps_unsharded=False, wrapping="fully_shard", two_phase=False, searched=True,
+                     collectives=_in_group),
+        StrategyKind("hierarchical", "split over all ranks; gathered across nodes, then inside", _world_of_nodes,
+                     number="", keeps_unsharded=False, wrapping="fully_shard", two_phase=True, searched=False,
+                     collectives=_in_two_phases),
+        StrategyKind("secondary_shard", "split over all ranks; a copy inside a group serves backward (hpZ)",
+                     _group_sizes, number="secondary", keeps_unsharded=False, wrapping="fully_shard",
+                     two_phase=False, searched=False, collectives=_in_group),
+        StrategyKind("owner", "whole tensors on one rank each; broadcast for forward and backward", _world,
+                     number="", keeps_unsharded=False, wrapping="owner", two_phase=False, searched=False,
+                     collectives=_from_owner),
+    )
+}  # fmt: skip
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+def strategies_on(cluster: Cluster) -> tuple[Strategy, ...]:
+    """Return every strategy that the search offers on the cluster, in the order of the registry."""
+    return tuple(strategy for kind in STRATEGIES.values() if kind.searched for strategy in kind.on(cluster))
+
+
+def known_strategies(cluster: Cluster) -> tuple[Strategy, ...]:
+    """Return every strategy that a plan for the cluster can name: first without, then with offload."""
+    on_device = tuple(strategy for kind in STRATEGIES.values() for strategy in kind.on(cluster))
+    return on_device + tuple(replace(strategy, offload=True) for strategy in on_device)
+
+
+def parse_strategy(text: str, cluster: Cluster) -> Strategy:
+    """Return the strategy that `str(strategy)` printed.
+
+    Raises `OsdpError` if it is unknown or does not fit the cluster.
+    """
+    known = {str(strategy): strategy for strategy in known_strategies(cluster)}
+    if text not in known:
+        plain = [name for name, strategy in known.items() if not strategy.offload]
+        raise OsdpError(f"no such strategy on {cluster.nodes} x {cluster.gpus_per_node} ranks", got=text or "nothing",
+                        expected=f"{', '.join(plain)}; each also with +offload")  # fmt: skip
+    return known[text]
+
+
+def format_choice(slices: Sequence[Strategy]) -> str:
+    """Return an operator's choice as plans write it.
+
+    That is the strategy if there is one slice, else `split(...)` with the slices' strategies in
+    order, equal neighbours counted: `split(2*shard, replicate)` has three slices.
+    """
+    if len(slices) == 1:
+        return str(slices[0])
+    runs = [(str(strategy), len(list(run))) for strategy, run in groupby(slices)]
+    return f"split({', '.join(name if count == 1 else f'{count}*{name}' for name, count in runs)})"
+
+
+def parse_choice(text: str, cluster: Cluster) -> tuple[Strategy, ...]:
+    """Return the strategies of an operator's slices, one if it is not split: what `format_choice` printed.
+
+    Raises `OsdpError` if the form is another, or a strategy is unknown or does not fit the cluster.
+    """
+    inside = re.fullmatch(r"\s*split\((.*)\)\s*", text)
+    if inside is None:
+        return (parse_strategy(text.strip(), cluster),)
+    slices: list[Strategy] = []
+    for part in inside[1].split(","):
+        counted = re.fullmatch(r"\s*(?:([0-9]{1,6})\s*\*)?\s*(.*?)\s*", part)
+        assert counted is not None, "the pattern takes every text of one line"
+        count = int(counted[1] or 1)
+        slices += [parse_strategy(counted[2], cluster)] * min(count, MAX_SLICES + 1)
+        if not 1 <= count <= MAX_SLICES or len(slices) > MAX_SLICES:
+            raise OsdpError("a split has a count that cannot be", got=text, expected=f"1 to {MAX_SLICES} slices in all")
+    if len(slices) < 2:
+        raise OsdpError("a split needs two slices or more", got=text, expected="for instance split(2*shard)",
+                        advice=f"write {slices[0]} for an operator in one piece")  # fmt: skip
+    return tuple(slices)
+
+
+# --- traffic ---------------------------------------------------------------------------------
+
+
+def padded_rows(parameter: Parameter, parts: int) -> tuple[int, int]:
+    """Return (rows per part, elements per row) after FSDP2's padding of the first dimension."""
+    rows = parameter.shape[0] if parameter.shape else 1
+    return -(-rows // parts), parameter.numel // max(rows, 1)
+
+
+def padded_numel(parameters: Iterable[Parameter], parts: int) -> int:
+    """Return the number of elements of the parameters, each padded to so many equal parts."""
+    return sum(rows * rest * parts for rows, rest in (padded_rows(p, parts) for p in parameters))
+
+
+def unit_collectives(parameters: Iterable[Parameter], strategy: Strategy, precision: str,
+                     cluster: Cluster) -> tuple[Collective, ...]:  # fmt: skip
+    """Return everything that one unit sends; see the table at the top of this module.
+
+    Of a phase, collectives are in the order in which they are sent.  A unit of strategy `owner` is
+    one operator, so that it has one owner.  What offload copies between host and device is no
+    collective, and its time is not modelled.
+    """
+    parameters = tuple(parameters)
+    trained = [parameter for parameter in parameters if parameter.trainable]
+    volume = Volume(
+        gathered=COMPUTE_BYTES[precision] * padded_numel(parameters, strategy.parts),
+        reduced=REDUCE_BYTES * padded_numel(trained, strategy.parts),
+    )
+    sent = strategy.kind.collectives(volume, strategy, cluster)
+    return tuple(collective for collective in sent if collective.ranks > 1 and collective.size_bytes > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,132 +333,23 @@ class UnitTraffic:
     """After its backward, in the last micro-batch of a step only."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Strategy:
-    """A strategy with its group size, as one operator takes it."""
-
-    name: str
-    """Key into `STRATEGIES`."""
-    group: int
-    """Ranks over which one copy of the parameters is split."""
-
-    def __str__(self) -> str:
-        return f"{self.name}:{self.group}" if STRATEGIES[self.name].sized else self.name
-
-    @property
-    def keeps_unsharded(self) -> bool:
-        """Whether unsharded parameters live from forward to backward."""
-        return STRATEGIES[self.name].keeps_unsharded
-
-
-@dataclass(frozen=True, slots=True)
-class StrategyKind:
-    """One entry of the registry."""
-
-    name: str
-    summary: str
-    groups: Callable[[Cluster], tuple[int, ...]]
-    """Group sizes that it can take on a cluster."""
-    sized: bool
-    """Whether the group size is a choice (and so part of the printed name)."""
-    keeps_unsharded: bool
-
-
-def _group_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Divisors of the world that neither split a node unevenly nor a group of nodes."""
-    node, world = cluster.gpus_per_node, cluster.world_size
-    sizes = range(2, world)
-    return tuple(g for g in sizes if world % g == 0 and (node % g == 0 or g % node == 0))
-
-
-def _world(cluster: Cluster) -> tuple[int, ...]:
-    return (cluster.world_size,) if cluster.world_size > 1 else ()
-
-
-STRATEGIES = {
-    kind.name: kind
-    for kind in (
-        StrategyKind("replicate", "a full copy on every rank; gradients all-reduced once per step", lambda _: (1,),
-                     sized=False, keeps_unsharded=False),
-        StrategyKind("shard", "split over all ranks; gathered in forward and again in backward", _world,
-                     sized=False, keeps_unsharded=False),
-        StrategyKind("shard_grad", "split over all ranks; gathered once and kept to backward (ZeRO-2)", _world,
-                     sized=False, keeps_unsharded=True),
-        StrategyKind("group_shard", "split inside a group, replicated across groups (HSDP)", _group_sizes,
-                     sized=True, keeps_unsharded=False),
-    )
-}  # fmt: skip
-
-
-def strategies_on(cluster: Cluster) -> tuple[Strategy, ...]:
-    """Return every strategy that the cluster allows, in the order of the registry."""
-    return tuple(Strategy(kind.name, group) for kind in STRATEGIES.values() for group in kind.groups(cluster))
-
-
-def parse_strategy(text: str, cluster: Cluster) -> Strategy:
-    """Return the strategy that `str(strategy)` printed.
-
-    Raises `OsdpError` if it is unknown or does not fit the cluster.
-    """
-    known = {str(strategy): strategy for strategy in strategies_on(cluster)}
-    if text not in known:
-        raise OsdpError(f"no such strategy on {cluster.nodes} x {cluster.gpus_per_node} ranks", got=text,
-                        expected=", ".join(known))  # fmt: skip
-    return known[text]
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
-
-
-def _padded_rows(parameter: Parameter, group: int) -> tuple[int, int]:
-    """Return (rows per shard, elements per row) after FSDP2's padding of the first dimension."""
-    rows = parameter.shape[0] if parameter.shape else 1
-    return -(-rows // group), parameter.numel // max(rows, 1)
-
-
-def padded_numel(parameters: Iterable[Parameter], group: int) -> int:
-    """Return the number of elements of the parameters, each padded to the group."""
-    return sum(rows * rest * group for rows, rest in (_padded_rows(p, group) for p in parameters))
-
-
-def unit_bytes(parameters: Iterable[Parameter], strategy: Strategy, precision: str, optimizer: Optimizer) -> UnitBytes:
-    """Return the memory of a unit; equations at the top of this module."""
-    parameters, group = tuple(parameters), strategy.group
-    compute = COMPUTE_BYTES[precision]
-    total, flat, flat_trained = UnitBytes(), 0, 0
-    for parameter in parameters:
-        rows, rest = _padded_rows(parameter, group)
-        shard, padded = rows * rest, rows * rest * group
-        flat += padded
-        state = 0
-        if parameter.trainable:
-            flat_trained += padded
-            state = optimizer.moments * _rounded(MASTER_BYTES * shard)
-            state += ALLOCATION_BYTES if optimizer.has_step_counter else 0
-        total += UnitBytes(
-            parameters=_rounded(MASTER_BYTES * shard),
-            optimizer=state,
-            unsharded=_rounded(compute * padded),
-            full_gradients=_rounded(compute * parameter.numel) if parameter.trainable else 0,
-        )
-    return total + UnitBytes(
-        gradients=_rounded(REDUCE_BYTES * flat_trained // group),
-        gathered=_rounded(compute * flat) if group > 1 else 0,
-        reduce_input=_rounded(REDUCE_BYTES * flat_trained),
-    )
-
-
 def unit_traffic(parameters: Iterable[Parameter], strategy: Strategy, precision: str, cluster: Cluster) -> UnitTraffic:
-    """Return the seconds of a unit's collectives; each is one collective for the whole unit."""
-    parameters, group = tuple(parameters), strategy.group
-    trained = [parameter for parameter in parameters if parameter.trainable]
-    gather_s = collective_s("all_gather", COMPUTE_BYTES[precision] * padded_numel(parameters, group), cluster, group)
-    reduced_bytes = REDUCE_BYTES * padded_numel(trained, group)
-    replicas = cluster.world_size // group
-    return UnitTraffic(
-        forward_gather_s=gather_s,
-        backward_gather_s=0.0 if strategy.keeps_unsharded else gather_s,
-        reduce_s=collective_s("reduce_scatter", reduced_bytes, cluster, group),
-        step_reduce_s=collective_s("all_reduce", reduced_bytes / group, cluster, replicas, stride=group),
-    )
+    """Return the seconds of a unit's collectives."""
+    seconds: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "step": 0.0}
+    for collective in unit_collectives(parameters, strategy, precision, cluster):
+        seconds[collective.phase] += collective.time_s(cluster)
+    return UnitTraffic(seconds["forward"], seconds["backward"], seconds["reduce"], seconds["step"])
+
+
+def assign_owners(sizes_bytes: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Return the owning rank of each unit of strategy `owner`, in the order given.
+
+    Largest first to the rank that owns least, ties to the lowest rank (Graham's longest processing
+    time rule, SIAM J. Appl. Math. 1969: the fullest rank is within 4/3 of the best that can be).
+    """
+    owned = [0] * ranks
+    owners = [0] * len(sizes_bytes)
+    for index in sorted(range(len(sizes_bytes)), key=lambda index: -sizes_bytes[index]):
+        owners[index] = owned.index(min(owned))
+        owned[owners[index]] += sizes_bytes[index]
+    return tuple(owners)

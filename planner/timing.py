@@ -9,7 +9,8 @@ backend overlaps, with C computation, A all-gather, B all-gather before backward
 where A_(n+1) = B_0 = R_(n+1) = 0: under a segment's backward run the reduction of the segment
 above and then the gather of the segment below (`fully_shard` waits for both before it goes on).
 If the backend does not overlap (gloo), it is the sum of all.  In the last micro-batch of a step R
-includes the once-per-step all-reduce.
+includes the once-per-step all-reduce.  Communication on the compute stream (`Segment.forward_stall_s`,
+`backward_stall_s`) counts as C here, and as communication in the terms.
 
     step = (M - 1) micro-batch + last micro-batch + optimizer
 
@@ -50,9 +51,11 @@ class StepTime:
 def forward_s(segments: Sequence[Segment], overlaps: bool) -> float:
     """Return the seconds of a forward."""
     if not overlaps:
-        return sum(segment.forward_s + segment.forward_gather_s for segment in segments)
-    total = segments[0].forward_gather_s + segments[-1].forward_s
-    return total + sum(max(this.forward_s, after.forward_gather_s) for this, after in pairwise(segments))
+        return sum(segment.forward_s + segment.forward_gather_s + segment.forward_stall_s for segment in segments)
+    total = segments[0].forward_gather_s + segments[-1].forward_s + segments[-1].forward_stall_s
+    return total + sum(
+        max(this.forward_s + this.forward_stall_s, after.forward_gather_s) for this, after in pairwise(segments)
+    )
 
 
 def reduction_s(segment: Segment, last: bool) -> float:
@@ -63,12 +66,12 @@ def reduction_s(segment: Segment, last: bool) -> float:
 def backward_s(segments: Sequence[Segment], overlaps: bool, last: bool) -> float:
     """Return the seconds of a backward."""
     if not overlaps:
-        return sum(s.backward_s + s.backward_gather_s + reduction_s(s, last) for s in segments)
+        return sum(s.backward_s + s.backward_stall_s + s.backward_gather_s + reduction_s(s, last) for s in segments)
     total = segments[-1].backward_gather_s + reduction_s(segments[0], last)
     for index, segment in enumerate(segments):
         above = reduction_s(segments[index + 1], last) if index + 1 < len(segments) else 0.0
         below = segments[index - 1].backward_gather_s if index else 0.0
-        total += max(segment.backward_s, above + below)
+        total += max(segment.backward_s + segment.backward_stall_s, above + below)
     return total
 
 
@@ -79,7 +82,9 @@ def step_time(options: Sequence[Option], load: Workload) -> StepTime:
     recompute = repeats * sum(segment.recompute_s for segment in segments)
     compute = repeats * sum(segment.forward_s + segment.backward_s for segment in segments) - recompute
     communication = sum(
-        repeats * (s.forward_gather_s + s.backward_gather_s + s.reduce_s) + s.step_reduce_s for s in segments
+        repeats * (s.forward_gather_s + s.backward_gather_s + s.reduce_s + s.forward_stall_s + s.backward_stall_s)
+        + s.step_reduce_s
+        for s in segments
     )
     elapsed = repeats * forward_s(segments, overlaps) + backward_s(segments, overlaps, last=True)
     if repeats > 1:
@@ -90,5 +95,5 @@ def step_time(options: Sequence[Option], load: Workload) -> StepTime:
         recompute_s=recompute,
         exposed_communication_s=exposed,
         optimizer_s=sum(option.optimizer_s for option in options),
-        hidden_communication_s=communication - exposed,
+        hidden_communication_s=max(0.0, communication - exposed),
     )

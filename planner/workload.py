@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.strategy import OPTIMIZERS, Optimizer
+from planner.unit_memory import OPTIMIZERS, Optimizer
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.graph import Work

@@ -11,6 +11,7 @@ import typer
 from osdp.cli import STARTED_S
 from osdp.cli.exits import guarded
 from osdp.cli.terminal import make_console, note, progress_bar
+from osdp.cli.train_command import train
 
 if TYPE_CHECKING:
     from osdp.planning import Planned
@@ -160,6 +161,31 @@ def explain(
         print_plan_reasons(make_console(), view)
     else:
         print_target_reasons(make_console(), view, operator, find_target(view, operator))
+
+
+@app.command()
+@guarded
+def schedule(
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `osdp plan -o` wrote.")],
+    model: Annotated[
+        str | None, typer.Option(help="The model, where it no longer has the name that the plan knows it by.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="The cluster, where it no longer has the name that the plan knows it by.")
+    ] = None,
+) -> None:
+    """Print what the runtime would do: the units, what they communicate, and when."""
+    from osdp.planning import read_plan, reopen
+    from runtime.compiler import compile_plan
+
+    with progress_bar() as progress:
+        found = read_plan(path)
+        progress(f"tracing {found.model.name}", 0.0)
+        view = reopen(found, model, cluster)
+    print(compile_plan(found, view.space.graph, view.load.cluster))
+
+
+app.command()(train)
 
 
 @app.command()

@@ -463,3 +463,17 @@ def test_version(cli: Cli) -> None:
 def test_help_says_what_8gb_is(cli: Cli) -> None:
     text = " ".join(cli("plan", "--help").out.split())
     assert "8GB means 8 GiB, that is 8192 MiB" in text
+
+
+def test_schedule_prints_the_units_of_a_plan(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    assert cli(*TINY, "-o", str(path)).status == 0
+    found = cli("schedule", str(path))
+    assert found.status == 0
+    head, columns, *units = found.out.splitlines()
+    assert head.startswith("8 ranks (1 x 8), fp32")
+    assert columns.split()[:5] == ["unit", "operators", "strategy", "mesh", "bytes"]
+    # Tied embedding and head, positions, four blocks of six operators each, the last normalisation.
+    counts = [(line.split()[0], line.split()[1]) for line in units]
+    assert counts == [("wte", "1"), ("wpe", "1"), *((f"blocks.{i}", "6") for i in range(4)), ("norm", "1")]
+    assert cli("schedule", str(tmp_path / "none.yaml")).status == 2

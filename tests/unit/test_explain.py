@@ -259,3 +259,28 @@ def test_mixed_operators_of_one_block_are_one_part() -> None:
     )  # fmt: skip
     # Uniform sharding is an alternative of the mixed block, not what it has.
     assert ("shard", False) in by_name(alternatives(view, Target(frozenset(mixed.stages))))
+
+
+def test_split_operators_are_one_target_with_all_their_slices() -> None:
+    graph, machine = transformer(2, 512, vocabulary=16384, tied=False), slow_cluster()
+    plan = uniform_plan(graph, machine)
+    view = open_plan(replace(plan, choices=plan.choices | {"head": "split(2*shard, replicate)"}), graph, machine)
+    target = find_target(view, "head")
+    taken = [strategy for index in sorted(target.stages) for strategy in view.choices[index].strategies]
+    # The norm before the head is decided with it.
+    assert [str(strategy) for strategy in taken] == ["shard", "shard", "shard", "replicate"]
+    assert ("shard_grad", None) in by_name(alternatives(view, target))
+
+
+def test_tied_operators_and_idle_ones_keep_what_the_file_says() -> None:
+    graph, machine = transformer(2, 512), slow_cluster()
+    idle = replace(graph.operators[1], name="idle", modules=("idle",), block=None)
+    graph = replace(graph, operators=(*graph.operators, idle))
+    plan = uniform_plan(graph, machine)
+    view = open_plan(replace(plan, choices=plan.choices | {"embed": "owner", "idle": "replicate"}), graph, machine)
+    assert view.spanning == "owner"
+    assert view.idle == (Strategy("replicate", 1),)
+    (change, *_) = alternatives(view, find_target(view, "norm"))
+    options, _ = options_of(replace(view.plan, choices=view.plan.choices | {"norm": change.strategy}), view.space,
+                            view.load)  # fmt: skip
+    assert change.peak_bytes == predict(options, view.space, view.load).peak_memory_bytes

@@ -13,6 +13,7 @@ from planner.space import Choice, Space
 from planner.strategy import Strategy
 from planner.workload import Workload
 from profiler.cluster import Figure
+from profiler.graph import ModelGraph
 
 # Two operators of 8 MB each in fp32 (2 M parameters), 8 ranks: a shard is 1 MB.
 SIZE, SHARD = 8 * MB, 1 * MB
@@ -151,3 +152,81 @@ def test_reserve_is_added_openly() -> None:
     with_reserve, without = peak_memory(options, reserved), peak_memory(options, load)
     assert with_reserve.categories["reserve"] == 300 * MB
     assert with_reserve.total_bytes == without.total_bytes + 300 * MB
+
+
+def test_a_secondary_copy_is_kept_until_backward() -> None:
+    copied = Strategy("secondary_shard", 8, secondary=4)
+    options, load = plan(copied, copied)
+    # A quarter of 8 MB each; gathered once more in backward, and not needed beside what was gathered then.
+    assert [option.kept for option in options] == [2 * MB, 2 * MB]
+    assert options[0].prefetched == SIZE
+    rest = 2 * (3 * SHARD + STEP)
+    # Backward of operator 1, as when fully sharded, with the copy of operator 0.
+    assert peak_memory(options, load).total_bytes == rest + 20 * MB + 32 * MB + SIZE + SIZE + 2 * MB
+
+
+def test_nothing_rests_of_what_is_offloaded() -> None:
+    options, load = plan(replace(SHARDED, offload=True), replace(SHARDED, offload=True))
+    assert [(option.rest, option.gradients) for option in options] == [(0, 0), (0, 0)]
+    # Backward of operator 1: as when it rests on the device, less that, and the prefetched shard on its way.
+    assert peak_memory(options, load).total_bytes == 52 * MB + SIZE + SIZE + SHARD
+
+
+def test_the_fullest_rank_of_owned_operators() -> None:
+    owner = Strategy("owner", 8)
+    options, load = plan(owner, owner)
+    # Rank 0 owns operator 0, rank 1 operator 1.  In the backward of operator 1 either holds its own three
+    # times, and one broadcast buffer.
+    rest = 3 * SIZE + STEP
+    # At the reduction of operator 0 rank 0 also has its gradient, three times: whole, on its way, at rest.
+    last = rest + SIZE + 3 * SIZE
+    backward = rest + 20 * MB + 32 * MB + SIZE
+    assert peak_memory(options, load).total_bytes == max(last, backward)
+    assert sorted(option.parameters for option in options) == [0, SIZE]
+    # Time is the same on all ranks, and nothing hides it.
+    assert all(segment.forward_gather_s == 0 for option in options for segment in option.segments)
+    assert options[0].segments[0].forward_stall_s == pytest.approx(7 * 20e-6 + SIZE / 10e9)
+    assert options[0].segments[0].backward_stall_s == pytest.approx(2 * (7 * 20e-6 + SIZE / 10e9))
+
+
+def test_with_more_owners_than_ranks_the_fullest_owns_several() -> None:
+    owner = Strategy("owner", 2)
+    graph = chain([(2048, 1024)] * 3, gflops=[1] * 3, saved_mb=[1] * 3)
+    load = Workload(cluster(1, 2), "adam", "fp32", 1)
+    options = Space(graph).fixed(load, (Choice((owner,)),) * 3, None)
+    assert [option.parameters for option in options] == [SIZE, 0, SIZE]
+
+
+def spanned_twice() -> ModelGraph:
+    """Operators 0 and 1 run again after operator 2: both are open while it runs."""
+    graph = chain([(2048, 1024)] * 3, gflops=[1] * 3, saved_mb=[1] * 3)
+    calls = (*graph.calls, graph.calls[0], graph.calls[1])
+    return replace(graph, calls=calls)
+
+
+def test_spanning_operators_may_differ() -> None:
+    space = Space(spanned_twice())
+    load = Workload(cluster(1, 8), "adam", "fp32", 1)
+    choices = tuple(Choice((SHARDED,) * len(stage.operators)) for stage in space.model.stages)
+    assert space.model.spanning == (0, 1)
+    mixed = space.fixed(load, choices, (SHARDED, COPIED))
+    rested = sum(option.parameters for option in mixed)
+    assert rested == SHARD + SIZE + SHARD
+    assert space.fixed(load, choices, (SHARDED, SHARDED)) == space.fixed(load, choices, SHARDED)
+    # Kept or not, both are unsharded while operator 2 runs.
+    (here,) = [index for index, stage in enumerate(space.model.stages) if 2 in stage.operators]
+    around = mixed[here].ambient_unsharded + max(m.unsharded for m in mixed[here].moments)
+    assert around == 3 * SIZE
+
+
+def test_what_operators_that_are_never_called_take_is_counted() -> None:
+    graph = replace(GRAPH, calls=GRAPH.calls[:1])
+    space, load = Space(graph), Workload(cluster(1, 8), "adam", "fp32", 1)
+    choices = (Choice((SHARDED,)),)
+    assert space.model.idle == (1,)
+    assert space.fixed(load, choices, None) == space.fixed(load, choices, None, (SHARDED,))
+    kept = {
+        str(strategy): space.fixed(load, choices, None, (strategy,))[0].parameters
+        for strategy in (SHARDED, COPIED, Strategy("owner", 8), replace(SHARDED, offload=True))
+    }
+    assert kept == {"shard": 2 * SHARD, "replicate": SHARD + SIZE, "owner": SHARD + SIZE, "shard+offload": SHARD}

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
 
 from osdp.planning import read_plan, write_plan
+from planner.baselines import uniform
 from planner.memory import peak_memory
-from planner.plan import Plan, check_model, make_plan, options_of
+from planner.plan import Plan, check_model, decisions_of, make_plan, options_of, predict, space_of
 from planner.search import Found, Task, search
 from planner.space import Space
+from planner.strategy import Strategy, known_strategies
 from planner.timing import step_time
 from planner.workload import Workload
 from profiler.errors import OsdpError
-from profiler.graph import ModelGraph
+from profiler.graph import ModelGraph, Parameter
 
 GRAPH = transformer(12, 256)
 LIMIT = 192 << 20
@@ -38,7 +40,7 @@ def test_choices_read_back_are_the_options_that_were_found() -> None:
     found, plan = planned()
     load = Workload(cluster(1, 4), plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation)
     options, spanning = options_of(plan, Space(GRAPH), load)
-    assert spanning == found.spanning
+    assert spanning == (found.spanning,)
     assert [(o.strategies, o.recompute) for o in options] == [(o.strategies, o.recompute) for o in found.options]
     # The prediction is what the pure functions say of the choices, from a fresh start.
     assert plan.predicted.peak_memory_bytes == pytest.approx(peak_memory(options, load).total_bytes, abs=4)
@@ -96,6 +98,97 @@ def test_operators_that_are_never_called_rest_sharded() -> None:
     extra = with_idle.options[0].parameters - without.options[0].parameters
     assert extra == 2048 * 1024 * 4 // 4
     assert plan.choices["idle"] == "shard"
+
+
+def test_an_idle_operator_takes_what_the_file_says() -> None:
+    used = chain([(2048, 1024)], gflops=[1], saved_mb=[1])
+    graph = replace(used, operators=(*used.operators, replace(used.operators[0], name="idle", modules=("idle",))))
+    _, plan = planned(graph)
+    load = Workload(cluster(1, 4), "adam", "fp32", 1)
+    sharded, _ = options_of(plan, Space(graph), load)
+    copied, _ = options_of(replace(plan, choices={**plan.choices, "idle": "replicate"}), Space(graph), load)
+    assert copied[0].parameters - sharded[0].parameters == 2048 * 1024 * (4 - 1)
+
+
+def test_every_strategy_can_be_read_and_evaluated() -> None:
+    _, plan = planned()
+    machine = cluster(2, 2)
+    load = Workload(machine, "adam", "fp32", 1)
+    for strategy in known_strategies(machine):
+        alike = replace(plan, choices=dict.fromkeys(plan.choices, str(strategy)), recomputed_blocks=[])
+        space = space_of(alike, GRAPH, machine)
+        options, spanning = options_of(alike, space, load)
+        assert spanning == (strategy,)
+        predicted = predict(options, space, load)
+        assert predicted.peak_memory_bytes > 0
+        written = make_plan(options, strategy, space, load, limit_bytes=LIMIT, gap=0.0)
+        assert written.choices == alike.choices
+
+
+def test_split_operators_are_evaluated_in_a_space_of_their_own() -> None:
+    graph, machine = transformer(2, 256, vocabulary=65536, tied=False), cluster(1, 4)
+    load = Workload(machine, "adam", "fp32", 1)
+    fsdp = uniform(Space(graph), load, Strategy("shard", 4), recompute=False)
+    sharded = make_plan(fsdp, None, Space(graph), load, limit_bytes=LIMIT, gap=0.0)
+    split = replace(sharded, choices=sharded.choices | {"head": "split(4*shard)"})
+    with pytest.raises(OsdpError, match="splits other operators"):
+        options_of(split, Space(graph), load)
+    whole, _ = options_of(sharded, Space(graph), load)
+    space = space_of(split, graph, machine)
+    sliced, _ = options_of(split, space, load)
+    # What rests is the same; a quarter of the head is gathered at a time.
+    assert sum(o.parameters for o in sliced) == sum(o.parameters for o in whole)
+    head = 4 * 65536 * 256
+    assert whole[-1].prefetched == head + 4 * 256  # gathered with the norm before it
+    assert [option.prefetched for option in sliced[-4:]] == [head // 4] * 4
+    # Three sums of the logits read two tensors and write one; the gradient of the input is put together.
+    extra_bytes = 3 * 3 * (4 * 1024 * 65536) + 2 * (4 * 1024 * 256)
+    extra_s = step_time(sliced, load).compute_s - step_time(whole, load).compute_s
+    assert extra_s == pytest.approx(extra_bytes / 600e9)
+    written = make_plan(sliced, None, space, load, limit_bytes=LIMIT, gap=0.0)
+    assert written.choices == split.choices
+
+
+def test_slices_may_differ() -> None:
+    graph = transformer(2, 256, tied=False)
+    _, plan = planned(graph)
+    text = "split(shard, replicate, shard)"
+    split = replace(plan, choices=dict.fromkeys(plan.choices, "shard") | {"blocks.1.up": text}, recomputed_blocks=[])
+    space = space_of(split, graph, cluster(1, 4))
+    decisions = decisions_of(split, space, cluster(1, 4))
+    (_, stage) = (stage for stage in space.model.stages if stage.block is not None)
+    taken = decisions.choices[space.model.stages.index(stage)].strategies
+    assert [str(strategy) for strategy in taken] == ["shard"] * 5 + ["replicate", "shard", "shard"]
+    options = decisions.options(space, Workload(cluster(1, 4), "adam", "fp32", 1), LIMIT)
+    option = options[space.model.stages.index(stage)]
+    # norm1 to norm2, three slices, and down.
+    assert len(option.segments) == 5
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    _, plan = planned()
+    with pytest.raises(OsdpError, match="embed cannot be split"):
+        space_of(replace(plan, choices=plan.choices | {"embed": "split(2*shard)"}), tied(), cluster(1, 4))
+
+
+def tied() -> ModelGraph:
+    """As traced, the tied operator has the modules of both its uses."""
+    embed = replace(GRAPH.operators[0], modules=("embed", "head"))
+    return replace(GRAPH, operators=(embed, *GRAPH.operators[1:]))
+
+
+def test_a_parameter_without_dimensions_is_named() -> None:
+    graph = chain([(2048, 1024)], gflops=[1], saved_mb=[1])
+    gain = Parameter("op0.gain", ())
+    scaled = replace(graph, operators=(replace(graph.operators[0], parameters=(gain,)),))
+    with pytest.raises(OsdpError, match=r"(?s)op0\.gain.*\(1,\)"):
+        planned(scaled)
+    _, plan = planned(graph)
+    load = Workload(cluster(1, 4), "adam", "fp32", 1)
+    with pytest.raises(OsdpError, match=r"op0\.gain"):
+        options_of(plan, Space(scaled), load)
+    with pytest.raises(OsdpError, match=r"op0\.gain"):
+        options_of(replace(plan, choices={"op0": "owner"}), Space(scaled), load)
 
 
 @pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated")

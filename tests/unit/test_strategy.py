@@ -1,6 +1,10 @@
-"""Memory and traffic of a unit, worked out by hand."""
+"""Memory, collectives and time of a unit, worked out by hand; names that are read back as printed."""
 
 from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,7 +12,20 @@ from hypothesis import strategies as st
 from synthetic import cluster
 
 from planner.collectives import collective_s
-from planner.strategy import OPTIMIZERS, Strategy, parse_strategy, strategies_on, unit_bytes, unit_traffic
+from planner.strategy import (
+    MAX_SLICES,
+    STRATEGIES,
+    Strategy,
+    assign_owners,
+    format_choice,
+    known_strategies,
+    parse_choice,
+    parse_strategy,
+    strategies_on,
+    unit_collectives,
+    unit_traffic,
+)
+from planner.unit_memory import OPTIMIZERS, unit_bytes
 from profiler.errors import OsdpError
 from profiler.graph import Parameter
 
@@ -89,6 +106,127 @@ def test_traffic_of_each_strategy() -> None:
     assert copies.step_reduce_s == pytest.approx(2 * 7 / 8 * size / 4e9)
 
 
+# Ten rows of four and ten alone, in bf16 on 2 nodes of 4: over 8 ranks 2 rows each, 16 in all, so that
+# 16 x 4 + 16 = 80 elements are gathered, of 2 bytes, and reduced, of 4.
+ROWS = [Parameter("w", (10, 4)), Parameter("b", (10,))]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (Strategy("shard", 8), [("all_gather", 8, 1, 160, "forward"), ("all_gather", 8, 1, 160, "backward"),
+                                ("reduce_scatter", 8, 1, 320, "reduce")]),
+        (Strategy("shard_grad", 8), [("all_gather", 8, 1, 160, "forward"), ("reduce_scatter", 8, 1, 320, "reduce")]),
+        # Over 4 ranks 3 rows each, 12 in all: 60 elements.  A shard of 15 goes to the other node.
+        (Strategy("group_shard", 4), [("all_gather", 4, 1, 120, "forward"), ("all_gather", 4, 1, 120, "backward"),
+                                      ("reduce_scatter", 4, 1, 240, "reduce"), ("all_reduce", 2, 4, 60, "step")]),
+        # 50 elements, not padded.
+        (Strategy("replicate", 1), [("all_reduce", 8, 1, 200, "step")]),
+        # Two nodes gather what the ranks of equal place have, a quarter; then the four of a node the whole.
+        (Strategy("hierarchical", 8), [("all_gather", 2, 4, 40, "forward"), ("all_gather", 4, 1, 160, "forward"),
+                                       ("all_gather", 2, 4, 40, "backward"), ("all_gather", 4, 1, 160, "backward"),
+                                       ("reduce_scatter", 4, 1, 320, "reduce"),
+                                       ("reduce_scatter", 2, 4, 80, "reduce")]),
+        (Strategy("secondary_shard", 8, secondary=2), [("all_gather", 8, 1, 160, "forward"),
+                                                       ("all_gather", 2, 1, 160, "backward"),
+                                                       ("reduce_scatter", 8, 1, 320, "reduce")]),
+        (Strategy("owner", 8), [("broadcast", 8, 1, 100, "forward"), ("broadcast", 8, 1, 100, "backward"),
+                                ("reduce", 8, 1, 200, "reduce")]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Strategy) else "",
+)  # fmt: skip
+def test_collectives_of_each_strategy_by_hand(strategy: Strategy, expected: list[tuple[object, ...]]) -> None:
+    machine = cluster(2, 4)
+    sent = unit_collectives(ROWS, strategy, "bf16", machine)
+    assert [(c.kind, c.ranks, c.stride, c.size_bytes, c.phase) for c in sent] == expected
+    assert unit_collectives(ROWS, replace(strategy, offload=True), "bf16", machine) == sent
+
+
+def test_only_trainable_parameters_are_reduced() -> None:
+    frozen = [ROWS[0], Parameter("b", (10,), trainable=False)]
+    gathered, _, reduced = unit_collectives(frozen, Strategy("shard", 8), "fp32", cluster(2, 4))
+    assert (gathered.size_bytes, reduced.size_bytes) == (4 * 80, 4 * 64)
+    assert all(c.phase in ("forward", "backward") for c in unit_collectives(frozen[1:], Strategy("shard", 8), "fp32",
+                                                                             cluster(2, 4)))  # fmt: skip
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert unit_collectives(ROWS, Strategy("replicate", 1), "fp32", cluster(1, 1)) == ()
+
+
+def test_chains_carry_the_whole_tensor() -> None:
+    machine = cluster(1, 8, intra=10e9, latency_s=1e-5)
+    # 7 hops of 10 us, and 80 MB at 10 GB/s over every link.
+    assert collective_s("broadcast", 80e6, machine, 8) == pytest.approx(7e-5 + 8e-3)
+    assert collective_s("reduce", 80e6, machine, 8) == pytest.approx(7e-5 + 8e-3)
+
+
+def test_traffic_of_strategies_that_are_not_searched() -> None:
+    machine = cluster(2, 4, intra=8e9, inter=1e9, latency_s=0.0)
+    size = 4 * 300_000
+    phases = unit_traffic([WEIGHT], Strategy("hierarchical", 8), "fp32", machine)
+    # Half of a quarter crosses at 1 GB/s a rank (one of each node, while all others do so too), then 3/4 at 8 GB/s.
+    assert phases.forward_gather_s == pytest.approx(0.5 * (size / 4) / 1e9 + 0.75 * size / 8e9)
+    assert phases.reduce_s == pytest.approx(phases.forward_gather_s)
+    copy = unit_traffic([WEIGHT], Strategy("secondary_shard", 8, secondary=4), "fp32", machine)
+    assert copy.forward_gather_s == pytest.approx(7 / 8 * size / 4e9)
+    assert copy.backward_gather_s == pytest.approx(0.75 * size / 8e9)
+    owner = unit_traffic([WEIGHT], Strategy("owner", 8), "fp32", machine)
+    assert (owner.forward_gather_s, owner.backward_gather_s, owner.reduce_s) == pytest.approx((size / 4e9,) * 3)
+
+
+def test_two_phases_hold_more_buffers() -> None:
+    one = unit_bytes([WEIGHT], Strategy("shard", 8), "bf16", ADAM)
+    two = unit_bytes([WEIGHT], Strategy("hierarchical", 8), "bf16", ADAM)
+    # 600,000 bytes -> 1172 x 512, twice, and half of them -> 586 x 512; twice as much in fp32.
+    assert two.gathered == 2 * 600_064 + 300_032
+    assert two.reduce_input == 2 * 1_200_128 + 600_064
+    assert replace(two, gathered=one.gathered, reduce_input=one.reduce_input) == one
+
+
+def test_secondary_copy_by_hand() -> None:
+    unit = unit_bytes([WEIGHT, BIAS], Strategy("secondary_shard", 8, secondary=4), "bf16", ADAM)
+    # 300,000 x 2 / 4 = 150,000 -> 293 x 512; 1,000 x 2 / 4 = 500 -> 512.
+    assert unit.secondary == 150_016 + 512
+    assert replace(unit, secondary=0) == unit_bytes([WEIGHT, BIAS], Strategy("shard", 8), "bf16", ADAM)
+
+
+def test_an_owner_holds_all_and_others_nothing() -> None:
+    owner = unit_bytes([WEIGHT], Strategy("owner", 8), "bf16", ADAM)
+    # 300,000 in fp32 at rest -> 2344 x 512; the broadcast buffer in bf16, 600,000 -> 1172 x 512.
+    assert (owner.parameters, owner.gradients, owner.optimizer) == (1_200_128, 1_200_128, 2 * 1_200_128 + 512)
+    assert (owner.unsharded, owner.gathered, owner.reduce_input) == (600_064, 0, 1_200_128)
+    other = unit_bytes([WEIGHT], Strategy("owner", 8), "bf16", ADAM, elsewhere=True)
+    assert other == replace(owner, parameters=0, gradients=0, optimizer=0)
+
+
+def test_offload_leaves_nothing_at_rest() -> None:
+    here = unit_bytes([WEIGHT], Strategy("shard", 8), "bf16", ADAM)
+    there = unit_bytes([WEIGHT], Strategy("shard", 8, offload=True), "bf16", ADAM)
+    assert (there.parameters, there.gradients, there.optimizer) == (0, 0, 0)
+    # Shards pass the device on their way: 150,000 bytes in fp32 -> 150,016.
+    assert there.gathered == here.gathered + 150_016
+    assert there.reduce_input == here.reduce_input + 150_016
+    assert there.unsharded == here.unsharded
+
+
+def test_owners_by_hand() -> None:
+    # 8 to rank 0, 7 to rank 1, 6 to rank 2; 5 to rank 2, which has least; 4 to rank 1, which has 7 by then.
+    assert assign_owners([4, 8, 7, 5, 6], 3) == (1, 0, 1, 2, 2)
+    assert assign_owners([1, 1, 1], 2) == (0, 1, 0)
+    assert assign_owners([], 4) == ()
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
+def test_owners_are_balanced(sizes: list[int], ranks: int) -> None:
+    owned = Counter[int]()
+    for size, rank in zip(sizes, assign_owners(sizes, ranks), strict=True):
+        owned[rank] += size
+    assert set(owned) <= set(range(ranks))
+    # Whoever got a unit last had the least then, and so at most the mean.
+    assert max(owned.values(), default=0) <= sum(sizes) / ranks + max(sizes, default=0)
+
+
 def test_strategies_of_a_cluster() -> None:
     names = [str(strategy) for strategy in strategies_on(cluster(2, 4))]
     assert names == ["replicate", "shard", "shard_grad", "group_shard:2", "group_shard:4"]
@@ -97,15 +235,83 @@ def test_strategies_of_a_cluster() -> None:
     assert [str(s) for s in strategies_on(cluster(3, 2))][3:] == ["group_shard:2"]
 
 
-@given(st.sampled_from([(1, 2), (1, 8), (2, 4), (4, 8), (3, 2)]))
+def test_known_strategies_of_a_cluster() -> None:
+    names = [str(strategy) for strategy in known_strategies(cluster(2, 2))]
+    searched = ["replicate", "shard", "shard_grad", "group_shard:2"]
+    plain = [*searched, "hierarchical", "secondary_shard:2", "owner"]
+    assert names == [*plain, *(f"{name}+offload" for name in plain)]
+    # One node has no network to spare; one rank has nobody to share with.
+    assert "hierarchical" not in [str(strategy) for strategy in known_strategies(cluster(1, 4))]
+    assert "hierarchical" not in [str(strategy) for strategy in known_strategies(cluster(4, 1))]
+    assert [str(strategy) for strategy in known_strategies(cluster(1, 1))] == ["replicate", "replicate+offload"]
+    assert {strategy.name for strategy in known_strategies(cluster(2, 4))} == set(STRATEGIES)
+
+
+def test_what_fully_shard_is_told() -> None:
+    told = {str(s): s.reshard_after_forward for s in known_strategies(cluster(1, 4)) if not s.offload}
+    assert told["shard"] is told["replicate"] is told["group_shard:2"] is True
+    assert told["shard_grad"] is False
+    assert told["secondary_shard:2"] == 2
+
+
+SHAPES = st.sampled_from([(1, 1), (1, 2), (1, 8), (2, 4), (4, 8), (3, 2)])
+
+
+@given(SHAPES)
 def test_strategies_are_read_back_as_printed(shape: tuple[int, int]) -> None:
     machine = cluster(*shape)
-    for strategy in strategies_on(machine):
+    for strategy in known_strategies(machine):
         assert parse_strategy(str(strategy), machine) == strategy
 
 
+@given(SHAPES, st.data())
+def test_choices_are_read_back_as_printed(shape: tuple[int, int], data: st.DataObject) -> None:
+    machine = cluster(*shape)
+    slices = tuple(data.draw(st.lists(st.sampled_from(known_strategies(machine)), min_size=1, max_size=12)))
+    text = format_choice(slices)
+    assert parse_choice(text, machine) == slices
+    assert parse_choice(f" {text.replace(',', ' , ').replace('*', ' * ')} ", machine) == slices
+
+
+def test_choices_as_they_are_written() -> None:
+    shard, copy = Strategy("shard", 8), Strategy("replicate", 1)
+    assert format_choice([shard]) == "shard"
+    assert format_choice([shard, shard, copy, shard]) == "split(2*shard, replicate, shard)"
+    assert format_choice([replace(shard, offload=True)] * 2) == "split(2*shard+offload)"
+    assert parse_choice("split(shard, shard)", cluster(1, 8)) == (shard, shard)
+
+
+@given(st.text(alphabet="split(shardowne+f:*,) 0123456789\n", max_size=40))
+def test_no_text_is_more_than_refused(text: str) -> None:
+    with suppress(OsdpError):
+        slices = parse_choice(text, cluster(1, 8))
+        assert parse_choice(format_choice(slices), cluster(1, 8)) == slices
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("split(shard)", "two slices"),
+        ("split()", "no such strategy"),
+        ("split(shard, )", "no such strategy"),
+        ("split(shard, nothing)", "got: nothing"),
+        ("split(0*shard, 2*shard)", "count"),
+        (f"split({MAX_SLICES}*shard, shard)", f"{MAX_SLICES} slices in all"),
+        ("split(999999*shard)", "count"),
+        ("split(9999999999*shard)", "no such strategy"),
+        ("split(split(2*shard), shard)", "no such strategy"),
+        ("shard+", "no such strategy"),
+        ("hierarchical", "no such strategy on 1 x 8"),
+        ("", "got: nothing"),
+    ],
+)
+def test_choices_that_mean_nothing_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(OsdpError, match=f"(?s){reason}"):
+        parse_choice(text, cluster(1, 8))
+
+
 def test_unknown_strategy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(OsdpError, match=r"(?s)got: group_shard:5.*group_shard:4"):
+    with pytest.raises(OsdpError, match=r"(?s)got: group_shard:5.*group_shard:4.*owner.*offload"):
         parse_strategy("group_shard:5", cluster(1, 8))
 
 

@@ -17,8 +17,9 @@ from planner.workload import Workload
 times = st.floats(0.0, 10.0)
 
 
-def segment(forward: float, backward: float, a: float, b: float, r: float, ar: float = 0.0) -> Segment:
-    return Segment(forward, backward, 0.0, a, b, r, ar)
+def segment(forward: float, backward: float, a: float, b: float, r: float, ar: float = 0.0, before: float = 0.0,
+            after: float = 0.0) -> Segment:  # fmt: skip
+    return Segment(forward, backward, 0.0, a, b, r, ar, before, after)
 
 
 def option(segments: tuple[Segment, ...], optimizer_s: float = 0.0) -> Option:
@@ -54,7 +55,18 @@ def test_accumulation_reduces_across_groups_once() -> None:
     assert step_time([option((only,))], load(accumulation=3)).total_s == pytest.approx(3 * 13 + 3)
 
 
-segments = st.builds(segment, times, times, times, times, times, times)
+def test_stalls_hide_communication_but_nothing_hides_them() -> None:
+    one = segment(forward=4, backward=8, a=3, b=3, r=5)
+    two = segment(forward=2, backward=6, a=0, b=0, r=0, before=7, after=9)
+    # Forward: gather 3, 4, then 7 + 2.  Backward: 6 + 9 hide the gather of 3; 8, and the reduction of 5.
+    time = step_time([option((one, two))], load())
+    assert time.total_s == pytest.approx(3 + 4 + 9 + 15 + 8 + 5)
+    assert time.compute_s == pytest.approx(20)
+    assert time.exposed_communication_s == pytest.approx(3 + 7 + 9 + 5)
+    assert time.hidden_communication_s == pytest.approx(3)
+
+
+segments = st.builds(segment, times, times, times, times, times, times, times, times)
 
 
 @given(st.lists(segments, min_size=1, max_size=8), st.booleans(), st.integers(1, 3))
@@ -78,7 +90,9 @@ def test_streams_never_run_two_tasks_at_once(parts: list[Segment], overlaps: boo
 def test_faster_communication_is_never_slower(parts: list[Segment], factor: float) -> None:
     def scaled(part: Segment) -> Segment:
         gathers = part.forward_gather_s * factor, part.backward_gather_s * factor
-        return segment(part.forward_s, part.backward_s, *gathers, part.reduce_s * factor, part.step_reduce_s * factor)
+        stalls = part.forward_stall_s * factor, part.backward_stall_s * factor
+        reductions = part.reduce_s * factor, part.step_reduce_s * factor
+        return segment(part.forward_s, part.backward_s, *gathers, *reductions, *stalls)
 
     slow = step_time([option((part,)) for part in parts], load()).total_s
     fast = step_time([option((scaled(part),)) for part in parts], load()).total_s

@@ -1,0 +1,199 @@
+"""`OSDP(model, description, device_info)`: plans if need be, and shards the model as planned.
+
+    model, description, device_info --> Plan --> Schedule --> ShardedModel
+
+The result is a module whose forward, parameters and state dict are those of the model given.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from osdp.description import Described, factory_of
+from osdp.preparation import prepare
+from osdp.ranks import DeviceInfo
+from planner.plan import Plan
+from profiler.errors import OsdpError
+from runtime import checkpoint
+from runtime.accumulation import Accumulation
+from runtime.gradients import clip
+from runtime.initialise import fill, share_rank_0
+from runtime.materialise import is_meta, record
+from runtime.schedule import Schedule
+from runtime.sharded import ShardedModel, apply_schedule, default_device
+from runtime.state_dict import full_state_dict, load_state_dict, sharded_state_dict
+
+
+class OSDP(nn.Module):
+    """A model that trains as planned.
+
+    Attributes: `module`, the model given, sharded in place; `plan`; `schedule`, which prints as a
+    table; `sharded`, what this rank holds.
+    """
+
+    def __init__(self, model: nn.Module | Callable[..., Any], description: Described = None,
+                 device_info: DeviceInfo = None, *, example_inputs: Callable[..., Any] | None = None,
+                 compile_backend: str | None = None, find_unused_parameters: bool = False) -> None:  # fmt: skip
+        """Shard `model` over the default process group. A collective call: all ranks give the same.
+
+        model: a module (every rank's becomes that of rank 0), a module on the meta device, or a
+            function that makes one.  The latter two are made shard by shard, with the values that the
+            constructor gives after `torch.manual_seed`, and no rank ever holds the whole.
+        description: a `Plan` or the file of one, or what to plan for (`osdp.description.Description`
+            as a dict or YAML file), or None.
+        device_info: what to plan for, see `DeviceInfo`; None: the machine at hand.
+        example_inputs: function of a batch size that returns arguments of forward, where the model
+            has no method of that name and they cannot be inferred.
+        compile_backend: compile blocks by `torch.compile`, for instance "inductor".
+        find_unused_parameters: as DistributedDataParallel has it, which runs a plan that replicates
+            everything: needed there if a step may leave out layers.
+
+        Raises OsdpError if there is no process group or one of another size than the plan's, the
+        plan is not the model's, the model cannot be traced, or nothing fits.
+        """
+        super().__init__()
+        self.plan: Plan
+        self.schedule: Schedule
+        built = model if isinstance(model, nn.Module) else factory_of(model, description)
+        with torch.random.fork_rng(devices=[]):
+            self.plan, self.schedule = prepare(built, description, device_info, example_inputs)
+        self.sharded: ShardedModel = _apply(built, self.schedule, compile_backend, find_unused_parameters)
+        self.module: nn.Module = self.sharded.module
+        self._accumulation = Accumulation(self.sharded, self.plan.accumulation)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns for these arguments."""
+        return self._accumulation.run(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Leave what is reduced once per step to a later micro-batch: for all micro-batches of a step but the last.
+
+        Not needed where the loop runs as many micro-batches per step as the plan says.
+        """
+        return self._accumulation.no_sync()
+
+    def sync(self) -> None:
+        """Make the next micro-batch the last of its step, where a step has fewer than the plan says."""
+        self._accumulation.sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also those of a step that is given up, which wait to be reduced.
+
+        An optimizer's `zero_grad` is enough between whole steps.
+        """
+        self._accumulation.discard()
+        self.module.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale gradients so that their norm over all ranks is at most `max_norm`; return the norm before.
+
+        A collective call. In place of `torch.nn.utils.clip_grad_norm_`, which refuses mixed meshes.
+        """
+        return clip(self.sharded.pieces, max_norm, norm_type, self.sharded.device, error_if_nonfinite)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True,
+                         remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:  # fmt: skip
+        """Yield parameters under the names of the model; slices of a split operator under their own."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True,
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+        """Yield buffers under the names of the model."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return what this rank holds, under the original names; see `full_state_dict` for whole tensors.
+
+        Takes no arguments. Raises OsdpError if there are any.
+        """
+        if args or kwargs:
+            raise OsdpError("state_dict takes no arguments here", got=", ".join([*map(repr, args), *kwargs]))
+        return sharded_state_dict(self.sharded)
+
+    def full_state_dict(self, rank0_only: bool = True) -> dict[str, Tensor]:
+        """Return the state dict of the unsharded model on the CPU of rank 0, or of every rank. A collective call."""
+        return full_state_dict(self.sharded, rank0_only)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole tensors, or what `state_dict` returned under the same plan; return missing and unexpected keys.
+
+        Raises OsdpError for other names, if `strict`, or shapes; `assign` is not supported.
+        """
+        if assign:
+            raise OsdpError("load_state_dict cannot assign here", advice="leave assign out: values are copied")
+        return nn.modules.module._IncompatibleKeys(*load_state_dict(self.sharded, state_dict, strict))
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        asynchronous: bool = False,
+    ) -> checkpoint.Saving:
+        """Save model, optimizer and `extra` (what JSON can hold) to the folder `path`, whole or not at all. Collective.
+
+        Can be loaded under any plan and number of ranks. See `runtime.checkpoint.save`.
+        """
+        pieces = self.sharded.pieces
+        return checkpoint.save(path, self.module, pieces, optimizer, extra, asynchronous=asynchronous)
+
+    def load_checkpoint(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+        """Load what `save_checkpoint` saved, under whatever plan; return `extra`. Collective.
+
+        See `runtime.checkpoint.load`.
+        """
+        return checkpoint.load(path, self.module, self.sharded.pieces, optimizer)
+
+    def extra_repr(self) -> str:
+        """Say how it is sharded."""
+        return f"{self.plan.model.name} on {self.schedule.world_size} ranks, {len(self.schedule.units)} units"
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up in the model what this wrapper does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            found = getattr(self.module, name)
+            is_method = inspect.ismethod(found) and found.__self__ is self.module
+            return self._guarded(found) if is_method else found
+
+    def _guarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the model that runs as a forward of it does where no backward follows."""
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                return method(*args, **kwargs)
+            return self._accumulation.infer(method, *args, **kwargs)
+
+        return run
+
+
+OptimalShardedDataParallel = OSDP
+
+
+def _apply(model: nn.Module | Callable[[], Any], schedule: Schedule, compile_backend: str | None,
+           find_unused_parameters: bool) -> ShardedModel:  # fmt: skip
+    """Shard the model and give it its values."""
+    device = default_device()
+
+    def shard(made: nn.Module) -> ShardedModel:
+        return apply_schedule(made, schedule, device, compile_backend, find_unused_parameters)
+
+    if isinstance(model, nn.Module):
+        if is_meta(model):
+            return fill(model, shard)
+        share_rank_0(model, device)
+        return shard(model)
+    return fill(record(model), shard)

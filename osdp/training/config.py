@@ -1,0 +1,176 @@
+"""What a training run is: `configs/train/*.yaml` or the user's own file, and options that win over it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar
+
+from osdp.resources import resource_dir
+from profiler.errors import OsdpError
+from profiler.files import Problem, read_yaml
+from profiler.units import parse_bytes
+
+DEFAULT = "gpt2"
+"""Configuration that is taken where the user names none."""
+
+CHOICES = {
+    "task": ("addition", "bytes"),
+    "optimizer": ("adam", "adamw", "sgd"),
+    "schedule": ("constant", "cosine"),
+    "precision": ("fp32", "bf16"),
+    "fsdp_type": ("OSDP", "FSDP", "DDP"),
+    "device": ("auto", "cpu", "cuda"),
+}
+"""What fields may say that have a few values."""
+_AT_LEAST_ONE = (
+    "seq", "steps", "batch", "global_batch", "ranks_per_node", "checkpoint_every", "checkpoint_keep", "log_every"
+)  # fmt: skip
+_NOT_NEGATIVE = ("seed", "weight_decay", "warmup_steps")
+_POSITIVE = ("lr", "clip", "timeout_s")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    SCHEMA: ClassVar[str] = "osdp.train/1"
+
+    schema: str
+    """Version of the file format."""
+    model: str
+    """As `osdp plan --model`: a name, a file, package.module:factory or hf:config.json."""
+    steps: int
+    """Optimizer steps, those before a resumed checkpoint included."""
+    task: str = "addition"
+    """`addition`: sums made on the spot. `bytes`: the bytes of the file `data`."""
+    digits: int = 2
+    """Digits of each number of a sum."""
+    data: str | None = None
+    """File whose bytes are the tokens of the task `bytes`."""
+    seq: int | None = None
+    """Tokens per sample; None: of one sum, or the model's."""
+    seed: int = 0
+    """Of the initial parameters, the order of samples and dropout."""
+    optimizer: str = "adamw"
+    """`adam`, `adamw` or `sgd`."""
+    lr: float = 1e-3
+    """Learning rate after the warm-up."""
+    weight_decay: float = 0.0
+    """As torch's optimizers take it."""
+    schedule: str = "constant"
+    """`constant`, or `cosine` down to a tenth of the learning rate."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate grows linearly."""
+    clip: float | None = None
+    """Largest norm of all gradients together; None: not clipped."""
+    precision: str = "fp32"
+    """Compute dtype, `fp32` or `bf16`."""
+    mem: str | None = None
+    """Memory limit per rank; 8GB is 8 GiB. None: the device's memory."""
+    cluster: str | None = None
+    """What is planned for: a name or a file. None: the GPUs that are there, or CPU ranks."""
+    batch: int | None = None
+    """Micro-batch: samples of a rank in one forward. None: planned."""
+    global_batch: int | None = None
+    """Samples of all ranks in a step. None: one micro-batch of each rank."""
+    plan: str | None = None
+    """Plan file to run, instead of planning."""
+    fsdp_type: str = "OSDP"
+    """`OSDP`: the plan. `FSDP`, `DDP`: everything sharded, or replicated, by the same runtime."""
+    device: str = "auto"
+    """`cpu` (gloo), `cuda` (NCCL) or `auto`: GPUs if there are any."""
+    ranks_per_node: int | None = None
+    """Ranks that are started on each node; None: one for each GPU, or two on a CPU."""
+    timeout_s: float = 600.0
+    """How long a rank waits for the others before it gives up."""
+    checkpoint: str | None = None
+    """Folder of checkpoints; None: none are written."""
+    checkpoint_every: int = 500
+    """Steps between two checkpoints; there is one at the end too."""
+    checkpoint_keep: int = 2
+    """Newest checkpoints that are kept."""
+    checkpoint_async: bool = False
+    """Whether training goes on while a checkpoint is written."""
+    resume: str = "auto"
+    """`auto`: from the newest whole checkpoint if there is one. `never`, or the path of a checkpoint."""
+    tensorboard: str | None = None
+    """Folder of TensorBoard's files; None: none are written."""
+    log_every: int = 50
+    """Steps between two lines of progress."""
+
+
+def load_config(spec: str | None, options: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration that `spec` names (a file or one of OSDP's) with `options` put in.
+
+    `options` are fields by name; None leaves what the file says. `data` alone also means the task
+    `bytes`. Raises OsdpError.
+    """
+    config = read_yaml(_path(spec or DEFAULT), TrainConfig, schema=TrainConfig.SCHEMA, check=_problems)
+    given = {name: value for name, value in options.items() if value is not None}
+    if "data" in given:
+        given.setdefault("task", "bytes")
+    if "fsdp_type" in given:
+        given["fsdp_type"] = given["fsdp_type"].upper()
+    config = dataclasses.replace(config, **given)
+    for problem in _problems(config):
+        option = f"--{problem.location[0].replace('_', '-')}"
+        raise OsdpError(f"{option} {problem.complaint}", got=problem.got, expected=problem.expected,
+                        advice=problem.advice)  # fmt: skip
+    return config
+
+
+def config_names() -> list[str]:
+    """Return the names of the configurations that come with OSDP, sorted."""
+    return sorted(path.stem for path in (resource_dir("configs") / "train").glob("*.yaml"))
+
+
+def _path(spec: str) -> Path:
+    """Return the file that `spec` means."""
+    if spec.endswith((".yaml", ".yml")) or "/" in spec:
+        return Path(spec)
+    names = config_names()
+    if spec not in names:
+        near = get_close_matches(spec, names, n=1)
+        advice = f"did you mean {near[0]}?" if near else "your own file: path/to/config.yaml"
+        raise OsdpError("there is no such training configuration", got=repr(spec), expected=", ".join(names),
+                        advice=advice)  # fmt: skip
+    return resource_dir("configs") / "train" / f"{spec}.yaml"
+
+
+def _problems(config: TrainConfig) -> Iterator[Problem]:
+    """Find values that have the right type and yet cannot be."""
+    for name, known in CHOICES.items():
+        if (value := getattr(config, name)) not in known:
+            yield Problem((name,), "is not known", repr(value), f"one of {', '.join(known)}")
+    yield from _range_problems(config)
+    if config.data is not None and config.task != "bytes":
+        yield Problem(("data",), f"has no effect on the task {config.task}", config.data, "", "task bytes")
+    if config.data is None and config.task == "bytes":
+        yield Problem(("data",), "is missing", "", "a file whose bytes are learned", "data, or the task addition")
+    if config.plan is not None and config.fsdp_type != "OSDP":
+        yield Problem(("plan",), f"cannot be run as {config.fsdp_type}", config.plan, "fsdp_type OSDP")
+
+
+def _range_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Find numbers out of range, and a limit that is no amount of memory."""
+    rules: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+        (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
+        (_NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
+        (_POSITIVE, lambda value: value > 0, "more than 0"),
+        (("digits",), lambda value: 1 <= value <= 9, "from 1 to 9"),
+    )
+    for names, holds, expected in rules:
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and not (holds(value) and value < float("inf")):
+                yield Problem((name,), "is wrong", str(value), expected)
+    if config.mem is not None:
+        try:
+            parse_bytes(config.mem)
+        except OsdpError as error:
+            yield Problem(("mem",), "is wrong", error.got, error.expected)

@@ -1,0 +1,73 @@
+"""The process group of a run: who this rank is, on which device, and when it gives up waiting."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among all."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    """Where this rank computes."""
+
+    def mean(self, value: Tensor) -> float:
+        """Return the mean over all ranks of a scalar."""
+        total = value.detach().to(torch.float64 if self.device.type == "cpu" else torch.float32).clone()
+        dist.all_reduce(total)
+        return float(total) / self.world_size
+
+    def maximum(self, values: list[int]) -> list[int]:
+        """Return the maximum over all ranks of each number."""
+        found = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [int(value) for value in found]
+
+    def total(self, values: list[int]) -> list[int]:
+        """Return the sum over all ranks of each number."""
+        found = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(found)
+        return [int(value) for value in found]
+
+
+def end_at_once_on_signals() -> None:
+    """Let Ctrl-C and SIGTERM end this rank even while it waits inside a collective.
+
+    Python's own handler runs only after the collective. Checkpoints are whole at any moment.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def joined(device: str, timeout_s: float) -> Iterator[Ranks]:
+    """Join the process group that the environment describes, as torchrun sets it, and leave it.
+
+    Nothing that was made inside may be held on to when it ends.
+    """
+    here = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(here)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), here)
+        # What holds the group must be gone before it: DistributedDataParallel's reducer would join gloo's
+        # thread under Python's lock, which that thread may be waiting for (seen with torch 2.13).
+        gc.collect()
+        dist.barrier()  # Nobody leaves while another still needs its answer.
+    finally:
+        dist.destroy_process_group()

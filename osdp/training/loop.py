@@ -1,0 +1,154 @@
+"""The loop: batch -> loss -> backward -> clip -> optimizer step, M micro-batches to a step.
+
+Sample numbers of a step are divided among micro-batches and ranks in order:
+
+    number = position + (m * world_size + rank) * b + i,    i < b
+
+so all ranks together take the samples [position, position + M * world_size * b), however many they are.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from osdp.api import OSDP
+from osdp.training.events import Reporter, Step
+from osdp.training.group import Ranks
+from osdp.training.measure import Measurements
+from osdp.training.optimizers import learning_rate, set_learning_rate
+from osdp.training.prepare import Job
+from osdp.training.tasks import batch
+from profiler.errors import OsdpError
+from runtime import checkpoint
+from runtime.faults import check_finite, naming_faults
+
+
+@dataclass
+class Position:
+    """How far a run is."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    sample: int = 0
+    """Samples that all ranks together have taken."""
+
+
+class Trainer:
+    """One model in training on this rank."""
+
+    def __init__(self, job: Job, model: OSDP, optimizer: Optimizer, ranks: Ranks, reporter: Reporter) -> None:
+        self.job, self.config, self.plan = job, job.config, model.plan
+        self.model, self.optimizer, self.ranks, self.reporter = model, optimizer, ranks, reporter
+        self.position = Position()
+        self.saved: Path | None = None
+        """Last checkpoint of this run."""
+        self._saving: checkpoint.Saving | None = None
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of all ranks in a step."""
+        return self.ranks.world_size * self.plan.micro_batch * self.plan.accumulation
+
+    def resume(self, path: Path) -> None:
+        """Continue from a checkpoint. Raises OsdpError if it is not of this model and this data."""
+        extra = checkpoint.load(path, self.model.module, self.model.sharded.pieces, self.optimizer)
+        known, here = extra.get("data"), self.job.task.identity()
+        if known != here:
+            raise OsdpError(f"{path} is of a run with other data", got=str(known), expected=str(here),
+                            advice="the options of that run, or another --checkpoint")  # fmt: skip
+        self.position = Position(extra["step"], extra["sample"])
+
+    def run(self) -> Measurements:
+        """Train until the configuration's last step; return what was measured."""
+        config = self.config
+        measured = Measurements(self.ranks, config.steps - self.position.step)
+        self.model.train()
+        while self.position.step < config.steps:
+            rate = learning_rate(config, self.position.step)
+            with (
+                naming_faults(f"step {self.position.step + 1}", config.timeout_s),
+                measured.step(self.model, self.optimizer),
+            ):
+                loss, norm = self._step(rate)
+            self.position.step += 1
+            self.position.sample += self.samples_per_step
+            self._report(loss, norm, rate, measured)
+            if config.checkpoint and self.position.step % config.checkpoint_every == 0:
+                self._save()
+        if config.checkpoint and self.position.step % config.checkpoint_every and measured.count:
+            self._save()
+        self._settle()
+        return measured
+
+    def _step(self, rate: float) -> tuple[Tensor, Tensor | None]:
+        """Run one optimizer step; return this rank's mean loss and the norm of all gradients."""
+        config, micro_batches = self.config, self.plan.accumulation
+        set_learning_rate(self.optimizer, rate)
+        # Dropout depends on seed, step and rank alone, so that a resumed run continues alike.
+        words = np.random.SeedSequence([config.seed, self.position.step, self.ranks.rank]).generate_state(1)
+        torch.manual_seed(int(words[0]))
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=self.ranks.device)
+        for micro_batch in range(micro_batches):
+            is_last = micro_batch == micro_batches - 1
+            with nullcontext() if is_last else self.model.no_sync():
+                loss = self._loss(micro_batch) / micro_batches
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        check_finite(total, self.position.step + 1)
+        norm = None if config.clip is None else self.model.clip_grad_norm_(config.clip)
+        self.optimizer.step()
+        return total, norm
+
+    def _loss(self, micro_batch: int) -> Tensor:
+        """Return the loss of this rank's samples of a micro-batch."""
+        size = self.plan.micro_batch
+        first = self.position.sample + (micro_batch * self.ranks.world_size + self.ranks.rank) * size
+        arrays = batch(self.job.task, range(first, first + size))
+        tokens, labels = (torch.from_numpy(array).to(self.ranks.device) for array in arrays)
+        output: Any = self.model(tokens, labels=labels)
+        found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise OsdpError("the model returns no loss", got=type(output).__name__,
+                            expected="a scalar tensor, or an object with `loss`, when it is given labels")  # fmt: skip
+        return found
+
+    def _report(self, loss: Tensor, norm: Tensor | None, rate: float, measured: Measurements) -> None:
+        number = self.position.step
+        is_logged = number % self.config.log_every == 0 or number == self.config.steps or measured.count == 1
+        if not is_logged:
+            return
+        mean = self.ranks.mean(loss)
+        samples = self.samples_per_step
+        tokens = samples * self.job.task.sequence_length
+        gradient_norm = None if norm is None else float(norm)
+        self.reporter.stepped(Step(number, mean, gradient_norm, rate, samples, tokens, measured.recent_s()))
+
+    def _save(self) -> None:
+        """Write a checkpoint, or begin to; older ones go when it is whole."""
+        self._settle()
+        folder = Path(self.config.checkpoint or "")
+        path = folder / f"step-{self.position.step:06d}"
+        extra = {"step": self.position.step, "sample": self.position.sample, "data": self.job.task.identity()}
+        self._saving = checkpoint.save(path, self.model.module, self.model.sharded.pieces, self.optimizer, extra,
+                                       asynchronous=self.config.checkpoint_async)  # fmt: skip
+        if not self.config.checkpoint_async:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the checkpoint that is being written is whole."""
+        if self._saving is None:
+            return
+        self._saving.wait()
+        self.saved, self._saving = self._saving.path, None
+        if self.ranks.rank == 0:
+            checkpoint.prune(self.saved.parent, self.config.checkpoint_keep)
+        self.reporter.saved(self.saved)

@@ -1,0 +1,97 @@
+"""Which plan a run takes: the one in a file, the fastest that fits, or one strategy for everything.
+
+`FSDP` and `DDP` take the micro-batch that OSDP would take unless the user gives one, so that runs
+compare like with like; the memory limit does not bind them, and it is said if they exceed it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+
+from osdp.planning import Request, memory_limit, plan_model
+from osdp.ranks import cluster_of_ranks, grid
+from osdp.training.prepare import Job, check_ranks
+from planner.baselines import uniform
+from planner.memory import peak_memory
+from planner.plan import Plan, make_plan
+from planner.search import Progress, Task, micro_batches
+from planner.space import Space
+from planner.strategy import strategies_on
+from planner.workload import Workload
+from profiler.cluster import Cluster
+from profiler.graph import ModelGraph
+from profiler.units import parse_bytes
+
+UNIFORM = {"FSDP": "shard", "DDP": "replicate"}
+"""Strategy of every operator, by `fsdp_type`."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan of a run."""
+
+    plan: Plan
+    fits: bool
+    """Whether the predicted peak is within the limit."""
+    seconds: float
+    """What finding it took; 0 where it was read from a file."""
+
+
+def choose_plan(job: Job, progress: Progress) -> Chosen:
+    """Return the plan of a job for the ranks of the process group. Called on one rank.
+
+    Raises OsdpError if a plan file is for other ranks, or nothing fits.
+    """
+    config, started = job.config, time.perf_counter()
+    if job.plan is not None:
+        check_ranks(job.plan, *grid())
+        for name in ("mem", "cluster"):
+            if getattr(config, name) is not None:
+                warnings.warn(f"{name} has no effect: the plan file says it", stacklevel=2)
+        return Chosen(job.plan, _fits(job.plan), 0.0)
+    cluster, _ = cluster_of_ranks(config.cluster)
+    wanted_bytes = None if config.mem is None else parse_bytes(config.mem)
+    request = Request(memory_limit(cluster, wanted_bytes), config.precision, config.optimizer, config.batch,
+                      config.global_batch)  # fmt: skip
+    plan = _planned(job, cluster, request, progress)
+    return Chosen(plan, _fits(plan), time.perf_counter() - started)
+
+
+def _fits(plan: Plan) -> bool:
+    return plan.predicted.peak_memory_bytes <= plan.limit_bytes
+
+
+def _planned(job: Job, cluster: Cluster, request: Request, progress: Progress) -> Plan:
+    config = job.config
+    if config.fsdp_type == "OSDP":
+        return plan_model(job.source, cluster, request, progress).plan
+    if config.batch is None:
+        found = plan_model(job.source, cluster, request, progress)
+        return uniform_plan(found.graph, found.found.load, request, UNIFORM[config.fsdp_type])
+    from profiler.trace import trace_model
+
+    graph = trace_model(job.source, config.precision, cluster.device.kind)
+    return uniform_plan(graph, _load(graph, cluster, request), request, UNIFORM[config.fsdp_type])
+
+
+def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:
+    """Return the workload of a micro-batch that the user gave."""
+    task = Task(graph, cluster, request.limit_bytes, request.optimizer, request.global_batch, request.micro_batch)
+    ((micro_batch, accumulation),) = micro_batches(task)
+    return Workload(cluster, request.optimizer, request.precision, micro_batch, accumulation)
+
+
+def uniform_plan(graph: ModelGraph, load: Workload, request: Request, strategy_name: str) -> Plan:
+    """Return the plan with one strategy everywhere; it recomputes every block only if it would not fit otherwise."""
+    space, known = Space(graph), strategies_on(load.cluster)
+    # One rank has nothing to shard over, and knows one strategy only.
+    strategy = next((strategy for strategy in known if strategy.name == strategy_name), known[0])
+    candidates = [uniform(space, load, strategy, recompute) for recompute in (False, True)]
+    fitting = [options for options in candidates if peak_memory(options, load).total_bytes <= request.limit_bytes]
+    options = (fitting or candidates)[0]
+    spanning = strategy if space.model.spanning else None
+    # Of the space that holds this one plan it is the best: no gap.
+    return make_plan(options, spanning, space, load, limit_bytes=request.limit_bytes, gap=0.0)
+

@@ -1,0 +1,154 @@
+"""Gradient accumulation: strategies that reduce once per step must know the step's last micro-batch.
+
+Unless the user says it with `no_sync()`, the plan's number of micro-batches does: every M-th
+backward reduces.  A step of the optimizer in between would use gradients that differ from rank to
+rank; it is refused.
+
+Micro-batches count when their backward begins, so a forward without one (evaluation, whatever the
+mode) does not.  Only DistributedDataParallel must be told in forward already: under it the
+backward of a micro-batch comes before the next one's forward, or the step is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from profiler.errors import OsdpError
+from runtime.outputs import refuse_double_backward, tensors_in
+from runtime.sharded import ShardedModel
+
+
+class Accumulation:
+    """Counts micro-batches of one model, tells it when to reduce, and sees to it that each forward starts clean."""
+
+    def __init__(self, sharded: ShardedModel, micro_batches: int) -> None:
+        self.sharded, self.micro_batches = sharded, micro_batches
+        self.done = 0
+        """Micro-batches of the step whose backward has begun, its last left out."""
+        self.once_per_step = any(c.phase == "step" for unit in sharded.schedule.units for c in unit.collectives)
+        self.explicit = False
+        """Whether the user says, by `no_sync` or `sync`, when to reduce."""
+        self._postpones = False
+        self._in_backward = False
+        """Whether a backward has begun and not ended; at a forward: it failed."""
+        self._own = {id(piece.parameter) for piece in sharded.pieces}
+        _watched.add(self)
+        _watch_optimizers()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave what is reduced once per step to a later micro-batch."""
+        before = self._postpones
+        self._postpones = self.explicit = True
+        try:
+            yield
+        finally:
+            self._postpones = before
+
+    def sync(self) -> None:
+        """Make the next micro-batch the last of its step, whatever the plan says."""
+        self.explicit = True
+
+    def discard(self) -> None:
+        """Give up the step: forget its micro-batches and what waits to be reduced."""
+        if self.done or self._in_backward:
+            self.sharded.recover()
+        self.done, self.explicit, self._in_backward = 0, False, False
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward, prepared for the backward that follows where there can be one."""
+        if not torch.is_grad_enabled():
+            return self.infer(self.sharded.module, *args, **kwargs)
+        if self._in_backward:
+            self.discard()
+        runner, postponed = self.sharded.runner, self._postpones
+        if runner is None:
+            output = self.sharded.module(*args, **kwargs)
+            self._count_backward(output, lambda: self._is_last(postponed))
+            return output
+        last = self._is_last(postponed)
+        with nullcontext() if last else runner.no_sync():
+            output = runner(*args, **kwargs)
+        self._count_backward(output, lambda: last)
+        return output
+
+    def infer(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run what no backward follows, and leave nothing gathered: values may change before the next.
+
+        Not in inference mode: what is gathered there for the first time could never be trained.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            output = function(*args, **kwargs)
+        self.sharded.reshard()
+        return output
+
+    def _is_last(self, postponed: bool) -> bool:
+        """Return whether the next micro-batch to be counted is its step's last, given whether the user postponed it."""
+        return not postponed and (self.explicit or self.done + 1 >= self.micro_batches)
+
+    def _count_backward(self, output: Any, is_last: Callable[[], bool]) -> None:
+        """Count the micro-batch when its backward begins."""
+        counted = False
+
+        def count(gradient: Tensor) -> None:
+            nonlocal counted
+            if counted:
+                return
+            counted, last = True, is_last()
+            if self.sharded.runner is None:
+                refuse_double_backward()
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+            if self.sharded.root is not None and self.once_per_step:
+                self.sharded.root.set_requires_all_reduce(last)
+            self.done = 0 if last else self.done + 1
+            self.explicit = self.explicit and not last
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(count)  # type: ignore[no-untyped-call]
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Free what is still gathered, whose values the optimizer's step changes.
+
+        Raises OsdpError if gradients of this model are not all reduced.
+        """
+        if not any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self.done and self.once_per_step:
+            count = "1 micro-batch" if self.done == 1 else f"{self.done} micro-batches"
+            raise OsdpError(
+                "the optimizer steps before the step's last micro-batch",
+                got=count,
+                expected="one outside of no_sync()" if self.explicit else f"{self.micro_batches}, as in the plan",
+                advice="say which is the last: run the others in `with model.no_sync():`, or call model.sync() "
+                "before it; model.zero_grad() gives the step up",
+            )
+        self.sharded.reshard()
+
+
+_watched: weakref.WeakSet[Accumulation] = weakref.WeakSet()
+"""The models of this process."""
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Have every optimizer tell before it steps; for good, as a hook cannot be removed while hooks run."""
+
+    def tell(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for accumulation in list(_watched):
+            accumulation.before_step(optimizer)
+
+    register_optimizer_step_pre_hook(tell)

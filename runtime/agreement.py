@@ -1,0 +1,120 @@
+"""All ranks succeed or all fail: what one rank cannot do is raised on every rank, and nobody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from profiler.errors import OsdpError
+from runtime.torch_compat import default_timeout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Outcome(Generic[T]):
+    """What a rank tells the others."""
+
+    value: T | None
+    error: OsdpError | None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that agree: all of the default process group, or this process alone."""
+
+    group: dist.ProcessGroup | None
+    """A gloo group of its own, so that a background thread may use it while the model trains."""
+    rank: int
+    count: int
+
+    @classmethod
+    def all(cls) -> Ranks:
+        """Return all ranks; the first call is collective, because it makes the group."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(None, 0, 1)
+        return cls(_gloo_group(dist.group.WORLD), dist.get_rank(), dist.get_world_size())
+
+    def gather(self, doing: str, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and return all results, in order of rank; they must pickle.
+
+        `doing` completes "rank 2 could not ...". Collective. Raises OsdpError on all ranks if the
+        action fails on one: the error of the lowest rank that has one.
+        """
+        cause: Exception | None = None
+        outcome: _Outcome[T]
+        try:
+            outcome = _Outcome(action(), None)
+        except OsdpError as error:
+            outcome = _Outcome(None, error)
+        except Exception as error:
+            cause, outcome = error, _Outcome(None, _failure(self.rank, doing, error))
+        outcomes = [outcome]
+        if self.group is not None:
+            outcomes = [outcome] * self.count
+            with peer_errors(doing):
+                dist.all_gather_object(outcomes, outcome, group=self.group)
+        for each in outcomes:
+            if each.error is not None:
+                raise each.error from cause
+        return [cast(T, each.value) for each in outcomes]
+
+    def together(self, doing: str, action: Callable[[], T]) -> T:
+        """Like `gather`, but each rank keeps its result to itself."""
+        results: list[T] = []
+        self.gather(doing, lambda: results.append(action()))
+        return results[0]
+
+    def on_first(self, doing: str, action: Callable[[], object]) -> None:
+        """Run `action` on rank 0 while the others wait; collective, raises on all ranks."""
+        self.together(doing, lambda: action() if self.rank == 0 else None)
+
+
+def from_rank_0(doing: str, make: Callable[[], T]) -> T:
+    """Return on every rank what `make` returns on rank 0, or raise what it raises there. Collective."""
+    ranks = Ranks.all()
+    return cast(T, ranks.gather(doing, lambda: make() if ranks.rank == 0 else None)[0])
+
+
+def agree(what: str, value: str, advice: str) -> None:
+    """Raise OsdpError on every rank if the ranks' values differ. Collective."""
+    values = Ranks.all().gather(f"tell {what}", lambda: value)
+    odd = [str(rank) for rank, other in enumerate(values) if other != values[0]]
+    if odd:
+        raise OsdpError(f"{what} is not the same on all ranks", got=f"ranks {', '.join(odd[:8])} differ from rank 0",
+                        advice=advice)  # fmt: skip
+
+
+@contextmanager
+def peer_errors(doing: str) -> Iterator[None]:
+    """Raise as OsdpError what other ranks did to a collective call: they failed in it, or are gone."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        if not isinstance(cause, Exception):  # Ctrl-C
+            raise cause from None
+        raise _failure(rank, doing, cause) from cause
+    except RuntimeError as error:
+        what = f"could not {doing}: another rank is gone or does not answer"
+        raise OsdpError(what, got=_first_line(error), advice="see the first error of the other ranks") from error
+
+
+def _failure(rank: int, doing: str, error: Exception) -> OsdpError:
+    return OsdpError(f"rank {rank} could not {doing}", got=f"{type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:300]
+
+
+@lru_cache(maxsize=1)
+def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the one group for agreements beside the default group `world`."""
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=default_timeout()))

@@ -1,0 +1,101 @@
+"""Tensors of which every rank holds some parts, as `torch.distributed.checkpoint` saves and loads them.
+
+DCP asks an object what to write (`__create_write_items__`), what to read (`__create_chunk_list__`)
+and where the data is (`__get_tensor_shard__`).  A DTensor answers for one part a rank; a GlobalTensor
+does for any number of parts, anywhere.  Parts that several ranks hold are written by one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+Part = tuple[tuple[int, ...], Tensor]
+"""Where a part starts in the whole tensor, and its data."""
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalTensor:
+    """The parts that this rank holds of a tensor; they do not overlap."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+    """None where this rank holds nothing."""
+
+    def __post_init__(self) -> None:
+        for offsets, data in self.parts:
+            ends = [start + size for start, size in zip(offsets, data.shape, strict=True)]
+            if data.dtype != self.dtype or any(end > size for end, size in zip(ends, self.shape, strict=True)):
+                raise ValueError(f"{data.dtype} {tuple(data.shape)} at {offsets} is no part of {self}")
+
+    def copy_to_cpu(self) -> GlobalTensor:
+        """Return a copy whose data does not change when training goes on."""
+        copies = tuple((offsets, data.to("cpu", copy=True)) for offsets, data in self.parts)
+        return GlobalTensor(self.shape, self.dtype, copies)
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{tuple(data.shape)} at {offsets}" for offsets, data in self.parts)
+        return f"GlobalTensor({self.shape}, {self.dtype}: {parts or 'nothing here'})"
+
+    def __create_write_items__(self, name: str, tensor: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size(self.shape)),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), data.size()) for offsets, data in self.parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for offsets, data in self.parts:
+            if torch.Size(offsets) == index.offset:
+                return data
+        raise ValueError(f"{index.fqn}: this rank holds nothing at {index.offset}")
+
+
+class GlobalSavePlanner(DefaultSavePlanner):
+    """Plans the saving of a flat dict of GlobalTensors."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Return the data to be written; DCP's own looks into tensors only."""
+        part: Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
+        return part
+
+
+class GlobalLoadPlanner(DefaultLoadPlanner):
+    """Plans loading into a flat dict of GlobalTensors, in place."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the targets as they are; DCP's own replaces what is no tensor by None."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the data to be overwritten."""
+        part: Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
+        return part

@@ -1,0 +1,139 @@
+"""The schedule: what the runtime will do to a model, as data that can be printed and verified.
+
+    Plan --compile_plan--> Schedule --apply_schedule--> ShardedModel
+
+A *unit* is a set of modules that are gathered and reduced together.  Units are in the order of
+their first forward.  The all-gather of a unit is issued while the unit before it computes (in
+backward: the unit after it), and its gradients are reduced when its own backward is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from planner.strategy import Collective, Strategy, format_choice
+from profiler.graph import Parameter
+from profiler.units import format_bytes
+from runtime.pieces import Origin
+
+
+@dataclass(frozen=True)
+class ScheduledParameter:
+    """One parameter tensor as it will be registered."""
+
+    path: str
+    """Fully qualified name in the model after splitting."""
+    origin: Origin
+    """Which part of which parameter of the original model it is."""
+    trainable: bool
+    """Whether it gets a gradient."""
+
+
+@dataclass(frozen=True)
+class ScheduledUnit:
+    """Modules that are wrapped, gathered and reduced together."""
+
+    name: str
+    """The block, or the first operator."""
+    operators: tuple[str, ...]
+    """Names of its operators."""
+    modules: tuple[str, ...]
+    """Paths of the modules that are wrapped, after splitting."""
+    parameters: tuple[ScheduledParameter, ...]
+    """Every parameter that it gathers, in the order of its operators."""
+    strategy: Strategy
+    """How it is sharded."""
+    collectives: tuple[Collective, ...]
+    """What it communicates in a micro-batch and in a step."""
+    owner: int | None = None
+    """Rank that keeps its parameters, of strategy `owner`."""
+    idle: bool = False
+    """Whether the model never runs it."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A linear operator that is cut into slices along its input features."""
+
+    module: str
+    """Path of the linear layer."""
+    count: int
+    """Number of slices."""
+
+    def slice_path(self, index: int) -> str:
+        """Return the path of the module of one slice."""
+        return f"{self.module}.slices.{index}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything that is done to a model to run a plan."""
+
+    nodes: int
+    ranks_per_node: int
+    precision: str
+    """Compute dtype, `fp32` or `bf16`."""
+    accumulation: int
+    """Micro-batches per step."""
+    units: tuple[ScheduledUnit, ...]
+    """In the order of their first forward."""
+    splits: tuple[Split, ...]
+    """Operators that are cut into slices, before anything else is done."""
+    recomputed: tuple[str, ...]
+    """Blocks whose forward runs again in backward."""
+    by_ddp: bool
+    """Whether DistributedDataParallel runs it: all is replicated, and its buckets fit as well."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    def collectives(self) -> Counter[Collective]:
+        """Return how often each collective is sent in a step (by units; DDP sends buckets)."""
+        counts: Counter[Collective] = Counter()
+        for unit in self.units:
+            for collective in unit.collectives:
+                counts[collective] += 1 if collective.phase == "step" else self.accumulation
+        return counts
+
+    def __str__(self) -> str:
+        """Return a table of the units, in execution order.
+
+        The mesh is (copies x shards of each); the bytes are of all the unit's parameters in fp32.  A
+        unit is gathered while the one named there computes: in forward, and then in backward.
+        """
+        head = f"{self.world_size} ranks ({self.nodes} x {self.ranks_per_node}), {self.precision}, "
+        head += f"{len(self.units)} units, {len(self.recomputed)} blocks recomputed"
+        if self.by_ddp:
+            head += "; all replicated: run by DistributedDataParallel, gradients all-reduced in buckets"
+        rows = [("unit", "operators", "strategy", "mesh", "bytes", "after forward", "gathered under", "then under")]
+        for index, unit in enumerate(self.units):
+            before = self.units[index - 1].name if index else "nothing"
+            after = self.units[index + 1].name if index + 1 < len(self.units) else "nothing"
+            numel = sum(Parameter("", p.origin.sizes).numel for p in unit.parameters)
+            gathers = any(collective.phase == "forward" for collective in unit.collectives)
+            again = any(collective.phase == "backward" for collective in unit.collectives)
+            rows.append(
+                (
+                    unit.name + (" (recomputed)" if unit.name in self.recomputed else ""),
+                    str(len(unit.operators)),
+                    format_choice((unit.strategy,)) + (f" on rank {unit.owner}" if unit.owner is not None else ""),
+                    f"{self.world_size // unit.strategy.group} x {unit.strategy.group}",
+                    format_bytes(4 * numel),
+                    _after_forward(unit.strategy),
+                    before if gathers else "-",
+                    after if again else "-",
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([head, *lines])
+
+
+def _after_forward(strategy: Strategy) -> str:
+    """Say what becomes of gathered parameters after the forward."""
+    if strategy.keeps_unsharded:
+        return "kept"
+    return f"kept by {strategy.secondary}" if strategy.secondary else "resharded"

@@ -1,0 +1,147 @@
+"""What differs between PyTorch versions, and the private parts of FSDP2 that we cannot do without.
+
+Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.12 lies in between.
+
+    all_gather, reduce_scatter   2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`
+    default_timeout              no public name gives it
+    data_parallel                2.13 renamed an option of DistributedDataParallel
+    AllGather, ReduceScatter     interfaces of custom communication, not exported by torch.distributed.fsdp
+    share_secondary_mesh         `reshard_after_forward=K` makes a new mesh, and so new process groups,
+                                 for every call; here all units with equal K get one
+    reset_iteration              2.13 has it, but leaves unsharded gradients for the next backward to add to
+    uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
+    keep_after_forward           when a forward runs again in backward, only newer versions leave what it gathered
+                                 gathered, and `set_reshard_after_forward` forgets K, so it cannot be set and set back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from inspect import signature
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.parallel import DistributedDataParallel
+
+from profiler.errors import OsdpError
+
+__all__ = [
+    "AllGather",
+    "ReduceScatter",
+    "all_gather",
+    "data_parallel",
+    "default_timeout",
+    "keep_after_forward",
+    "reduce_scatter",
+    "reset_iteration",
+    "share_secondary_mesh",
+    "uneven_dtensor",
+]
+
+
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather every rank's `shard` (s,) of the group into `output` (n s,), in rank order."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, shard, group=group)
+
+
+def reduce_scatter(output: Tensor, full: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    """Reduce `full` (n s,) over the group and leave this rank's part in `output` (s,)."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, full, op=op, group=group)
+
+
+def default_timeout() -> timedelta | None:
+    """Return the timeout of the default process group, which `new_group` does not take over by itself."""
+    world = cast(Any, dist.group.WORLD)
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        if options is not None:
+            return cast(timedelta, options._timeout)
+    return None
+
+
+def data_parallel(model: nn.Module, device: torch.device, find_unused_parameters: bool) -> DistributedDataParallel:
+    """Wrap a model; its buffers stay each rank's own, as under every other strategy."""
+    own = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else (
+        "broadcast_buffers")  # fmt: skip
+    options: dict[str, Any] = {own: False}
+    devices = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True,
+                                   find_unused_parameters=find_unused_parameters, **options)  # fmt: skip
+
+
+def reset_iteration(root: FSDPModule) -> None:
+    """Let a model start anew after a forward or backward that failed, or a step that was given up.
+
+    Raises OsdpError before 2.13, which cannot.
+    """
+    reset = getattr(root, "reset_iter_state", None)
+    if reset is None:
+        raise OsdpError("training cannot go on after a failed or unfinished step on this PyTorch",
+                        got=f"torch {torch.__version__}", expected="torch 2.13",
+                        advice="start again from the last checkpoint")  # fmt: skip
+    reset()
+    for module in cast(nn.Module, root).modules():
+        for group in _param_groups(module) if isinstance(module, FSDPModule) else ():
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+@contextmanager
+def share_secondary_mesh(mesh: DeviceMesh) -> Iterator[None]:
+    """Let `fully_shard(reshard_after_forward=K)` use `mesh`, of shape (N / K, K), instead of a new one."""
+    original = vars(_fsdp_init)["DeviceMesh"]
+    vars(_fsdp_init)["DeviceMesh"] = lambda device_type, ranks: mesh
+    try:
+        yield
+    finally:
+        vars(_fsdp_init)["DeviceMesh"] = original
+
+
+@contextmanager
+def keep_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
+    """Keep the parameters of these units unsharded when a forward ends: their backward comes next."""
+    groups = [group for module in modules for group in _param_groups(module)]
+    for group in groups:
+        vars(group).update(reshard=_nothing, _record_post_forward=_nothing)
+    try:
+        yield
+    finally:
+        for group in groups:
+            for name in ("reshard", "_record_post_forward"):
+                vars(group).pop(name, None)
+
+
+def _nothing() -> None:
+    """Stand in for what must not happen."""
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state = cast(Any, module)._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # 2.13 allows for several
+    if groups is not None:
+        return list(groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
+    """Return a DTensor of `shape` whose rows the ranks of a mesh share in any way; this one has `local`.
+
+    `local` stays where it is, as with FSDP2: parameters rest on the host and the mesh is of GPUs.
+    """
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return cast(Any, DTensor)(local, spec, requires_grad=False)  # type: ignore[no-any-return]

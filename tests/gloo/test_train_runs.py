@@ -1,0 +1,156 @@
+"""Training runs on CPU ranks, against a plain PyTorch loop: losses, resuming, and what is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from osdp.training.config import TrainConfig, load_config
+from osdp.training.events import Silent, Start, Step, Summary
+from osdp.training.prepare import prepare
+from osdp.training.tasks import Addition, batch
+from osdp.training.worker import run_rank
+from osdp.zoo import load_model
+
+STEPS = 6
+BATCH = 8
+
+
+class Collected(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.starts: list[Start] = []
+        self.steps: list[Step] = []
+        self.summaries: list[Summary] = []
+
+    def started(self, start: Start) -> None:
+        self.starts.append(start)
+
+    def stepped(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def finished(self, summary: Summary) -> None:
+        self.summaries.append(summary)
+
+
+def train_here(rank: int, config: TrainConfig) -> Collected:
+    """Be one rank of a run."""
+    collected = Collected()
+    run_rank(prepare(config), collected)
+    return collected
+
+
+def train(ranks: int, **options: Any) -> Collected:
+    """Train on so many ranks and return what rank 0 was told."""
+    fixed = {"steps": STEPS, "global_batch": BATCH, "log_every": 1, "device": "cpu", "timeout_s": 30.0}
+    config = load_config("gpt2", fixed | options)
+    found: Collected = run_ranks(train_here, ranks, config, joins=False)[0]
+    return found
+
+
+def losses(collected: Collected) -> dict[int, float]:
+    return {step.number: step.loss for step in collected.steps}
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[int, float]:
+    """Losses of a loop on one process that knows nothing of OSDP."""
+    torch.manual_seed(0)
+    model = load_model("gpt2-tiny").build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    task, found = Addition(2, 7, 0), {}
+    for step in range(STEPS):
+        tokens, labels = (torch.from_numpy(array) for array in batch(task, range(step * BATCH, (step + 1) * BATCH)))
+        for group in optimizer.param_groups:
+            group["lr"] = 4e-3 * (step + 1) / 50  # the configuration's warm-up
+        loss = model(tokens, labels=labels)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found[step + 1] = loss.item()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {}),
+        (4, {"fsdp_type": "FSDP"}),
+        (2, {"fsdp_type": "DDP"}),
+        (2, {"batch": 2}),  # two micro-batches a step
+        (2, {"batch": 2, "fsdp_type": "DDP"}),
+    ],
+)
+def test_losses_are_those_of_one_process(ranks: int, options: dict[str, Any], reference: dict[int, float]) -> None:
+    collected = train(ranks, **options)
+    assert losses(collected) == pytest.approx(reference, rel=2e-5)
+    plan = collected.starts[0].plan
+    assert ranks * plan.micro_batch * plan.accumulation == BATCH
+    if options.get("fsdp_type"):
+        assert set(plan.choices.values()) == {{"FSDP": "shard", "DDP": "replicate"}[options["fsdp_type"]]}
+
+
+def test_a_resumed_run_continues_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Bit for bit, dropout included."""
+    card = tmp_path / "dropout.yaml"
+    text = Path(__file__).parents[2].joinpath("configs/models/gpt2-tiny.yaml").read_text()
+    card.write_text(text + "  dropout: 0.3\n")
+    folder = str(tmp_path / "checkpoints")
+    whole = train(2, model=str(card), checkpoint=folder, checkpoint_every=2, checkpoint_keep=9, checkpoint_async=True)
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["step-000002", "step-000004", "step-000006"]
+    resumed = train(2, model=str(card), resume=f"{folder}/step-000004")
+    assert resumed.starts[0].first_step == 4
+    assert losses(resumed) == {number: loss for number, loss in losses(whole).items() if number > 4}
+
+
+def test_checkpoints_serve_other_ranks_and_old_ones_go(tmp_path: Path, reference: dict[int, float]) -> None:
+    folder = str(tmp_path / "checkpoints")
+    train(2, checkpoint=folder, checkpoint_every=1, checkpoint_keep=2, steps=4)
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["step-000003", "step-000004"]
+    elsewhere = train(1, resume=f"{folder}/step-000003", fsdp_type="DDP")
+    assert losses(elsewhere) == pytest.approx({n: loss for n, loss in reference.items() if n > 3}, rel=2e-5)
+    finished = train(2, checkpoint=folder, steps=4)
+    assert finished.steps == []
+    assert (finished.summaries[0].steps, finished.summaries[0].memory) == (0, None)
+    with pytest.raises(AssertionError, match="is of a run with other data"):
+        train(2, checkpoint=folder, seed=1)
+
+
+def test_what_is_measured(tmp_path: Path) -> None:
+    collected = train(2, fsdp_type="DDP", tensorboard=str(tmp_path))
+    (summary,) = collected.summaries
+    assert summary.timed_steps == STEPS - 2
+    assert summary.samples_per_s == pytest.approx(BATCH / summary.step_s)
+    assert summary.accuracy is not None
+    assert summary.accuracy.total == 256
+    assert summary.memory is not None
+    # Parameters, gradients and two moments of every parameter at least, in fp32, and little more at this size.
+    assert 4 * 4 * 241_024 < summary.memory.peak_bytes < 1.5 * 4 * 4 * 241_024
+    predicted = summary.plan.predicted
+    tensors_bytes = predicted.peak_memory_bytes - predicted.memory_by_category["reserve"]
+    assert summary.memory.peak_bytes == pytest.approx(tensors_bytes, rel=0.1)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run() -> None:
+    with pytest.raises(AssertionError, match=r"the loss of step [2-6] is not finite on ranks 0, 1"):
+        train(2, optimizer="sgd", lr=1e30, clip=1e30)
+
+
+def test_baselines_take_the_micro_batch_of_the_plan_and_say_if_they_do_not_fit() -> None:
+    """4.0 bytes x 4 x 241,024 = 3.7 MiB of states do not go into 254 MiB beside 251 MiB of reserve."""
+    fixed = {"global_batch": None, "steps": 1}
+    config = dataclasses.replace(load_config("gpt2", {}), mem="254MB", device="cpu", **fixed)  # type: ignore[arg-type]
+    planned, replicated = (
+        run_ranks(train_here, 2, dataclasses.replace(config, fsdp_type=kind), joins=False)[0].starts[0]
+        for kind in ("OSDP", "DDP")
+    )
+    assert planned.fits
+    assert not replicated.fits
+    assert replicated.plan.micro_batch == planned.plan.micro_batch

@@ -1,0 +1,22 @@
+"""Random plans: any strategy for any operator, splits where they can be, blocks recomputed at random."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from parity import Case, blocks_of, cluster_of, graph_of
+
+from planner.strategy import format_choice, known_strategies
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, family: str, precision: str = "fp32") -> Case:
+    """Draw a plan for 2 x 2 ranks."""
+    graph = graph_of(family, precision)
+    one = st.sampled_from(known_strategies(cluster_of(2, 2)))
+    choices = {}
+    for operator in graph.operators:
+        can_split = operator.kind == "Linear" and len(operator.modules) == 1
+        slices = draw(st.lists(one, min_size=1, max_size=4 if can_split else 1))
+        choices[operator.name] = format_choice(slices)
+    recomputed = tuple(block for block in blocks_of(family) if draw(st.booleans()))
+    return Case(family, choices, recomputed=recomputed, precision=precision, accumulation=draw(st.integers(1, 3)))

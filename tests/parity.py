@@ -1,0 +1,216 @@
+"""Training of a plan on ranks against the same training in one process, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from osdp.clusters import load_cluster
+from osdp.models.config import BertConfig, GPT2Config, LlamaConfig, UnevenConfig
+from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, model_ref
+from planner.strategy import known_strategies
+from profiler.cluster import Cluster
+from profiler.graph import ModelGraph
+from profiler.source import ModelSource
+from profiler.trace import trace_model
+
+LENGTH = 8
+STEPS = 5
+BATCH = 2
+MAX_NORM = 0.05
+"""Low enough that every step is clipped (checked)."""
+
+
+def build(family: str) -> nn.Module:
+    """Return a small model of a family; sizes do not divide by the number of ranks."""
+    from osdp.models.bert import Bert
+    from osdp.models.gpt2 import GPT2
+    from osdp.models.llama import Llama
+    from osdp.models.uneven import Uneven
+
+    match family:
+        case "gpt2":
+            return GPT2(GPT2Config(vocabulary_size=29, maximum_positions=LENGTH, hidden_size=12, layers=2, heads=2))
+        case "bert":
+            return Bert(BertConfig(vocabulary_size=29, maximum_positions=LENGTH, token_types=2, hidden_size=12,
+                                   layers=2, heads=2, intermediate_size=20))  # fmt: skip
+        case "llama":
+            return Llama(LlamaConfig(vocabulary_size=29, maximum_positions=LENGTH, hidden_size=12, layers=2,
+                                     heads=2, key_value_heads=1, intermediate_size=20, rope_base=1e4,
+                                     tied_head=True))  # fmt: skip
+        case "uneven":
+            return Uneven(UnevenConfig(vocabulary_size=29, maximum_positions=LENGTH, head_size=4,
+                                       encoder_widths=(8, 12), decoder_widths=(8, 4)))  # fmt: skip
+    raise ValueError(family)
+
+
+FAMILIES = ("gpt2", "bert", "llama", "uneven")
+
+
+def inputs(module: nn.Module, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of forward."""
+    made: tuple[tuple[Any, ...], dict[str, Any]] = module.example_inputs(batch, LENGTH)  # type: ignore[operator]
+    return made
+
+
+@cache
+def graph_of(family: str, precision: str = "fp32") -> ModelGraph:
+    """Return the traced model."""
+    return trace_model(ModelSource(family, lambda: build(family), inputs, LENGTH), precision)
+
+
+def cluster_of(nodes: int, ranks_per_node: int) -> Cluster:
+    """Return a cluster of CPU ranks."""
+    return load_cluster("cpu-gloo", nodes, ranks_per_node)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what is done to it."""
+
+    family: str
+    choices: Mapping[str, str]
+    """By operator; others take `default`."""
+    default: str = "shard"
+    recomputed: tuple[str, ...] = ()
+    precision: str = "fp32"
+    accumulation: int = 1
+    nodes: int = 2
+    ranks_per_node: int = 2
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of OSDP."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    def plan(self) -> Plan:
+        """Return the plan."""
+        graph, cluster = graph_of(self.family, self.precision), cluster_of(self.nodes, self.ranks_per_node)
+        nothing = Prediction(0, {}, "", 1.0, {}, 1.0)
+        return Plan(
+            schema=Plan.SCHEMA,
+            model=model_ref(graph),
+            cluster=ClusterRef(cluster.name, cluster_fingerprint(cluster), cluster.nodes, cluster.gpus_per_node),
+            optimizer="adam",
+            limit_bytes=1 << 40,
+            micro_batch=BATCH,
+            accumulation=self.accumulation,
+            predicted=nothing,
+            gap=0.0,
+            choices={operator.name: self.choices.get(operator.name, self.default) for operator in graph.operators},
+            recomputed_blocks=list(self.recomputed),
+        )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training run went through."""
+
+    losses: list[float]
+    """Mean over ranks of every micro-batch's loss."""
+    norms: list[float]
+    """Gradient norm of every step, before clipping."""
+    parameters: dict[str, Tensor]
+    """At the end."""
+
+
+def batches(family: str, world_size: int, accumulation: int, steps: int = STEPS) -> list[list[list[Any]]]:
+    """Return arguments of forward by step, micro-batch and rank."""
+    module = build(family)
+    torch.manual_seed(7)
+    return [[[inputs(module, BATCH) for _ in range(world_size)] for _ in range(accumulation)] for _ in range(steps)]
+
+
+def initial(family: str) -> nn.Module:
+    """Return the model that every run starts from; not small at all, so that rounding of zeros does not matter."""
+    torch.manual_seed(3)
+    module = build(family)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return module
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of every run."""
+    return torch.optim.Adam(parameters, lr=1e-2, eps=1e-3)
+
+
+@cache
+def reference(family: str, world_size: int, accumulation: int, precision: str = "fp32", steps: int = STEPS) -> Trained:
+    """Train in one process what all ranks together train.
+
+    In bf16 every rank's share is computed by itself from rounded parameters, as a device would.
+    """
+    module = initial(family)
+    optimizer, losses, norms = optimizer_of(module.parameters()), [], []
+    for step in batches(family, world_size, accumulation, steps):
+        for micro_batch in step:
+            mean = torch.stack([compute(module, precision, args, kwargs) for args, kwargs in micro_batch]).mean()
+            (mean / accumulation).backward()
+            losses.append(mean.item())
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, norms, {name: value.detach() for name, value in module.state_dict().items()})
+
+
+def compute(module: nn.Module, precision: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the loss of a module whose parameters rest in fp32."""
+    if precision == "fp32":
+        return module(*args, **kwargs)
+    rounded = {name: parameter.to(torch.bfloat16) for name, parameter in module.named_parameters()}
+    return torch.func.functional_call(module, rounded, args, kwargs)
+
+
+def train_all(rank: int, cases: Sequence[Case]) -> list[Trained | None]:
+    """Train several cases one after the other, which saves starting the ranks."""
+    return [train(rank, case) for case in cases]
+
+
+def train(rank: int, case: Case, steps: int = STEPS, wrap: Callable[..., Any] | None = None) -> Trained | None:
+    """Train on a rank; the result is on rank 0."""
+    from osdp import OSDP
+
+    model = (wrap or OSDP)(initial(case.family), case.plan(), example_inputs=None, **case.keywords)
+    optimizer, losses, norms = optimizer_of(model.parameters()), [], []
+    for step in batches(case.family, case.world_size, case.accumulation, steps):
+        for micro_batch in step:
+            args, kwargs = micro_batch[rank]
+            loss = model(*args, **kwargs)
+            (loss / case.accumulation).backward()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+            losses.append(mean.item())
+        norms.append(model.clip_grad_norm_(MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = model.full_state_dict()
+    return Trained(losses, norms, parameters) if rank == 0 else None
+
+
+def compare(got: Trained, wanted: Trained, rtol: float = 1e-5, atol: float = 2e-6) -> None:
+    """Assert that two runs went the same way."""
+    assert min(wanted.norms) > MAX_NORM
+    torch.testing.assert_close(got.losses, wanted.losses, rtol=rtol, atol=atol)
+    torch.testing.assert_close(got.norms, wanted.norms, rtol=10 * rtol, atol=atol)
+    assert list(got.parameters) == list(wanted.parameters)
+    torch.testing.assert_close(got.parameters, wanted.parameters, rtol=rtol, atol=10 * atol)
+
+
+def blocks_of(family: str) -> Sequence[str]:
+    """Return the names of a model's blocks."""
+    return [block.name for block in graph_of(family).blocks]
+
+
+def alone(offloaded: bool = False) -> list[str]:
+    """Return every strategy of 2 x 2 ranks, all with or all without offload."""
+    return [str(strategy) for strategy in known_strategies(cluster_of(2, 2)) if strategy.offload == offloaded]

@@ -1,0 +1,174 @@
+"""Small models with one odd trait each, plans for them, and what tests on ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from parity import cluster_of
+from torch import Tensor, nn
+
+from osdp.live_model import source_of
+from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, model_ref
+from planner.strategy import known_strategies
+from profiler.errors import OsdpError
+from profiler.graph import ModelGraph
+from profiler.trace import trace_model
+
+STRATEGIES = [str(strategy) for strategy in known_strategies(cluster_of(2, 2)) if not strategy.offload]
+WITH_OFFLOAD = [*STRATEGIES, "shard+offload", "owner+offload", "replicate+offload"]
+
+
+class Toy(nn.Module):
+    """A model of 6 features that infers nothing about its inputs."""
+
+    def example_inputs(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments of forward."""
+        return (torch.randn(batch, 5, 6),), {}
+
+
+class InPlace(Toy):
+    """Changes what its layers return, views and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 5, 6) -> a loss."""
+        y = self.first(x)
+        y *= 2
+        z = self.second(torch.tanh(y))
+        z += x
+        w = self.norm(z)
+        w *= 3
+        return w.pow(3).mean()
+
+
+class Irregular(Toy):
+    """Runs its layers a number of times that the caller says, and a layer only if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, times: int = 2, third: bool = True) -> Tensor:
+        """(batch, 5, 6) -> a loss."""
+        for _ in range(times):
+            x = x + torch.tanh(self.second(self.first(x) * self.scale))
+        return (self.third(x) if third else x).pow(2).mean()
+
+
+@dataclass
+class Result:
+    """What no pytree knows."""
+
+    loss: Tensor
+    hidden: Tensor
+
+
+class Block(nn.Module):
+    """A residual branch with dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 5, 6) -> the same shape."""
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Blocks(Toy):
+    """Two blocks, buffers, a frozen layer, and outputs of every form."""
+
+    def __init__(self, output: str = "tensor", dropout: float = 0.0, frozen: bool = True) -> None:
+        super().__init__()
+        self.output = output
+        self.blocks = nn.ModuleList([Block(dropout), Block(dropout)])
+        self.head = nn.Linear(6, 3)
+        self.blocks[0].down.requires_grad_(not frozen)
+        self.register_buffer("mask", torch.rand(6) + 0.5)
+        self.register_buffer("offset", torch.rand(5, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        """(batch, 5, 6) -> a loss, alone or among others."""
+        x = x * self.mask + self.offset
+        for block in self.blocks:
+            x = block(x)
+        y = self.head(x)
+        loss = y.pow(2).mean()
+        forms = {"tensor": loss, "tuple": (loss, [y]), "dict": {"loss": loss, "y": y}, "dataclass": Result(loss, y)}
+        return forms[self.output]
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss out of any form of output."""
+    match output:
+        case Tensor():
+            return output
+        case tuple():
+            return output[0] + output[1][0].mean()
+        case dict():
+            return output["loss"] + output["y"].mean()
+        case Result():
+            return output.loss + output.hidden.mean()
+    raise TypeError(output)
+
+
+def plan_of(model: nn.Module, default: str = "shard", choices: Mapping[str, str] | None = None, *,
+            accumulation: int = 1, recomputed: tuple[str, ...] = (), ranks: tuple[int, int] = (2, 2),
+            ) -> Plan:  # fmt: skip
+    """Return a plan for a model on so many nodes and ranks per node."""
+    graph, cluster = _graph(model), cluster_of(*ranks)
+    return Plan(
+        schema=Plan.SCHEMA,
+        model=model_ref(graph),
+        cluster=ClusterRef(cluster.name, cluster_fingerprint(cluster), *ranks),
+        optimizer="adam",
+        limit_bytes=1 << 40,
+        micro_batch=2,
+        accumulation=accumulation,
+        predicted=Prediction(0, {}, "", 1.0, {}, 1.0),
+        gap=0.0,
+        choices={operator.name: (choices or {}).get(operator.name, default) for operator in graph.operators},
+        recomputed_blocks=list(recomputed),
+    )
+
+
+_graphs: dict[str, ModelGraph] = {}
+
+
+def _graph(model: nn.Module) -> ModelGraph:
+    """Return the traced model; models that print alike and train alike are traced once."""
+    key = f"{model} {[name for name, parameter in model.named_parameters() if parameter.requires_grad]}"
+    if key not in _graphs:
+        _graphs[key] = trace_model(source_of(model, "toy", None, None), "fp32")
+    return _graphs[key]
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
+    """Return what a factory makes under a seed."""
+    torch.manual_seed(seed)
+    return build()
+
+
+def batch_of(model: nn.Module, rank: int, step: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of forward that every rank and step has others of."""
+    torch.manual_seed(1000 * step + rank)
+    made: tuple[tuple[Any, ...], dict[str, Any]] = model.example_inputs(2)  # type: ignore[operator]
+    return made
+
+
+def refusal(function: Callable[[], Any]) -> str:
+    """Return the words of the OsdpError that a call raises; fails if it raises none."""
+    try:
+        function()
+    except OsdpError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")

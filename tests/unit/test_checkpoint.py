@@ -1,0 +1,361 @@
+"""Checkpoints of a single process: formats, optimizers, refusals, the folder, a writer that is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_layouts import train
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from profiler.errors import OsdpError
+from profiler.files import validate
+from runtime.checkpoint import latest, load, prune, save
+from runtime.checkpoint_format import Manifest, StoredTensor, describe_file, read_manifest, write_manifest
+from runtime.global_tensor import GlobalTensor
+from runtime.pieces import Piece, piece_of, whole
+
+TESTS = Path(__file__).parents[1]
+
+
+def pieces_of(net: nn.Module) -> list[Piece]:
+    return [piece_of(whole(name, parameter.shape), parameter) for name, parameter in net.named_parameters()]
+
+
+def linear(seed: int = 0) -> tuple[nn.Linear, list[Piece]]:
+    torch.manual_seed(seed)
+    net = nn.Linear(3, 2)
+    return net, pieces_of(net)
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adam, {"foreach": True, "amsgrad": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"lr": torch.tensor(0.01), "foreach": False}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.2}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.ASGD, {"t0": 1.0}),
+    (torch.optim.Rprop, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+def test_every_optimizer_goes_on_as_if_nothing_had_happened(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    net, pieces = linear()
+    net.scale = nn.Parameter(torch.tensor(2.0))
+    pieces.append(piece_of(whole("scale", ()), net.scale))
+    optimizer = kind(net.parameters(), **options)
+    train(pieces, optimizer, range(3))
+    save(tmp_path / "step-3", net, pieces, optimizer)
+    state_3 = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    train(pieces, optimizer, range(3, 5))
+    after_5 = [parameter.detach().clone() for parameter in net.parameters()]
+
+    how = {name: value for name, value in options.items() if name in ("foreach", "fused")}
+    lr = torch.tensor(5.0) if isinstance(options.get("lr"), Tensor) else 5.0
+    fresh = kind(net.parameters(), lr=lr, **how)
+    load(tmp_path / "step-3", net, pieces, fresh)
+    torch.testing.assert_close(fresh.state_dict(), state_3, rtol=0, atol=0)
+    train(pieces, fresh, range(3, 5))
+    assert all(torch.equal(p, value) for p, value in zip(net.parameters(), after_5, strict=True))
+
+
+def test_moments_keep_their_dtype(tmp_path: Path) -> None:
+    net, _ = linear()
+    net.to(torch.bfloat16)
+    pieces = pieces_of(net)
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    for parameter in net.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full(parameter.shape, 1.0009765625)
+    save(tmp_path / "a", net, pieces, optimizer)
+    again = torch.optim.SGD(net.parameters(), momentum=0.9)
+    load(tmp_path / "a", net, pieces, again)
+    buffer = again.state[net.weight]["momentum_buffer"]
+    assert buffer.dtype == torch.float32
+    assert buffer.eq(1.0009765625).all()
+
+
+def test_parameters_are_converted_to_the_dtype_of_the_model(tmp_path: Path) -> None:
+    net, pieces = linear()
+    save(tmp_path / "a", net, pieces)
+    half, _ = linear(seed=1)
+    half.to(torch.bfloat16)
+    load(tmp_path / "a", half, pieces_of(half))
+    assert torch.equal(half.weight, net.weight.to(torch.bfloat16))
+
+
+def test_an_optimizer_without_state_loads_as_one(tmp_path: Path) -> None:
+    net, pieces = linear()
+    save(tmp_path / "a", net, pieces, torch.optim.Adam(net.parameters(), lr=0.5))
+    optimizer = torch.optim.Adam(net.parameters())
+    train(pieces, optimizer, range(1))
+    load(tmp_path / "a", net, pieces, optimizer)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_schedulers_and_data_come_back_in_extra(tmp_path: Path) -> None:
+    net, pieces = linear()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    extra = {"scheduler": scheduler.state_dict(), "data": {"epoch": 3, "seen": [1, None, True, "ü"]}}
+    assert extra["scheduler"]["best"] == math.inf
+    save(tmp_path / "a", net, pieces, optimizer, extra)
+    assert load(tmp_path / "a", net, pieces, optimizer) == extra
+
+
+@pytest.mark.parametrize(
+    ("extra", "where"),
+    [
+        ({"a": {"b": [0, Tensor()]}}, "extra['a']['b'][1] cannot be saved\n  got: a Tensor"),
+        ({"a": {3: 1}}, "extra['a'] cannot be saved\n  got: the key 3"),
+        ({"a": (1, 2)}, "extra['a'] cannot be saved\n  got: a tuple"),
+    ],
+)
+def test_extra_that_would_come_back_changed_is_refused(extra: dict[str, Any], where: str, tmp_path: Path) -> None:
+    net, pieces = linear()
+    with pytest.raises(OsdpError) as caught:
+        save(tmp_path / "a", net, pieces, extra=extra)
+    assert where in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+class Named(nn.Module):
+    def __init__(self, count: int, width: int = 2) -> None:
+        super().__init__()
+        for index in range(count):
+            self.register_parameter(f"p{index}", nn.Parameter(torch.ones(width)))
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "told"),
+    [
+        (Named(1), Named(8), "it lacks parameters or buffers of the model\n  got: p1, p2, p3, p4, p5 and 2 more"),
+        (Named(3), Named(1), "it holds parameters or buffers that the model has not\n  got: p1, p2\n"),
+        (Named(1), Named(1, width=3), "shapes differ from the model's\n  got: p0 (2,)\n  expected: p0 (3,)"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(saved: Named, here: Named, told: str, tmp_path: Path) -> None:
+    save(tmp_path / "a", saved, pieces_of(saved))
+    with pytest.raises(OsdpError) as caught:
+        load(tmp_path / "a", here, pieces_of(here))
+    assert f"{tmp_path / 'a'} cannot be loaded: {told}" in str(caught.value)
+
+
+def other_optimizers(net: nn.Module) -> list[tuple[torch.optim.Optimizer, str]]:
+    weight, bias = net.parameters()
+    return [
+        (torch.optim.SGD([weight, bias]), "it is of another optimizer\n  got: Adam\n  expected: SGD"),
+        (torch.optim.Adam([weight]), "its optimizer has other parameters\n  got: bias"),
+        (torch.optim.Adam([weight, nn.Parameter(torch.ones(1))]), "Adam has a parameter that is not the model's"),
+    ]
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_state_of_another_optimizer_is_refused(index: int, tmp_path: Path) -> None:
+    net, pieces = linear()
+    save(tmp_path / "a", net, pieces, torch.optim.Adam(net.parameters()))
+    optimizer, told = other_optimizers(net)[index]
+    with pytest.raises(OsdpError) as caught:
+        load(tmp_path / "a", net, pieces, optimizer)
+    assert told in str(caught.value)
+
+
+def test_groups_may_be_divided_but_not_joined(tmp_path: Path) -> None:
+    net, pieces = linear()
+    apart = [{"params": [net.weight], "lr": 1.0}, {"params": [net.bias], "lr": 2.0}]
+    save(tmp_path / "joined", net, pieces, torch.optim.SGD(net.parameters(), lr=3.0))
+    save(tmp_path / "apart", net, pieces, torch.optim.SGD(apart))
+    optimizer = torch.optim.SGD([{**group, "lr": 0.0} for group in apart])
+    load(tmp_path / "joined", net, pieces, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [3.0, 3.0]
+    with pytest.raises(OsdpError, match="other parameter groups"):
+        load(tmp_path / "apart", net, pieces, torch.optim.SGD(net.parameters()))
+
+
+def test_a_checkpoint_without_optimizer_says_so(tmp_path: Path) -> None:
+    net, pieces = linear()
+    save(tmp_path / "a", net, pieces)
+    with pytest.raises(OsdpError, match="it holds no optimizer's state"):
+        load(tmp_path / "a", net, pieces, torch.optim.Adam(net.parameters()))
+
+
+class Extra(nn.Module):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+def test_extra_state_is_refused_and_not_lost(tmp_path: Path) -> None:
+    net = nn.Sequential(Extra())
+    with pytest.raises(OsdpError, match=r"^0 has extra state"):
+        save(tmp_path / "a", net, [])
+
+
+def test_torch_tools_read_it_too(tmp_path: Path) -> None:
+    net, pieces = linear()
+    save(tmp_path / "a", net, pieces)
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "a.pt")
+    by_torch = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert by_torch.keys() == {"model.weight", "model.bias"}
+    assert torch.equal(by_torch["model.weight"], net.weight)
+
+
+def test_tensors_that_are_code_are_refused(tmp_path: Path) -> None:
+    """Also where the manifest was written to fit: it is no signature."""
+    net, pieces = linear()
+    save(tmp_path / "a", net, pieces)
+    file, mark = tmp_path / "a" / "__0_0.distcp", tmp_path / "sprung"
+    trap = pickle.dumps({"run": Trap(str(mark))}, protocol=2)
+    file.write_bytes(trap)
+    manifest = read_manifest(tmp_path / "a")
+    forged = {
+        key: StoredTensor(t.dtype, t.shape, tuple(type(p)(p.offsets, p.sizes, p.file, 0, len(trap)) for p in t.parts))
+        for key, t in manifest.tensors.items()
+    }
+    files = manifest.files | {file.name: describe_file(file)}
+    write_manifest(tmp_path / "a", Manifest(files, forged, None, {}))
+    with pytest.raises(OsdpError, match="could not read"):
+        load(tmp_path / "a", net, pieces)
+    assert not mark.exists()
+
+
+class Trap:
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (self.mark,)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "its manifest is damaged"),
+        ("[]", "its manifest is damaged"),
+        ('{"schema": "osdp.checkpoint/1"}', "its manifest is damaged"),
+        ('{"schema": "osdp.checkpoint/9", "blake2b": "", "manifest": {}}', "another version of OSDP wrote it"),
+    ],
+)
+def test_a_manifest_of_another_kind_is_refused(text: str, told: str, tmp_path: Path) -> None:
+    net, pieces = linear()
+    save(tmp_path / "step-1", net, pieces)
+    (tmp_path / "step-1" / "manifest.json").write_text(text)
+    with pytest.raises(OsdpError, match=told):
+        load(tmp_path / "step-1", net, pieces)
+    assert latest(tmp_path) is None
+
+
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
+    net, pieces = linear()
+    save(tmp_path / "a", net, pieces)
+    path = tmp_path / "a" / "manifest.json"
+    body = json.loads(path.read_text())["manifest"]
+    body["tensors"]["model.bias"]["parts"][0]["file"] = "../b/__0_0.distcp"
+    manifest, _ = validate(body, Manifest)
+    assert manifest is not None
+    write_manifest(tmp_path / "a", manifest)
+    with pytest.raises(OsdpError, match="its manifest is damaged"):
+        load(tmp_path / "a", net, pieces)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_folder_keeps_the_newest(tmp_path: Path) -> None:
+    net, pieces = linear()
+    assert latest(tmp_path / "none") is None
+    for step in (2, 10, 9, 30):
+        save(tmp_path / f"step-{step:06d}", net, pieces)
+    assert latest(tmp_path) == tmp_path / "step-000030"
+    (tmp_path / "step-000030" / "manifest.json").unlink()
+    assert latest(tmp_path) == tmp_path / "step-000010"
+    prune(tmp_path, keep=3)
+    assert len(names(tmp_path)) == 4, "only three are whole"
+    prune(tmp_path, keep=1)
+    assert names(tmp_path) == ["step-000010", "step-000030"]
+    with pytest.raises(OsdpError, match="at least one"):
+        prune(tmp_path, keep=0)
+
+
+def test_a_checkpoint_is_replaced_and_foreign_files_are_left_alone(tmp_path: Path) -> None:
+    net, pieces = linear()
+    save(tmp_path / "step-1", net, pieces, extra={"try": 1})
+    save(tmp_path / "step-1", net, pieces, extra={"try": 2})
+    assert load(tmp_path / "step-1", net, pieces) == {"try": 2}
+    assert names(tmp_path) == ["step-1"]
+    (tmp_path / "step-1" / "thesis.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for path, told in [("step-1", "it holds thesis.txt"), ("file", "it is a file")]:
+        with pytest.raises(OsdpError, match=told):
+            save(tmp_path / path, net, pieces)
+    assert names(tmp_path) == ["file", "step-1"]
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from torch import nn
+from runtime import checkpoint, checkpoint_folder
+from runtime.pieces import piece_of, whole
+net = nn.Linear(3, 2)
+pieces = [piece_of(whole(n, p.shape), p) for n, p in net.named_parameters()]
+checkpoint.save(Path(sys.argv[1]) / "step-1", net, pieces)
+die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "before the manifest":
+    checkpoint_folder.write_manifest = die
+else:
+    checkpoint_folder.sync_folder = die
+    checkpoint_folder.Path.rename = die
+checkpoint.save(Path(sys.argv[1]) / "step-2", net, pieces)
+"""
+
+
+@pytest.mark.parametrize("when", ["before the manifest", "before renaming"])
+def test_a_writer_that_is_killed_leaves_the_previous_checkpoint(when: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
+    result = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], env=environment)
+    assert result.returncode == -signal.SIGKILL
+    assert names(tmp_path) == ["step-1", "step-2.partial"]
+    assert latest(tmp_path) == tmp_path / "step-1"
+    net, pieces = linear()
+    with pytest.raises(OsdpError, match=r"step-2 does not exist\n.*the newest whole checkpoint before it is .*step-1"):
+        load(tmp_path / "step-2", net, pieces)
+    load(tmp_path / "step-1", net, pieces)
+    save(tmp_path / "step-3", net, pieces)
+    assert names(tmp_path) == ["step-1", "step-3"]
+
+
+def test_the_background_writes_what_was_there_when_called(tmp_path: Path) -> None:
+    net, pieces = linear()
+    before = net.weight.detach().clone()
+    saving = save(tmp_path / "a", net, pieces, asynchronous=True)
+    with torch.no_grad():
+        net.weight.zero_()
+    saving.wait()
+    load(tmp_path / "a", net, pieces)
+    assert torch.equal(net.weight, before)
+    assert saving.done
+
+
+def test_parts_must_lie_in_the_tensor() -> None:
+    with pytest.raises(ValueError, match="is no part of"):
+        GlobalTensor((2, 2), torch.float32, (((1, 0), torch.zeros(2, 2)),))
+    with pytest.raises(ValueError, match="is no part of"):
+        GlobalTensor((2,), torch.float32, (((0,), torch.zeros(2, dtype=torch.int64)),))

@@ -1,0 +1,141 @@
+"""Training configurations: what is read, what is refused, and options that win over the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from osdp.cli.train_command import train
+from osdp.training.config import TrainConfig, config_names, load_config
+from osdp.training.optimizers import learning_rate
+from osdp.training.prepare import prepare
+from profiler.errors import OsdpError
+
+SMALLEST = "schema: osdp.train/1\nmodel: gpt2-tiny\nsteps: 10\n"
+
+
+def written(tmp_path: Path, more: str = "") -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(SMALLEST + more)
+    return str(path)
+
+
+def test_every_configuration_that_comes_with_osdp_is_read() -> None:
+    assert config_names() == ["gpt2", "gpt2-1.5b"]
+    large = load_config("gpt2-1.5b", {})
+    assert (large.model, large.mem, large.seq) == ("gpt2-1.5b", "8GB", 1024)
+    assert load_config(None, {}) == load_config("gpt2", {})
+
+
+def test_options_are_the_fields() -> None:
+    fields = {field.name for field in dataclasses.fields(TrainConfig)} - {"schema"}
+    own = {"context", "config", "nnodes", "node_rank", "rdzv_endpoint"}
+    assert set(inspect.signature(train).parameters) - own == fields
+
+
+def test_an_option_wins_over_the_file_and_none_does_not(tmp_path: Path) -> None:
+    spec = written(tmp_path, "lr: 0.5\nclip: 2\n")
+    config = load_config(spec, {"lr": 0.25, "clip": None, "steps": 3})
+    assert (config.lr, config.clip, config.steps) == (0.25, 2, 3)
+
+
+def test_data_means_bytes_and_the_type_may_be_lower_case(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, "task: addition\n"), {"data": "corpus.txt", "fsdp_type": "fsdp"})
+    assert (config.task, config.fsdp_type) == ("bytes", "FSDP")
+
+
+@pytest.mark.parametrize(
+    ("more", "line", "told"),
+    [
+        ("lr: fast\n", 4, "`lr` is wrong"),
+        ("learning_rate: 1\n", 4, "`learning_rate` is not known"),
+        ("steps: 0\n", 4, "given twice"),
+        ("clip: 0\n", 4, "`clip` is wrong"),
+        ("seed: 1\noptimizer: lion\n", 5, "`optimizer` is not known"),
+        ("mem: 8 bananas\n", 4, "`mem` is wrong"),
+        ("task: bytes\n", 4, "`data` is missing"),
+        ("data: x.txt\n", 4, "`data` has no effect on the task addition"),
+        ("plan: p.yaml\nfsdp_type: DDP\n", 4, "`plan` cannot be run as DDP"),
+        ("digits: 10\n", 4, "`digits` is wrong"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, more: str, line: int, told: str) -> None:
+    with pytest.raises(OsdpError) as refusal:
+        load_config(written(tmp_path, more), {})
+    assert told in str(refusal.value)
+    if told != "`data` is missing":
+        assert f"line {line}" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"steps": 0}, "--steps is wrong"),
+        ({"global_batch": -1}, "--global-batch is wrong"),
+        ({"fsdp_type": "zero"}, "--fsdp-type is not known"),
+        ({"lr": float("inf")}, "--lr is wrong"),
+        ({"task": "addition", "data": "x"}, "--data has no effect"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_its_name(tmp_path: Path, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(OsdpError, match=told):
+        load_config(written(tmp_path), options)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(OsdpError, match="did you mean gpt2"):
+        load_config("gpt", {})
+
+
+def refused(spec: str, **options: Any) -> str:
+    """Return the message with which a configuration that can be read is refused before ranks start."""
+    with pytest.raises(OsdpError) as refusal:
+        prepare(load_config(spec, options))
+    return str(refusal.value)
+
+
+def test_what_does_not_fit_together_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    spec = written(tmp_path)
+    assert "no language model" in refused(spec, model="bert-large")
+    assert "does not exist" in refused(spec, data=str(tmp_path / "none.txt"))
+    assert "a sum does not go into a sample" in refused(spec, seq=6)
+    assert "gpt2-tiny cannot take sequences this long" in refused(spec, seq=1000)
+    assert "there is no checkpoint" in refused(spec, resume=str(tmp_path / "none"))
+    (tmp_path / "file").write_text("")
+    assert "cannot be made" in refused(spec, checkpoint=str(tmp_path / "file" / "folder"))
+
+
+def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    card = tmp_path / "digits.yaml"
+    card.write_text(
+        "schema: osdp.model/1\nname: digits\nfamily: gpt2\ndescription: x\nsource: 'assumed: test'\n"
+        "sequence_length: 8\nconfig:\n  vocabulary_size: 9\n  maximum_positions: 8\n  hidden_size: 8\n"
+        "  layers: 1\n  heads: 1\n"
+    )
+    told = refused(written(tmp_path), model=str(card))
+    assert "knows too few tokens" in told
+    assert "at least 10" in told
+
+
+def test_a_sample_is_one_sum_unless_said_otherwise(tmp_path: Path) -> None:
+    job = prepare(load_config(written(tmp_path), {"digits": 3}))
+    assert (job.task.sequence_length, job.source.sequence_length) == (10, 10)
+    text = tmp_path / "text"
+    text.write_text("x" * 100)
+    assert prepare(load_config(written(tmp_path), {"data": str(text)})).task.sequence_length == 64
+
+
+def test_learning_rate_by_hand(tmp_path: Path) -> None:
+    """Warm-up over 4 of 14 steps to 0.8, then half a cosine of 10 steps from 0.8 towards 0.08."""
+    options = {"steps": 14, "lr": 0.8, "warmup_steps": 4, "schedule": "cosine"}
+    config = load_config(written(tmp_path), options)
+    rates = [learning_rate(config, done) for done in range(14)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
+    assert rates[9] == pytest.approx((0.8 + 0.08) / 2)  # half way
+    assert rates[13] == pytest.approx(0.08 + 0.72 * 0.0244717, rel=1e-5)  # (1 + cos(0.9 pi)) / 2
+    constant = dataclasses.replace(config, schedule="constant")
+    assert [learning_rate(constant, done) for done in (3, 4, 13)] == [0.8, 0.8, 0.8]

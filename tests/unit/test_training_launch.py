@@ -1,0 +1,102 @@
+"""What the launcher says of failed ranks, where nodes stand, and plan files that do not fit a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from osdp.planning import Request, plan_model, write_plan
+from osdp.training.config import load_config
+from osdp.training.launch import Nodes, RankError, _cause, leave_error
+from osdp.training.prepare import check_ranks, prepare
+from osdp.zoo import load_cluster, load_model
+from profiler.errors import OsdpError
+
+KILLED, TERMINATED = -9, -15
+
+
+@pytest.fixture
+def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a function that makes the failure of one rank."""
+
+    def make(rank: int, exitcode: int, error: Exception | None = None, is_fault: bool = False) -> ProcessFailure:
+        path = tmp_path / str(rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        if error is not None:
+            leave_error(error, is_fault)
+        return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=str(path))
+
+    return make
+
+
+def cause(*failures: ProcessFailure) -> Exception:
+    return _cause(ChildFailedError("osdp", {failure.local_rank: failure for failure in failures}))
+
+
+def test_the_users_mistake_is_told_as_it_was(failed: Any) -> None:
+    mistake = OsdpError("no", got="x", expected="y", advice="z")
+    told = cause(failed(0, TERMINATED), failed(1, 2, mistake))
+    assert isinstance(told, OsdpError)
+    assert str(told) == "no\n  got: x\n  expected: y\n  try: z"
+
+
+def test_a_killed_rank_comes_before_what_its_peers_say_of_it(failed: Any) -> None:
+    peer, agreed = failed(0, 1, OsdpError("lost rank 2"), is_fault=True), failed(1, 2, OsdpError("cannot save"))
+    told = cause(peer, agreed, failed(2, KILLED), failed(3, TERMINATED))
+    assert isinstance(told, RankError)
+    assert str(told).startswith("rank 2 was killed by SIGKILL")
+
+
+def test_a_fault_is_no_bad_input(failed: Any) -> None:
+    told = cause(failed(0, 1, ZeroDivisionError("division by zero"), is_fault=True), failed(1, TERMINATED))
+    assert isinstance(told, RankError)
+    assert "ZeroDivisionError: division by zero" in str(told)
+
+
+def test_a_death_without_a_word(failed: Any) -> None:
+    assert str(cause(failed(3, 7))) == "rank 3 ended with exit status 7; what it printed is above"
+    assert isinstance(cause(failed(0, 141)), BrokenPipeError)
+
+
+def test_the_error_file_is_in_the_agents_form(failed: Any, tmp_path: Path) -> None:
+    failed(0, 2, OsdpError("no"))
+    message = json.loads((tmp_path / "0").read_text())["message"]
+    assert message["message"] == "no"
+    assert int(message["extraInfo"]["timestamp"]) > 0
+
+
+@pytest.mark.parametrize(("count", "index", "endpoint"), [(1, 1, ""), (2, 0, ""), (2, 0, "host"), (2, 2, "host:1")])
+def test_nodes_that_cannot_be(count: int, index: int, endpoint: str) -> None:
+    with pytest.raises(OsdpError):
+        Nodes(count, index, endpoint)
+
+
+def test_plan_files_must_fit_the_run(tmp_path: Path) -> None:
+    cluster = load_cluster("cpu-gloo", gpus_per_node=2)
+    source = load_model("gpt2-tiny", sequence_length=7)
+    plan = plan_model(source, cluster, Request(1 << 30, "fp32", "adamw", micro_batch=4, global_batch=16)).plan
+    path = tmp_path / "plan.yaml"
+    write_plan(path, plan)
+    options = {"plan": str(path), "global_batch": 16}
+    job = prepare(load_config("gpt2", options))
+    assert job.plan == plan
+    check_ranks(plan, 1, 2)
+    with pytest.raises(OsdpError, match="another number of ranks"):
+        check_ranks(plan, 2, 2)
+    for wrong, told in (
+        ({"optimizer": "sgd"}, "for another optimizer"),
+        ({"precision": "bf16"}, "for another precision"),
+        ({"batch": 8}, "for another batch"),
+        ({"global_batch": 8}, "for another global batch"),
+        ({"seq": 14}, "samples of another length"),
+    ):
+        with pytest.raises(OsdpError, match=told):
+            prepare(load_config("gpt2", options | wrong))
+    write_plan(path, dataclasses.replace(plan, accumulation=1))
+    with pytest.raises(OsdpError, match="for another global batch"):
+        prepare(load_config("gpt2", options))

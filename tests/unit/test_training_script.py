@@ -1,0 +1,60 @@
+"""scripts/script_gpt2_training.sh: which configuration it takes, and that options are passed on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A checkout whose environment counts as installed, and whose `osdp` says what it was called with."""
+    root = tmp_path / "a checkout"
+    shutil.copytree(CHECKOUT / "scripts", root / "scripts")
+    for name in ("setup.cfg", "constraints.txt"):
+        shutil.copy(CHECKOUT / name, root)
+    programs = root / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(sys.executable)
+    (programs / "osdp").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (programs / "osdp").chmod(0o755)
+    version = ".".join(map(str, sys.version_info[:3]))
+    stamp = subprocess.run(
+        ["sh", "-c", f'root=$1; . "$root/scripts/_environment.sh"; stamp_for {version} ""', "sh", str(root)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    (root / ".venv" / "osdp-stamp").write_text(stamp.stdout)
+    return root
+
+
+def run(root: Path, nvidia_smi: str, *arguments: str) -> list[str]:
+    """Run the script where nvidia-smi prints something, and return what `osdp` was called with."""
+    tools = root / "tools"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}"}
+    script = root / "scripts" / "script_gpt2_training.sh"
+    done = subprocess.run(["sh", str(script), *arguments], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "config"),
+    [
+        ("echo 'GPU 0: NVIDIA TITAN RTX (UUID: x)'", "gpt2-1.5b"),
+        ("echo 'No devices found.'", "gpt2"),
+        ("exit 9", "gpt2"),
+    ],
+)
+def test_the_machine_decides_the_configuration(root: Path, nvidia_smi: str, config: str) -> None:
+    called = run(root, nvidia_smi, "--fsdp_type", "FSDP", "--data", "a file.txt")
+    assert called == ["train", f"{root}/configs/train/{config}.yaml", "--fsdp_type", "FSDP", "--data", "a file.txt"]
