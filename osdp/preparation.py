@@ -16,7 +16,7 @@ from osdp.description import Described, Description, read_description
 from osdp.live_model import source_of
 from osdp.planning import Request, memory_limit, plan_model
 from osdp.ranks import DeviceInfo, cluster_of_plan, cluster_of_ranks
-from planner.plan import Plan
+from planner.plan import Plan, check_parameters
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.graph import ModelGraph
@@ -63,7 +63,7 @@ def _trace(model: nn.Module | Callable[[], Any], description: Described, device_
         cluster = cluster_of_plan(wish, device_info)
         source = source_of(model, wish.model.name, wish.model.sequence_length, example_inputs)
         graph = trace_model(source, wish.model.precision, cluster.device.kind)
-        _check_parameters(wish, graph)
+        check_parameters(wish, graph)
         return _Traced(source, graph, cluster, wish)
     cluster, limit_bytes = cluster_of_ranks(device_info)
     request = Request(memory_limit(cluster, limit_bytes), wish.precision, wish.optimizer, wish.micro_batch,
@@ -80,17 +80,3 @@ def _name(model: nn.Module | Callable[[], Any], description: Description) -> str
 def _plan(traced: _Traced, request: Request) -> Plan:
     """Return rank 0's plan on every rank: a search within a time limit need not end alike everywhere."""
     return from_rank_0("plan", lambda: plan_model(traced.source, traced.cluster, request).plan)
-
-
-def _check_parameters(plan: Plan, graph: ModelGraph) -> None:
-    """Raise OsdpError if the plan is for another model: other operators, or other sizes."""
-    names = {operator.name for operator in graph.operators}
-    odd = sorted(names ^ set(plan.choices))
-    if odd or graph.numel != plan.model.parameters:
-        detail = f"; operators in one of them only: {', '.join(odd[:5])}" if odd else ""
-        raise OsdpError(
-            "this plan was made for another model",
-            got=f"{graph.numel:,} parameters{detail}",
-            expected=f"{plan.model.name} with {plan.model.parameters:,} parameters",
-            advice="plan this model again",
-        )

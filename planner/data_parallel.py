@@ -90,8 +90,11 @@ def _bucket(members: Sequence[tuple[int, Parameter]]) -> Bucket:
 
 
 def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: str) -> bool:
-    """Return whether DistributedDataParallel can run operators of these strategies, split ones left out."""
-    trains = any(parameter.trainable for operator in graph.operators for parameter in operator.parameters)
+    """Return whether DistributedDataParallel can run operators of these strategies, split ones left out.
+
+    Not if some parameter is frozen: it would never reduce the gradients of one that is thawed later.
+    """
+    trains = all(parameter.trainable for operator in graph.operators for parameter in operator.parameters)
     plain = all(strategy.name == COPY.name and not strategy.offload for strategy in strategies)
     return trains and plain and precision == "fp32"
 

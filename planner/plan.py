@@ -250,14 +250,22 @@ def model_ref(graph: ModelGraph) -> ModelRef:
     return ModelRef(graph.name, graph.fingerprint, graph.numel, graph.sequence_length, graph.precision)
 
 
+def check_parameters(plan: Plan, graph: ModelGraph) -> None:
+    """Raise `OsdpError` if a model has other operators than the one of the plan, or another number of parameters."""
+    odd = sorted({operator.name for operator in graph.operators} ^ set(plan.choices))
+    if odd or graph.numel != plan.model.parameters:
+        raise _other_model(plan, graph, f"; operators that differ: {', '.join(odd[:5])}" if odd else "")
+
+
 def check_model(plan: Plan, graph: ModelGraph) -> None:
-    """Raise `OsdpError` if the plan was made for another model."""
-    if plan.model.fingerprint == graph.fingerprint:
-        return
-    names = {operator.name for operator in graph.operators}
-    odd = sorted(names ^ set(plan.choices))
-    detail = f"; operators that differ: {', '.join(odd[:5])}" if odd else "; the operators' names agree, sizes do not"
-    raise OsdpError(
+    """Raise `OsdpError` if the plan was made for another model, or for other costs of it."""
+    if plan.model.fingerprint != graph.fingerprint:
+        check_parameters(plan, graph)
+        raise _other_model(plan, graph, "; the operators' names agree, sizes do not")
+
+
+def _other_model(plan: Plan, graph: ModelGraph, detail: str) -> OsdpError:
+    return OsdpError(
         "this plan was made for another model",
         got=f"{graph.name} ({graph.fingerprint}, {graph.numel:,} parameters){detail}",
         expected=f"{plan.model.name} ({plan.model.fingerprint}, {plan.model.parameters:,} parameters)",

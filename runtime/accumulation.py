@@ -60,7 +60,7 @@ class Accumulation:
 
     def discard(self) -> None:
         """Give up the step: forget its micro-batches and what waits to be reduced."""
-        if self.done or self._in_backward:
+        if self._in_backward or (self.done and self.once_per_step):
             self.sharded.recover()
         self.done, self.explicit, self._in_backward = 0, False, False
 

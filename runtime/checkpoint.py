@@ -162,7 +162,7 @@ def _take(module: nn.Module, pieces: Sequence[Piece], optimizer: Optimizer | Non
     tensors = model_tensors(module, pieces)
     if ranks.rank != 0:
         for name in persistent_buffers(module):
-            del tensors[f"model.{name}"]
+            tensors.pop(f"model.{name}", None)  # not there if the buffer is empty
     record = None
     if optimizer is not None:
         moments, record = optimizer_tensors(optimizer, pieces)

@@ -30,7 +30,8 @@ def model_tensors(module: nn.Module, pieces: Sequence[Piece]) -> dict[str, Globa
     for piece in pieces:
         by_name.setdefault(piece.name, []).append((piece, piece.parameter))
     parameters = {f"model.{name}": assemble(parts) for name, parts in by_name.items() if prod(parts[0][0].shape)}
-    buffers = {f"model.{name}": everywhere(buffer) for name, buffer in persistent_buffers(module).items()}
+    kept = {name: buffer for name, buffer in persistent_buffers(module).items() if buffer.numel()}
+    buffers = {f"model.{name}": everywhere(buffer) for name, buffer in kept.items()}
     return parameters | buffers
 
 
@@ -50,7 +51,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         elif not isinstance(value, Tensor):
             what = f"{name.rpartition('.')[0] or 'the model'} has extra state, which checkpoints do not hold"
             raise OsdpError(what, got=f"a {type(value).__name__}", advice="keep it in a buffer")
-    return {name: buffer for name, buffer in found.items() if buffer.numel()}
+    return found
 
 
 def assemble(parts: Sequence[tuple[Piece, Tensor]]) -> GlobalTensor:

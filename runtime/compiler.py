@@ -16,7 +16,7 @@ from planner.units import Unit, owners_of, split_bounds, unit_parameters, units_
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.graph import ModelGraph, Operator, Parameter
-from runtime.pieces import Origin
+from runtime.pieces import Origin, whole
 from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit, Split
 
 
@@ -82,16 +82,14 @@ class _Units:
             idle=not self.called.intersection(unit.operators),
         )
 
-
     def _parameter(self, parameter: Parameter, unit: Unit, paths: Sequence[str]) -> ScheduledParameter:
         """Return a parameter with the place that it, or the slice of it, has in the original."""
         if unit.slice is None:
-            origin = Origin(parameter.name, parameter.shape, (0,) * len(parameter.shape), parameter.shape)
-            return ScheduledParameter(parameter.name, origin, parameter.trainable)
+            return ScheduledParameter(parameter.name, whole(parameter.name, parameter.shape), parameter.trainable)
         shape, offsets = parameter.shape, (0,) * len(parameter.shape)
         if len(shape) == 2:
-            (whole,) = (p for op in self._operators(unit) for p in op.parameters if p.name == parameter.name)
-            shape, offsets = whole.shape, (0, split_bounds(whole.shape[1], unit.slice[1])[unit.slice[0]])
+            (weight,) = (p for op in self._operators(unit) for p in op.parameters if p.name == parameter.name)
+            shape, offsets = weight.shape, (0, split_bounds(weight.shape[1], unit.slice[1])[unit.slice[0]])
         path = f"{paths[0]}.{parameter.name.rpartition('.')[2]}"
         return ScheduledParameter(path, Origin(parameter.name, shape, offsets, parameter.shape), parameter.trainable)
 
@@ -116,7 +114,7 @@ def verify(schedule: Schedule, graph: ModelGraph) -> None:
         if not unit.modules or not unit.parameters:
             raise OsdpError(f"unit {unit.name} of the schedule is empty", got=str(unit.operators))
         for parameter in unit.parameters:
-            covered[parameter.origin.name] += Parameter("", parameter.origin.sizes).numel
+            covered[parameter.origin.name] += parameter.origin.numel
     expected = Counter({p.name: p.numel for operator in graph.operators for p in operator.parameters})
     if wrong := sorted(name for name in covered | expected if covered[name] != expected[name]):
         raise OsdpError(

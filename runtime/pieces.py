@@ -75,6 +75,11 @@ class Origin:
     sizes: tuple[int, ...]
     """Extent of the part."""
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of the part."""
+        return prod(self.sizes, start=1)
+
 
 def whole(name: str, shape: Iterable[int]) -> Origin:
     """Return the origin of a parameter that was not split."""

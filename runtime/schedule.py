@@ -13,7 +13,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from planner.strategy import Collective, Strategy, format_choice
-from profiler.graph import Parameter
 from profiler.units import format_bytes
 from runtime.pieces import Origin
 
@@ -112,7 +111,7 @@ class Schedule:
         for index, unit in enumerate(self.units):
             before = self.units[index - 1].name if index else "nothing"
             after = self.units[index + 1].name if index + 1 < len(self.units) else "nothing"
-            numel = sum(Parameter("", p.origin.sizes).numel for p in unit.parameters)
+            numel = sum(parameter.origin.numel for parameter in unit.parameters)
             gathers = any(collective.phase == "forward" for collective in unit.collectives)
             again = any(collective.phase == "backward" for collective in unit.collectives)
             rows.append(

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
+from runtime.checkpoint_state import persistent_buffers
 from runtime.global_tensor import GlobalTensor
 from runtime.pieces import Piece
 from runtime.registry import registered_parameters
@@ -33,12 +34,6 @@ def pieces_by_name(sharded: ShardedModel) -> dict[str, list[Piece]]:
         for path in registration.names:
             found.setdefault(piece.name if path.startswith(sliced) else path, []).append(piece)
     return found
-
-
-def buffers_by_name(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a state dict holds."""
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {name: value for name, value in module.state_dict().items() if name not in parameters}
 
 
 def _in_order(sharded: ShardedModel, state: dict[str, T]) -> dict[str, T]:
@@ -82,7 +77,7 @@ def full_state_dict(sharded: ShardedModel, rank0_only: bool = True) -> dict[str,
         if keeps:
             state[name] = shared.setdefault(id(by_name[name][0].parameter), full.cpu())
     if keeps:
-        state |= {name: value.detach().cpu() for name, value in buffers_by_name(sharded.module).items()}
+        state |= {name: value.detach().cpu() for name, value in persistent_buffers(sharded.module).items()}
     return _in_order(sharded, state)
 
 
@@ -101,7 +96,7 @@ def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
         else:
             parts = tuple((piece.offsets, piece.local(piece.parameter)) for piece in pieces if piece.numel)
             state[name] = GlobalTensor(pieces[0].shape, parameter.dtype, parts)
-    state |= {name: value.detach() for name, value in buffers_by_name(sharded.module).items()}
+    state |= {name: value.detach() for name, value in persistent_buffers(sharded.module).items()}
     return _in_order(sharded, state)
 
 
@@ -112,7 +107,7 @@ def load_state_dict(sharded: ShardedModel, state: Mapping[str, Any],
     Values are whole tensors, or what `sharded_state_dict` returns under the same plan.  Raises
     OsdpError for names that lack or are not known, if `strict`, and for other shapes.
     """
-    by_name, buffers = pieces_by_name(sharded), buffers_by_name(sharded.module)
+    by_name, buffers = pieces_by_name(sharded), persistent_buffers(sharded.module)
     missing = [name for name in (*by_name, *buffers) if name not in state]
     unexpected = [name for name in state if name not in by_name and name not in buffers]
     if strict and (missing or unexpected):

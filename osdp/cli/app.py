@@ -15,6 +15,7 @@ from osdp.cli.train_command import train
 
 if TYPE_CHECKING:
     from osdp.planning import Planned
+    from planner.explain import OpenPlan
     from profiler.cluster import Cluster
 
 app = typer.Typer(
@@ -133,30 +134,42 @@ def _print_plan(planned: Planned, why: str, output: Path | None, as_json: bool) 
     print_plan(make_console(), planned, Circumstances(total_s, why, str(output or "")))
 
 
-@app.command()
-@guarded
-def explain(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `osdp plan -o` wrote.")],
-    operator: Annotated[
-        str | None,
-        typer.Argument(help="An operator, a block, a module around them, or a pattern such as '*.mlp.*'."),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The model, where it no longer has the name that the plan knows it by.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="The cluster, where it no longer has the name that the plan knows it by.")
-    ] = None,
-) -> None:
-    """Say why a plan is as it is, and what every other choice would cost."""
-    from osdp.cli.explain_report import print_plan_reasons, print_target_reasons
+PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `osdp plan -o` wrote.")]
+ModelOfPlan = Annotated[
+    str | None, typer.Option("--model", help="The model, where it no longer has the name that the plan knows it by.")
+]
+ClusterOfPlan = Annotated[
+    str | None,
+    typer.Option("--cluster", help="The cluster, where it no longer has the name that the plan knows it by."),
+]
+
+
+def _reopened(path: Path, model: str | None, cluster: str | None) -> OpenPlan:
+    """Read a plan and trace its model again."""
     from osdp.planning import read_plan, reopen
-    from planner.explain import find_target
 
     with progress_bar() as progress:
         found = read_plan(path)
         progress(f"tracing {found.model.name}", 0.0)
-        view = reopen(found, model, cluster)
+        return reopen(found, model, cluster)
+
+
+@app.command()
+@guarded
+def explain(
+    path: PlanPath,
+    operator: Annotated[
+        str | None,
+        typer.Argument(help="An operator, a block, a module around them, or a pattern such as '*.mlp.*'."),
+    ] = None,
+    model: ModelOfPlan = None,
+    cluster: ClusterOfPlan = None,
+) -> None:
+    """Say why a plan is as it is, and what every other choice would cost."""
+    from osdp.cli.explain_report import print_plan_reasons, print_target_reasons
+    from planner.explain import find_target
+
+    view = _reopened(path, model, cluster)
     if operator is None:
         print_plan_reasons(make_console(), view)
     else:
@@ -166,23 +179,15 @@ def explain(
 @app.command()
 @guarded
 def schedule(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `osdp plan -o` wrote.")],
-    model: Annotated[
-        str | None, typer.Option(help="The model, where it no longer has the name that the plan knows it by.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="The cluster, where it no longer has the name that the plan knows it by.")
-    ] = None,
+    path: PlanPath,
+    model: ModelOfPlan = None,
+    cluster: ClusterOfPlan = None,
 ) -> None:
     """Print what the runtime would do: the units, what they communicate, and when."""
-    from osdp.planning import read_plan, reopen
     from runtime.compiler import compile_plan
 
-    with progress_bar() as progress:
-        found = read_plan(path)
-        progress(f"tracing {found.model.name}", 0.0)
-        view = reopen(found, model, cluster)
-    print(compile_plan(found, view.space.graph, view.load.cluster))
+    view = _reopened(path, model, cluster)
+    print(compile_plan(view.plan, view.space.graph, view.load.cluster))
 
 
 app.command()(train)

@@ -59,7 +59,7 @@ class Trainer:
 
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint. Raises OsdpError if it is not of this model and this data."""
-        extra = checkpoint.load(path, self.model.module, self.model.sharded.pieces, self.optimizer)
+        extra = self.model.load_checkpoint(path, self.optimizer)
         known, here = extra.get("data"), self.job.task.identity()
         if known != here:
             raise OsdpError(f"{path} is of a run with other data", got=str(known), expected=str(here),
@@ -138,8 +138,8 @@ class Trainer:
         folder = Path(self.config.checkpoint or "")
         path = folder / f"step-{self.position.step:06d}"
         extra = {"step": self.position.step, "sample": self.position.sample, "data": self.job.task.identity()}
-        self._saving = checkpoint.save(path, self.model.module, self.model.sharded.pieces, self.optimizer, extra,
-                                       asynchronous=self.config.checkpoint_async)  # fmt: skip
+        asynchronous = self.config.checkpoint_async
+        self._saving = self.model.save_checkpoint(path, self.optimizer, extra, asynchronous=asynchronous)
         if not self.config.checkpoint_async:
             self._settle()
 

@@ -223,3 +223,37 @@ def test_layers_that_a_step_leaves_out() -> None:
     for found in run_ranks(skips_layers, 2):
         for parameters in found:
             torch.testing.assert_close(parameters, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def thaw(model: nn.Module) -> None:
+    """Let what the model froze train."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+
+
+def thaws(rank: int) -> list[dict[str, Tensor]]:
+    """Train a model with a frozen layer, and then that layer too."""
+    from osdp import OSDP
+
+    found = []
+    for strategy in ("replicate", "shard", "shard_grad", "owner"):
+        model = OSDP(seeded(Blocks), plan_of(Blocks(), strategy, ranks=(1, 2)))
+        optimizer = sgd(model)
+        for step in range(3):
+            step_of(model, optimizer, [batch_of(Blocks(), rank, step)])
+            if step == 0:
+                thaw(model)
+        found.append(model.full_state_dict(rank0_only=False))
+    return found
+
+
+def test_a_frozen_layer_that_is_thawed_trains() -> None:
+    model = seeded(Blocks)
+    optimizer = sgd(model)
+    for step in range(3):
+        step_of(model, optimizer, [batch_of(Blocks(), rank, step) for rank in range(2)])
+        if step == 0:
+            thaw(model)
+    for found in run_ranks(thaws, 2):
+        for parameters in found:
+            torch.testing.assert_close(parameters, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
