@@ -12,14 +12,20 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from osdp.headroom import NO_HEADROOM, Headroom, check_headroom
 from osdp.zoo import cluster_names, load_cluster, load_model
+from planner.baselines import Baseline
 from planner.explain import OpenPlan, open_plan
-from planner.plan import Plan, cluster_fingerprint, make_plan
+from planner.imbalance import BALANCED, Imbalance
+from planner.pins import Pin, parse_pin, resolve
+from planner.plan import Asked, Plan, cluster_fingerprint, make_plan
+from planner.refusal import NothingFits, Remedy, blame
 from planner.search import Found, Progress, Task, search
+from planner.space import Pins
 from planner.workload import Workload
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
@@ -54,6 +60,24 @@ class Request:
     """Samples per rank in one forward; None: searched."""
     global_batch: int | None = None
     """Samples per step of all ranks; None: one micro-batch per step."""
+    headroom: Headroom = NO_HEADROOM
+    """Part of the limit that is left free."""
+    pins: tuple[Pin, ...] = ()
+    """What every plan of the search has to keep."""
+    imbalance: Imbalance = BALANCED
+    """How unlike micro-batches are."""
+    imbalance_as_given: str = ""
+    """As the user gave that, for the plan's file."""
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Bytes of the limit that are left free."""
+        return self.headroom.of(self.limit_bytes)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the search may use."""
+        return self.limit_bytes - self.headroom_bytes
 
 
 @dataclass(frozen=True)
@@ -71,6 +95,17 @@ class Planned:
         """The cluster that the plan is for."""
         return self.found.load.cluster
 
+    @property
+    def pins(self) -> Pins:
+        """What the user decided."""
+        return pins_of(self.plan, self.graph, self.cluster)
+
+    @property
+    def best_baseline(self) -> Baseline | None:
+        """The fastest uniform configuration that fits, if one does."""
+        fitting = [baseline for baseline in self.found.baselines if baseline.feasible]
+        return max(fitting, key=lambda baseline: baseline.samples_per_s, default=None)
+
 
 def plan_model(source: ModelSource, cluster: Cluster, request: Request,
                progress: Progress = lambda what, fraction: None) -> Planned:  # fmt: skip
@@ -78,6 +113,21 @@ def plan_model(source: ModelSource, cluster: Cluster, request: Request,
 
     Raises OsdpError for what cannot be asked, a model that cannot be traced, and where nothing fits.
     """
+    graph, trace_s = trace(source, cluster, request, progress)
+    task = task_of(request, graph, cluster)
+    try:
+        found = search(task, progress)
+    except NothingFits as refused:
+        raise explain_refusal(refused, task, request) from None
+    return Planned(written(found, request), graph, found, trace_s)
+
+
+def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Progress) -> tuple[ModelGraph, float]:
+    """Return the model's graph and the seconds that tracing took.
+
+    Raises OsdpError for what cannot be asked, and for a model that cannot be traced.
+    """
+    check_headroom(request.headroom, request.limit_bytes, cluster)
     # Says at once what is wrong with precision or optimizer, before the trace takes its seconds.
     Workload(cluster, request.optimizer, request.precision, micro_batch=1)
     from profiler.trace import trace_model  # imports torch, which takes longer than all the rest
@@ -85,13 +135,40 @@ def plan_model(source: ModelSource, cluster: Cluster, request: Request,
     progress(f"tracing {source.name}", 0.0)
     started = time.perf_counter()
     graph = trace_model(source, request.precision, cluster.device.kind)
-    trace_s = time.perf_counter() - started
-    task = Task(graph, cluster, request.limit_bytes, request.optimizer, request.global_batch, request.micro_batch)
-    found = search(task, progress)
-    plan = make_plan(
-        found.options, found.spanning, found.space, found.load, limit_bytes=request.limit_bytes, gap=found.gap
-    )
-    return Planned(plan, graph, found, trace_s)
+    return graph, time.perf_counter() - started
+
+
+def task_of(request: Request, graph: ModelGraph, cluster: Cluster) -> Task:
+    """Return what the search is asked; raises OsdpError for pins that cannot be honoured."""
+    return Task(graph, cluster, request.usable_bytes, request.optimizer, request.global_batch, request.micro_batch,
+                pins=resolve(request.pins, graph, cluster), imbalance=request.imbalance)  # fmt: skip
+
+
+def pins_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Pins:
+    """Return what the user pinned when a plan was made; raises OsdpError as `task_of` does."""
+    return resolve([parse_pin(pin) for pin in plan.asked.pins], graph, cluster)
+
+
+def written(found: Found, request: Request) -> Plan:
+    """Return the plan that was found for a request."""
+    asked = Asked(request.micro_batch, request.global_batch, [str(pin) for pin in request.pins],
+                  request.imbalance_as_given)  # fmt: skip
+    return make_plan(found.options, found.spanning, found.space, found.load, limit_bytes=request.limit_bytes,
+                     gap=found.gap, headroom_bytes=request.headroom_bytes, asked=asked)  # fmt: skip
+
+
+def explain_refusal(refused: NothingFits, task: Task, request: Request) -> NothingFits:
+    """Return the refusal in the user's terms: with the headroom, and the pin that is to blame, if one is."""
+    refusal = refused.refusal
+    remedies = list(blame(task, refusal.load, request.pins)) if request.pins else []
+    if request.headroom_bytes and refusal.needed_bytes <= request.limit_bytes:
+        remedies.append(Remedy("without --headroom", refusal.needed_bytes))
+    return NothingFits(replace(
+        refusal,
+        remedies=(*remedies, *refusal.remedies),
+        headroom_bytes=request.headroom_bytes,
+        advised_bytes=request.headroom.over(refusal.needed_bytes),
+    ))  # fmt: skip
 
 
 def memory_limit(cluster: Cluster, limit_bytes: int | None) -> int:
@@ -195,6 +272,12 @@ def _problems(plan: Plan) -> Iterator[Problem]:
     for at, value in counts.items():
         if value < 1:
             yield Problem(at, "is wrong", str(value), "at least 1")
+    if not 0 <= plan.headroom_bytes < max(plan.limit_bytes, 1):
+        yield Problem(("headroom_bytes",), "is wrong", str(plan.headroom_bytes), "at least 0 and less than the limit")
+    for name in ("per_micro_batch", "per_step"):
+        factor = getattr(plan.waits, name)
+        if not 1 <= factor < float("inf"):
+            yield Problem(("waits", name), "is wrong", str(factor), "at least 1")
     if not 0 <= plan.gap < 1:
         yield Problem(("gap",), "is wrong", str(plan.gap), "at least 0 and less than 1")
 

@@ -81,7 +81,7 @@ def baselines(space: Space, loads: tuple[Workload, ...], limit_bytes: float) -> 
     """Return every baseline, with and without recomputation; `loads` by growing micro-batch."""
     found = []
     has_blocks = any(stage.block is not None for stage in space.model.stages)
-    strategies = strategies_on(loads[0].cluster)
+    strategies = [strategy for strategy in strategies_on(loads[0].cluster) if not strategy.offload]
     for name in NAMES:
         group = [strategy for strategy in strategies if strategy.name == name]
         for recompute in (False, True) if has_blocks and group else (False,) if group else ():

@@ -21,20 +21,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.memory import beside, neighbour_bytes
+from planner.moments import Moment
 from planner.option import Option
 from planner.space import Menu
-from planner.timing import reduction_s
+from planner.windows import Windows, windows_of
 from planner.workload import Workload
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
+
+TOLERANCE = 1e-5
+"""Relative loss of the bound that is taken for stopping within a run of alike stages."""
 
 ROUNDS = 4
 """Grids of prices, each three times finer than the one before."""
@@ -45,8 +49,8 @@ class Place:
     """A moment at which memory is priced: in the backward of a stage, or the optimizer step (None)."""
 
     stage: int | None
-    above: bool = False
-    below: bool = False
+    moment: Moment | None = None
+    """Any of the stage's that see the same neighbours."""
 
 
 @dataclass(frozen=True)
@@ -60,77 +64,49 @@ class _Faces:
     downward: Array
     """Distinct gathers before backward."""
     downward_of: Indices
-    fixed_s: Array
-    """Seconds that depend on no neighbour."""
-    forward_s: Array
-    top_s: Array
-    bottom_s: Array
-    top_gather_s: Array
-    bottom_reduce_s: tuple[Array, Array]
-    single: NDArray[np.bool_]
-    """Whether it is one segment, whose top and bottom windows are one."""
+    windows: Array
+    """The numbers of `planner.windows.Windows`, shape (options, numbers)."""
     order: Indices
     """Options sorted by upward face."""
     starts: Indices
     """Where each upward face starts in `order`."""
 
+    @property
+    def inner_s(self) -> Array:
+        """Seconds that depend on no neighbour."""
+        return self.windows[:, _INNER]
 
-def _faces(options: Sequence[Option], load: Workload) -> _Faces:
-    repeats, overlaps = load.accumulation, load.cluster.overlaps
 
-    def inner_s(option: Option) -> float:
-        s = option.segments
-        total = option.optimizer_s
-        for this, after in pairwise(s):
-            pair = (this.forward_s, after.forward_gather_s)
-            total += repeats * (max(pair) if overlaps else sum(pair))
-        for i in range(1, len(s) - 1):
-            for last, times in ((False, repeats - 1), (True, 1)):
-                pair = (s[i].backward_s, reduction_s(s[i + 1], last) + s[i - 1].backward_gather_s)
-                total += times * (max(pair) if overlaps else sum(pair))
-        return total
+_INNER, _FORWARD, _TOP, _TOP_GATHER, _BOTTOM, _SINGLE = (
+    Windows._fields.index(name)
+    for name in ("inner_s", "forward_s", "top_s", "top_gather_s", "bottom_s", "single")
+)
+_UPWARD = [Windows._fields.index(name) for name in ("first_gather_s", "reduce_s", "last_reduce_s")]
+_DOWNWARD = Windows._fields.index("last_gather_s")
+_BOTTOM_REDUCE = [Windows._fields.index(name) for name in ("bottom_reduce_s", "last_bottom_reduce_s")]
 
-    segments = [option.segments for option in options]
-    up = np.array([[s[0].forward_gather_s, reduction_s(s[0], False), reduction_s(s[0], True)] for s in segments])
-    down = np.array([s[-1].backward_gather_s for s in segments])
-    upward, upward_of = np.unique(up, axis=0, return_inverse=True)
-    downward, downward_of = np.unique(down, return_inverse=True)
+
+def _faces(options: Sequence[Option], menu: Menu) -> _Faces:
+    windows = np.array([windows_of(option, menu.load, menu.meets) for option in options], dtype=np.float64)
+    upward, upward_of = np.unique(windows[:, _UPWARD], axis=0, return_inverse=True)
+    downward, downward_of = np.unique(windows[:, _DOWNWARD], return_inverse=True)
     upward_of = upward_of.reshape(-1)
     order = np.argsort(upward_of, kind="stable")
-    second = [s[1] if len(s) > 1 else None for s in segments]
-    return _Faces(
-        upward=upward,
-        upward_of=upward_of,
-        downward=downward,
-        downward_of=downward_of,
-        fixed_s=np.array([inner_s(option) for option in options]),
-        forward_s=np.array([s[-1].forward_s for s in segments]),
-        top_s=np.array([s[-1].backward_s for s in segments]),
-        bottom_s=np.array([s[0].backward_s for s in segments]),
-        top_gather_s=np.array([s[-2].backward_gather_s if len(s) > 1 else 0.0 for s in segments]),
-        bottom_reduce_s=(
-            np.array([reduction_s(x, False) if x else 0.0 for x in second]),
-            np.array([reduction_s(x, True) if x else 0.0 for x in second]),
-        ),
-        single=np.array([len(s) == 1 for s in segments]),
-        order=order,
-        starts=np.searchsorted(upward_of[order], np.arange(len(upward))),
-    )
+    starts = np.searchsorted(upward_of[order], np.arange(len(upward)))
+    return _Faces(upward, upward_of, downward, downward_of, windows, order, starts)
 
 
-def _windows(faces: _Faces, above: Array, below: Array, load: Workload) -> Array:
-    """Return the seconds of boundary windows, shape (options, faces above, faces below)."""
-
-    def window(compute: Array, communication: Array) -> Array:
-        return np.maximum(compute, communication) if load.cluster.overlaps else compute + communication
-
-    gather, single = below[None, None, :], faces.single[:, None, None]
-    own_gather = np.where(single, gather, faces.top_gather_s[:, None, None])
-    total = load.accumulation * window(faces.forward_s[:, None, None], above[None, :, :1])
+def _edges_s(faces: _Faces, above: Array, below: Array, load: Workload) -> Array:
+    """Return the seconds of the windows at the edges, shape (options, faces above, faces below)."""
+    numbers = faces.windows[:, :, None, None]
+    gather, single = below[None, None, :], numbers[:, _SINGLE] > 0
+    own_gather = np.where(single, gather, numbers[:, _TOP_GATHER])
+    total = load.accumulation * np.maximum(numbers[:, _FORWARD], above[None, :, :1])
     for last, times in ((0, load.accumulation - 1), (1, 1)):
-        top = window(faces.top_s[:, None, None], above[None, :, 1 + last, None] + own_gather)
-        bottom = window(faces.bottom_s[:, None, None], faces.bottom_reduce_s[last][:, None, None] + gather)
-        total = total + times * (top + np.where(single, 0.0, bottom))
+        if times:
+            top = np.maximum(numbers[:, _TOP], above[None, :, 1 + last, None] + own_gather)
+            bottom = np.maximum(numbers[:, _BOTTOM], numbers[:, _BOTTOM_REDUCE[last]] + gather)
+            total = total + times * (top + np.where(single, 0.0, bottom))
     return total
 
 
@@ -139,8 +115,10 @@ class ChainBound:
 
     def __init__(self, menu: Menu) -> None:
         self.menu, self.load = menu, menu.load
-        self.faces = [_faces(options, menu.load) for options in menu.options]
+        self.faces = [_faces(options, menu) for options in menu.options]
         self.tables: dict[tuple[int | None, int, int | None], Array] = {}
+        self._held: dict[tuple[int, int, Place | None], Array] = {}
+        self._duals: dict[tuple[float, Place, int], tuple[float, float]] = {}
         self._table_lists: dict[tuple[int | None, int, int | None], Any] = {}
 
     def table(self, above: int | None, kind: int, below: int | None) -> Array:
@@ -149,7 +127,7 @@ class ChainBound:
         if key not in self.tables:
             upward = np.zeros((1, 3)) if above is None else self.faces[above].upward
             downward = np.zeros(1) if below is None else self.faces[below].downward
-            self.tables[key] = _windows(self.faces[kind], upward, downward, self.load)
+            self.tables[key] = _edges_s(self.faces[kind], upward, downward, self.load)
         return self.tables[key]
 
     def stage_s(self, picks: Sequence[int], index: int) -> float:
@@ -159,8 +137,8 @@ class ChainBound:
         above, below = None if top else kinds[index + 1], None if bottom else kinds[index - 1]
         upward = 0 if above is None else self._lists[above][1][picks[index + 1]]
         downward = 0 if below is None else self._lists[below][2][picks[index - 1]]
-        fixed_s, _, _, gathers_s, ends_s = self._lists[kinds[index]]
-        total: float = fixed_s[pick] + self._table_list(above, kinds[index], below)[pick][upward][downward]
+        inner_s, _, _, gathers_s, ends_s = self._lists[kinds[index]]
+        total: float = inner_s[pick] + self._table_list(above, kinds[index], below)[pick][upward][downward]
         if top:
             total += repeats * gathers_s[pick]
         if bottom:
@@ -172,7 +150,7 @@ class ChainBound:
     def _lists(self) -> list[tuple[Any, ...]]:
         # Plain lists: one-element look-ups in numpy arrays cost several times as much.
         return [
-            (f.fixed_s.tolist(), f.upward_of.tolist(), f.downward_of.tolist(), f.downward[f.downward_of].tolist(),
+            (f.inner_s.tolist(), f.upward_of.tolist(), f.downward_of.tolist(), f.downward[f.downward_of].tolist(),
              f.upward[f.upward_of].tolist())
             for f in self.faces
         ]  # fmt: skip
@@ -186,25 +164,53 @@ class ChainBound:
     def memory(self, place: Place) -> list[Array]:
         """Return, for each stage, the bytes of each option at a moment."""
         rows: list[Array] = []
-        cache: dict[tuple[int, int], Array] = {}
         for index, kind in enumerate(self.menu.kinds):
             relation = _relation(index, place)
-            if (kind, relation) not in cache:
+            # Stages further off see nothing of the place but the side that they are on.
+            key = (kind, relation, place if abs(relation) < 2 else None)
+            if key not in self._held:
                 options = self.menu.options[kind]
-                cache[kind, relation] = np.array([_held(option, relation, place, self.load) for option in options])
-            rows.append(cache[kind, relation])
+                self._held[key] = np.array([_held(option, relation, place, self.load) for option in options])
+            rows.append(self._held[key])
         return rows
 
     def least(self, memory: Sequence[Array], prices: Array) -> Array:
-        """Return min over sequences of time + price * memory, for each price, shape of `prices`."""
+        """Return min over sequences of time + price * memory, for each price, shape of `prices`.
+
+        Within a run of alike stages each adds the same to every V(u, d) but for a while at its ends.  So
+        once V has grown by nearly the same everywhere, the rest of the run is taken at the least growth:
+        if V_i >= V_(i+1) + c in all places then V_(i-n) >= V_i + n c, as minima and sums keep the order.
+        The result is a lower bound, and off by at most `TOLERANCE`.
+        """
         value: Array | None = None
-        for index in range(len(self.menu.kinds) - 1, -1, -1):
+        index = len(self.menu.kinds) - 1
+        while index >= 0:
             faces = self.faces[self.menu.kinds[index]]
             costs = self._extend(index, value, memory, prices)
-            value = np.minimum.reduceat(costs[:, faces.order], faces.starts, axis=1)
+            before, value = value, np.minimum.reduceat(costs[:, faces.order], faces.starts, axis=1)
+            index -= 1
+            rest = self._alike_below(index + 1, memory)
+            if rest and before is not None and before.shape == value.shape:
+                growth = value - before
+                least = growth.min(axis=(1, 2))
+                loss = rest * (growth.max(axis=(1, 2)) - least)
+                if (loss <= TOLERANCE * value.min(axis=(1, 2))).all():
+                    value = value + (rest * least)[:, None, None]
+                    index -= rest
         assert value is not None, "a model has at least one stage"
-        least: Array = value[:, :, 0].min(axis=1)
-        return least
+        total: Array = value[:, :, 0].min(axis=1)
+        return total
+
+    def _alike_below(self, index: int, memory: Sequence[Array]) -> int:
+        """Return how many stages right below one add to V by the same rule as it does."""
+        kinds, count = self.menu.kinds, 0
+
+        def rule(i: int) -> tuple[object, ...]:
+            return kinds[i], kinds[i - 1] if i else None, kinds[i + 1] if i + 1 < len(kinds) else None, id(memory[i])
+
+        while index - count - 1 >= 0 and rule(index - count - 1) == rule(index):
+            count += 1
+        return count
 
     def _extend(self, index: int, value: Array | None, memory: Sequence[Array], prices: Array) -> Array:
         """Return the cost of this stage and all above, shape (prices, options, faces below).
@@ -216,7 +222,7 @@ class ChainBound:
         above = kinds[index + 1] if index + 1 < len(kinds) else None
         below = kinds[index - 1] if index else None
         table = self.table(above, kinds[index], below)
-        cost = faces.fixed_s[None] + prices[:, None] * memory[index][None]
+        cost = faces.inner_s[None] + prices[:, None] * memory[index][None]
         if above is None:
             cost = cost + repeats * faces.downward[faces.downward_of]
         if below is None:
@@ -260,19 +266,36 @@ class ChainBound:
 
     def dual_s(self, limit_bytes: float, place: Place, rounds: int = ROUNDS) -> float:
         """Return the bound at one moment."""
+        return self.dual(limit_bytes, place, rounds)[0]
+
+    def dual(self, limit_bytes: float, place: Place, rounds: int = ROUNDS) -> tuple[float, float]:
+        """Return the bound at one moment, and the price of a byte that gives it."""
+        key = (limit_bytes, place, rounds)
+        if key not in self._duals:
+            self._duals[key] = self._dual(*key)
+        return self._duals[key]
+
+    def near(self, limit_bytes: float, place: Place, price: float) -> tuple[float, float]:
+        """Return the best bound at one moment and its price, of a few prices about a given one."""
+        memory, prices = self.memory(place), price * np.array([0.6, 1.0, 1.7])
+        duals = self.least(memory, prices) - prices * (limit_bytes - self.load.cluster.reserve_bytes)
+        return float(duals.max()), float(prices[np.argmax(duals)])
+
+    def _dual(self, limit_bytes: float, place: Place, rounds: int) -> tuple[float, float]:
         room = limit_bytes - self.load.cluster.reserve_bytes
         memory = self.memory(place)
-        best = self.free_s
+        best, price = self.free_s, 0.0
         scale = self.free_s / max(room, 1.0)
         low, high, steps = -7.0, 5.0, 13
         for _ in range(rounds):
             exponents = np.linspace(low, high, steps)
             duals = self.least(memory, scale * 2.0**exponents) - scale * 2.0**exponents * room
             top = int(np.argmax(duals))
-            best = max(best, float(duals[top]))
+            if duals[top] > best:
+                best, price = float(duals[top]), float(scale * 2.0 ** exponents[top])
             width = (high - low) / (steps - 1)
             low, high, steps = exponents[top] - width, exponents[top] + width, 7
-        return best
+        return best, price
 
     @cached_property
     def free_s(self) -> float:
@@ -284,16 +307,24 @@ class ChainBound:
 
         Stops as soon as the bound reaches `enough_s`.
         """
-        best, best_place = self.free_s, None
+        best, place = self.tightest(limit_bytes, places, enough_s)
+        if place is None or best >= enough_s:
+            return best
+        return max(best, self.dual_s(limit_bytes, place))
+
+    def tightest(self, limit_bytes: float, places: Sequence[Place],
+                 enough_s: float = float("inf")) -> tuple[float, Place | None]:  # fmt: skip
+        """Return a bound at the moment that gives the best one, and the moment; None: memory is ample."""
+        best, best_place, price = self.free_s, None, 0.0
         for place in places:
             if best >= enough_s:
-                return best
-            found = self.dual_s(limit_bytes, place, rounds=1)
-            if found > best:
-                best, best_place = found, place
-        if best_place is None or best >= enough_s:
-            return best
-        return max(best, self.dual_s(limit_bytes, best_place))
+                break
+            # A price that is good at one moment is about right at the others.
+            find = partial(self.near, price=price) if price else partial(self.dual, rounds=1)
+            bound_s, at = find(limit_bytes, place)
+            if bound_s > best:
+                best, best_place, price = bound_s, place, at
+        return best, best_place
 
 
 def _relation(index: int, place: Place) -> int:
@@ -314,13 +345,12 @@ def _held(option: Option, relation: int, place: Place, load: Workload) -> float:
         held += option.late
     if relation < 0:
         held += option.saved + option.kept
-    if relation == 1 and place.above:
-        held += option.reduce_input
-    if relation == -1 and place.below:
-        held += option.prefetched
+    assert place.moment is not None, "a place in a stage is a moment"
+    if abs(relation) == 1:
+        # A stage above that reduces nothing leaves what another has left: at least nothing.
+        held += neighbour_bytes(place.moment, *beside(option, relation > 0))
     if relation == 0:
-        local = [option.bytes_at(m) for m in option.moments if m.sees == (False, place.above, place.below)]
-        held += max(local, default=0.0)
+        held += max((option.bytes_at(m) for m in option.moments if m.sees == place.moment.sees), default=0.0)
     return held
 
 
@@ -330,8 +360,8 @@ def places_near(menu: Menu, stage: int | None) -> tuple[Place, ...]:
     stages = dict.fromkeys(s for s in (stage, count - 1, count - 2) if s is not None and 0 <= s < count)
     found: list[Place] = []
     for s in stages:
-        seen = dict.fromkeys(moment.sees for option in menu.options[menu.kinds[s]] for moment in option.moments)
-        found += [Place(s, above, below) for forward, above, below in seen if not forward and (above or below)]
+        seen = {moment.sees: moment for option in menu.options[menu.kinds[s]] for moment in option.moments}
+        found += [Place(s, m) for m in seen.values() if m.phase != "forward" and (m.above or m.below)]
     return (*found, Place(None))
 
 

@@ -1,14 +1,19 @@
-"""Time of a collective on a cluster: alpha-beta along a ring.
+"""Time of a collective, or of a one-sided operation, on a cluster: alpha-beta.
 
 For a collective that leaves S bytes on each of n ranks (reduce-scatter: starts from S bytes),
 
     all_gather, reduce_scatter   t = (n - 1) alpha + (n - 1) / n * S / beta
     all_reduce                   twice that
     broadcast, reduce            t = (n - 1) alpha + S / beta
+    pull, push                   t = (n - 1) alpha + (n - 1) / n * S / beta
+    barrier                      t = (n - 1) alpha
+    publish                      t = S / (rate of device memory)
 
 (ring volumes as in Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; broadcast and
 reduce pass the tensor along a chain in pieces, so that every link carries all of it once: NCCL's
-ring, whose bus bandwidth is S / t for both in nccl-tests, doc/PERFORMANCE.md).
+ring, whose bus bandwidth is S / t for both in nccl-tests, doc/PERFORMANCE.md).  In a pull one rank
+reads the parts of its n - 1 peers and in a push it adds to theirs, each once and without a rendezvous;
+a barrier signals every peer; publish copies on the device itself, S bytes read and written.
 A group has m ranks on each node that it touches.  Inside one node alpha and beta are those of the
 `intra` link.  Across nodes alpha is that of `inter`; the m ranks of a node drive the network
 together, so beta = min(intra, m * inter), where `inter` is what one rank gets while all send.
@@ -20,10 +25,13 @@ from typing import Literal
 
 from profiler.cluster import Cluster
 
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "pull", "push", "barrier",
+                    "publish"]  # fmt: skip
 
-PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "reduce": 1}
-"""How often a collective goes round the ring."""
+PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "reduce": 1, "pull": 1, "push": 1}
+"""How often a collective goes round the ring, and a one-sided operation to all peers."""
+ONE_SIDED = ("pull", "push", "publish")
+"""Operations in which no rank waits for another."""
 CHAINS = ("broadcast", "reduce")
 """Collectives in which every link carries the whole tensor."""
 
@@ -34,17 +42,22 @@ def ranks_per_node(cluster: Cluster, ranks: int, stride: int) -> int:
 
 
 def collective_s(operation: Operation, size_bytes: float, cluster: Cluster, ranks: int, stride: int = 1) -> float:
-    """Return the seconds of one collective over `ranks` ranks that are `stride` apart.
+    """Return the seconds of one operation over `ranks` ranks that are `stride` apart.
 
-    `size_bytes` is the size of the whole tensor: gathered, not yet scattered, or the one that all get.
+    `size_bytes` is the size of the whole tensor: gathered, not yet scattered, or the one that all get;
+    of `publish` what one rank reads and writes, and of a barrier nothing.
     """
-    if ranks <= 1 or size_bytes <= 0:
+    if ranks <= 1 or (size_bytes <= 0 and operation != "barrier"):
         return 0.0
+    if operation == "publish":
+        return size_bytes / cluster.device.memory_bytes_per_s.value
     together = ranks_per_node(cluster, ranks, stride)
     latency_s, bytes_per_s = cluster.intra.latency_s.value, cluster.intra.bytes_per_s.value
     if together < ranks:
         assert cluster.inter is not None, "Cluster checks that several nodes have a link"
         latency_s = cluster.inter.latency_s.value
         bytes_per_s = min(bytes_per_s, together * cluster.inter.bytes_per_s.value)
+    if operation == "barrier":
+        return (ranks - 1) * latency_s
     carried = 1.0 if operation in CHAINS else (ranks - 1) / ranks
     return PASSES[operation] * ((ranks - 1) * latency_s + carried * size_bytes / bytes_per_s)

@@ -33,8 +33,10 @@ from functools import cached_property
 
 from planner.collectives import collective_s
 from planner.memory import peak_memory
-from planner.option import Moment, Option, Segment, StageCosts
-from planner.space import Space, Spanning, idle_strategy
+from planner.moments import Moment
+from planner.option import Option, Segment
+from planner.space import Space, Spanning
+from planner.stage_costs import StageCosts
 from planner.strategy import REDUCE_BYTES, Strategy
 from planner.unit_memory import UnitBytes, unit_bytes
 from planner.workload import Workload
@@ -116,7 +118,7 @@ def as_run(options: tuple[Option, ...], spanning: Spanning, idle: Sequence[Strat
 
 def idle_choices(space: Space, load: Workload) -> tuple[Strategy, ...]:
     """Return what the search gives operators that are never called."""
-    return (idle_strategy(load.cluster),) * len(space.model.idle)
+    return space.idle_strategies(load.cluster)
 
 
 def fits_replicated(space: Space, load: Workload, recompute: Sequence[bool], limit_bytes: float) -> bool:
@@ -250,7 +252,9 @@ class _Stage:
             moments=tuple(self._highest(unseen)),
             gather_output=0,
             prefetched=0,
+            prefetch_temporary=0,
             reduce_input=0,
+            reduces=False,
             segments=tuple(
                 Segment(forward_s, backward_s, again_s if j == top else 0.0, 0.0, 0.0, 0.0, reduced_s)
                 for j, (forward_s, backward_s, reduced_s) in enumerate(

@@ -8,6 +8,7 @@ term by term in time, and in peak memory.  A part of the plan is held down
 
     by memory       if some c is faster and none of the faster ones fits the limit
     by time         if no c is faster
+    by a pin        if a faster c fits and the user decided otherwise
     by nothing      if a faster c fits: the plan can be improved there          `Part.binds`
 
 All figures come from the same cost functions as the search's; nothing is solved again.
@@ -17,15 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from itertools import accumulate
 
+from planner.names import matches, unknown_name
+from planner.pins import parse_pin, resolve
 from planner.plan import Decisions, Plan, Prediction, check_model, decisions_of, predict, space_of
 from planner.space import Choice, Space
 from planner.strategy import Strategy, strategies_on
 from planner.workload import Workload
 from profiler.cluster import Cluster
-from profiler.errors import OsdpError
 from profiler.graph import ModelGraph
 
 NO_CHANGE = 1e-9
@@ -90,7 +91,7 @@ class Alternative:
     delta_bytes: int
     """Change of the peak."""
     excess_bytes: int
-    """Peak less the limit; positive if it does not fit."""
+    """Peak less the limit, headroom left free; positive if it does not fit."""
     phase: str
     """Where the new peak is."""
 
@@ -127,12 +128,14 @@ class Part:
     """The fastest faster one that fits."""
     cheapest: Alternative | None
     """Of those that are not faster and fit, the one that costs least time."""
+    pinned: bool = False
+    """Whether the user decided some of it."""
 
     @property
     def binds(self) -> str:
-        """What keeps it from being faster: `memory`, `time` or `nothing`."""
+        """What keeps it from being faster: `memory`, `time`, `pin` or `nothing`."""
         if self.better:
-            return "nothing"
+            return "pin" if self.pinned else "nothing"
         return "memory" if self.tempting else "time"
 
 
@@ -143,9 +146,10 @@ def open_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> OpenPlan:
     """
     check_model(plan, graph)
     space = space_of(plan, graph, cluster)
-    load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation)
+    load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation,
+                    plan.waits)  # fmt: skip
     decided = decisions_of(plan, space, cluster)
-    prediction = predict(decided.options(space, load, plan.limit_bytes), space, load)
+    prediction = predict(decided.options(space, load, plan.usable_bytes), space, load)
     return OpenPlan(plan, space, load, decided.choices, decided.spanning, decided.idle, prediction)
 
 
@@ -157,13 +161,9 @@ def find_target(view: OpenPlan, name: str) -> Target:
     names = _places(view)
     if name in names:
         return names[name]
-    inside = [place for known, place in names.items() if known.startswith(f"{name}.")]
-    found = inside or [place for known, place in names.items() if fnmatchcase(known, name)]
+    found = [place for known, place in names.items() if matches(known, name)]
     if not found:
-        near = get_close_matches(name, names, n=3, cutoff=0.4)
-        raise OsdpError("the plan has no such operator or block", got=name,
-                        expected=", ".join(near) if near else f"a name such as {next(iter(names))}",
-                        advice="a module's path as in named_modules(), or a pattern such as '*.mlp.*'")  # fmt: skip
+        raise unknown_name(name, names, "the plan has no such operator or block")
     return Target(frozenset().union(*(place.stages for place in found)), any(place.spanning for place in found))
 
 
@@ -189,7 +189,7 @@ def _places(view: OpenPlan) -> dict[str, Target]:
 def alternatives(view: OpenPlan, target: Target) -> list[Alternative]:
     """Return what else all of the target could take, the fastest first."""
     stages = [view.space.model.stages[index] for index in target.stages]
-    strategies = strategies_on(view.load.cluster)
+    strategies = strategies_on(view.load.cluster, view.load.waits.are_uneven)
     if not target.spanning and not any(stage.operators for stage in stages):
         strategies = strategies[:1]  # Nothing to shard; only recomputation is left.
     recomputes = (False, True) if any(stage.block is not None for stage in stages) else (None,)
@@ -216,7 +216,7 @@ def _decided(view: OpenPlan, target: Target, strategy: Strategy,
 def _alternative(view: OpenPlan, strategy: Strategy, recompute: bool | None, choices: tuple[Choice, ...],
                  tied: tuple[Strategy, ...]) -> Alternative:  # fmt: skip
     decided = Decisions(choices, tied, view.idle)
-    options = decided.options(view.space, view.load, view.plan.limit_bytes)
+    options = decided.options(view.space, view.load, view.plan.usable_bytes)
     before, after = view.prediction, predict(options, view.space, view.load)
     return Alternative(
         strategy=str(strategy),
@@ -226,7 +226,7 @@ def _alternative(view: OpenPlan, strategy: Strategy, recompute: bool | None, cho
         delta_s=after.step_time_s - before.step_time_s,
         peak_bytes=after.peak_memory_bytes,
         delta_bytes=after.peak_memory_bytes - before.peak_memory_bytes,
-        excess_bytes=after.peak_memory_bytes - view.plan.limit_bytes,
+        excess_bytes=after.peak_memory_bytes - view.plan.usable_bytes,
         phase=after.peak_phase,
     )
 
@@ -240,20 +240,33 @@ def parts(view: OpenPlan) -> list[Part]:
     found = [_part(view, label, stages) for (label, _), stages in groups.items()]
     if view.tied:
         changes = alternatives(view, Target(frozenset(), spanning=True))
-        found.append(Part(TIED, (), tuple(dict.fromkeys(map(str, view.tied))), None, *best_of(changes)))
+        pinned = not _pinned(view)[0].isdisjoint(view.space.model.spanning)
+        found.append(Part(TIED, (), tuple(dict.fromkeys(map(str, view.tied))), None, *best_of(changes), pinned))
     return found
+
+
+def _pinned(view: OpenPlan) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the operators of the space and the blocks that the user decided about."""
+    graph = view.space.graph
+    pins = resolve([parse_pin(pin) for pin in view.plan.asked.pins], graph, view.load.cluster)
+    starts = [0, *accumulate(view.space.counts.get(index, 1) for index in range(len(graph.operators)))]
+    operators = {piece for index in pins.strategies for piece in range(starts[index], starts[index + 1])}
+    return frozenset(operators), frozenset(pins.recompute)
 
 
 def _part(view: OpenPlan, label: str, stages: list[int]) -> Part:
     choice = view.choices[stages[0]]
     changes = (other for index in stages for other in alternatives(view, Target(frozenset({index}))))
     is_block = view.space.model.stages[stages[0]].block is not None
+    members = [view.space.model.stages[index] for index in stages]
+    operators, blocks = _pinned(view)
     return Part(
         label,
         tuple(stages),
         tuple(dict.fromkeys(map(str, choice.strategies))),
         choice.recompute if is_block else None,
         *best_of(changes),
+        pinned=any(not operators.isdisjoint(stage.operators) or stage.block in blocks for stage in members),
     )
 
 

@@ -8,7 +8,8 @@ Variables (r a run of alike stages, k an option of its kind)
 Objective: seconds of a step.  In *counted* form each option costs what one more stage of it adds to
 a long run of its own (`steady_s`); the order inside a run is left to decoding.  In *exact* form
 (every stage a run of its own) each window max(computation, communication of the neighbours) of
-`planner.timing` is a variable above both, so that the optimum is the closed form's own.
+`planner.timing` is a variable above both, so that the optimum is the closed form's own; options may
+differ in their numbers of segments.
 
 Memory: one row per moment of `planner.memory`.  Inside a run stages are laid out by the change that
 their backward makes, gradients less activations, the most negative on top; the memory over a run is
@@ -22,15 +23,16 @@ PuLP is the modelling layer; HiGHS solves (CBC if it is missing).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 import pulp
 
-from planner.memory import peak_memory
+from planner.dominance import lightest
+from planner.memory import beside, neighbour_bytes, peak_memory
 from planner.option import Option
 from planner.space import Menu
-from planner.timing import reduction_s, step_time
+from planner.timing import step_time, waiting_s
+from planner.windows import Windows, windows_of
 from planner.workload import Workload
 
 EXACT_STAGES = 8
@@ -53,7 +55,27 @@ FEW_RUNS = 40
 MAX_CUTS = 30
 """Rounds of adding violated moments before the last plan is given up as infeasible."""
 
+SOLVED = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+SOLVER_ERROR = 1e-6
+"""Relative error that the solver's tolerances (1e-6 of a row) may make its bound too high by."""
+
 Terms = dict[pulp.LpVariable, float]
+
+
+class _Edges:
+    """What one stage's windows at its edges are made of, as terms in its counts."""
+
+    def __init__(self, count: Sequence[pulp.LpVariable], windows: Sequence[Windows], last: bool) -> None:
+        def terms(name: str) -> Terms:
+            return {n: getattr(w, name) for n, w in zip(count, windows, strict=True)}
+
+        self.first_gather, self.last_gather = terms("first_gather_s"), terms("last_gather_s")
+        self.reduce = terms("last_reduce_s" if last else "reduce_s")
+        self.forward, self.top, self.top_gather = terms("forward_s"), terms("top_s"), terms("top_gather_s")
+        self.bottom = terms("bottom_s")
+        self.bottom_reduce = terms("last_bottom_reduce_s" if last else "bottom_reduce_s")
+        self.several = {n for n, w in zip(count, windows, strict=True) if not w.single}
+        """Options of more than one segment, whose top and bottom windows are two."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +89,16 @@ class Solution:
     objective_s: float
     """Objective of the integer program."""
     proven: bool
-    """Whether the solver proved the objective optimal."""
+    """Whether the solver proved the objective optimal; never where it ran out of time."""
+    least_s: float = 0.0
+    """In exact form: no plan of the menu within the limit is faster, by the solver's own bound."""
 
 
-def steady_s(option: Option, load: Workload) -> float:
+def steady_s(option: Option, menu: Menu) -> float:
     """Return what one more stage of this option adds to the step of a long run of it."""
-    return step_time([option] * 4, load).total_s - step_time([option] * 3, load).total_s
+    four, three = (step_time([option] * count, menu.load) for count in (4, 3))
+    own_s = four.total_s - four.waiting_s - three.total_s + three.waiting_s
+    return own_s + waiting_s(option, menu.load, menu.meets)
 
 
 def drift_bytes(option: Option, load: Workload) -> float:
@@ -103,6 +129,9 @@ class CountingProgram:
             self.limit = float(limit_bytes - self.load.cluster.reserve_bytes)
         self.count: list[list[pulp.LpVariable]] = []
         self.used: list[list[pulp.LpVariable]] = []
+        self.windows = [
+            [windows_of(option, self.load, menu.meets) for option in self.options(r)] for r in range(len(self.runs))
+        ]
         for r, (kind, length) in enumerate(self.runs):
             self._add_run(r, len(menu.options[kind]), length)
 
@@ -130,9 +159,9 @@ class CountingProgram:
         """Set the objective to the seconds of a step."""
         terms: Terms = {}
         for r in range(len(self.runs)):
-            for n, option in zip(self.count[r], self.options(r), strict=True):
-                terms[n] = option.optimizer_s if self.exact else steady_s(option, self.load)
-        if self.exact:
+            for k, (n, option) in enumerate(zip(self.count[r], self.options(r), strict=True)):
+                terms[n] = self.windows[r][k].inner_s if self.exact else steady_s(option, self.menu)
+        if self.exact and self.load.cluster.overlaps:
             passes = [(False, self.load.accumulation - 1), (True, 1)]
             for last, repeats in passes:
                 if repeats:
@@ -141,66 +170,30 @@ class CountingProgram:
 
     def _add_windows(self, terms: Terms, last: bool, repeats: int) -> None:
         """Add forward and backward of one micro-batch to the objective, window by window."""
-        chain = [self._window_terms(r, last) for r in range(len(self.runs))]
-        fixed = [*(c["fixed"] for c in chain), chain[0]["first_gather"], chain[-1]["last_gather"],
-                 chain[0]["reduce"]]  # fmt: skip
-        for part in fixed:
+        chain = [_Edges(count, windows, last) for count, windows in zip(self.count, self.windows, strict=True)]
+        for part in (chain[0].first_gather, chain[0].reduce, chain[-1].last_gather):
             _add(terms, part, repeats)
         nothing: Terms = {}
         for r, here in enumerate(chain):
-            above = chain[r + 1] if r + 1 < len(chain) else None
-            below = chain[r - 1] if r else None
-            reduction = above["reduce"] if above else nothing
-            gather = below["last_gather"] if below else nothing
-            windows = [(here["forward"], [above["first_gather"] if above else nothing])]
-            if self._segments(r) == 1:
-                windows.append((here["top"], [reduction, gather]))
-            else:
-                windows.append((here["top"], [reduction, here["top_gather"]]))
-                windows.append((here["bottom"], [here["bottom_reduce"], gather]))
-            for w, (compute, communication) in enumerate(windows):
-                window = self.problem.add_variable(f"w_{r}_{w}_{int(last)}", 0)
-                parts = [compute, *communication] if not self.load.cluster.overlaps else []
-                if parts:
-                    for part in parts:
-                        _add(terms, part, repeats)
-                    continue
-                self.problem += _expression({window: -1.0, **compute}) <= 0
-                under: Terms = {window: -1.0}
-                for part in communication:
-                    _add(under, part, 1)
-                self.problem += _expression(under) <= 0
-                terms[window] = repeats
-
-    def _segments(self, r: int) -> int:
-        counts = {len(option.segments) for option in self.options(r)}
-        assert len(counts) == 1, "the exact form takes no mixed options"
-        return counts.pop()
-
-    def _window_terms(self, r: int, last: bool) -> dict[str, Terms]:
-        """Return, for one stage, what each of its windows is made of, as terms in its counts."""
-        found: dict[str, Terms] = {}
-        for n, option in zip(self.count[r], self.options(r), strict=True):
-            s = option.segments
-            inner = [max(a.forward_s, b.forward_gather_s) if self.load.cluster.overlaps
-                     else a.forward_s + b.forward_gather_s for a, b in pairwise(s)]  # fmt: skip
-            for i in range(1, len(s) - 1):
-                around = reduction_s(s[i + 1], last) + s[i - 1].backward_gather_s
-                inner.append(max(s[i].backward_s, around) if self.load.cluster.overlaps else s[i].backward_s + around)
-            parts = {
-                "fixed": sum(inner),
-                "first_gather": s[0].forward_gather_s,
-                "last_gather": s[-1].backward_gather_s,
-                "reduce": reduction_s(s[0], last),
-                "forward": s[-1].forward_s,
-                "top": s[-1].backward_s,
-                "top_gather": s[-2].backward_gather_s if len(s) > 1 else 0.0,
-                "bottom": s[0].backward_s,
-                "bottom_reduce": reduction_s(s[1], last) if len(s) > 1 else 0.0,
+            above, below = chain[r + 1] if r + 1 < len(chain) else None, chain[r - 1] if r else None
+            reduction, gather = above.reduce if above else nothing, below.last_gather if below else nothing
+            most_s = max(gather.values(), default=0.0)
+            several = dict.fromkeys(here.several, -most_s)
+            one = {n: -most_s for n in self.count[r] if n not in here.several}
+            # A row that is for stages of one segment only (or of several) gives way by the largest gather.
+            windows = {
+                "forward": [[here.forward], [above.first_gather if above else nothing]],
+                "top": [[here.top], [reduction, here.top_gather], [reduction, gather, several]],
+                "bottom": [[here.bottom], [here.bottom_reduce, gather, one]] if here.several else [],
             }
-            for name, value in parts.items():
-                found.setdefault(name, {})[n] = value
-        return found
+            for name, rows in windows.items():
+                window = self.problem.add_variable(f"{name}_{r}_{int(last)}", 0)
+                terms[window] = repeats
+                for row in rows:
+                    under: Terms = {window: -1.0}
+                    for part in row:
+                        _add(under, part, 1)
+                    self.problem += _expression(under) <= 0
 
     # --- memory ---
 
@@ -235,17 +228,16 @@ class CountingProgram:
         return terms
 
     def _add_single_rows(self, r: int) -> None:
-        shapes = {moment.sees for option in self.options(r) for moment in option.moments}
-        for forward, above, below in sorted(shapes):
-            terms = self._base(r, forward)
+        shapes = {moment.sees: moment for option in self.options(r) for moment in option.moments}
+        for sees, moment in sorted(shapes.items(), key=lambda item: item[0]):
+            terms = self._base(r, moment.phase == "forward")
             for n, option in zip(self.count[r], self.options(r), strict=True):
-                local = [option.bytes_at(m) for m in option.moments if m.sees == (forward, above, below)]
+                local = [option.bytes_at(m) for m in option.moments if m.sees == sees]
                 _add(terms, {n: max(local, default=0.0)}, 1)
-            if above and r + 1 < len(self.runs):
-                _add(terms, {n: o.reduce_input for n, o in zip(self.used[r + 1], self.options(r + 1), strict=True)}, 1)
-            if below and r:
-                _add(terms, {n: o.gather_output if forward else o.prefetched
-                             for n, o in zip(self.used[r - 1], self.options(r - 1), strict=True)}, 1)  # fmt: skip
+            for q, is_above in ((r + 1, True), (r - 1, False)):
+                if 0 <= q < len(self.runs):
+                    seen = [neighbour_bytes(moment, *beside(o, is_above)) for o in self.options(q)]
+                    _add(terms, dict(zip(self.used[q], seen, strict=True)), 1)
             self._at_most_limit(terms)
 
     def _layout(self, r: int) -> list[int]:
@@ -255,12 +247,11 @@ class CountingProgram:
 
     def _add_run_rows(self, r: int, k: int) -> None:
         option = self.options(r)[k]
-        beside = [o for q in (r - 1, r, r + 1) if 0 <= q < len(self.runs) for o in self.options(q)]
+        around = [o for q in (r - 1, r, r + 1) if 0 <= q < len(self.runs) for o in self.options(q)]
         for moment in option.moments:
             forward = moment.phase == "forward"
             own = option.bytes_at(moment)
-            own += min(o.reduce_input for o in beside) if moment.above else 0
-            own += min(o.gather_output if forward else o.prefetched for o in beside) if moment.below else 0
+            own += sum(min(neighbour_bytes(moment, *beside(o, is_above)) for o in around) for is_above in (True, False))
             self._at_most_limit(self._moment_terms(r, k, forward, own, first=True))
             if drift_bytes(option, self.load) > 0 and not forward:
                 self._at_most_limit(self._moment_terms(r, k, False, own, first=False))
@@ -290,34 +281,55 @@ class CountingProgram:
     # --- solving ---
 
     def solve(self, limit_bytes: float) -> Solution | None:
-        """Return the best plan within the limit, or None if there is none."""
+        """Return the best plan within the limit, or None if none was found."""
         self.limit_memory()
-        for _ in range(MAX_CUTS):
+        least_s = 0.0
+        for attempt in range(MAX_CUTS):
             self.problem.solve(make_solver(self.gap, EXACT_SECONDS if self.exact else COUNTED_SECONDS))
-            if self.problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-                return None
+            if attempt == 0 and self.exact:
+                least_s = self._least_s()  # Rows that are added later are for what was decoded, not for all plans.
             solution = self._decode()
+            if solution is None:
+                return None
             peak = peak_memory(solution.options, self.load)
             if peak.total_bytes <= limit_bytes:
-                return solution
+                return replace(solution, least_s=least_s)
             self._cut_off(solution, limit_bytes)
         return None
+
+    def _least_s(self) -> float:
+        """Return the solver's own lower bound on the objective."""
+        if self.problem.sol_status not in SOLVED:
+            return 0.0
+        info = getattr(getattr(self.problem, "solverModel", None), "getInfo", None)
+        if info is not None:
+            return max(0.0, float(info().mip_dual_bound) * (1 - SOLVER_ERROR))
+        # CBC's interface gives no bound, but a proof counts.
+        proven = self.problem.sol_status == pulp.LpSolutionOptimal
+        return float(pulp.value(self.problem.objective)) * (1 - SOLVER_ERROR) if proven else 0.0
 
     @classmethod
     def smallest(cls, menu: Menu) -> Solution:
         """Return a plan that needs about the least memory; its objective means nothing."""
-        program = cls(menu, None)
+        kept = [lightest(options) for options in menu.options]
+        program = cls(menu.only(kept), None, exact=len(menu.kinds) <= EXACT_STAGES)
         program.problem.setObjective(pulp.LpAffineExpression([(program.limit, 1)]))
         program.limit_memory()
         program.problem.solve(make_solver(program.gap, COUNTED_SECONDS))
-        return program._decode()
+        solution = program._decode()
+        assert solution is not None, "without a limit there is a plan"
+        picks = tuple(kept[kind][k] for kind, k in zip(menu.kinds, solution.picks, strict=True))
+        return replace(solution, picks=picks)
 
-    def _decode(self) -> Solution:
-        """Lay the counts out as one option per stage."""
+    def _decode(self) -> Solution | None:
+        """Lay the counts out as one option per stage; None if the solver found none."""
+        if self.problem.sol_status not in SOLVED:
+            return None
         picks: list[int] = []
         for r, (_, length) in enumerate(self.runs):
             from_top = [k for k in self._layout(r) for _ in range(round(self.count[r][k].value() or 0))]
-            assert len(from_top) == length, "the solver's counts do not fill the run"
+            if len(from_top) != length:
+                return None  # It ran out of time before it had a plan, and says "feasible" all the same.
             picks += reversed(from_top)
         options = tuple(self.menu.options[kind][k] for kind, k in zip(self.menu.kinds, picks, strict=True))
         proven = self.problem.sol_status == pulp.LpSolutionOptimal
@@ -359,6 +371,6 @@ def fastest(menu: Menu, limit_bytes: float, exact: bool = False) -> Solution | N
     return program.solve(limit_bytes)
 
 
-def counted_s(options: Sequence[Option], load: Workload) -> float:
+def counted_s(options: Sequence[Option], menu: Menu) -> float:
     """Return what the counted objective gives for a plan: the pure function behind it."""
-    return sum(steady_s(option, load) for option in options)
+    return sum(steady_s(option, menu) for option in options)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from planner.data_parallel import as_run, can_replicate, fits_replicated
+from planner.imbalance import NO_WAITS, Waits
 from planner.memory import peak_memory
 from planner.option import Option
-from planner.space import Choice, Space, Spanning, idle_strategy
+from planner.simulate import simulated_s
+from planner.space import Choice, Space, Spanning
 from planner.strategy import Strategy, format_choice, parse_choice
 from planner.timing import step_time
 from planner.units import check_scalars
@@ -72,6 +74,22 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What the user decided, so that the same can be asked again under other circumstances."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    micro_batch: int | None = None
+    """Samples per rank in one forward; None: searched."""
+    global_batch: int | None = None
+    """Samples per step of all ranks; None: one micro-batch per step."""
+    pins: list[str] = field(default_factory=list)
+    """As `--pin` takes them (`planner.pins`)."""
+    imbalance: str = ""
+    """As `--imbalance` takes it; empty: none."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """A strategy for every operator, and which blocks are recomputed."""
 
@@ -83,6 +101,7 @@ class Plan:
     cluster: ClusterRef
     optimizer: str
     limit_bytes: int
+    """Memory per device that the user allows, reserve included."""
     micro_batch: int
     """Samples per rank in one forward."""
     accumulation: int
@@ -94,17 +113,35 @@ class Plan:
     """Strategy of every operator, or of its slices, by its name (`planner.strategy.parse_choice`)."""
     recomputed_blocks: list[str]
     """Names of the blocks whose forward runs again in backward."""
+    headroom_bytes: int = 0
+    """Part of the limit that was to be left free."""
+    asked: Asked = field(default_factory=Asked)
+    """What the user decided beside the limit."""
+    waits: Waits = NO_WAITS
+    """How long ranks wait for the slowest, as priced."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the predicted peak was to stay within: the limit without the headroom."""
+        return self.limit_bytes - self.headroom_bytes
 
 
 def cluster_fingerprint(cluster: Cluster) -> str:
     """Return a hash of every figure of a cluster."""
-    text = json.dumps(asdict(cluster), sort_keys=True)
+    figures = asdict(cluster)
+    if cluster.host is None:
+        del figures["host"]  # so that clusters without keep the fingerprint that older plans know
+    text = json.dumps(figures, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def predict(options: Sequence[Option], space: Space, load: Workload) -> Prediction:
-    """Evaluate a plan, one option per stage, by the pure cost functions."""
-    peak, time = peak_memory(options, load), step_time(options, load)
+    """Evaluate a plan, one option per stage, by the pure cost functions: its step takes what the simulator says.
+
+    The closed form has the terms; exposed communication takes the rounding by which the two differ.
+    """
+    peak, time, step_time_s = peak_memory(options, load), step_time(options, load), simulated_s(options, load)
+    time = replace(time, exposed_communication_s=max(0.0, time.exposed_communication_s + step_time_s - time.total_s))
     operator = space.operator_at(peak)
     where = f"{peak.phase} of {operator.name}" if operator else peak.phase
     categories = {name: round(value) for name, value in peak.categories.items()}
@@ -112,18 +149,20 @@ def predict(options: Sequence[Option], space: Space, load: Workload) -> Predicti
         peak_memory_bytes=sum(categories.values()),
         memory_by_category=categories,
         peak_phase=where,
-        step_time_s=time.total_s,
+        step_time_s=step_time_s,
         time_by_term=asdict(time),
-        samples_per_s=load.samples_per_step / time.total_s,
+        samples_per_s=load.samples_per_step / step_time_s,
     )
 
 
 def make_plan(options: Sequence[Option], spanning: Spanning, space: Space, load: Workload, *,
-              limit_bytes: int, gap: float) -> Plan:  # fmt: skip
-    """Write a search result down as a plan, priced as it will be run."""
+              limit_bytes: int, gap: float, headroom_bytes: int = 0, asked: Asked = Asked()) -> Plan:  # fmt: skip
+    """Write a search result down as a plan, priced as it will be run within the limit without the headroom."""
     graph, cluster = space.graph, load.cluster
-    options = as_run(tuple(options), spanning, None, space, load, limit_bytes)
-    choices = space.spanning_choices(spanning) | dict.fromkeys(space.model.idle, idle_strategy(cluster))
+    options = as_run(tuple(options), spanning, None, space, load, limit_bytes - headroom_bytes)
+    choices = space.spanning_choices(spanning) | dict(
+        zip(space.model.idle, space.idle_strategies(cluster), strict=True)
+    )
     recomputed = []
     for stage, option in zip(space.model.stages, options, strict=True):
         for operator, strategy in zip(stage.operators, option.strategies, strict=True):
@@ -142,6 +181,9 @@ def make_plan(options: Sequence[Option], spanning: Spanning, space: Space, load:
         gap=gap,
         choices=_written(choices, space),
         recomputed_blocks=recomputed,
+        headroom_bytes=headroom_bytes,
+        asked=asked,
+        waits=load.waits,
     )
 
 
@@ -172,6 +214,19 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
     for operator in graph.operators:
         check_scalars(operator)
     return choices
+
+
+def unrunnable(plan: Plan, graph: ModelGraph, cluster: Cluster) -> dict[Strategy, str]:
+    """Return the strategies of a plan that the runtime does not run, and an operator that takes each.
+
+    Raises `OsdpError` as `read_choices` does.
+    """
+    found: dict[Strategy, str] = {}
+    for operator, slices in zip(graph.operators, read_choices(plan, graph, cluster), strict=True):
+        for strategy in slices:
+            if not strategy.kind.runs:
+                found.setdefault(strategy, operator.name)
+    return found
 
 
 def space_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Space:
@@ -226,7 +281,7 @@ def options_of(plan: Plan, space: Space, load: Workload) -> tuple[tuple[Option, 
     Raises `OsdpError` as `decisions_of` does.
     """
     decisions = decisions_of(plan, space, load.cluster)
-    return decisions.options(space, load, plan.limit_bytes), decisions.spanning
+    return decisions.options(space, load, plan.usable_bytes), decisions.spanning
 
 
 def runs_by_ddp(plan: Plan, graph: ModelGraph, cluster: Cluster) -> bool:
@@ -242,7 +297,7 @@ def runs_by_ddp(plan: Plan, graph: ModelGraph, cluster: Cluster) -> bool:
     load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation)
     decided = decisions_of(plan, space, cluster)
     recomputed = [choice.recompute for choice in decided.choices]
-    return fits_replicated(space, load, recomputed, plan.limit_bytes)
+    return fits_replicated(space, load, recomputed, plan.usable_bytes)
 
 
 def model_ref(graph: ModelGraph) -> ModelRef:

@@ -47,8 +47,10 @@ class Replicated:
 def fastest_replicated(space: Space, loads: Sequence[Workload], limit_bytes: float, floor: float) -> Replicated:
     """Return the fastest plan of more than `floor` samples per second; `loads` by growing micro-batch."""
     best, speed = Replicated(), floor
-    taken = [COPY, *idle_choices(space, loads[0])]
-    if not can_replicate(space.graph, taken, loads[0].precision):
+    pinned = space.pins.strategies.values()
+    taken = [COPY, *idle_choices(space, loads[0]), *(strategy for slices in pinned for strategy in slices)]
+    is_split = any(len(slices) > 1 for slices in pinned)
+    if is_split or not can_replicate(space.graph, taken, loads[0].precision):
         return best
     for load in loads:
         sizing = _Sizing(space, load, limit_bytes)
@@ -74,12 +76,15 @@ class _Sizing:
     def __init__(self, space: Space, load: Workload, limit_bytes: float) -> None:
         self.load, self.limit_bytes = load, limit_bytes
         self.replica, self.stages = Replica(space, load), space.model.stages
-        self.plain = self.replica.options([False] * len(self.stages))
+        free = {stage.block for stage in self.stages} - {None, *space.pins.recompute}
+        always = {block for block, again in space.pins.recompute.items() if again}
+        self.pinned = [stage.block in always for stage in self.stages]
+        self.plain = self.replica.options(self.pinned)
         again = self.replica.options([stage.block is not None for stage in self.stages])
         pairs = list(zip(self.plain, again, strict=True))
         self.saving = [without.saved - with_.saved for without, with_ in pairs]
         self.cost_s = [load.accumulation * sum(s.recompute_s for s in option.segments) for option in again]
-        worthy = [j for j, stage in enumerate(self.stages) if stage.block is not None and self.saving[j] > 0]
+        worthy = [j for j, stage in enumerate(self.stages) if stage.block in free and self.saving[j] > 0]
         # From the bottom: what is recomputed there is recomputed when little else is held.
         self.order = sorted(worthy, key=lambda j: self.cost_s[j] / self.saving[j])
 
@@ -116,7 +121,7 @@ class _Sizing:
 
         def options(count: int) -> tuple[Option, ...]:
             chosen = set(self.order[:count])
-            return self.replica.options([j in chosen for j in range(len(self.stages))])
+            return self.replica.options([again or j in chosen for j, again in enumerate(self.pinned)])
 
         def fits(count: int) -> bool:
             return peak_memory(options(count), self.load).total_bytes <= self.limit_bytes

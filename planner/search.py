@@ -1,6 +1,7 @@
 """The search: the plan with most samples per second within a memory limit, and a proof of how good.
 
-The outer sweep runs over points (micro-batch, accumulation, strategy of the spanning operators).
+The outer sweep runs over points (micro-batch, accumulation, strategy of the spanning operators; with
+uneven micro-batches also whether ranks meet in every micro-batch or only once per step).
 Each point gets an upper bound on its samples per second from `planner.bound`, first a quick one.
 Points are taken from the highest bound down; one whose bound was quick gets the full one and goes
 back; for one whose bound is full the integer program finds a plan (and so does pricing), local search
@@ -22,15 +23,15 @@ from dataclasses import dataclass, replace
 
 from planner.baselines import Baseline, baselines
 from planner.bound import ChainBound, places_near
-from planner.data_parallel import COPY, as_run
-from planner.ilp import EXACT_STAGES, CountingProgram, fastest
-from planner.memory import MemoryPeak, peak_memory
+from planner.data_parallel import COPY
+from planner.imbalance import BALANCED, Imbalance, Waits
+from planner.memory import peak_memory
 from planner.option import Option
-from planner.polish import Polisher
+from planner.refusal import NothingFits, refusal_of
 from planner.replicas import Replicated, fastest_replicated
-from planner.space import Menu, Space
-from planner.strategy import Strategy, strategies_on
-from planner.timing import step_time
+from planner.smallest import smallest_of
+from planner.solve import PROVEN, Candidate, solve
+from planner.space import NO_PINS, Menu, Pins, Space, Spanning
 from planner.units import check_scalars
 from planner.workload import Workload
 from profiler.cluster import Cluster
@@ -40,8 +41,12 @@ from profiler.graph import ModelGraph
 EVERY_SIZE_TO = 16
 """Micro-batches up to here are all tried; beyond, steps of about an eighth (throughput is flat)."""
 MAX_MICRO_BATCH = 4096
-PROVEN = 1e-9
-"""A plan this close to its point's bound is optimal, but for rounding."""
+EXACT_BUDGET_S = 2.0
+"""After so much CPU time, points of the sweep are no longer given to the exact form of the program, which can take
+seconds for each where memory is tight; the bound says what that may lose."""
+BUDGET_S = 12.0
+"""After so much CPU time, a plan that was found is given out; the points that are left stay in the gap, by their
+bounds."""
 CLOSE_ENOUGH = 1e-3
 """A point whose bound is within this of the best plan is not worth another integer program."""
 
@@ -62,6 +67,14 @@ class Task:
     """Samples per step of all ranks; None: one micro-batch of any size per step."""
     micro_batch: int | None = None
     """Fixed micro-batch per rank; None: searched."""
+    pins: Pins = NO_PINS
+    """What the search leaves as the user decided."""
+    imbalance: Imbalance = BALANCED
+    """How unlike micro-batches are."""
+
+    def waits(self, micro_batch: int, accumulation: int) -> Waits:
+        """Return how long ranks wait for the slowest at one point of the sweep."""
+        return self.imbalance.waits(self.cluster.world_size, micro_batch, accumulation)
 
 
 @dataclass(frozen=True)
@@ -69,12 +82,11 @@ class Found:
     """The best plan of a search."""
 
     space: Space
+    """The space that the plan is priced in: with the operators split that the plan splits."""
     load: Workload
     options: tuple[Option, ...]
     """One per stage in execution order."""
-    spanning: Strategy | None
-    menu: Menu
-    """The options that it was chosen from."""
+    spanning: Spanning
     samples_per_s: float
     bound_samples_per_s: float
     """No plan of the sweep is faster."""
@@ -87,7 +99,11 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """Certified relative distance to the fastest plan of the sweep."""
+        """Certified relative distance to the fastest plan of the sweep.
+
+        The bound is a relaxation's, or the solver's own bound on the exact program; never its word that a
+        plan is optimal, which it gives for what it had when its time was over, too.
+        """
         return max(0.0, 1.0 - self.samples_per_s / self.bound_samples_per_s)
 
 
@@ -102,6 +118,8 @@ class _Point:
     """Upper bound on samples per second."""
     full: bool
     """Whether all moments were priced for it."""
+    price: float
+    """Seconds a byte at which the quick bound was found."""
     relaxed: bool
     """Whether the spanning operators' strategy is still open."""
 
@@ -120,8 +138,8 @@ class _Point:
 
     def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
         """Yield one point for each strategy of the spanning operators."""
-        for spanning in space.spanning_strategies(strategies_on(self.load.cluster)):
-            child = _quick_point(space.menu(self.load, spanning), limit_bytes, relaxed=False)
+        for spanning in space.spanning_offered(self.load):
+            child = _quick_point(space.menu(self.load, spanning, self.menu.meets), limit_bytes, False, self.price)
             if child:
                 yield replace(child, bound=min(self.bound, child.bound))
 
@@ -153,76 +171,101 @@ def micro_batches(task: Task) -> list[tuple[int, int]]:
     return [(size, 1) for size in sizes]
 
 
-def search(task: Task, progress: Progress = lambda what, fraction: None) -> Found:
+def search(task: Task, progress: Progress = lambda what, fraction: None, space: Space | None = None) -> Found:
     """Return the fastest plan within the limit.
 
+    Several searches of one graph with the same pins can share a `space`, whose caches then do.
     Raises `OsdpError` if nothing fits, with the smallest limit that would do and who needs it, or if
     a parameter has no dimension.
     """
     started = time.perf_counter()
     for operator in task.graph.operators:
         check_scalars(operator)
-    space = Space(task.graph)
+    space = space or Space(task.graph, pins=task.pins)
     loads = tuple(
-        Workload(task.cluster, task.optimizer, task.graph.precision, size, accumulation)
-        for size, accumulation in micro_batches(task)
+        space.workload(task.cluster, task.optimizer, task.graph.precision, *sizes, task.waits(*sizes))
+        for sizes in micro_batches(task)
     )
     rivals = baselines(space, loads, task.limit_bytes)
-    fitting = [baseline for baseline in rivals if baseline.feasible]
-    best = max(fitting, key=lambda b: b.samples_per_s, default=None)
-    incumbent = _from_baseline(best, space) if best else None
+    incumbent = _first_plan(rivals, space)
     replicated = fastest_replicated(space, loads, task.limit_bytes, incumbent.samples_per_s if incumbent else 0.0)
     if replicated.is_faster:
         incumbent = _from_replicated(replicated, space)
     queue = _points(space, loads, task.limit_bytes, progress)
     count = len(queue)
-    solved, top = 0, replicated.bound_samples_per_s
-    while queue:
-        point = heapq.heappop(queue)
-        speed = incumbent.samples_per_s if incumbent else 0.0
-        if point.bound <= speed * (1 + CLOSE_ENOUGH):
-            top = max(top, point.bound)
-            break
-        if not point.full:
-            heapq.heappush(queue, point.tightened(task.limit_bytes, speed))
-            continue
-        if point.relaxed:
-            for child in point.split(space, task.limit_bytes):
-                heapq.heappush(queue, child)
-            continue
-        progress("solving", solved / (solved + count))
-        solved += 1
-        candidate = _solve(point, space, task.limit_bytes)
-        if candidate is None:
-            top = max(top, point.bound)  # Nothing was found, which proves nothing.
-            continue
-        if candidate.samples_per_s > speed:
-            incumbent = candidate
-        peak = peak_memory(candidate.options, point.load)
-        top = max(top, point.tightened(task.limit_bytes, 0.0, peak.stage).bound)
+    incumbent, top, solved = _best_first(queue, space, task.limit_bytes, incumbent, progress)
+    top = max(top, replicated.bound_samples_per_s)
     if incumbent is None:
-        raise _nothing_fits(space, loads, task)
+        smallest = smallest_of(space, loads, task.limit_bytes)
+        if smallest.peak.total_bytes > task.limit_bytes:
+            raise NothingFits(refusal_of(smallest, space, task))
+        incumbent = smallest.candidate
     progress("done", 1.0)
-    return Found(space, incumbent.load, incumbent.options, incumbent.menu.spanning, incumbent.menu,
-                 incumbent.samples_per_s,
+    return Found(incumbent.space, incumbent.load, incumbent.options, incumbent.spanning, incumbent.samples_per_s,
                  max(top, incumbent.samples_per_s), rivals, count, solved, time.perf_counter() - started)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    load: Workload
-    options: tuple[Option, ...]
-    menu: Menu
-    samples_per_s: float
+def _best_first(queue: list[_Point], space: Space, limit_bytes: int, incumbent: Candidate | None,
+                progress: Progress) -> tuple[Candidate | None, float, int]:  # fmt: skip
+    """Return the best plan, what no plan of the points exceeds, and for how many points a plan was looked for."""
+    count, solved, top, started = len(queue), 0, 0.0, time.process_time()
+    while queue:
+        point = heapq.heappop(queue)
+        speed = incumbent.samples_per_s if incumbent else 0.0
+        late = incumbent is not None and time.process_time() - started > BUDGET_S
+        if late or point.bound <= speed * (1 + CLOSE_ENOUGH):
+            return incumbent, max(top, point.bound), solved
+        if not point.full:
+            heapq.heappush(queue, point.tightened(limit_bytes, speed))
+        elif point.relaxed:
+            for child in point.split(space, limit_bytes):
+                heapq.heappush(queue, child)
+        else:
+            progress("solving", solved / (solved + count))
+            solved += 1
+            exact = time.process_time() - started < EXACT_BUDGET_S
+            candidate, bound = _solve(point, space, limit_bytes, exact)
+            top = max(top, bound)
+            if candidate is not None and candidate.samples_per_s > speed:
+                incumbent = candidate
+    return incumbent, top, solved
 
 
-def _quick_point(menu: Menu, limit_bytes: int, relaxed: bool) -> _Point | None:
-    """Return a point with memory priced at one moment only; None if memory rules it out."""
+def _solve(point: _Point, space: Space, limit_bytes: int, exact: bool) -> tuple[Candidate | None, float]:
+    """Return the best plan found at a point, and what no plan of the point exceeds in samples per second."""
+    found = solve(point.chain, space, limit_bytes, exact)
+    bound = point.bound
+    if found.least_s:
+        bound = min(bound, point.load.samples_per_step / found.least_s)
+    if found.best is None:
+        return None, bound  # Nothing was found, which proves nothing.
+    if found.best.samples_per_s < bound * (1 - PROVEN):
+        peak = peak_memory(found.best.options, point.load)
+        bound = min(bound, point.tightened(limit_bytes, 0.0, peak.stage).bound)
+    return found.best, bound
+
+
+def _first_plan(rivals: Sequence[Baseline], space: Space) -> Candidate | None:
+    """Return the fastest baseline that fits; none if something is pinned, for baselines are not."""
+    fitting = [] if space.has_pins else [baseline for baseline in rivals if baseline.feasible]
+    best = max(fitting, key=lambda b: b.samples_per_s, default=None)
+    return _from_baseline(best, space) if best else None
+
+
+def _quick_point(menu: Menu, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:
+    """Return a point with memory priced at one moment only; None if memory rules it out.
+
+    `near` is a price that was good for a point like it.
+    """
+    if menu.is_empty:
+        return None
     chain, places = ChainBound(menu), places_near(menu, None)
     if any(chain.least_bytes(place) > limit_bytes for place in places):
         return None
-    bound_s = chain.dual_s(limit_bytes, places[0], rounds=1)
-    return _Point(menu.load, menu, chain, menu.load.samples_per_step / bound_s, full=False, relaxed=relaxed)
+    place = places[0]
+    bound_s, price = chain.near(limit_bytes, place, near) if near else chain.dual(limit_bytes, place, rounds=1)
+    bound = menu.load.samples_per_step / bound_s
+    return _Point(menu.load, menu, chain, bound, full=False, price=price, relaxed=relaxed)
 
 
 def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress: Progress) -> list[_Point]:
@@ -230,87 +273,22 @@ def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress:
     points: list[_Point] = []
     for index, load in enumerate(loads):
         progress("bounding", index / len(loads))
-        point = _quick_point(space.relaxed_menu(load), limit_bytes, relaxed=bool(space.model.spanning))
-        if point:
-            points.append(point)
-        elif load.accumulation == 1:
+        # With uneven micro-batches, plans that meet once per step wait less and are a branch of their own.
+        branches = (True, False) if load.waits.per_micro_batch != load.waits.per_step else (True,)
+        menus = [space.relaxed_menu(load, meets) for meets in branches]
+        found = [_quick_point(menu, limit_bytes, relaxed=bool(space.model.spanning)) for menu in menus]
+        points += [point for point in found if point]
+        if found[0] is None and load.accumulation == 1:
             break  # More samples at once never need less memory.
     heapq.heapify(points)
     return points
 
 
-def _solve(point: _Point, space: Space, limit_bytes: int) -> _Candidate | None:
-    """Return the best plan found at a point: from the program, and from pricing where its plan peaks."""
-    counted = fastest(point.menu, limit_bytes)
-    polisher = Polisher(point.menu, limit_bytes, point.chain)
-
-    def improved(picks: tuple[int, ...]) -> _Candidate:
-        options = polisher.options(polisher.improve(picks))
-        options = as_run(options, point.menu.spanning, None, space, point.load, limit_bytes)
-        speed = point.load.samples_per_step / step_time(options, point.load).total_s
-        return _Candidate(point.load, options, point.menu, speed)
-
-    start = counted or CountingProgram.smallest(point.menu)
-    stage = peak_memory(start.options, point.load).stage
-    priced = polisher.cheapest_fitting(places_near(point.menu, stage)[0])
-    starts = [start.picks if polisher.fits(start.picks) else None, priced]
-    found = [improved(picks) for picks in starts if picks is not None]
-    best = max(found, key=lambda candidate: candidate.samples_per_s, default=None)
-    few = len(point.menu.kinds) <= EXACT_STAGES
-    if few and (best is None or best.samples_per_s < point.bound * (1 - PROVEN)):
-        exact = fastest(point.menu, limit_bytes, exact=True)
-        found += [improved(exact.picks)] if exact is not None else []
-    return max(found, key=lambda candidate: candidate.samples_per_s, default=None)
+def _from_baseline(best: Baseline, space: Space) -> Candidate:
+    spanning = best.strategy if space.model.spanning else None
+    return Candidate(best.load, space, spanning, (), best.options)
 
 
-def _from_baseline(best: Baseline, space: Space) -> _Candidate:
-    menu = space.menu(best.load, best.strategy if space.model.spanning else None)
-    return _Candidate(best.load, best.options, menu, best.samples_per_s)
-
-
-def _from_replicated(best: Replicated, space: Space) -> _Candidate:
+def _from_replicated(best: Replicated, space: Space) -> Candidate:
     assert best.load is not None, "a plan that is faster is there"
-    menu = space.menu(best.load, COPY if space.model.spanning else None)
-    return _Candidate(best.load, best.options, menu, best.samples_per_s)
-
-
-def least_memory(space: Space, load: Workload) -> tuple[MemoryPeak, tuple[Option, ...]]:
-    """Return the plan that needs least memory and its peak."""
-    best: tuple[MemoryPeak, tuple[Option, ...]] | None = None
-    for spanning in space.spanning_strategies(strategies_on(load.cluster)):
-        menu = space.menu(load, spanning)
-        for options in _small_plans(menu):
-            peak = peak_memory(options, load)
-            if best is None or peak.total_bytes < best[0].total_bytes:
-                best = peak, options
-    assert best is not None, "there is at least one strategy"
-    return best
-
-
-def _small_plans(menu: Menu) -> Iterator[tuple[Option, ...]]:
-    """Yield plans that need little memory: the program's, and the least at each place that can be priced."""
-    smallest = CountingProgram.smallest(menu)
-    yield smallest.options
-    polisher = Polisher(menu, float("inf"))
-    for place in places_near(menu, peak_memory(smallest.options, menu.load).stage):
-        memory = polisher.chain.memory(place)
-        for price in (1e-9, 1e-6, 1e-3):  # seconds a byte, far above what time is worth
-            yield polisher.options(polisher.chain.sequence(memory, price))
-
-
-def _nothing_fits(space: Space, loads: Sequence[Workload], task: Task) -> OsdpError:
-    load = min(loads, key=lambda load: load.micro_batch)
-    peak, _ = least_memory(space, load)
-    needed = -(-round(peak.total_bytes) // 2**20)
-    operator = space.operator_at(peak)
-    where = f"in {peak.phase} of {operator.name}" if operator else "in the optimizer step"
-    largest = sorted(space.model.graph.operators, key=lambda operator: -operator.numel)[:2]
-    parts = sorted(peak.categories.items(), key=lambda item: -item[1])[:3]
-    shares = ", ".join(f"{name.replace('_', ' ')} {value / 2**20:,.0f} MiB" for name, value in parts)
-    return OsdpError(
-        "no plan fits the memory limit",
-        got=f"{task.limit_bytes / 2**20:,.0f} MiB per device",
-        expected=f"at least {needed:,} MiB; the smallest plan (micro-batch {load.micro_batch}) peaks {where}: {shares}",
-        advice=f"--mem {needed}MB, more devices, a shorter --seq or a smaller --batch; "
-        f"the largest operators are {' and '.join(operator.name for operator in largest)}",
-    )
+    return Candidate(best.load, space, COPY if space.model.spanning else None, (), best.options)

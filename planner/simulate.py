@@ -7,6 +7,8 @@ stream is free and everything that it waits for has ended:
     backward    when the backward of i starts, gather i-1 is issued; when it ends, reduction i is;
                 the backward of i-1 waits for gather i-1 and, because FSDP2 reuses the reduction's
                 input buffer, the end of the backward of i waits for reduction i+1
+    waiting     where ranks meet in every micro-batch, at its end for the slowest rank; otherwise once,
+                before the optimizer
     optimizer   waits for everything
 
 A segment's stalls are communication on the compute stream, part of its forward and its backward.
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.option import Option, Segment
-from planner.timing import reduction_s
+from planner.timing import meet, reduction_s, waiting_s
 from planner.workload import Workload
 
 
@@ -97,19 +99,44 @@ def _backward(streams: _Streams, segments: Sequence[Segment], last: bool) -> Non
             gather = streams.run("communication", "all-gather", index - 1, segments[index - 1].backward_gather_s)
 
 
+def _micro_batch(streams: _Streams, segments: Sequence[Segment], last: bool, wait_s: float) -> None:
+    """Play one micro-batch and the wait at its end."""
+    _forward(streams, segments)
+    streams.join()
+    _backward(streams, segments, last)
+    streams.join()
+    if wait_s:
+        streams.run("compute", "waiting", -1, wait_s)
+        streams.join()
+
+
+def _waits(options: Sequence[Option], load: Workload) -> tuple[float, float]:
+    """Return the seconds of waiting at the end of every micro-batch and before the optimizer."""
+    meets = meet(options)
+    waiting = sum(waiting_s(option, load, meets) for option in options)
+    return (waiting / load.accumulation, 0.0) if meets else (0.0, waiting)
+
+
 def simulate(options: Sequence[Option], load: Workload) -> tuple[Event, ...]:
     """Return every event of one step; the step takes until the last one's `end_s`."""
     segments = [segment for option in options for segment in option.segments]
-    streams = _Streams(load.cluster.overlaps)
+    streams, (each_s, once_s) = _Streams(load.cluster.overlaps), _waits(options, load)
     for micro_batch in range(load.accumulation):
-        _forward(streams, segments)
-        streams.join()
-        _backward(streams, segments, last=micro_batch == load.accumulation - 1)
-        streams.join()
+        _micro_batch(streams, segments, micro_batch == load.accumulation - 1, each_s)
+    if once_s:
+        streams.run("compute", "waiting", -1, once_s)
     streams.run("compute", "optimizer", -1, sum(option.optimizer_s for option in options))
     return tuple(streams.events)
 
 
 def simulated_s(options: Sequence[Option], load: Workload) -> float:
-    """Return the simulated seconds of one step."""
-    return max(event.end_s for event in simulate(options, load))
+    """Return the simulated seconds of one step: as `simulate`, but micro-batches that are alike are played once."""
+    segments = [segment for option in options for segment in option.segments]
+    each_s, once_s = _waits(options, load)
+    total_s = once_s + sum(option.optimizer_s for option in options)
+    for last, times in ((False, load.accumulation - 1), (True, 1)):
+        if times:
+            streams = _Streams(load.cluster.overlaps)
+            _micro_batch(streams, segments, last, each_s)
+            total_s += times * streams.now_s
+    return total_s

@@ -7,8 +7,8 @@ stages, memory and time are worked out as for any other model.  With x, y and w_
 output and one slice's weight, a slice holds at most (read off `runtime.split`, nothing measured)
 
     forward     x + y for the first, x + 3 y for each other: the sum so far, its product, the new sum
-    backward    2 x + y + w_i: input, gradients of input slices and of y; for the first 3 x + y + w_i,
-                as the gradients of the slices are put together
+    backward    2 x + y + w_i: input, gradients of input slices and of y (then the gradients of the
+                slices are put together, for 2 x + w_i: the input has gone)
 
 and the last slice also what the whole call holds, for what follows the layer is in its call.
 x and y are bounded by the call's products: all its FLOPs are taken for the layer's own, which is
@@ -99,7 +99,7 @@ class _Sliced:
         parameters = split_parameters(self.operator.parameters, index, self.count)
         gradients = Affine(compute * sum(p.numel for p in parameters if p.trainable))
         forward = x + _times(y, 1 if index == 0 else 3)
-        backward = _times(x, 3 if index == 0 else 2) + y + gradients
+        backward = _times(x, 2) + y + gradients
         share = (stop - start) / features
         return replace(
             whole,
@@ -108,8 +108,15 @@ class _Sliced:
             # Until the last slice what is kept is the input, which `forward` and `backward` have.
             saved_bytes=whole.saved_bytes if last else NOTHING,
             forward_peak_bytes=_at_least(whole.forward_peak_bytes, forward) if last else forward,
+            # The sum is made when the slice itself has ended.
+            module_forward_peak_bytes=x + _times(y, 1 if index == 0 else 2),
+            tail_forward_peak_bytes=_at_least(whole.tail_forward_peak_bytes, forward) if last else forward,
             backward_peak_bytes=_at_least(whole.backward_peak_bytes, backward) if last else backward,
             module_backward_peak_bytes=backward,
+            tail_backward_peak_bytes=whole.tail_backward_peak_bytes if last else NOTHING,
+            # Handed on: input, and in backward the gradient of the sum and those of the slices after.
+            backward_start_bytes=whole.backward_start_bytes if last else _times(x, 2) + y,
+            module_backward_start_bytes=whole.module_backward_start_bytes if last else _times(x, 2) + y,
             # Handed on: input, sum so far, and in backward the gradients of the slices after.
             output_bytes=whole.output_bytes if last else _times(x, 2) + y,
         )

@@ -62,13 +62,23 @@ class StagedModel:
         return tuple(self.spans)
 
 
-def _ranges(graph: ModelGraph, spanning: set[int]) -> list[tuple[int, int, int | None]]:
-    """Return (first call, last call + 1, block) of every stage."""
+def _wholes(graph: ModelGraph, slices: frozenset[int]) -> dict[int, int]:
+    """Return, for every operator, the first slice of the operator that it is a slice of, or itself."""
+    first: dict[tuple[str, ...], int] = {}
+    return {o: first.setdefault(graph.operators[o].modules, o) if o in slices else o
+            for o in range(len(graph.operators))}  # fmt: skip
+
+
+def _ranges(graph: ModelGraph, spanning: set[int], wholes: dict[int, int]) -> list[tuple[int, int, int | None]]:
+    """Return (first call, last call + 1, block) of every stage; an operator's slices count as that operator."""
+    numel: dict[int, int] = {}
+    for index, whole in wholes.items():
+        numel[whole] = numel.get(whole, 0) + graph.operators[index].numel
     ranges: list[tuple[int, int, int | None]] = []
     joined: set[int] = set()
     for index, call in enumerate(graph.calls):
-        small = sum(graph.operators[o].numel for o in joined) < JOIN_NUMEL
-        own = {call.operator} - spanning
+        small = sum(numel[o] for o in joined) < JOIN_NUMEL
+        own = {wholes[call.operator]} - {wholes[o] for o in spanning}
         if ranges and ranges[-1][2] == call.block and (call.block is not None or small or own <= joined):
             ranges[-1] = (ranges[-1][0], index + 1, call.block)
         else:
@@ -78,30 +88,31 @@ def _ranges(graph: ModelGraph, spanning: set[int]) -> list[tuple[int, int, int |
     return ranges
 
 
-def _spanning(graph: ModelGraph) -> set[int]:
+def _spanning(graph: ModelGraph, wholes: dict[int, int]) -> set[int]:
     """Return operators with calls in different blocks, or apart from each other outside blocks."""
     seen: dict[int, list[int]] = {}
     for index, call in enumerate(graph.calls):
-        seen.setdefault(call.operator, []).append(index)
+        seen.setdefault(wholes[call.operator], []).append(index)
     spanning = set()
     for operator, calls in seen.items():
         blocks = {graph.calls[index].block for index in calls}
         apart = None in blocks and calls[-1] - calls[0] >= len(calls)
         if len(blocks) > 1 or apart:
             spanning.add(operator)
-    return spanning
+    return {operator for operator, whole in wholes.items() if whole in spanning}
 
 
 def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
-    """Cut a model into stages; `slices` are operators that are slices of one."""
-    spanning = _spanning(graph)
+    """Cut a model into stages, the same ones however its operators are split; `slices` are slices of one."""
+    wholes = _wholes(graph, slices)
+    spanning = _spanning(graph, wholes)
     first = {o: min(i for i, c in enumerate(graph.calls) if c.operator == o) for o in spanning}
     last = {o: max(i for i, c in enumerate(graph.calls) if c.operator == o) for o in spanning}
     called = {call.operator for call in graph.calls}
     idle = tuple(o for o in range(len(graph.operators)) if o not in called)
     kinds: dict[object, int] = {}
     stages = []
-    for start, stop, block in _ranges(graph, spanning):
+    for start, stop, block in _ranges(graph, spanning, wholes):
         calls = graph.calls[start:stop]
         operators = tuple(dict.fromkeys(c.operator for c in calls if c.operator not in spanning))
         opens = tuple(o for o in sorted(spanning) if start <= first[o] < stop)

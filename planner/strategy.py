@@ -13,9 +13,17 @@ bytes per parameter in compute dtype and e_r = 4 in reduce dtype, n nodes of g r
     hierarchical        AG(n, e_p P/g) AG(g, e_p P) as forward       RS(g, e_r T) RS(n, e_r T/g)  -
     secondary_shard:K   AG(N, e_p P)                AG(K, e_p P)     RS(N, e_r T)          -
     owner (no padding)  broadcast(N, e_p P)         broadcast again  reduce(N, e_r T)      -
+    odc:G               pull(G, e_p P)              pull(G, e_p P)   push(G, e_r T)        barrier, AR(N/G, e_r T/G),
+                                                                                           publish, barrier
+
+`odc` keeps a window that all G ranks of its group map: the published shard, and an accumulator for its
+gradient.  Ranks meet once per step: at the first barrier all pushes are over and the accumulator becomes
+the gradient, at the second all shards are published.  Each unit is charged for both.  Publish reads the
+fp32 shard and writes it in compute dtype, and reads, copies out and clears the accumulator.
 
 Each is a row of `STRATEGIES`, and adding a strategy is adding a row.  `+offload` keeps what rests on
-the host; it adds no collective.  `planner.unit_memory` has what a unit holds on the device.
+the host; it adds no collective.  `planner.unit_memory` has what a unit holds on the device, and
+`planner.traffic` how long it communicates.
 """
 
 from __future__ import annotations
@@ -35,6 +43,8 @@ COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes per parameter in compute dtype."""
 REDUCE_BYTES = 4
 """Gradients are reduced and kept in fp32 under every precision."""
+MASTER_BYTES = 4
+"""Sharded parameters rest in fp32 under every precision."""
 MAX_SLICES = 1024
 """Slices of one operator; more is taken for a slip of the pen."""
 
@@ -83,7 +93,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective that a unit sends."""
+    """One collective, or one-sided operation, that a unit sends."""
 
     kind: Operation
     ranks: int
@@ -91,7 +101,7 @@ class Collective:
     stride: int
     """Distance of neighbours in the group, in ranks of the world."""
     size_bytes: int
-    """Size of the whole tensor: gathered, not yet scattered, or the one that every rank gets."""
+    """Size of the whole tensor, as `planner.collectives.collective_s` takes it."""
     phase: Phase
 
     def time_s(self, cluster: Cluster) -> float:
@@ -107,6 +117,8 @@ class Volume:
     """Unsharded parameters in compute dtype, padded."""
     reduced: int
     """Unsharded gradients of trainable parameters in reduce dtype, padded."""
+    rested: int
+    """Parameters as they rest, in fp32, padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +129,20 @@ class StrategyKind:
     summary: str
     groups: Callable[[Cluster], tuple[int, ...]]
     """The numbers that it can take on a cluster: its group sizes (`secondary`: its secondary ones)."""
-    number: Literal["", "group", "secondary"]
-    """Which number is a choice (and so part of the printed name)."""
-    keeps_unsharded: bool
-    """Whether unsharded parameters live from forward to backward."""
-    wrapping: Literal["fully_shard", "owner"]
-    """What the runtime wraps a unit with: PyTorch's `fully_shard`, or its own whole-tensor sharding."""
-    two_phase: bool
-    """Whether gathers and reductions go across nodes and inside nodes in turn."""
-    searched: bool
-    """Whether the search offers it. A plan file can name every strategy."""
     collectives: Callable[[Volume, Strategy, Cluster], tuple[Collective, ...]]
     """What a unit sends; groups of one rank and empty tensors are left out by `unit_collectives`."""
+    number: Literal["", "group", "secondary"] = ""
+    """Which number is a choice (and so part of the printed name)."""
+    keeps_unsharded: bool = False
+    """Whether unsharded parameters live from forward to backward."""
+    wrapping: Literal["fully_shard", "owner"] = "fully_shard"
+    """What the runtime wraps a unit with: PyTorch's `fully_shard`, or its own whole-tensor sharding."""
+    two_phase: bool = False
+    """Whether gathers and reductions go across nodes and inside nodes in turn."""
+    one_sided: bool = False
+    """Whether ranks read and write each other's windows, and meet only once per step."""
+    runs: bool = True
+    """Whether the runtime runs it; if not, it can be planned and priced only."""
 
     @property
     def joins(self) -> bool:
@@ -147,6 +161,11 @@ def _group_sizes(cluster: Cluster) -> tuple[int, ...]:
     node, world = cluster.gpus_per_node, cluster.world_size
     sizes = range(2, world)
     return tuple(g for g in sizes if world % g == 0 and (node % g == 0 or g % node == 0))
+
+
+def _sizes_in_node(cluster: Cluster) -> tuple[int, ...]:
+    """Divisors of the ranks of a node, the whole node too."""
+    return tuple(g for g in range(2, cluster.gpus_per_node + 1) if cluster.gpus_per_node % g == 0)
 
 
 def _world(cluster: Cluster) -> tuple[int, ...]:
@@ -198,30 +217,39 @@ def _from_owner(volume: Volume, strategy: Strategy, cluster: Cluster) -> tuple[C
     )
 
 
+def _one_sided(volume: Volume, strategy: Strategy, cluster: Cluster) -> tuple[Collective, ...]:
+    """Pull, pull and push inside the group; meet, all-reduce across groups and publish once per step."""
+    group, replicas = strategy.group, cluster.world_size // strategy.group
+    copied = volume.rested + volume.gathered + 3 * volume.reduced
+    return (
+        Collective("pull", group, 1, volume.gathered, "forward"),
+        Collective("pull", group, 1, volume.gathered, "backward"),
+        Collective("push", group, 1, volume.reduced, "reduce"),
+        Collective("barrier", group, 1, 0, "step"),
+        Collective("all_reduce", replicas, group, volume.reduced // group, "step"),
+        Collective("publish", group, 1, copied // group, "step"),
+        Collective("barrier", group, 1, 0, "step"),
+    )
+
+
 STRATEGIES = {
     kind.name: kind
     for kind in (
         StrategyKind("replicate", "a full copy on every rank; gradients all-reduced once per step", lambda _: (1,),
-                     number="", keeps_unsharded=False, wrapping="fully_shard", two_phase=False, searched=True,
-                     collectives=_in_group),
-        StrategyKind("shard", "split over all ranks; gathered in forward and again in backward", _world,
-                     number="", keeps_unsharded=False, wrapping="fully_shard", two_phase=False, searched=True,
-                     collectives=_in_group),
+                     _in_group),
+        StrategyKind("shard", "split over all ranks; gathered in forward and again in backward", _world, _in_group),
         StrategyKind("shard_grad", "split over all ranks; gathered once and kept to backward (ZeRO-2)", _world,
-                     number="", keeps_unsharded=True, wrapping="fully_shard", two_phase=False, searched=True,
-                     collectives=_in_group),
-        StrategyKind("group_shard", "split inside a group, replicated across groups (HSDP)", _group_sizes,
-                     number="group", keeps_unsharded=False, wrapping="fully_shard", two_phase=False, searched=True,
-                     collectives=_in_group),
+                     _in_group, keeps_unsharded=True),
+        StrategyKind("group_shard", "split inside a group, replicated across groups (HSDP)", _group_sizes, _in_group,
+                     number="group"),
         StrategyKind("hierarchical", "split over all ranks; gathered across nodes, then inside", _world_of_nodes,
-                     number="", keeps_unsharded=False, wrapping="fully_shard", two_phase=True, searched=False,
-                     collectives=_in_two_phases),
+                     _in_two_phases, two_phase=True),
         StrategyKind("secondary_shard", "split over all ranks; a copy inside a group serves backward (hpZ)",
-                     _group_sizes, number="secondary", keeps_unsharded=False, wrapping="fully_shard",
-                     two_phase=False, searched=False, collectives=_in_group),
+                     _group_sizes, _in_group, number="secondary"),
         StrategyKind("owner", "whole tensors on one rank each; broadcast for forward and backward", _world,
-                     number="", keeps_unsharded=False, wrapping="owner", two_phase=False, searched=False,
-                     collectives=_from_owner),
+                     _from_owner, wrapping="owner"),
+        StrategyKind("odc", "split inside a group of a node; pulled and pushed without waiting, met once per step",
+                     _sizes_in_node, _one_sided, number="group", one_sided=True, runs=False),
     )
 }  # fmt: skip
 
@@ -229,9 +257,15 @@ STRATEGIES = {
 # --- names -----------------------------------------------------------------------------------
 
 
-def strategies_on(cluster: Cluster) -> tuple[Strategy, ...]:
-    """Return every strategy that the search offers on the cluster, in the order of the registry."""
-    return tuple(strategy for kind in STRATEGIES.values() if kind.searched for strategy in kind.on(cluster))
+def strategies_on(cluster: Cluster, uneven: bool = False) -> tuple[Strategy, ...]:
+    """Return every strategy that the search offers on the cluster, in the order of the registry.
+
+    Each is also offered with offload, after all without, if the figures of the host are known.  What the
+    runtime does not run yet is offered only where micro-batches are uneven, which is what it is for, and on
+    the device.
+    """
+    known = [strategy for strategy in known_strategies(cluster) if cluster.host or not strategy.offload]
+    return tuple(strategy for strategy in known if strategy.kind.runs or (uneven and not strategy.offload))
 
 
 def known_strategies(cluster: Cluster) -> tuple[Strategy, ...]:
@@ -307,38 +341,17 @@ def unit_collectives(parameters: Iterable[Parameter], strategy: Strategy, precis
 
     Of a phase, collectives are in the order in which they are sent.  A unit of strategy `owner` is
     one operator, so that it has one owner.  What offload copies between host and device is no
-    collective, and its time is not modelled.
+    collective: `planner.traffic` has it.
     """
     parameters = tuple(parameters)
     trained = [parameter for parameter in parameters if parameter.trainable]
     volume = Volume(
         gathered=COMPUTE_BYTES[precision] * padded_numel(parameters, strategy.parts),
         reduced=REDUCE_BYTES * padded_numel(trained, strategy.parts),
+        rested=MASTER_BYTES * padded_numel(parameters, strategy.parts),
     )
     sent = strategy.kind.collectives(volume, strategy, cluster)
-    return tuple(collective for collective in sent if collective.ranks > 1 and collective.size_bytes > 0)
-
-
-@dataclass(frozen=True, slots=True)
-class UnitTraffic:
-    """Seconds that one unit's collectives take."""
-
-    forward_gather_s: float
-    """Before its forward."""
-    backward_gather_s: float
-    """Before its backward; 0 if kept unsharded."""
-    reduce_s: float
-    """After its backward, in every micro-batch."""
-    step_reduce_s: float
-    """After its backward, in the last micro-batch of a step only."""
-
-
-def unit_traffic(parameters: Iterable[Parameter], strategy: Strategy, precision: str, cluster: Cluster) -> UnitTraffic:
-    """Return the seconds of a unit's collectives."""
-    seconds: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "step": 0.0}
-    for collective in unit_collectives(parameters, strategy, precision, cluster):
-        seconds[collective.phase] += collective.time_s(cluster)
-    return UnitTraffic(seconds["forward"], seconds["backward"], seconds["reduce"], seconds["step"])
+    return tuple(c for c in sent if c.ranks > 1 and (c.size_bytes > 0 or c.kind == "barrier"))
 
 
 def assign_owners(sizes_bytes: Sequence[int], ranks: int) -> tuple[int, ...]:

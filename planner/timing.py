@@ -12,14 +12,18 @@ If the backend does not overlap (gloo), it is the sum of all.  In the last micro
 includes the once-per-step all-reduce.  Communication on the compute stream (`Segment.forward_stall_s`,
 `backward_stall_s`) counts as C here, and as communication in the terms.
 
-    step = (M - 1) micro-batch + last micro-batch + optimizer
+    step = (M - 1) micro-batch + last micro-batch + waiting + optimizer
+
+Waiting is what uneven micro-batches cost (`planner.imbalance`), one charge for the plan as a whole: if
+any of its units makes ranks wait for each other in every micro-batch, the slowest rank of each counts,
+otherwise the slowest over the step; in both cases (factor - 1) times the seconds of computation.
 
 `planner.simulate` plays the same plan event by event; the two agree (tested).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,6 +41,8 @@ class StepTime:
     """Running recomputed forwards again."""
     exposed_communication_s: float
     """Communication that no computation hides."""
+    waiting_s: float
+    """Waiting for the rank whose micro-batches are the longest."""
     optimizer_s: float
     """Optimizer step."""
     hidden_communication_s: float
@@ -45,7 +51,8 @@ class StepTime:
     @property
     def total_s(self) -> float:
         """Seconds of the step."""
-        return self.compute_s + self.recompute_s + self.exposed_communication_s + self.optimizer_s
+        terms = self.compute_s, self.recompute_s, self.exposed_communication_s, self.waiting_s, self.optimizer_s
+        return sum(terms)
 
 
 def forward_s(segments: Sequence[Segment], overlaps: bool) -> float:
@@ -75,6 +82,17 @@ def backward_s(segments: Sequence[Segment], overlaps: bool, last: bool) -> float
     return total
 
 
+def meet(options: Iterable[Option]) -> bool:
+    """Return whether a plan makes ranks wait for each other in every micro-batch."""
+    return any(option.meets for option in options)
+
+
+def waiting_s(option: Option, load: Workload, meets: bool) -> float:
+    """Return a stage's share of the waiting in a step, given whether the plan meets in every micro-batch."""
+    computing_s = sum(segment.forward_s + segment.backward_s for segment in option.segments)
+    return (load.waits.factor(meets) - 1.0) * load.accumulation * computing_s
+
+
 def step_time(options: Sequence[Option], load: Workload) -> StepTime:
     """Return the predicted time of a step, one option per stage in execution order."""
     segments = [segment for option in options for segment in option.segments]
@@ -89,11 +107,12 @@ def step_time(options: Sequence[Option], load: Workload) -> StepTime:
     elapsed = repeats * forward_s(segments, overlaps) + backward_s(segments, overlaps, last=True)
     if repeats > 1:
         elapsed += (repeats - 1) * backward_s(segments, overlaps, last=False)
-    exposed = max(0.0, elapsed - compute - recompute)
+    exposed, meets = max(0.0, elapsed - compute - recompute), meet(options)
     return StepTime(
         compute_s=compute,
         recompute_s=recompute,
         exposed_communication_s=exposed,
+        waiting_s=sum(waiting_s(option, load, meets) for option in options),
         optimizer_s=sum(option.optimizer_s for option in options),
         hidden_communication_s=max(0.0, communication - exposed),
     )

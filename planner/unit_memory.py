@@ -12,18 +12,24 @@ tensor of first dimension d0 and `rest` elements per row padded to ceil(d0/parts
     AG   all-gather output (none if parts = 1)      e_p pad              `UnitBytes.gathered`
     RSI  reduce-scatter input                       e_r pad              `UnitBytes.reduce_input`
     G    unsharded gradients                        e_p numel            `UnitBytes.full_gradients`
+    G1   the last of those, which FSDP2 holds on to as it reduces        `UnitBytes.last_gradient`
     H    secondary copy over K ranks                e_p pad/K            `UnitBytes.secondary`
+    AGX  what only an all-gather holds as it runs                        `UnitBytes.gather_temporary`
+    RSX  the same of a reduction                                         `UnitBytes.reduce_temporary`
+    W    window: published shard, accumulator       (e_p + e_r) pad/G    `UnitBytes.window`
 
 each tensor rounded up to 512 bytes.  Source: measured on FSDP2 (torch 2.13.0) with PyTorch's memory
 tracker on fake tensors.  What differs by strategy:
 
-    hierarchical       AG and RSI 2.5 times: the permutation to or from rank order, and what passes
-                       between nodes, 1/g of the whole with g >= 2 ranks on a node (an upper bound)
+    hierarchical       AGX = (1 + 1/g) AG and RSX = (1 + 1/g) RSI: the permutation to or from rank
+                       order, and what passes between nodes, with g ranks on a node
     secondary_shard    H lives from forward to backward
     owner              S, SG and OPT are whole on the owner and nothing elsewhere; U is the broadcast
                        buffer itself, so there is no AG; RSI is what is reduced
-    + offload          S, SG and OPT are 0, they are in the host's memory; AG has S on top, the copy
-                       that is gathered from, and RSI has SG on top, on its way to the host
+    odc                W is always there (of a unit that is never called there is none); SG is copied
+                       out of the accumulator when ranks meet, AG and RSI are what is pulled and pushed
+    + offload          S, SG and OPT are 0, they are in the host's memory; AGX has S on top, the copy
+                       that is gathered from, and RSX has SG, on its way to the host (not of `owner`)
 """
 
 from __future__ import annotations
@@ -31,13 +37,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from planner.strategy import COMPUTE_BYTES, REDUCE_BYTES, Strategy, padded_rows
+from planner.strategy import COMPUTE_BYTES, MASTER_BYTES, REDUCE_BYTES, Strategy, padded_rows
 from profiler.graph import Parameter
 
 ALLOCATION_BYTES = 512
 """Granularity of PyTorch's CUDA caching allocator (kMinBlockSize in CUDACachingAllocator)."""
-MASTER_BYTES = 4
-"""Sharded parameters rest in fp32 under every precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,13 @@ class UnitBytes:
     gathered: int = 0
     reduce_input: int = 0
     full_gradients: int = 0
+    last_gradient: int = 0
     secondary: int = 0
+    gather_temporary: int = 0
+    reduce_temporary: int = 0
+    window: int = 0
+    offloaded: int = 0
+    """SG in the host's memory."""
 
     def __add__(self, other: UnitBytes) -> UnitBytes:
         return UnitBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -86,18 +96,23 @@ def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
-def _two_phase_buffer(size_bytes: int) -> int:
-    return 2 * _rounded(size_bytes) + _rounded(-(-size_bytes // 2))
+def _two_phase_temporary(size_bytes: int, node: int) -> int:
+    return _rounded(size_bytes) + _rounded(size_bytes // node)
+
+
+def _window(published_bytes: int, accumulated_bytes: int) -> int:
+    return _rounded(published_bytes) + _rounded(accumulated_bytes)
 
 
 def unit_bytes(parameters: Iterable[Parameter], strategy: Strategy, precision: str, optimizer: Optimizer,
-               elsewhere: bool = False) -> UnitBytes:  # fmt: skip
+               elsewhere: bool = False, node: int = 1) -> UnitBytes:  # fmt: skip
     """Return the memory of a unit; equations at the top of this module.
 
-    `elsewhere` says that another rank owns it, which matters to strategy `owner` only.
+    `elsewhere` says that another rank owns it, which matters to strategy `owner` only; `node` is the
+    number of ranks on a node, which matters to `hierarchical`.
     """
     parts, compute = strategy.parts, COMPUTE_BYTES[precision]
-    total, flat, flat_trained = UnitBytes(), 0, 0
+    total, flat, flat_trained, last_gradient, counters = UnitBytes(), 0, 0, 0, 0
     for parameter in parameters:
         rows, rest = padded_rows(parameter, parts)
         shard, padded = rows * rest, rows * rest * parts
@@ -106,7 +121,9 @@ def unit_bytes(parameters: Iterable[Parameter], strategy: Strategy, precision: s
         if parameter.trainable:
             flat_trained += padded
             state = optimizer.moments * _rounded(MASTER_BYTES * shard)
-            state += ALLOCATION_BYTES if optimizer.has_step_counter else 0
+            counter = ALLOCATION_BYTES if optimizer.has_step_counter else 0
+            state, counters = state + counter, counters + counter
+            last_gradient = _rounded(compute * parameter.numel)
         total += UnitBytes(
             parameters=_rounded(MASTER_BYTES * shard),
             optimizer=state,
@@ -114,20 +131,34 @@ def unit_bytes(parameters: Iterable[Parameter], strategy: Strategy, precision: s
             full_gradients=_rounded(compute * parameter.numel) if parameter.trainable else 0,
             secondary=_rounded(compute * padded // strategy.secondary) if strategy.secondary else 0,
         )
-    buffer = _two_phase_buffer if strategy.kind.two_phase else _rounded
+    kind = strategy.kind
     unit = total + UnitBytes(
         gradients=_rounded(REDUCE_BYTES * flat_trained // parts),
-        gathered=buffer(compute * flat) if parts > 1 else 0,
-        reduce_input=buffer(REDUCE_BYTES * flat_trained),
+        gathered=_rounded(compute * flat) if parts > 1 else 0,
+        reduce_input=_rounded(REDUCE_BYTES * flat_trained),
+        last_gradient=last_gradient if parts > 1 else 0,
+        gather_temporary=_two_phase_temporary(compute * flat, node) if kind.two_phase else 0,
+        reduce_temporary=_two_phase_temporary(REDUCE_BYTES * flat_trained, node) if kind.two_phase else 0,
+        window=_window(compute * flat // parts, REDUCE_BYTES * flat_trained // parts) if kind.one_sided else 0,
     )
-    return _at_rest(unit, strategy, elsewhere)
+    # Optimizers count the steps of an empty shard too.
+    return _at_rest(unit, strategy, counters, elsewhere)
 
 
-def _at_rest(unit: UnitBytes, strategy: Strategy, elsewhere: bool) -> UnitBytes:
+def _at_rest(unit: UnitBytes, strategy: Strategy, counters: int, elsewhere: bool) -> UnitBytes:
     """Return a unit's bytes without what does not rest on this device."""
     if strategy.kind.wrapping == "owner" and elsewhere:
-        return replace(unit, parameters=0, gradients=0, optimizer=0)
+        return replace(unit, parameters=0, gradients=0, optimizer=0 if strategy.offload else counters)
     if strategy.offload:
-        gathered, reduce_input = unit.gathered + unit.parameters, unit.reduce_input + unit.gradients
-        return replace(unit, parameters=0, gradients=0, optimizer=0, gathered=gathered, reduce_input=reduce_input)
+        # An owner copies from and to the host what it sends and gets; FSDP2 copies shards.
+        shard, gradient = (0, 0) if strategy.kind.wrapping == "owner" else (unit.parameters, unit.gradients)
+        return replace(
+            unit,
+            parameters=0,
+            gradients=0,
+            optimizer=0,
+            gather_temporary=unit.gather_temporary + shard,
+            reduce_temporary=unit.reduce_temporary + gradient,
+            offloaded=unit.gradients,
+        )
     return unit

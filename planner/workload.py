@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.imbalance import NO_WAITS, Waits
 from planner.unit_memory import OPTIMIZERS, Optimizer
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
@@ -27,6 +28,8 @@ class Workload:
     """Samples per rank in one forward."""
     accumulation: int = 1
     """Micro-batches per optimizer step."""
+    waits: Waits = NO_WAITS
+    """How long ranks wait for the slowest."""
 
     def __post_init__(self) -> None:
         if self.optimizer_name not in OPTIMIZERS:
@@ -54,7 +57,12 @@ class Workload:
         matmul_s = max(work.matmul_flops(batch) / rate, work.matmul_bytes(batch) / bandwidth)
         return matmul_s + work.other_bytes(batch) / bandwidth
 
-    def optimizer_s(self, parameter_bytes: float) -> float:
-        """Return the seconds of one optimizer step over fp32 shards of that many bytes."""
-        touched = self.optimizer.touched * parameter_bytes
-        return touched / self.cluster.device.memory_bytes_per_s.value
+    def optimizer_s(self, parameter_bytes: float, offloaded_bytes: float = 0.0) -> float:
+        """Return the seconds of one optimizer step over fp32 shards of so many bytes on the device and on the host.
+
+        The host steps after the device; without figures of it, it takes no time.
+        """
+        device, host = self.cluster.device, self.cluster.host
+        seconds = parameter_bytes / device.memory_bytes_per_s.value
+        seconds += offloaded_bytes / host.memory_bytes_per_s.value if host else 0.0
+        return self.optimizer.touched * seconds

@@ -89,16 +89,22 @@ def _call(records: Sequence[CallRecord], operator: int, block: int | None, name:
         f"what `{name}` saves for backward",
         add_bytes=max(record.saved_waste for record in records),
     )
-    backward = [record.backward for record in records]
+    forward, backward = [record.forward for record in records], [record.backward for record in records]
     return Call(
         operator=operator,
         block=block,
-        forward=_work([record.forward for record in records], f"the forward of `{name}`"),
+        forward=_work(forward, f"the forward of `{name}`"),
         backward=_work(backward, f"the backward of `{name}`"),
         saved_bytes=saved,
-        forward_peak_bytes=_peak([record.forward for record in records]),
+        forward_peak_bytes=_peak(forward),
+        module_forward_peak_bytes=_instants_peak(forward, [slice(None, record.inside) for record in records]),
+        tail_forward_peak_bytes=_instants_peak(forward, [_after(record.inside) for record in records]),
         backward_peak_bytes=_peak(backward) if any(tally.events for tally in backward) else saved,
-        module_backward_peak_bytes=_module_peak(records) if any(tally.events for tally in backward) else saved,
+        module_backward_peak_bytes=_instants_peak(backward, [slice(record.reached, None) for record in records])
+        if any(tally.events for tally in backward) else saved,
+        tail_backward_peak_bytes=_instants_peak(backward, [slice(record.reached) for record in records]),
+        backward_start_bytes=_start([tally.events[0] if tally.events else None for tally in backward], backward, saved),
+        module_backward_start_bytes=_start([record.arrived for record in records], backward, saved),
         output_bytes=line([record.output for record in records]),
     )
 
@@ -111,10 +117,24 @@ def _work(tallies: Sequence[Tally], what: str) -> Work:
     )
 
 
-def _module_peak(records: Sequence[CallRecord]) -> Affine:
-    tallies = [record.backward for record in records]
-    events = [record.backward.events[record.reached :] for record in records]
+def _start(values: Sequence[int | None], tallies: Sequence[Tally], saved: Affine) -> Affine:
+    """Return a line over bytes at one instant; what the call saves where the backward never came there."""
+    found = [value for value in values if value is not None]
+    if len(found) < len(values):
+        return saved
+    return line(found, add_bytes=max(tally.waste for tally in tallies))
+
+
+def _instants_peak(tallies: Sequence[Tally], instants: Sequence[slice]) -> Affine:
+    """Return a line over some instants of each size; nothing where there are none."""
+    events = [tally.events[part] for tally, part in zip(tallies, instants, strict=True)]
+    if not any(events):
+        return Affine()
     return envelope(events, add_bytes=max(tally.waste for tally in tallies))
+
+
+def _after(event: int | None) -> slice:
+    return slice(0) if event is None else slice(event, None)
 
 
 def _peak(tallies: Sequence[Tally]) -> Affine:
@@ -172,11 +192,15 @@ def _without_waiting(calls: Sequence[Call], waiting: Mapping[int, int]) -> tuple
         if not held or call.backward_peak_bytes == call.saved_bytes:
             result.append(call)
             continue
-        whole, module = (
-            Affine(max(0.0, peak.fixed - held), peak.per_sample)
-            for peak in (call.backward_peak_bytes, call.module_backward_peak_bytes)
-        )
-        result.append(replace(call, backward_peak_bytes=whole, module_backward_peak_bytes=module))
+        whole, module, tail, start, module_start = (
+            Affine(max(0.0, bytes_.fixed - held), bytes_.per_sample)
+            for bytes_ in (call.backward_peak_bytes, call.module_backward_peak_bytes,
+                           call.tail_backward_peak_bytes, call.backward_start_bytes, call.module_backward_start_bytes)
+        )  # fmt: skip
+        result.append(
+            replace(call, backward_peak_bytes=whole, module_backward_peak_bytes=module, tail_backward_peak_bytes=tail,
+                    backward_start_bytes=start, module_backward_start_bytes=module_start)
+        )  # fmt: skip
     return tuple(result)
 
 
@@ -217,7 +241,13 @@ def _likeness(call: Call, operators: Sequence[Operator], path: str) -> tuple[Any
         call.backward,
         call.saved_bytes,
         call.forward_peak_bytes,
+        call.module_forward_peak_bytes,
+        call.tail_forward_peak_bytes,
         call.backward_peak_bytes,
+        call.module_backward_peak_bytes,
+        call.tail_backward_peak_bytes,
+        call.backward_start_bytes,
+        call.module_backward_start_bytes,
         call.output_bytes,
     )
     return (operator.kind, parameters, costs)

@@ -66,6 +66,18 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """One rank's share of its node's host, as offload uses it."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    link_bytes_per_s: Figure
+    """Rate of copies between device and host, each direction, while all ranks of the node copy."""
+    memory_bytes_per_s: Figure
+    """Rate at which the optimizer of one rank reads and writes host memory, while all ranks of the node do."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """`nodes` x `gpus_per_node` alike devices."""
 
@@ -92,6 +104,8 @@ class Cluster:
     """Whether communication runs under computation on this backend."""
     overlap_source: str
     """Source of `overlaps`."""
+    host: Host | None = None
+    """The host's figures; None: the search offers no offload."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:

@@ -40,6 +40,9 @@ def _problems(cluster: Cluster) -> Iterator[Problem]:
     yield from _link_problems("intra", cluster.intra)
     if cluster.inter is not None:
         yield from _link_problems("inter", cluster.inter)
+    if cluster.host is not None:
+        yield from _positive(("host", "link_bytes_per_s"), cluster.host.link_bytes_per_s)
+        yield from _positive(("host", "memory_bytes_per_s"), cluster.host.memory_bytes_per_s)
 
 
 def _link_problems(name: str, link: Link) -> Iterator[Problem]:

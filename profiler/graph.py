@@ -100,6 +100,13 @@ class Call:
     """Activations that this call is the first to keep for backward."""
     forward_peak_bytes: Affine
     """Highest live bytes while the forward runs, less what earlier calls saved."""
+    module_forward_peak_bytes: Affine
+    """The same until the operator's own module has ended."""
+    tail_forward_peak_bytes: Affine
+    """The same from then on.
+
+    What follows the module (the loss, for a head) runs when its parameters may be sharded again.
+    """
     backward_peak_bytes: Affine
     """Highest live bytes while the backward runs, less what earlier calls saved.
 
@@ -108,13 +115,27 @@ class Call:
     gradient of a tied parameter that waits, from its last call to its first, for the rest.
     """
     module_backward_peak_bytes: Affine
-    """The same from when the backward reaches the operator's own module.
+    """The same from when the backward reaches the operator's own module."""
+    tail_backward_peak_bytes: Affine
+    """The same until then.
 
     The backward of what follows the module (the loss, for a head) runs before its parameters are
     needed, and so before they are gathered.
     """
+    backward_start_bytes: Affine
+    """Live bytes when the backward begins, less what earlier calls saved: own saved activations and gradients."""
+    module_backward_start_bytes: Affine
+    """The same when it reaches the operator's own module."""
     output_bytes: Affine
     """Bytes of the activation handed to the next call (its gradient is as large)."""
+
+    def forward_peak(self, micro_batch: int) -> float:
+        """Return the bytes of `forward_peak_bytes`, closer: the higher of two lines."""
+        return max(self.module_forward_peak_bytes(micro_batch), self.tail_forward_peak_bytes(micro_batch))
+
+    def backward_peak(self, micro_batch: int) -> float:
+        """Return the bytes of `backward_peak_bytes`, closer: the higher of two lines."""
+        return max(self.module_backward_peak_bytes(micro_batch), self.tail_backward_peak_bytes(micro_batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +160,7 @@ class Block:
 class ModelGraph:
     """A traced model. Made by `profiler.trace.trace_model`; plain data, no tensors."""
 
-    SCHEMA: ClassVar[str] = "osdp.model_graph/1"
+    SCHEMA: ClassVar[str] = "osdp.model_graph/2"
 
     name: str
     """As the user named it on the command line."""

@@ -63,8 +63,12 @@ class CallRecord:
         """Rounding of those."""
         self.left: int | None = None
         """Number of the next autograd node when the operator's module was left, None if it was not."""
+        self.inside: int | None = None
+        """How many events of the forward came before the operator's module was left, None if it was not."""
         self.reached = 0
         """How many events of the backward came before it reached the module."""
+        self.arrived: int | None = None
+        """Bytes as of an event when the backward reached the module, None if it did not."""
         self.output = 0
         """Bytes that this call wrote and later calls read."""
 
@@ -145,6 +149,11 @@ class Ledger:
         self.call = self.calls[index]
         self.tally = self.call.backward
         self.mark()
+
+    def arrive(self) -> None:
+        """Note that the backward of the current call reaches the operator's module, if it is the first time."""
+        if self.call.arrived is None:
+            self.call.arrived = self._bytes - self.call.base
 
     def mark(self) -> None:
         """Take an event of the current call."""

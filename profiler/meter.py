@@ -84,6 +84,7 @@ class Meter(TorchDispatchMode):
         self._running[operator] -= 1
         if not self.ledger.in_backward and self.ledger.call.operator == operator:
             self.ledger.call.left = next_number()
+            self.ledger.call.inside = len(self.ledger.call.forward.events)
         if self._entered is not None and self._entered[0] == operator:
             self._entered = None
 
@@ -221,6 +222,8 @@ class Meter(TorchDispatchMode):
         call = self.ledger.call
         if number is not None and call.left is not None and number >= call.left and index == self.ledger.index:
             call.reached = len(call.backward.events) + 1  # with the event that this op will be
+        else:
+            self.ledger.arrive()
 
 
 def _read(value: Any, description: list[Any], tensors: list[Tensor]) -> None:

@@ -41,6 +41,11 @@ def parse_bytes(text: str | int) -> int:
     return int(amount_bytes)
 
 
+def whole_mib(amount_bytes: float) -> int:
+    """Return bytes, rounded up to whole MiB: what `--mem` can say."""
+    return -(-round(amount_bytes) // MIB) * MIB
+
+
 def format_bytes(amount_bytes: float) -> str:
     """Return `amount_bytes` as `7.87 GiB` or `512.0 MiB`; the change is at 1 GiB."""
     if round(abs(amount_bytes) / MIB, 1) >= 1024:

@@ -1,23 +1,24 @@
 """Adds up the bytes of live tensor storages, on any device and on fake tensors.
 
     with LiveBytes() as live:
-        live.hold([*model.parameters(), *states])
+        live.hold([*model.parameters(), *states], "parameters")
         loss = model(batch)
         loss.backward()
-    print(live.peak_bytes)
+    print(live.peak_bytes, live.peak.categories)
 
 PyTorch reports peak memory for CUDA only.  `LiveBytes` is a dispatch mode and so works on CPU and on
 fake tensors too: it sees every tensor that an operator returns, every `resize_` of a storage (which
 is how FSDP2 allocates and frees unsharded parameters), and every storage's death.  Views share their
-storage, which counts once.  What a kernel or a communication library allocates for itself is
-invisible to it.
+storage, which counts once; tensors on the meta device do not count.  What a kernel or a communication
+library allocates for itself is invisible to it.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+HOST = "host"
+"""Category of what is in the host's memory: it is noted, and not part of any total."""
 BLOCK_BYTES = 512
 """The CUDA caching allocator hands out multiples of this (c10/core/AllocatorConfig.h, kMinBlockSize)."""
 
@@ -46,13 +49,25 @@ class Peak:
     """`LiveBytes.phase` at that time."""
     op: str
     """Operator that allocated."""
+    categories: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by category; they sum to `total_bytes`."""
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage that is counted."""
+
+    reference: weakref.ref[torch.UntypedStorage]
+    size_bytes: int
+    category: str
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is made while it is entered, and what it was told of by `hold`.
 
     Each storage counts rounded up to `BLOCK_BYTES`, so that a figure taken on CPU is comparable with
-    the allocator's on CUDA.
+    the allocator's on CUDA.  It is of the category that was current when it was made, until `label`
+    says otherwise.
     """
 
     def __init__(self) -> None:
@@ -61,8 +76,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Live now."""
         self.phase = ""
         """Name of what runs now; the user's to set, the peak remembers it."""
+        self.category = ""
+        """Of what is made from now on; the user's to set."""
         self.peak = Peak(0, "", "")
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._live: dict[int, _Storage] = {}
+        self._categories: Counter[str] = Counter()
+        self._at_peak = False
+        """Whether nothing has changed since the peak."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: what is tracked is never compiled, and the guard against it would cost time at every op."""
+        return False
 
     @property
     def peak_bytes(self) -> int:
@@ -71,16 +96,38 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def reset_peak(self) -> None:
         """Forget the peak; what is live now is the new one."""
-        self.peak = Peak(self.total_bytes, self.phase, "reset_peak")
+        self._note_peak("reset_peak")
 
-    def hold(self, tensors: Iterable[Tensor]) -> None:
+    def hold(self, tensors: Iterable[Tensor], category: str = "") -> None:
         """Count tensors that were made before: parameters, optimizer states, a batch.
 
         Of a DTensor the local part counts. One that is known already does not count again.
         """
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            self._count(local.untyped_storage(), "hold")
+            if tensor.is_meta:
+                continue
+            self._count(_storage(tensor), "hold")
+            if category:
+                self.label(tensor, category)
+
+    def label(self, tensor: Tensor, category: str) -> None:
+        """Say what a tensor's storage is for; at the peak too, if nothing has changed since."""
+        known = self._live.get(_storage(tensor)._cdata)
+        if known is None or known.category == category:
+            return
+        was_at_peak, size_bytes = self._at_peak, known.size_bytes
+        self._change(known, 0)
+        known.category = category
+        self._change(known, size_bytes)
+        if was_at_peak and category != HOST:
+            self._note_peak(self.peak.op)
+        elif self.total_bytes > self.peak.total_bytes:  # it has been the host's
+            self._note_peak("label")
+
+    def category_of(self, tensor: Tensor) -> str:
+        """Return what a tensor's storage is for; empty if it is not counted."""
+        known = self._live.get(_storage(tensor)._cdata)
+        return known.category if known else ""
 
     def __enter__(self) -> LiveBytes:
         tracker, resize = self, torch.UntypedStorage.resize_
@@ -106,24 +153,40 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # DTensor and its like unwrap themselves; their inner ops come back here
         out = func(*args, **kwargs or {})
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
                 self._count(leaf.untyped_storage(), str(func))
         return out
 
     def _count(self, storage: torch.UntypedStorage, op: str) -> None:
         """Count a storage with its present size."""
         key, size = storage._cdata, rounded(storage.nbytes())
-        if key not in self._live:
-            self._live[key] = (weakref.ref(storage, partial(self._release, key)), 0)
-        reference, known = self._live[key]
-        self._live[key] = (reference, size)
-        self.total_bytes += size - known
+        known = self._live.get(key)
+        if known is None:
+            known = self._live[key] = _Storage(weakref.ref(storage, partial(self._release, key)), 0, self.category)
+        if size == known.size_bytes:
+            return
+        self._change(known, size)
         if self.total_bytes > self.peak.total_bytes:
-            self.peak = Peak(self.total_bytes, self.phase, op)
+            self._note_peak(op)
+
+    def _change(self, known: _Storage, size_bytes: int) -> None:
+        self.total_bytes += size_bytes - known.size_bytes if known.category != HOST else 0
+        self._categories[known.category] += size_bytes - known.size_bytes
+        known.size_bytes = size_bytes
+        self._at_peak = False
+
+    def _note_peak(self, op: str) -> None:
+        held = {category: size for category, size in self._categories.items() if size and category != HOST}
+        self.peak = Peak(self.total_bytes, self.phase, op, held)
+        self._at_peak = True
 
     def _release(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
         """Stop counting a storage that died; its address may already be another's."""
-        known, size = self._live[key]
-        if known is reference:
+        known = self._live[key]
+        if known.reference is reference:
             del self._live[key]
-            self.total_bytes -= size
+            self._change(known, 0)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()

@@ -45,6 +45,12 @@ def _groups_of(world: dist.ProcessGroup) -> dict[tuple[int, ...], dist.ProcessGr
     return {}
 
 
+@lru_cache(maxsize=1)
+def _meshes_of(world: dist.ProcessGroup) -> dict[tuple[str, tuple[int, ...]], DeviceMesh]:
+    """Return the meshes that were made, by device type and shape; all models share them."""
+    return {}
+
+
 class Meshes:
     """Makes the groups and meshes of the default process group's ranks and remembers them."""
 
@@ -52,7 +58,7 @@ class Meshes:
         check_world(nodes, ranks_per_node)
         self.device_type, self.world_size = device_type, nodes * ranks_per_node
         self._groups = _groups_of(dist.group.WORLD)
-        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self._meshes = _meshes_of(dist.group.WORLD)
 
     def group(self, ranks: int, stride: int = 1) -> dist.ProcessGroup:
         """Return this rank's group of `ranks` ranks that are `stride` apart. A collective call.
@@ -92,11 +98,12 @@ class Meshes:
         else:
             shape = (self.world_size // shards, shards)
             groups = [self.group(self.world_size // shards, stride=shards), self.group(shards)]
-        if shape not in self._meshes:
+        key = (self.device_type, shape)
+        if key not in self._meshes:
             if len(groups) == 1:
-                self._meshes[shape] = DeviceMesh.from_group(groups[0], self.device_type, mesh_dim_names=("shard",))
+                self._meshes[key] = DeviceMesh.from_group(groups[0], self.device_type, mesh_dim_names=("shard",))
             else:
                 ranks = tensor(range(self.world_size)).view(shape)
                 names = ("replicate", "shard")
-                self._meshes[shape] = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=names)
-        return self._meshes[shape]
+                self._meshes[key] = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=names)
+        return self._meshes[key]

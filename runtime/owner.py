@@ -198,6 +198,8 @@ class OwnedUnit:
             resting.grad = uneven_dtensor(local, self.mesh, resting.shape)
         else:
             _local(resting.grad).add_(local.to(self.home, resting.dtype))
+        for hook in (resting._post_accumulate_grad_hooks or {}).values():  # as FSDP2 calls them
+            hook(resting)
 
 
 class _Marked(torch.autograd.Function):

@@ -27,11 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as _data_parallel
 
 from profiler.errors import OsdpError
 
@@ -145,3 +147,87 @@ def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTenso
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(shape, stride, local.dtype))
     return cast(Any, DTensor)(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def few_chunks() -> Iterator[None]:
+    """Let `fully_shard` cut only the pieces of a parameter that it looks at, not one for every rank.
+
+    For rehearsals at a thousand ranks, where cutting fake tensors would take minutes.
+    """
+    original = vars(_fsdp_param)["_chunk_with_empty"]
+    vars(_fsdp_param)["_chunk_with_empty"] = _Chunks
+    try:
+        yield
+    finally:
+        vars(_fsdp_param)["_chunk_with_empty"] = original
+
+
+class _Chunks(Sequence[Tensor]):
+    """`torch.chunk(tensor, count, dim)`, filled up with empty ones, of which each is made when asked for."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self.tensor, self.parts, self.dim = tensor, count, dim
+        self.rows = -(-tensor.size(dim) // count)
+
+    def __len__(self) -> int:
+        return self.parts
+
+    def __getitem__(self, index: Any) -> Any:
+        size = self.tensor.size(self.dim)
+        start = min(index * self.rows, size)
+        if start == size:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, min(self.rows, size - start))
+
+
+@contextmanager
+def rehearsing_data_parallel() -> Iterator[None]:
+    """Let DistributedDataParallel be made of fake tensors: it compares no shapes and sends no values."""
+    names = ("_verify_param_shape_across_processes", "_sync_module_states")
+    originals = {name: vars(_data_parallel)[name] for name in names}
+    vars(_data_parallel).update(dict.fromkeys(names, _returns_true))
+    try:
+        yield
+    finally:
+        vars(_data_parallel).update(originals)
+
+
+def rehearse_buckets(runner: DistributedDataParallel) -> None:
+    """Let buckets of fake gradients be reduced at once, and stay as they were first assigned.
+
+    Assigning them anew, in the order in which gradients come, would read values; their bytes are the same.
+    """
+    # A lambda: annotations would have to be types, and here they are text.
+    runner.register_comm_hook(None, lambda _, bucket: _reduced(bucket))
+    runner.reducer = cast(Any, _FixedBuckets(runner.reducer))
+
+
+def _returns_true(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _reduced(bucket: Any) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class _FixedBuckets:
+    """A reducer that does not rebuild its buckets."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+def forget_meshes() -> None:
+    """Drop what DTensor remembers of meshes: of an earlier world, equal ones name groups that are gone."""
+    clear = getattr(tensor_debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()

@@ -19,8 +19,13 @@ def call(operator: int, block: int | None, *, gflops: float, saved_mb: float, pe
         backward=Work(Affine(0, 2 * gflops * 1e9), Affine(), Affine()),
         saved_bytes=Affine(0, saved_mb * MB),
         forward_peak_bytes=Affine(0, (saved_mb + output_mb) * MB),
+        module_forward_peak_bytes=Affine(0, (saved_mb + output_mb) * MB),
+        tail_forward_peak_bytes=Affine(),
         backward_peak_bytes=Affine(0, peak_mb * MB),
         module_backward_peak_bytes=Affine(0, peak_mb * MB),
+        tail_backward_peak_bytes=Affine(),
+        backward_start_bytes=Affine(0, (saved_mb + output_mb) * MB),
+        module_backward_start_bytes=Affine(0, (saved_mb + output_mb) * MB),
         output_bytes=Affine(0, output_mb * MB),
     )
 

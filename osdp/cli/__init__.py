@@ -1,4 +1,4 @@
-"""The command line: `osdp plan`, `osdp explain`, `osdp train`, `osdp models`, `osdp clusters`.
+"""The command line: `osdp plan`, `osdp explain`, `osdp diff`, `osdp train`, `osdp models`, `osdp clusters`.
 
 Everything heavy is imported by the command that needs it, so that `osdp --help` is quick.
 """

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from osdp.cli.figures import format_count, format_seconds, name_phase
 from osdp.cli.rows import short_names
 from osdp.cli.terminal import make_table, print_section
+from osdp.cli.whatif_report import print_what_if
 from planner.explain import TIED, Alternative, OpenPlan, Part, Target, alternatives, best_of, parts
+from planner.whatif import WhatIf
 from profiler.graph import Operator
 from profiler.units import format_bytes
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-COLUMNS = {"recompute_s": "recompute", "exposed_communication_s": "exposed", "optimizer_s": "optimizer"}
+WAITING = "waiting_s"
+COLUMNS = {"recompute_s": "recompute", "exposed_communication_s": "exposed", WAITING: "waiting",
+           "optimizer_s": "optimizer"}  # fmt: skip
 """Terms that a choice can change, and their columns; computing takes the same under every strategy."""
 SAME = 1e-6
 """Relative difference up to which a file's figure is the one made anew (YAML keeps all digits)."""
@@ -24,16 +28,20 @@ SAME_BYTES = 50_000
 """Less than this much memory is printed as 0.0 MiB."""
 
 
-def print_plan_reasons(console: Console, view: OpenPlan) -> None:
-    """Print what keeps each part of a plan from being faster."""
+def print_plan_reasons(console: Console, view: OpenPlan, more: WhatIf | None = None, why_not: str = "") -> None:
+    """Print what keeps each part of a plan from being faster, and what more would buy, if that was asked."""
     console.print(_summary(view))
     console.print()
     table = make_table("part", "count", "choice", "held by", "why", right=("count",), rigid=("choice",))
     for part in parts(view):
-        choice = _choice(" and ".join(part.strategies), part.recompute)
+        choice = _choice(" and ".join(part.strategies), part.recompute) + (" (pinned)" if part.pinned else "")
         why = _why(part.tempting, part.better, part.cheapest)
         table.add_row(_label(view, part), str(len(part.stages) or 1), choice, part.binds, why)
     print_section(console, "Each part, and what one of it could take instead", table)
+    if more is not None:
+        print_what_if(console, more, view.prediction.samples_per_s)
+    elif why_not:
+        console.print(f"What more would buy cannot be told: {why_not}.")
     console.print("osdp explain PLAN OPERATOR shows every alternative of one operator, block or pattern.")
 
 
@@ -52,10 +60,12 @@ def print_target_reasons(console: Console, view: OpenPlan, name: str, target: Ta
 def _summary(view: OpenPlan) -> str:
     """Return what the plan is predicted to do, and whether its file says so too."""
     plan, made = view.plan, view.prediction
+    free = f" ({format_bytes(plan.headroom_bytes)} to stay free)" if plan.headroom_bytes else ""
     text = (
         f"{plan.model.name} on {view.load.cluster.name}, micro-batch {plan.micro_batch}, predicted: "
         f"{format_seconds(made.step_time_s)} a step, {format_count(made.samples_per_s)} samples/s, peak "
-        f"{format_bytes(made.peak_memory_bytes)} of {format_bytes(plan.limit_bytes)} in {name_phase(made.peak_phase)}."
+        f"{format_bytes(made.peak_memory_bytes)} of {format_bytes(plan.limit_bytes)}{free} in "
+        f"{name_phase(made.peak_phase)}."
     )
     told = plan.predicted
     pairs = ((told.step_time_s, made.step_time_s), (told.peak_memory_bytes, made.peak_memory_bytes))
@@ -139,10 +149,12 @@ def _cost(change: Alternative) -> str:
 
 
 def _table(changes: list[Alternative]) -> Table:
-    numbers = ("step time", *COLUMNS.values(), "peak", "over limit")
+    waits = any(change.delta_by_term_s[WAITING] for change in changes)
+    columns = {term: name for term, name in COLUMNS.items() if waits or term != WAITING}
+    numbers = ("step time", *columns.values(), "peak", "over limit")
     table = make_table("instead", *numbers, right=numbers, rigid=numbers)
     for change in changes:
-        terms = [format_seconds(change.delta_by_term_s[term], signed=True) for term in COLUMNS]
+        terms = [format_seconds(change.delta_by_term_s[term], signed=True) for term in columns]
         peak = ("+" if change.delta_bytes > 0 else "") + format_bytes(change.delta_bytes)
         over = "fits" if change.fits else format_bytes(change.excess_bytes)
         table.add_row(_told(change), format_seconds(change.delta_s, signed=True), *terms, peak, over)

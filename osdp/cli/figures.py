@@ -25,6 +25,10 @@ def figures_of(cluster: Cluster) -> Iterator[tuple[str, str, str]]:
     yield from _link_figures("in a node", cluster.intra)
     if cluster.inter is not None:
         yield from _link_figures("between nodes", cluster.inter)
+    if cluster.host is not None:
+        link, memory = cluster.host.link_bytes_per_s, cluster.host.memory_bytes_per_s
+        yield "link to the host", format_rate(link.value, "B/s"), link.source
+        yield "host memory rate", format_rate(memory.value, "B/s"), memory.source
     yield "overlap", "yes" if cluster.overlaps else "no", cluster.overlap_source
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from osdp.cli.plan_report import HIDDEN
 from osdp.planning import Planned
+from osdp.questions import FrontierRow
+from planner.compare import HIDDEN
+from planner.plan import unrunnable
+from planner.whatif import WhatIf
 
 SCHEMA = "osdp.plan_report/1"
+FRONTIER_SCHEMA = "osdp.frontier/1"
 
 
-def plan_json(planned: Planned, total_s: float) -> str:
+def plan_json(planned: Planned, total_s: float, more: WhatIf | None = None) -> str:
     """Return the report as one JSON object; `total_s` is seconds since the command started."""
-    return json.dumps(plan_object(planned, total_s), indent=2, allow_nan=False)
+    told = plan_object(planned, total_s) | ({} if more is None else {"what_if": what_if_object(more)})
+    return json.dumps(told, indent=2, allow_nan=False)
 
 
 def plan_object(planned: Planned, total_s: float) -> dict[str, Any]:
@@ -54,4 +61,39 @@ def plan_object(planned: Planned, total_s: float) -> dict[str, Any]:
         "choices": plan.choices,
         "recomputed_blocks": plan.recomputed_blocks,
         "seconds": {"trace": planned.trace_s, "search": planned.found.search_s, "total": total_s},
+        "headroom_bytes": plan.headroom_bytes,
+        "pins": plan.asked.pins,
+        "not_run_yet": [str(strategy) for strategy in unrunnable(plan, planned.graph, planned.cluster)],
     }
+
+
+def what_if_object(more: WhatIf) -> dict[str, Any]:
+    """Return what binds a plan and what more would buy, as plain data."""
+    return {
+        "samples_per_s": more.samples_per_s,
+        "bound_samples_per_s": more.bound_samples_per_s,
+        "binds": list(more.binds),
+        "answers": [asdict(answer) for answer in more.answers],
+    }
+
+
+def frontier_json(rows: Sequence[FrontierRow], total_s: float) -> str:
+    """Return a frontier as one JSON object; at least one limit has a plan."""
+    plan = next(row.planned.plan for row in rows if row.planned)
+    told = {
+        "schema": FRONTIER_SCHEMA,
+        "model": plan.model.name,
+        "cluster": plan.cluster.name,
+        "frontier": [_frontier_object(row, total_s) for row in rows],
+    }
+    return json.dumps(told, indent=2, allow_nan=False)
+
+
+def _frontier_object(row: FrontierRow, total_s: float) -> dict[str, Any]:
+    """Return one limit: the plan's object, or what the smallest plan needs."""
+    told: dict[str, Any] = {"limit_bytes": row.request.limit_bytes, "feasible": row.planned is not None}
+    if row.planned is not None:
+        return told | plan_object(row.planned, total_s) | {"taken_from_limit_bytes": row.taken_from_bytes}
+    assert row.refusal is not None, "a limit without a plan says why"
+    refusal = row.refusal.refusal
+    return told | {"needed_bytes": refusal.advised_bytes or refusal.needed_bytes, "why": row.refusal.expected}

@@ -10,24 +10,31 @@ from osdp.cli.rows import plan_rows, short_names
 from osdp.cli.terminal import make_table, print_section
 from osdp.planning import Planned
 from planner.baselines import Baseline
-from planner.plan import Prediction
+from planner.choices import DIVERSE_STRATEGIES, LIGHT, MIXED_STRATEGIES, SPLIT_STRATEGIES
+from planner.compare import HIDDEN
+from planner.imbalance import Waits
+from planner.plan import Prediction, unrunnable
+from planner.whatif import WhatIf
 from profiler.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+WAITING = "waiting_s"
+"""The term of uneven micro-batches."""
 TERMS = {
     "compute_s": "compute",
     "recompute_s": "recompute",
     "exposed_communication_s": "exposed communication",
+    WAITING: "waiting for the slowest",
     "optimizer_s": "optimizer",
 }
 """Terms that sum to the step time, as printed."""
 HEADLINE = "Plan: every time and memory figure below is predicted, none was measured in a run"
 BASELINES_HEADLINE = "Against one strategy for everything, each at its best micro-batch"
-HIDDEN = "hidden_communication_s"
-"""The term that runs under computation and is no part of the sum."""
+PINNED = ", pinned"
+"""Marks what the user decided."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,9 @@ class Circumstances:
     cluster_note: str = ""
     """Why this cluster, where the user named none."""
     written_to: str = ""
-    """File that the plan was written to."""
+    """File that the plan was written to, or folder of several."""
+    more: WhatIf | None = None
+    """What binds and what more would buy, if that was asked."""
 
 
 def print_plan(console: Console, planned: Planned, around: Circumstances) -> None:
@@ -49,6 +58,10 @@ def print_plan(console: Console, planned: Planned, around: Circumstances) -> Non
     print_section(console, _memory_title(planned), _memory(planned))
     print_section(console, _time_title(planned), _time(planned), _hidden(planned))
     print_section(console, BASELINES_HEADLINE, baseline_table(planned))
+    if around.more is not None:
+        from osdp.cli.whatif_report import print_what_if
+
+        print_what_if(console, around.more)
     console.print(_footer(planned, around))
 
 
@@ -64,11 +77,22 @@ def _header(planned: Planned, around: Circumstances) -> Table:
     table.add_row("model", f"{plan.model.name}: {graph.numel:,} parameters in {len(graph.operators)} operators, "
                   f"{len(graph.blocks)} blocks; {plan.model.precision}, {plan.optimizer}{tokens}")  # fmt: skip
     table.add_row("cluster", f"{cluster.name}: {ranks}{note}")
+    free = f"{format_bytes(plan.headroom_bytes)} stay free as headroom and " if plan.headroom_bytes else ""
     table.add_row("limit", f"{format_bytes(plan.limit_bytes)} ({plan.limit_bytes / MIB:,.0f} MiB) a device, of which "
-                  f"{format_bytes(cluster.reserve_bytes)} are kept free for what is not PyTorch's")  # fmt: skip
+                  f"{free}{format_bytes(cluster.reserve_bytes)} are kept free for what is not PyTorch's")  # fmt: skip
+    if plan.waits.source:
+        table.add_row("imbalance", _waits(plan.waits))
+    if plan.asked.pins:
+        table.add_row("pinned", ", ".join(plan.asked.pins))
     table.add_row("rates", rates(cluster, plan.model.precision))
     table.add_row("sources", f"the cluster's figures: {count_sources(cluster)}; the model's: counted in a trace")
     return table
+
+
+def _waits(waits: Waits) -> str:
+    """Say how uneven micro-batches are, and what the slowest rank then takes."""
+    each, once = (f"{waits.factor(meets) - 1:.1%}" for meets in (True, False))
+    return f"{waits.source}: the slowest rank computes {each} longer than the mean in a micro-batch, {once} in a step"
 
 
 def _choices_title(planned: Planned) -> str:
@@ -84,9 +108,10 @@ def _choices(planned: Planned) -> Table:
     """Return the plan itself, by class of blocks and operators."""
     table = make_table("part", "count", "strategy", "recompute", "parameters", "which",
                        right=("count", "parameters"), rigid=("strategy", "parameters"))  # fmt: skip
-    for row in plan_rows(planned.plan, planned.graph):
+    for row in plan_rows(planned.plan, planned.graph, planned.pins):
         recompute = "" if row.recompute is None else "yes" if row.recompute else "no"
-        table.add_row(row.part, str(row.count), row.strategy, recompute, format_parameters(row.parameters),
+        strategy, recompute = row.strategy + PINNED * row.pinned, recompute + PINNED * row.pinned_recompute
+        table.add_row(row.part, str(row.count), strategy, recompute, format_parameters(row.parameters),
                       short_names(row.names))  # fmt: skip
     return table
 
@@ -119,6 +144,8 @@ def _time(planned: Planned) -> Table:
     table = make_table("in a step", "time", "of step", "", right=("time", "of step"))
     for term, label in TERMS.items():
         seconds = predicted.time_by_term[term]
+        if term == WAITING and not seconds:
+            continue
         share = seconds / predicted.step_time_s
         table.add_row(label, format_seconds(seconds), f"{share:.1%}", bar(share))
     return table
@@ -144,7 +171,7 @@ def baseline_table(planned: Planned) -> Table:
                        rigid=("peak memory", "the plan is"))  # fmt: skip
     for baseline in planned.found.baselines:
         needs = format_bytes(baseline.peak_memory_bytes)
-        row = (_name(baseline), "yes" if baseline.recompute else "no")
+        row = (baseline_name(baseline), "yes" if baseline.recompute else "no")
         if baseline.feasible:
             ratio = speed / baseline.samples_per_s
             batch = str(baseline.load.micro_batch)
@@ -154,9 +181,22 @@ def baseline_table(planned: Planned) -> Table:
     return table
 
 
-def _name(baseline: Baseline) -> str:
+def baseline_name(baseline: Baseline) -> str:
+    """Return a uniform configuration's name, with the group size where it has one."""
     sized = ":" in str(baseline.strategy)
     return f"{baseline.name}, groups of {baseline.strategy.group}" if sized else baseline.name
+
+
+def _offer(planned: Planned) -> str:
+    """Say what the search offered the stages of a model."""
+    space = planned.found.space
+    if space.is_diverse:
+        first = f"one of the first {DIVERSE_STRATEGIES} strategies or the one of least memory"
+        return f"{first}, for each block or operator outside blocks (hardly two are alike: there is no time for more)"
+    text = f"for each block or operator outside blocks any strategy, two of the first {MIXED_STRATEGIES} by part of "
+    text += f"the block, or its large linears in slices of two of the first {SPLIT_STRATEGIES}"
+    few = f" (stages of less than 1/{1 / LIGHT:.0f} of the parameters: a copy, a shard or what needs least memory)"
+    return text + (few if space.light else "")
 
 
 def _footer(planned: Planned, around: Circumstances) -> str:
@@ -165,10 +205,14 @@ def _footer(planned: Planned, around: Circumstances) -> str:
     bound = format_count(found.bound_samples_per_s)
     lines = [
         f"Certified gap {plan.gap:.2%}: no plan of the searched space has more than {bound} samples/s in this cost "
-        "model. The space is one strategy for each block or operator outside blocks, recomputation or not for each "
-        f"block, and the {found.points} points of the sweep over micro-batches; plans outside it may be faster.",
+        f"model{' with these pins' if plan.asked.pins else ''}. The space is {_offer(planned)}; one strategy for all "
+        f"tied operators; recomputation or not for each block; and the {found.points} points of the sweep over "
+        "micro-batches. Plans outside it may be faster.",
         f"Took {planned.trace_s:.2f} s to trace, {found.search_s:.2f} s to search, {around.total_s:.2f} s since start.",
     ]
+    if planned_only := unrunnable(plan, planned.graph, planned.cluster):
+        names = ", ".join(map(str, planned_only))
+        lines.append(f"Note: the plan takes {names}, which OSDP() and osdp train do not run yet: they refuse it.")
     lines += [f"Note: {note}" for note in planned.graph.notes]
     if around.written_to:
         lines.append(f"Written to {around.written_to}")

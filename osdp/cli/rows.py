@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
 from planner.plan import Plan
+from planner.space import NO_PINS, Pins
 from profiler.graph import Block, ModelGraph, Operator
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
@@ -29,11 +31,16 @@ class Row:
     """Of all of them together, tied ones once."""
     names: tuple[str, ...]
     """Blocks or operators, in execution order."""
+    pinned: bool = False
+    """Whether the user decided the strategy."""
+    pinned_recompute: bool = False
+    """Whether the user decided the recomputation."""
 
 
-def plan_rows(plan: Plan, graph: ModelGraph) -> list[Row]:
-    """Return the rows of a plan in execution order."""
+def plan_rows(plan: Plan, graph: ModelGraph, pins: Pins = NO_PINS) -> list[Row]:
+    """Return the rows of a plan in execution order; what is pinned has rows of its own."""
     recomputed = set(plan.recomputed_blocks)
+    pinned = {graph.operators[index].name for index in pins.strategies}
     inside: dict[int, list[Operator]] = {}
     for operator in graph.operators:
         if operator.block is not None:
@@ -41,33 +48,44 @@ def plan_rows(plan: Plan, graph: ModelGraph) -> list[Row]:
     found: dict[tuple[object, ...], list[tuple[str, int]]] = {}
     for operator in graph.operators:
         if operator.block is None:
-            key = (operator.kind, plan.choices[operator.name], None)
-            found.setdefault(key, []).append((_with_ties(operator), operator.numel))
+            outside = (operator.kind, plan.choices[operator.name], None, operator.name in pinned, False)
+            found.setdefault(outside, []).append((_with_ties(operator), operator.numel))
         elif operator is inside[operator.block][0]:
             block = graph.blocks[operator.block]
-            for part, strategy, numel in _parts(block, inside[operator.block], plan):
-                found.setdefault((part, strategy, block.name in recomputed), []).append((block.name, numel))
+            for part, strategy, numel, is_pinned in _parts(block, inside[operator.block], plan, pinned):
+                key = (part, strategy, block.name in recomputed, is_pinned, operator.block in pins.recompute)
+                found.setdefault(key, []).append((block.name, numel))
     return [
         Row(str(part), len(members), str(strategy), None if recompute is None else bool(recompute),
-            sum(numel for _, numel in members), tuple(name for name, _ in members))
-        for (part, strategy, recompute), members in found.items()
+            sum(numel for _, numel in members), tuple(name for name, _ in members), bool(is_pinned), bool(is_fixed))
+        for (part, strategy, recompute, is_pinned, is_fixed), members in found.items()
     ]  # fmt: skip
 
 
-def _parts(block: Block, operators: list[Operator], plan: Plan) -> list[tuple[str, str, int]]:
-    """Return (label, strategy, parameters) of a block, or of its operators by strategy if they differ."""
-    strategies: dict[str, list[Operator]] = {}
+def _parts(block: Block, operators: list[Operator], plan: Plan,
+           pinned: set[str]) -> list[tuple[str, str, int, bool]]:  # fmt: skip
+    """Return (label, strategy, parameters, pinned) of a block, or of its operators by strategy if they differ."""
+    alike: dict[tuple[str, bool], list[Operator]] = {}
     for operator in operators:
-        strategies.setdefault(plan.choices[operator.name], []).append(operator)
-    if len(strategies) == 1:
-        return [(block.kind, strategy, _numel(members)) for strategy, members in strategies.items()]
-    return [(f"{block.kind}: {_inside(block, members)}", strategy, _numel(members))
-            for strategy, members in strategies.items()]  # fmt: skip
+        alike.setdefault((plan.choices[operator.name], operator.name in pinned), []).append(operator)
+    if len(alike) == 1:
+        return [(block.kind, strategy, _numel(members), fixed) for (strategy, fixed), members in alike.items()]
+    return [(f"{block.kind}: {_inside(block, members, operators)}", strategy, _numel(members), fixed)
+            for (strategy, fixed), members in alike.items()]  # fmt: skip
 
 
-def _inside(block: Block, operators: Iterable[Operator]) -> str:
-    """Return the operators' names without the block's."""
-    return ", ".join(operator.name.removeprefix(f"{block.name}.") for operator in operators)
+def _inside(block: Block, members: Iterable[Operator], operators: Iterable[Operator]) -> str:
+    """Return the members' names without the block's; a module's, where all of its operators are members."""
+    names = [operator.name.removeprefix(f"{block.name}.") for operator in members]
+    everyone = Counter(_module(operator.name.removeprefix(f"{block.name}.")) for operator in operators)
+    own = Counter(map(_module, names))
+    told = (_module(name) if own[_module(name)] == everyone[_module(name)] else name for name in names)
+    return ", ".join(dict.fromkeys(told))
+
+
+def _module(name: str) -> str:
+    """Return the outermost module of a path within a block."""
+    return name.partition(".")[0]
 
 
 def _numel(operators: Iterable[Operator]) -> int:

@@ -60,7 +60,7 @@ def choose_plan(job: Job, progress: Progress) -> Chosen:
 
 
 def _fits(plan: Plan) -> bool:
-    return plan.predicted.peak_memory_bytes <= plan.limit_bytes
+    return plan.predicted.peak_memory_bytes <= plan.usable_bytes
 
 
 def _planned(job: Job, cluster: Cluster, request: Request, progress: Progress) -> Plan:
@@ -78,9 +78,11 @@ def _planned(job: Job, cluster: Cluster, request: Request, progress: Progress) -
 
 def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:
     """Return the workload of a micro-batch that the user gave."""
-    task = Task(graph, cluster, request.limit_bytes, request.optimizer, request.global_batch, request.micro_batch)
+    task = Task(graph, cluster, request.limit_bytes, request.optimizer, request.global_batch, request.micro_batch,
+                imbalance=request.imbalance)  # fmt: skip
     ((micro_batch, accumulation),) = micro_batches(task)
-    return Workload(cluster, request.optimizer, request.precision, micro_batch, accumulation)
+    return Workload(cluster, request.optimizer, request.precision, micro_batch, accumulation,
+                    task.waits(micro_batch, accumulation))  # fmt: skip
 
 
 def uniform_plan(graph: ModelGraph, load: Workload, request: Request, strategy_name: str) -> Plan:

@@ -30,7 +30,8 @@ SAVED_AFTER, STEPS, SHARES = 2, 5, 4
 
 def mixture(family: str, nodes: int, ranks_per_node: int, seed: int) -> Case:
     """Return a random strategy for every operator, some in slices."""
-    draw, known = random.Random(seed), known_strategies(cluster_of(nodes, ranks_per_node))
+    draw = random.Random(seed)
+    known = [strategy for strategy in known_strategies(cluster_of(nodes, ranks_per_node)) if strategy.kind.runs]
     choices = {}
     for operator in graph_of(family).operators:
         cut = operator.kind == "Linear" and len(operator.modules) == 1 and draw.random() < 0.5

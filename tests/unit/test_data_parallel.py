@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rehearsals import graph_of, source
 from synthetic import chain, cluster, transformer
-from test_memory_tracker import graph_of, source
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -61,7 +61,8 @@ def by_name(changes: list[Alternative]) -> dict[tuple[str, bool | None], Alterna
 def test_deltas_by_hand_without_overlap() -> None:
     view = opened(long_chain(), slow_cluster(), room_bytes=14 * MB)
     found = by_name(alternatives(view, find_target(view, "op5")))
-    assert set(found) == {("replicate", None), ("shard_grad", None), ("group_shard:2", None)}
+    others = ("replicate", "shard_grad", "group_shard:2", "secondary_shard:2", "owner")
+    assert set(found) == {(name, None) for name in others}
     pass_s = 3 / 4 * WEIGHT / RATE  # one ring pass over four ranks
 
     kept = found["shard_grad", None]  # saves the second gather
@@ -125,7 +126,7 @@ def test_every_alternative_is_what_the_edited_plan_predicts(name: str, overlaps:
         "*": {o.name for o in graph.operators},
     }[name]
     blocks = {"blocks.2": ["blocks.2"]}.get(name, [b.name for b in graph.blocks] if "*" in name else [])
-    assert len(changes) == (4 * 2 - 1 if blocks else 4 - 1)
+    assert len(changes) == (6 * 2 - 1 if blocks else 6 - 1)
     for change in changes:
         choices = view.plan.choices | dict.fromkeys(matched, change.strategy)
         edited = replace(view.plan, choices=choices, recomputed_blocks=blocks if change.recompute else [])

@@ -327,7 +327,7 @@ def test_equal_objects_are_written_without_anchors(tmp_path: Path) -> None:
 
 def test_a_model_graph_goes_round(tmp_path: Path) -> None:
     work = Work(Affine(1.0, 2.5), Affine(3.0), Affine())
-    call = Call(0, 0, work, work, Affine(0.1), Affine(0.2), Affine(0.3), Affine(0.4), Affine(1e-9, 1e15))
+    call = Call(0, 0, work, work, *(Affine(number / 10) for number in range(9)), Affine(1e-9, 1e15))
     graph = ModelGraph(
         "gpt2-tiny", "fp32", 64,
         (Operator("a.b", "Linear", (Parameter("a.b.weight", (3, 4)),), ("a.b",), None),),

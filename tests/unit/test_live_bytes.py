@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runtime.memory_tracker import LiveBytes
+from runtime.memory_tracker import HOST, LiveBytes
 
 FLOATS = 1024
 S = 4 * FLOATS
@@ -110,3 +110,110 @@ def test_fake_tensors_count_as_real_ones() -> None:
         assert (live.total_bytes, live.peak_bytes) == (S, 2 * S)
         del second
     assert live.total_bytes == 0
+
+
+# --- categories ------------------------------------------------------------------------------
+
+
+def test_storages_are_of_the_category_in_which_they_are_made() -> None:
+    with LiveBytes() as live:
+        live.category = "activations"
+        first = torch.ones(FLOATS)
+        live.category = "temporaries"
+        second = first * 2
+        view = first.view(2, -1)
+        assert [live.category_of(t) for t in (first, second, view)] == ["activations", "temporaries", "activations"]
+        assert live.peak.categories == {"activations": S, "temporaries": S}
+        del first, view
+        third = second * 2
+        # As much as at the peak is not more: that stays what it was.
+        assert live.peak.categories == {"activations": S, "temporaries": S}
+        fourth = third * 2
+        assert live.peak.categories == {"temporaries": 3 * S}
+        live.reset_peak()
+        assert live.peak.categories == {"temporaries": 3 * S}
+        del second, fourth
+    assert live.category_of(torch.ones(1)) == "", "made outside"
+
+
+def test_what_is_held_can_be_given_a_category() -> None:
+    weight, batch = torch.ones(FLOATS), torch.ones(FLOATS)
+    with LiveBytes() as live:
+        live.category = "activations"
+        live.hold([weight], "parameters")
+        live.hold([batch])
+        live.hold([weight])
+        assert live.category_of(weight) == "parameters", "a second look changes nothing"
+        assert live.peak.categories == {"parameters": S, "activations": S}
+
+
+def test_a_label_counts_at_the_peak_if_nothing_has_changed_since() -> None:
+    with LiveBytes() as live:
+        live.phase = "forward"
+        first = torch.ones(FLOATS)
+        second = first * 2
+        live.phase = "later"
+        live.label(second, "buffers")
+        assert live.peak.categories == {"": S, "buffers": S}
+        assert (live.peak.total_bytes, live.peak.op) == (2 * S, "aten.mul.Tensor")
+        del first
+        live.label(second, "gradients")
+        assert live.peak.categories == {"": S, "buffers": S}, "the peak was before"
+        assert live.category_of(second) == "gradients"
+        assert live.total_bytes == S
+        third = second * 2
+        fourth = third * 2
+        assert live.peak.categories == {"": 2 * S, "gradients": S}
+        assert live.peak.total_bytes == sum(live.peak.categories.values())
+        del fourth
+
+
+def test_labels_follow_resizes() -> None:
+    """As of FSDP2's buffers: what is freed and made again stays what it is for."""
+    with LiveBytes() as live:
+        gathered = torch.ones(FLOATS)
+        live.label(gathered, "unsharded_parameters")
+        gathered.untyped_storage().resize_(0)
+        other = torch.ones(FLOATS)
+        gathered.untyped_storage().resize_(S)
+        assert live.peak.categories == {"unsharded_parameters": S, "": S}
+        del other
+
+
+def test_what_is_on_the_host_is_in_no_total() -> None:
+    with LiveBytes() as live:
+        kept = torch.ones(FLOATS)
+        live.category = HOST
+        on_host = torch.ones(4 * FLOATS)
+        assert (live.total_bytes, live.peak_bytes) == (S, S)
+        assert live.peak.categories == {"": S}
+        assert live.category_of(on_host) == HOST
+        live.category = ""
+        moved = torch.ones(2 * FLOATS)
+        live.label(moved, HOST)
+        assert live.total_bytes == S, "moved away"
+        assert live.peak.categories == {"": 3 * S}, "it was here before"
+        live.label(on_host, "buffers")
+        assert live.total_bytes == 5 * S, "moved here"
+        assert live.peak.categories == {"": S, "buffers": 4 * S}
+        del on_host, moved
+        assert live.total_bytes == S
+        del kept
+    assert live.total_bytes == 0
+
+
+def test_labels_of_what_is_not_counted_do_nothing() -> None:
+    before = torch.ones(FLOATS)
+    with LiveBytes() as live:
+        live.label(before, "parameters")
+        assert live.category_of(before) == ""
+        assert live.total_bytes == 0
+
+
+def test_tensors_on_the_meta_device_do_not_count() -> None:
+    with LiveBytes() as live:
+        shapes = torch.empty(FLOATS, device="meta")
+        products = shapes * 2
+        live.hold([shapes, products, torch.empty(FLOATS, device="meta")], "parameters")
+        assert live.total_bytes == live.peak_bytes == 0
+        assert live.category_of(products) == ""

@@ -8,6 +8,7 @@ import pytest
 from synthetic import MB, chain, cluster, transformer
 
 from planner.memory import peak_memory
+from planner.moments import Moment
 from planner.option import Option
 from planner.space import Choice, Space
 from planner.strategy import Strategy
@@ -104,7 +105,8 @@ def test_bf16_halves_what_is_gathered_but_not_what_rests() -> None:
     options, _load = plan(SHARDED, SHARDED, precision="bf16")
     assert options[0].prefetched == SIZE // 2
     assert options[0].parameters == SHARD
-    assert options[0].reduce_input == SIZE
+    # Gradients are reduced in fp32.  The bottom's wait for the end of backward, and leave no one a buffer.
+    assert (options[1].reduce_input, options[0].reduce_input) == (SIZE, 0)
 
 
 def test_sgd_has_no_moments() -> None:
@@ -161,25 +163,45 @@ def test_a_secondary_copy_is_kept_until_backward() -> None:
     assert [option.kept for option in options] == [2 * MB, 2 * MB]
     assert options[0].prefetched == SIZE
     rest = 2 * (3 * SHARD + STEP)
-    # Backward of operator 1, as when fully sharded, with the copy of operator 0.
-    assert peak_memory(options, load).total_bytes == rest + 20 * MB + 32 * MB + SIZE + SIZE + 2 * MB
+    # The peak comes with the gather of operator 1 for its backward, of whose 32 MB all are there but its
+    # input's gradient (1 MB): the gathered parameters are copied out while both copies are alive.
+    gathering = 20 * MB + 31 * MB + SIZE + SIZE + 2 * (2 * MB)
+    # When it computes, its own copy has gone, and operator 0 is gathered.
+    computing = 20 * MB + 32 * MB + SIZE + SIZE + 2 * MB
+    peak = peak_memory(options, load)
+    assert peak.total_bytes == rest + max(gathering, computing) == rest + gathering
+    assert (peak.phase, peak.operator) == ("backward", 1)
+    assert peak.categories["unsharded_parameters"] == SIZE + 2 * (2 * MB)
 
 
 def test_nothing_rests_of_what_is_offloaded() -> None:
-    options, load = plan(replace(SHARDED, offload=True), replace(SHARDED, offload=True))
+    offloaded = replace(SHARDED, offload=True)
+    options, load = plan(offloaded, offloaded, batch=2)
     assert [(option.rest, option.gradients) for option in options] == [(0, 0), (0, 0)]
-    # Backward of operator 1: as when it rests on the device, less that, and the prefetched shard on its way.
-    assert peak_memory(options, load).total_bytes == 52 * MB + SIZE + SIZE + SHARD
+    # Backward of operator 1: as when it rests on the device, less that.
+    assert peak_memory(options, load).total_bytes == 2 * 52 * MB + SIZE + SIZE
+
+
+def test_offloaded_shards_pass_the_device_while_they_are_gathered() -> None:
+    halved = Strategy("shard", 2, offload=True)
+    load = Workload(cluster(1, 2), "adam", "fp32", 1)
+    options = Space(GRAPH).fixed(load, (Choice((halved,)), Choice((halved,))), None)
+    # Half of operator 0, 4 MB, is on the device as it is gathered before the backward of operator 1 makes a
+    # gradient; 52 MB and no such copy come after.
+    peak = peak_memory(options, load)
+    assert peak.total_bytes == max(51 * MB + SIZE + SIZE + SIZE // 2, 52 * MB + SIZE + SIZE)
+    assert peak.categories["communication_buffers"] == SIZE + SIZE // 2
 
 
 def test_the_fullest_rank_of_owned_operators() -> None:
     owner = Strategy("owner", 8)
     options, load = plan(owner, owner)
-    # Rank 0 owns operator 0, rank 1 operator 1.  In the backward of operator 1 either holds its own three
-    # times, and one broadcast buffer.
-    rest = 3 * SIZE + STEP
-    # At the reduction of operator 0 rank 0 also has its gradient, three times: whole, on its way, at rest.
-    last = rest + SIZE + 3 * SIZE
+    # Rank 0 owns operator 0, rank 1 operator 1.  Either holds its own three times and both step counters, and
+    # in the backward of operator 1 one broadcast buffer.
+    rest = 3 * SIZE + 2 * STEP
+    # At the reduction of operator 0 rank 0 also has its parameters, its gradient, and that on its way; then
+    # parameters and gradient have gone, and the reduced one is there.
+    last = rest + SIZE + SIZE + SIZE
     backward = rest + 20 * MB + 32 * MB + SIZE
     assert peak_memory(options, load).total_bytes == max(last, backward)
     assert sorted(option.parameters for option in options) == [0, SIZE]
@@ -230,3 +252,42 @@ def test_what_operators_that_are_never_called_take_is_counted() -> None:
         for strategy in (SHARDED, COPIED, Strategy("owner", 8), replace(SHARDED, offload=True))
     }
     assert kept == {"shard": 2 * SHARD, "replicate": SHARD + SIZE, "owner": SHARD + SIZE, "shard+offload": SHARD}
+
+
+def moments_of_a_block(strategies: tuple[Strategy, ...], recompute: bool) -> dict[int, list[Moment]]:
+    """Return those of the first block of `transformer(3, 256)` by operator: norm1, qkv, out, norm2, up and down."""
+    space = Space(transformer(layers=3, hidden=256))
+    stage = next(index for index, stage in enumerate(space.model.stages) if stage.block == 0)
+    load = Workload(cluster(1, 8), "adam", "fp32", 1)
+    found: dict[int, list[Moment]] = {}
+    for moment in space.option(space.kinds[stage], Choice(strategies, recompute), SHARDED, load).moments:
+        if moment.phase != "forward":
+            found.setdefault(moment.operator - 1, []).append(moment)
+    return found
+
+
+# norm1, qkv, out and norm2 as one unit; up and down have as many parameters each.
+LOWER, UP = 4 * (256 + 3 * 256 * 256 + 256 * 256 + 256), 4 * 4 * 256 * 256
+
+
+def test_what_lies_below_an_owner_has_been_gathered() -> None:
+    found = moments_of_a_block((SHARDED,) * 4 + (Strategy("owner", 8), SHARDED), recompute=False)
+    # Before it, the backward of down has prefetched the lower unit, past up, and left its reduce-scatter input.
+    (up,) = found[4]
+    assert (up.buffers, up.unsharded, up.gradients) == (LOWER + UP, UP, UP // 8)
+    # Saved below it 1 + 4 + 1 + 1 MB, and 5 + 2 in its own backward.
+    assert up.activations == 14 * MB
+
+
+def test_a_block_that_runs_again_unit_by_unit() -> None:
+    secondary = Strategy("secondary_shard", 8, secondary=4)
+    found = moments_of_a_block((SHARDED,) * 4 + (secondary, secondary), recompute=True)
+    # At the end both units are there, no copy and nothing on its way: input and output of the block, 1 + 4 + 1 +
+    # 1 + 5 MB saved below down, and 4 + 1 in its forward.  Its backward takes 1 MB less.
+    (down,) = found[5]
+    assert (down.phase, down.unsharded, down.buffers) == ("recompute", LOWER + 2 * UP, 0)
+    assert down.activations == (2 + 12 + 5) * MB
+    # Its gradients are reduced while the lower unit stays: 7 MB saved below, and the gradient of up's input.
+    (reduction,) = found[4]
+    assert (reduction.phase, reduction.unsharded, reduction.buffers) == ("reduce", LOWER, 2 * UP)
+    assert (reduction.gradients, reduction.activations) == (2 * UP, 8 * MB)

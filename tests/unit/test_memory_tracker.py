@@ -1,123 +1,123 @@
-"""Predicted peak memory against what PyTorch's own FSDP2 code holds, on fake tensors.
+"""Predicted peak memory of uniform plans against what the runtime holds in a rehearsed step.
 
-`tracker_harness` wraps a model as the plan says, runs two training steps of rank 0 under a fake
-process group and adds up live storages.  Seen with torch 2.13.0: from -0.012 % to +0.14 % (the most
-with recomputation, whose block inputs are counted beside what the blocks save again).
+The rehearsal runs the plan's schedule with PyTorch's own FSDP2 and DistributedDataParallel on fake tensors
+under a fake process group and adds up live storages (`runtime.rehearsal`).  Seen with torch 2.13.0 in these
+cases: from -0.17 % (FSDP2 casts what all blocks are handed, which is not traced) to +0.07 %, but for one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from typing import Any
-
 import pytest
+import torch.distributed as dist
+from rehearsals import Case, Compared, graph_of, source
 from synthetic import cluster
-from tracker_harness import track
 
-from osdp.models.config import FAMILIES
-from planner.memory import peak_memory
-from planner.space import Choice, Space
-from planner.strategy import strategies_on
-from planner.workload import Workload
-from profiler.graph import ModelGraph
-from profiler.source import ModelSource
-from profiler.trace import trace_model
-
-SIZES = {
-    "gpt2": {"maximum_positions": 256, "hidden_size": 256, "layers": 4, "heads": 4},
-    "llama": {"maximum_positions": 256, "hidden_size": 256, "layers": 3, "heads": 4, "key_value_heads": 2,
-              "intermediate_size": 640, "tied_head": False, "rope_base": 10000.0},
-    "bert": {"maximum_positions": 256, "token_types": 2, "hidden_size": 256, "layers": 3, "heads": 4,
-             "intermediate_size": 1024},
-    "uneven": {"maximum_positions": 256, "head_size": 64, "encoder_widths": (128, 256, 192),
-               "decoder_widths": (256, 128)},
-}  # fmt: skip
+from profiler.errors import OsdpError
+from profiler.passes import find_loss
+from runtime.compiler import compile_plan
+from runtime.rehearsal import Script, rehearse
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, where it runs, and the strategies of its stages in turn."""
-
-    strategies: tuple[str, ...]
-    family: str = "gpt2"
-    vocabulary: int = 512
-    precision: str = "fp32"
-    ranks: int = 8
-    micro_batch: int = 2
-    accumulation: int = 1
-    recompute: int = 0
-    """Every how many blocks are recomputed; 0: none."""
-    length: int = 256
-    """Tokens per sample."""
-    split: str = ""
-    """Strategy of the second half of each block's operators, if it differs."""
-
-
-@cache
-def source(family: str, vocabulary: int, length: int) -> ModelSource:
-    module, name = FAMILIES[family].module.split(":")
-    sizes = FAMILIES[family].config(vocabulary_size=vocabulary, **SIZES[family])
-
-    def inputs(model: Any, batch: int) -> Any:
-        return model.example_inputs(batch, length)
-
-    return ModelSource(family, lambda: getattr(import_module(module), name)(sizes), inputs, length)
-
-
-@cache
-def graph_of(family: str, vocabulary: int, length: int, precision: str) -> ModelGraph:
-    return trace_model(source(family, vocabulary, length), precision)
-
-
-def relative_error(case: Case) -> float:
-    """Return (predicted - tracked) / tracked."""
-    space = Space(graph_of(case.family, case.vocabulary, case.length, case.precision))
-    machine = cluster(1, case.ranks)
-    load = Workload(machine, "adam", case.precision, case.micro_batch, case.accumulation)
-    named = {str(strategy): strategy for strategy in strategies_on(machine)}
-    choices = []
-    for index, stage in enumerate(space.model.stages):
-        strategy = named[case.strategies[index % len(case.strategies)]]
-        taken = [strategy] * len(stage.operators)
-        if case.split and stage.block is not None:
-            taken[len(taken) // 2 :] = [named[case.split]] * (len(taken) - len(taken) // 2)
-        again = bool(case.recompute) and stage.block is not None and stage.block % case.recompute == 0
-        choices.append(Choice(tuple(taken), again))
-    spanning = named[case.strategies[0]] if space.model.spanning else None
-    options = space.fixed(load, tuple(choices), spanning)
-    model = source(case.family, case.vocabulary, case.length)
-    tracked = track(model, space.model, choices, spanning, load).peak.total_bytes
-    return (peak_memory(options, load).total_bytes - tracked) / tracked
+def check(found: Compared, lowest: float, highest: float) -> None:
+    """Assert that the error is within bounds, and that what rests is predicted exactly."""
+    assert lowest <= found.error <= highest
+    for category in ("parameters", "optimizer"):
+        assert found.predicted.get(category, 0) == found.tracked.get(category, 0)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(("shard",)),
-        Case(("shard_grad",)),
-        Case(("group_shard:4",)),
-        Case(("replicate",)),
-        Case(("shard",), vocabulary=50257),
-        Case(("group_shard:2",), vocabulary=50257, precision="bf16"),
-        Case(("shard", "replicate", "shard_grad"), vocabulary=8192),
-        Case(("shard", "replicate", "shard_grad"), precision="bf16", ranks=4),
-        Case(("shard",), recompute=1, micro_batch=4),
-        Case(("shard_grad",), recompute=2, micro_batch=4, precision="bf16"),
-        Case(("group_shard:2",), split="shard_grad"),
-        Case(("shard",), accumulation=2),
-        Case(("group_shard:4",), accumulation=2, ranks=64),
-        Case(("shard",), ranks=64, micro_batch=1),
-        Case(("shard",), family="llama", vocabulary=8192),
-        Case(("shard_grad", "shard"), family="llama", vocabulary=8192, precision="bf16", recompute=1),
-        Case(("shard",), family="bert", vocabulary=8192),
-        Case(("shard", "replicate"), family="uneven"),
+        # DistributedDataParallel, and the same as units of one copy.
+        Case("replicate"),
+        Case("replicate", recompute=1, family="llama", vocabulary=4096, accumulation=2),
+        Case("replicate", limit_bytes=1),
+        Case("replicate", precision="bf16", optimizer="sgd", recompute=2),
+        Case("shard"),
+        Case("shard", vocabulary=50257, precision="bf16", shape=(1, 4)),
+        Case("shard", recompute=1, micro_batch=4, accumulation=2),
+        Case("shard", family="llama", vocabulary=4096, precision="bf16"),
+        Case("shard", shape=(128, 8)),
         # Where the end of backward is the peak: embeddings wait there with parameters and gradients.
-        Case(("shard",), vocabulary=50257, ranks=3, micro_batch=1, recompute=1, length=64),
-        Case(("shard",), family="uneven", vocabulary=50257, micro_batch=1, recompute=1, length=64),
+        Case("shard", vocabulary=50257, shape=(1, 3), micro_batch=1, recompute=1, length=64),
+        Case("shard_grad"),
+        Case("shard_grad", recompute=2, micro_batch=4, precision="bf16", optimizer="adamw"),
+        Case("group_shard:4", shape=(2, 4)),
+        Case("group_shard:2", vocabulary=50257, precision="bf16"),
+        Case("group_shard:16", shape=(8, 8), accumulation=2, recompute=1),
+        Case("hierarchical", shape=(2, 4)),
+        Case("hierarchical", shape=(4, 8), precision="bf16", recompute=1, accumulation=2),
+        Case("secondary_shard:2", family="llama"),
+        Case("secondary_shard:4", shape=(2, 4), precision="bf16", recompute=1),
+        Case("secondary_shard:8", shape=(8, 8), family="bert", vocabulary=4096),
+        Case("owner"),
+        Case("owner", precision="bf16", recompute=1, shape=(1, 4)),
+        Case("owner", family="llama", accumulation=2),
+        Case("shard+offload"),
+        Case("shard_grad+offload", precision="bf16"),
+        Case("group_shard:4+offload", shape=(2, 4), accumulation=2),
+        Case("hierarchical+offload", shape=(2, 4), precision="bf16"),
+        Case("secondary_shard:4+offload", shape=(2, 4), recompute=2),
+        Case("owner+offload", shape=(1, 4), recompute=2),
     ],
     ids=str,
 )
-def test_prediction_is_what_fsdp2_holds(case: Case) -> None:
-    assert -0.001 <= relative_error(case) <= 0.005
+def test_prediction_is_what_the_runtime_holds(case: Case) -> None:
+    check(case.compare(), -0.002, 0.005)
+
+
+def test_who_runs_a_plan_that_replicates_everything() -> None:
+    for case, by_ddp in ((Case("replicate"), True), (Case("replicate", limit_bytes=1), False)):
+        graph = graph_of(case.family, case.vocabulary, case.length, case.precision)
+        assert compile_plan(case.plan(), graph, cluster(*case.shape)).by_ddp is by_ddp
+
+
+def test_where_two_phases_gather_under_a_loss_the_prediction_is_an_upper_bound() -> None:
+    check(Case("hierarchical", family="bert", vocabulary=8192, shape=(2, 4)).compare(), -0.002, 0.03)
+
+
+def test_no_rank_holds_more_than_the_fullest() -> None:
+    case = Case("owner", shape=(1, 4), length=64)
+    held = {rank: sum(case.compare(rank).tracked.values()) for rank in range(4)}
+    fullest = case.compare()
+    assert sum(fullest.tracked.values()) == max(held.values()) > min(held.values())
+    assert max(held.values()) <= 1.002 * sum(fullest.predicted.values())
+
+
+def test_the_last_rank_of_a_shard_holds_less_than_the_first() -> None:
+    """512 positions and the like divide by 3 with a rest, which the last rank does without."""
+    case = Case("shard", shape=(1, 3), length=64)
+    first, last = (sum(case.compare(rank).tracked.values()) for rank in (0, 2))
+    assert last < first <= 1.002 * sum(case.compare().predicted.values())
+
+
+def test_what_rests_between_steps() -> None:
+    """Parameters and two moments, a quarter of each: the 4 ranks divide all of gpt2's sizes but for small vectors."""
+    case = Case("shard", vocabulary=512, shape=(1, 4), length=64)
+    found = case.compare()
+    numel = case.plan().model.parameters
+    tensors = 4 + 3 * 12  # two embeddings and the last norm's two, twelve in each block
+    assert 3 * numel <= found.rest_bytes <= 3 * numel + tensors * 4 * 512
+    assert found.rest_bytes == found.tracked["parameters"] + found.tracked["optimizer"]
+
+
+def test_a_rehearsal_needs_a_process_without_a_group() -> None:
+    case, model = Case("shard", shape=(1, 4), length=64), source("gpt2", 512, 64)
+    script = Script(model.build, model.example_inputs, lambda out: find_loss(out)[0], "adam", 1)
+    schedule = compile_plan(case.plan(), graph_of("gpt2", 512, 64, "fp32"), cluster(1, 4))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(OsdpError, match="process of its own"):
+            rehearse(script, schedule)
+    finally:
+        dist.destroy_process_group()
+    # One that went through leaves none behind, and neither does one that fails.
+    assert rehearse(script, schedule).peak.total_bytes > 0
+    assert not dist.is_initialized()
+
+    def fails() -> None:
+        raise ArithmeticError("in building")
+
+    with pytest.raises(ArithmeticError):
+        rehearse(Script(fails, model.example_inputs, script.find_loss, "adam", 1), schedule)  # type: ignore[arg-type]
+    assert not dist.is_initialized()

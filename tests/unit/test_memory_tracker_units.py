@@ -1,128 +1,61 @@
-"""Predicted peak memory of what only plan files name, against PyTorch's own FSDP2 code on fake tensors.
+"""Predicted peak memory of plans that mix strategies, and split operators, against rehearsed steps.
 
-As `test_memory_tracker`, for secondary copies and for linear operators in slices, wrapped unit by unit
-as `planner.units` forms them.  Slices' costs are upper bounds, and so is what is held at once by blocks
-of several units: seen from 0 to 10 % above what is held.
+Blocks of several units, slices and blocks that run again unit by unit are priced from above: seen with
+torch 2.13.0 in these cases from -0.02 % to +2.5 %.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
-from functools import partial
-
 import pytest
-import torch
-from synthetic import cluster
-from test_memory_tracker import graph_of, source
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.checkpoint import checkpoint
-from tracker_harness import fake_world, meshes, step
-
-from planner.memory import peak_memory
-from planner.plan import Plan, make_plan, options_of, space_of
-from planner.space import Choice, Space
-from planner.stage import cut
-from planner.strategy import Strategy, parse_choice
-from planner.units import Unit, units_of
-from planner.workload import Workload
-from profiler.graph import ModelGraph
-from profiler.source import ModelSource
-from runtime.memory_tracker import LiveBytes
-from runtime.split import split_linear
-
-MACHINE = cluster(1, 8)
+from rehearsals import Case
 
 
-def plan_of(graph: ModelGraph, changes: Mapping[str, str], load: Workload, recompute: bool) -> Plan:
-    """Everything sharded but for operators whose name ends as given."""
-    space, shard = Space(graph), Strategy("shard", 8)
-    choices = tuple(
-        Choice((shard,) * len(stage.operators), recompute and stage.block is not None) for stage in space.model.stages
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Inside blocks.
+        Case("shard", (("*.mlp.*", "shard_grad"),)),
+        Case("group_shard:4", (("*.attention.*", "secondary_shard:2"),), precision="bf16"),
+        Case("shard_grad", (("*.mlp.*", "hierarchical"), ("wte", "replicate")), shape=(2, 4)),
+        Case("hierarchical", (("*.attention.*", "owner"),), shape=(2, 4), family="llama", vocabulary=4096),
+        Case("replicate", (("*.up", "owner"), ("*.down", "shard")), accumulation=2),
+        Case("shard", (("*.mlp.*", "group_shard:16"), ("*_norm", "replicate")), shape=(8, 8), precision="bf16"),
+        Case("shard", (("*.up", "shard+offload"), ("*.down", "shard+offload")), family="bert", vocabulary=4096),
+        # Blocks of several units that run again.
+        Case("shard", (("*.mlp.*", "shard_grad"),), recompute=1),
+        Case("secondary_shard:4", (("*.mlp.*", "group_shard:2"),), recompute=1, precision="bf16"),
+        Case("owner", (("*.attention.*", "shard"),), recompute=2, family="llama", vocabulary=4096),
+        Case("secondary_shard:2", (("*.attention.*", "shard"),), recompute=1, length=64, micro_batch=1),
+        Case("hierarchical", (("*.mlp.*", "shard_grad"),), shape=(2, 4), recompute=1, length=64, micro_batch=1),
+        # Block by block, and around them.
+        Case("shard", (("blocks.1.*", "replicate"), ("blocks.2.*", "shard_grad"))),
+        Case("shard", (("blocks.0.*", "owner"), ("blocks.2.*", "group_shard:2")), recompute=2, accumulation=2),
+        Case("group_shard:2", (("lm_head", "owner"), ("embedding", "secondary_shard:4")), family="llama",
+             vocabulary=8192, precision="bf16"),
+        Case("replicate", (("wte", "shard"),), vocabulary=50257, shape=(1, 4), length=64, micro_batch=1),
+        # Slices.
+        Case("shard", (("*.up", "split(2*shard)"),)),
+        Case("shard", (("*.down", "split(2*shard, 2*replicate)"),), precision="bf16", shape=(1, 4)),
+        Case("shard", (("lm_head", "split(4*shard)"),), family="llama", vocabulary=8192, length=64),
+        Case("shard", (("lm_head", "split(2*owner)"),), family="llama", vocabulary=8192, length=64, precision="bf16"),
+        Case("group_shard:2", (("*.mlp.*", "split(4*hierarchical)"),), recompute=1, shape=(2, 4)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_prediction_is_what_the_runtime_holds(case: Case) -> None:
+    found = case.compare()
+    assert -0.001 <= found.error <= 0.03
+    for category in ("parameters", "optimizer"):
+        assert found.predicted.get(category, 0) == found.tracked.get(category, 0)
+
+
+def test_slices_are_gathered_one_at_a_time() -> None:
+    """A head of 8192 x 256 in fp32 is 8 MiB; of its four slices one is unsharded, and one is gathered beside it."""
+    whole, split = (
+        Case("shard", (("lm_head", choice), ("norm", "shard_grad")), family="llama", vocabulary=8192).compare()
+        for choice in ("shard", "split(4*shard)")
     )
-    plan = make_plan(space.fixed(load, choices, None), None, space, load, limit_bytes=1, gap=0.0)
-    for operator in graph.operators:
-        for end, choice in changes.items():
-            if operator.name.endswith(end):
-                plan.choices[operator.name] = choice
-    return plan
-
-
-def wrap(model: torch.nn.Module, graph: ModelGraph, units: tuple[Unit, ...],
-         mesh_of: Mapping[Strategy, DeviceMesh]) -> None:  # fmt: skip
-    """Wrap each unit by itself, and the root."""
-    for unit in units:
-        paths = [path for operator in unit.operators for path in graph.operators[operator].modules]
-        if unit.slice is not None:
-            paths = [f"{paths[0]}.slices.{unit.slice[0]}"]
-        elif unit.whole_block is not None:
-            paths = [graph.blocks[unit.whole_block].name]
-        modules = [model.get_submodule(path) for path in paths]
-        with unset_fake_temporarily():  # an integer makes a mesh, of real tensors
-            fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh_of[unit.strategy],
-                        reshard_after_forward=unit.strategy.reshard_after_forward)  # fmt: skip
-    fully_shard(model, mesh=mesh_of[units[0].strategy])
-
-
-def tracked_bytes(model_source: ModelSource, graph: ModelGraph, plan: Plan, load: Workload) -> int:
-    """Return the peak of a training step (the second: the first makes optimizer states)."""
-    choices = {index: parse_choice(plan.choices[o.name], MACHINE) for index, o in enumerate(graph.operators)}
-    units, live = units_of(cut(graph), choices), LiveBytes()
-    with fake_world(MACHINE.world_size), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mesh_of = meshes({unit.strategy for unit in units}, MACHINE.world_size)
-        with FakeTensorMode(), live:
-            model = model_source.build()
-            for index, slices in choices.items():
-                if len(slices) > 1:
-                    split_linear(model, graph.operators[index].modules[0], len(slices))
-            for name in plan.recomputed_blocks:
-                block = model.get_submodule(name)
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-            wrap(model, graph, units, mesh_of)
-            assert isinstance(model, FSDPModule)
-            optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-            for _ in range(2):
-                live.reset_peak()
-                step(model, model_source, optimizer, load, live)
-            del model, optimizer
-    return live.peak.total_bytes
-
-
-def relative_error(changes: Mapping[str, str], vocabulary: int, length: int, recompute: bool) -> float:
-    graph = graph_of("llama", vocabulary, length, "fp32")
-    load = Workload(MACHINE, "adam", "fp32", 1)
-    plan = plan_of(graph, changes, load, recompute)
-    options, _ = options_of(plan, space_of(plan, graph, MACHINE), load)
-    tracked = tracked_bytes(source("llama", vocabulary, length), graph, plan, load)
-    return (peak_memory(options, load).total_bytes - tracked) / tracked
-
-
-@pytest.mark.parametrize(
-    ("changes", "vocabulary", "length", "recompute"),
-    [
-        ({"": "secondary_shard:2"}, 512, 64, False),
-        ({"": "secondary_shard:4"}, 512, 256, False),
-        ({"": "secondary_shard:2"}, 512, 256, True),
-        ({"lm_head": "split(4*shard)"}, 50257, 64, False),
-        ({"query": "split(2*shard)"}, 512, 64, False),
-    ],
-)
-def test_prediction_is_what_fsdp2_holds(changes: dict[str, str], vocabulary: int, length: int,
-                                        recompute: bool) -> None:  # fmt: skip
-    assert -0.001 <= relative_error(changes, vocabulary, length, recompute) <= 0.005
-
-
-@pytest.mark.parametrize(
-    ("changes", "vocabulary", "length", "recompute"),
-    [
-        ({"up": "split(2*shard)", "down": "split(4*shard)", "lm_head": "split(2*shard)"}, 512, 64, False),
-        ({"query": "split(2*shard)"}, 512, 256, True),
-        ({"up": "secondary_shard:4", "down": "secondary_shard:2"}, 512, 256, False),
-    ],
-)
-def test_prediction_is_an_upper_bound(changes: dict[str, str], vocabulary: int, length: int,
-                                      recompute: bool) -> None:  # fmt: skip
-    assert -0.001 <= relative_error(changes, vocabulary, length, recompute) <= 0.1
+    head, norm = 8 * 2**20, 4 * 256
+    assert whole.tracked["unsharded_parameters"] in (head, head + norm)
+    assert split.tracked["unsharded_parameters"] <= head // 4 + norm
+    assert split.tracked["communication_buffers"] <= 2 * head // 4

@@ -18,6 +18,7 @@ from planner.baselines import uniform
 from planner.memory import peak_memory
 from planner.plan import Plan, check_model, decisions_of, make_plan, options_of, predict, space_of
 from planner.search import Found, Task, search
+from planner.simulate import simulated_s
 from planner.space import Space
 from planner.strategy import Strategy, known_strategies
 from planner.timing import step_time
@@ -44,7 +45,7 @@ def test_choices_read_back_are_the_options_that_were_found() -> None:
     assert [(o.strategies, o.recompute) for o in options] == [(o.strategies, o.recompute) for o in found.options]
     # The prediction is what the pure functions say of the choices, from a fresh start.
     assert plan.predicted.peak_memory_bytes == pytest.approx(peak_memory(options, load).total_bytes, abs=4)
-    assert plan.predicted.step_time_s == step_time(options, load).total_s
+    assert plan.predicted.step_time_s == simulated_s(options, load) == pytest.approx(step_time(options, load).total_s)
     assert plan.predicted.samples_per_s == pytest.approx(4 * plan.micro_batch / plan.predicted.step_time_s)
     assert sum(plan.predicted.memory_by_category.values()) == plan.predicted.peak_memory_bytes <= LIMIT
 
@@ -140,7 +141,8 @@ def test_split_operators_are_evaluated_in_a_space_of_their_own() -> None:
     assert sum(o.parameters for o in sliced) == sum(o.parameters for o in whole)
     head = 4 * 65536 * 256
     assert whole[-1].prefetched == head + 4 * 256  # gathered with the norm before it
-    assert [option.prefetched for option in sliced[-4:]] == [head // 4] * 4
+    assert len(sliced) == len(whole)
+    assert sliced[-1].prefetched == head // 4
     # Three sums of the logits read two tensors and write one; the gradient of the input is put together.
     extra_bytes = 3 * 3 * (4 * 1024 * 65536) + 2 * (4 * 1024 * 256)
     extra_s = step_time(sliced, load).compute_s - step_time(whole, load).compute_s

@@ -75,7 +75,6 @@ def planned_by_hand(graph: ModelGraph | None = None, recomputed: int = 4, limit_
         load=load,
         options=options,
         spanning=spanning,
-        menu=space.menu(load, spanning),
         samples_per_s=speed,
         bound_samples_per_s=speed / (1 - plan.gap),
         baselines=baselines(space, loads, limit_bytes),
@@ -229,7 +228,8 @@ def test_a_block_whose_operators_differ_gets_a_row_for_each_strategy(planned: Pl
 def test_json_has_the_published_keys_and_sums(planned: Planned) -> None:
     told = json.loads(plan_json(planned, 1.75))
     assert list(told) == ["schema", "model", "cluster", "limit_bytes", "micro_batch", "accumulation", "predicted",
-                          "gap", "baselines", "choices", "recomputed_blocks", "seconds"]  # fmt: skip
+                          "gap", "baselines", "choices", "recomputed_blocks", "seconds", "headroom_bytes",
+                              "pins", "not_run_yet"]  # fmt: skip
     assert told["schema"] == "osdp.plan_report/1"
     assert (told["model"], told["cluster"], told["limit_bytes"]) == ("transformer", "test", LIMIT_BYTES)
     predicted = told["predicted"]

@@ -60,9 +60,15 @@ def test_costs_of_slices_by_hand() -> None:
     # Input, sum so far, product and new sum are 7 MB; the whole call holds as much with what follows it.
     assert whole.forward_peak_bytes(1) == 9 * MB
     assert two.forward_peak_bytes(1) == 9 * MB
-    # Backward of the first: input, its gradient in parts and put together, gradient of y, of weight and bias.
-    assert one.backward_peak_bytes(1) == 3 * X + Y + weight + 4 * 2048
+    # The new sum is made when the slice is over, which may be sharded again by then.
+    assert (one.module_forward_peak_bytes(1), two.module_forward_peak_bytes(1)) == (X + Y, X + 2 * Y)
+    assert (one.tail_forward_peak_bytes(1), two.tail_forward_peak_bytes(1)) == (X + Y, X + 3 * Y)
+    # Backward of the first: input, its gradient in parts, gradient of y, of weight and bias.  The parts are put
+    # together when input and gradient of y have gone.
+    assert one.backward_peak_bytes(1) == 2 * X + Y + weight + 4 * 2048
     assert two.module_backward_peak_bytes(1) == 2 * X + Y + weight
+    # Between slices: the input, its gradient in parts, the gradient of the sum.
+    assert one.backward_start_bytes(1) == one.module_backward_start_bytes(1) == 2 * X + Y
     # A line above both: what the whole call holds a sample, and the gradient of the weight, whatever the batch.
     assert two.backward_peak_bytes(1) == 30 * MB + weight
     assert (one.saved_bytes(1), two.saved_bytes(1)) == (0, 6 * MB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import MISSING, fields
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,10 @@ def segment(forward: float, backward: float, a: float, b: float, r: float, ar: f
 
 
 def option(segments: tuple[Segment, ...], optimizer_s: float = 0.0) -> Option:
-    return Option((), False, 0, 0, 0, 0, 0, 0.0, (), 0, 0, 0, segments, optimizer_s)
+    """A stage that holds nothing: its memory is not what is tested."""
+    nothing = {field.name: 0 for field in fields(Option) if field.default is MISSING}
+    told = {"strategies": (), "moments": (), "segments": segments, "optimizer_s": optimizer_s}
+    return Option(**{**nothing, **told})
 
 
 def load(overlaps: bool = True, accumulation: int = 1) -> Workload:

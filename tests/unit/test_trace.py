@@ -127,11 +127,14 @@ def test_head_tied_in_use_starts_a_call_and_says_so() -> None:
     assert used.operators[0].modules == ("words",)
     assert [call.operator for call in used.calls] == [call.operator for call in tied.calls]
     # Same work and memory: the only difference is who calls F.linear, and so that no module is left
-    # from which on the backward could be told apart.
+    # from which on the forward, or up to which the backward, could be told apart.
     assert used.calls[:-1] == tied.calls[:-1]
     head, module_head = used.calls[-1], tied.calls[-1]
+    parts = [f"{part}_{way}_peak_bytes" for part in ("module", "tail") for way in ("forward", "backward")]
+    assert head.module_forward_peak_bytes == head.forward_peak_bytes
     assert head.module_backward_peak_bytes == head.backward_peak_bytes
-    assert replace(head, module_backward_peak_bytes=module_head.module_backward_peak_bytes) == module_head
+    assert head.tail_forward_peak_bytes == head.tail_backward_peak_bytes == Affine()
+    assert replace(head, **{name: getattr(module_head, name) for name in parts}) == module_head
     assert any("outside" in note and "words" in note for note in used.notes)
     assert tied.notes == ()
 

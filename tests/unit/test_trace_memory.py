@@ -46,6 +46,26 @@ def test_peaks_of_an_mlp_by_hand() -> None:
     assert first.backward_peak_bytes == Affine(2 * 512, 4 * 64 * (8 + 128 + 128 + 128))
 
 
+def test_peaks_before_and_after_the_end_of_a_module_by_hand() -> None:
+    graph = trace_model(source(lambda: MLP(8, 128, 8, bias=False), (64, 8)))
+    first, second = graph.calls
+    # The module makes the product; the ReLU, and of the last layer the sum, come when it is over.  What
+    # rounding up the sum to 512 bytes adds is put on the whole call.
+    assert first.module_forward_peak_bytes == Affine(0, 4 * 64 * (8 + 128))
+    assert first.tail_forward_peak_bytes == Affine(0, 4 * 64 * (8 + 128 + 128))
+    assert second.module_forward_peak_bytes == Affine(512 - 4, 4 * 64 * 8)
+    assert second.tail_forward_peak_bytes == Affine(512, 4 * 64 * 8)
+    # The backward begins with the loss and its gradient, of which the sum's backward is a view, so that the
+    # tail makes nothing; the ReLU's makes what it lets through beside its result, and the gradient of that.
+    assert second.tail_backward_peak_bytes == Affine()
+    assert first.tail_backward_peak_bytes == Affine(2 * 512, 4 * 64 * (8 + 128 + 128 + 128))
+    # It reaches the modules with that much, less what has gone; they make the gradients of their weights.
+    # The most that rounding added in the call's backward (two scalars) is put on top of the gradient's 4 bytes.
+    assert second.module_backward_start_bytes == Affine(4 + 2 * (512 - 4), 0)
+    assert first.module_backward_start_bytes == Affine(2 * 512, 4 * 64 * (8 + 128))
+    assert first.module_backward_peak_bytes == Affine(2 * 512 + 4 * 128 * 8, 4 * 64 * (8 + 128))
+
+
 def weight_bytes(graph: ModelGraph, operator: int) -> int:
     """Return the bytes of the (only) weight of an operator that is called more than once."""
     return max(4 * parameter.numel for parameter in graph.operators[operator].parameters)

@@ -1,0 +1,52 @@
+"""`osdp verify`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from osdp.cli.exits import FAULT, guarded
+from osdp.cli.terminal import make_console, progress_bar
+
+
+@guarded
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `osdp plan -o` wrote.")],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="The model, where it no longer has the name that the plan knows it by."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", help="The cluster, where it no longer has the name that the plan knows it by."),
+    ] = None,
+    device: Annotated[
+        Literal["auto", "fake", "cuda"],
+        typer.Option(
+            help="fake: rehearse one rank without computing; cuda: run real steps, under torchrun with the plan's "
+            "ranks. auto: cuda where that can be."
+        ),
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")] = False,
+) -> None:
+    """Compare a plan's predicted memory with what the runtime holds when it trains; exit with 1 if it does not hold."""
+    from osdp.cli.verify_report import print_verified, verified_json
+    from osdp.planning import read_plan, reopen
+    from osdp.verification import verify as run
+
+    with progress_bar() as progress:
+        found = read_plan(path)
+        progress(f"tracing {found.model.name}", 0.0)
+        view = reopen(found, model, cluster)
+        progress(f"a training step of one of {view.load.cluster.world_size} ranks", 0.3)
+        verified = run(view, model, None if device == "auto" else device == "cuda")
+    if os.environ.get("RANK", "0") == "0":
+        if as_json:
+            print(verified_json(verified, view.plan))
+        else:
+            print_verified(make_console(), verified, view.plan)
+    if not verified.holds:
+        raise SystemExit(FAULT)

@@ -1,0 +1,141 @@
+"""Pins: what the user decides of a plan, as `--pin PATTERN=CHOICE` says it.
+
+A pattern means operators by their path, by a module around them, or by a block; a choice is a strategy
+as plans write it (`shard`, `group_shard:4+offload`, `split(4*shard)`), or `recompute` or `keep` for
+blocks.  A pin is honoured in every plan of the search, or refused here with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from planner.names import matches, unknown_name
+from planner.space import Pins
+from planner.strategy import Strategy, format_choice, parse_choice
+from planner.units import check_split
+from profiler.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.graph import ModelGraph
+
+RECOMPUTE = {"recompute": True, "keep": False}
+"""Choices of blocks: whether their forward runs again in backward."""
+
+Chosen = TypeVar("Chosen", bool, tuple[Strategy, ...])
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One wish of the user."""
+
+    pattern: str
+    """Operators or blocks."""
+    choice: str
+    """What they take."""
+
+    def __str__(self) -> str:
+        return f"{self.pattern}={self.choice}"
+
+
+def parse_pin(text: str) -> Pin:
+    """Return the pin that `PATTERN=CHOICE` means; raises OsdpError."""
+    pattern, _, choice = (part.strip() for part in text.rpartition("="))
+    if not pattern or not choice:
+        raise OsdpError("this is not a pin", got=repr(text), expected="PATTERN=CHOICE, such as 'blocks.*.mlp=shard'")
+    return Pin(pattern, choice)
+
+
+def resolve(wishes: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
+    """Return what the pins mean for a model on a cluster.
+
+    Raises OsdpError, with the reason, for a pin that cannot be honoured: names that the model does not
+    have, strategies that the cluster does not have, operators that cannot be split, pins that
+    contradict each other.
+    """
+    strategies: dict[int, tuple[Pin, tuple[Strategy, ...]]] = {}
+    recompute: dict[int, tuple[Pin, bool]] = {}
+    for pin in wishes:
+        if pin.choice in RECOMPUTE:
+            for block in _blocks(pin, graph):
+                _settle(recompute, block, pin, RECOMPUTE[pin.choice], graph.blocks[block].name)
+            continue
+        slices = _slices(pin, cluster)
+        for index in _operators(pin, graph):
+            operator = graph.operators[index]
+            _check_split(pin, graph, index, len(slices))
+            _settle(strategies, index, pin, slices, " and ".join(operator.modules))
+    return Pins({index: slices for index, (_, slices) in strategies.items()},
+                {block: again for block, (_, again) in recompute.items()})  # fmt: skip
+
+
+def on_cluster(pins: Pins, cluster: Cluster) -> Pins:
+    """Return the same pins for another number of ranks; raises OsdpError if strategies do not exist there."""
+    strategies = {index: parse_choice(format_choice(slices), cluster) for index, slices in pins.strategies.items()}
+    return Pins(strategies, pins.recompute)
+
+
+def _settle(settled: dict[int, tuple[Pin, Chosen]], index: int, pin: Pin, choice: Chosen, names: str) -> None:
+    """Note what a pin decides; raises OsdpError if another has decided otherwise."""
+    before, decided = settled.setdefault(index, (pin, choice))
+    if decided == choice:
+        return
+    tied = " (one operator, as they share a parameter)" if " and " in names else ""
+    raise OsdpError(f"two pins contradict each other about {names}{tied}", got=f"{before} and {pin}",
+                    expected="one choice for each operator and each block; no pin goes before another",
+                    advice="patterns that do not overlap")  # fmt: skip
+
+
+def _operators(pin: Pin, graph: ModelGraph) -> list[int]:
+    """Return the operators that a pin means: those of its blocks, and those that its pattern matches."""
+    exact = [i for i, operator in enumerate(graph.operators) if pin.pattern in {operator.name, *operator.modules}]
+    if exact:
+        return exact
+    blocks = {index for index, block in enumerate(graph.blocks) if matches(block.name, pin.pattern)}
+    found = [
+        index
+        for index, operator in enumerate(graph.operators)
+        if operator.block in blocks or any(matches(name, pin.pattern) for name in {operator.name, *operator.modules})
+    ]
+    if not found:
+        raise unknown_name(pin.pattern, _names(graph), f"--pin {pin}: the model has no such operator or block")
+    return found
+
+
+def _names(graph: ModelGraph) -> Iterator[str]:
+    yield from (block.name for block in graph.blocks)
+    for operator in graph.operators:
+        yield from dict.fromkeys((operator.name, *operator.modules))
+
+
+def _blocks(pin: Pin, graph: ModelGraph) -> list[int]:
+    """Return the blocks that a pin means."""
+    found = [index for index, block in enumerate(graph.blocks) if matches(block.name, pin.pattern)]
+    if not found:
+        what = f"--pin {pin}: the model has no such block, and only blocks are recomputed or kept"
+        raise unknown_name(pin.pattern, (block.name for block in graph.blocks), what)
+    return found
+
+
+def _slices(pin: Pin, cluster: Cluster) -> tuple[Strategy, ...]:
+    """Return the strategies that a pin asks for, one for each slice."""
+    try:
+        return parse_choice(pin.choice, cluster)
+    except OsdpError as error:
+        expected = f"{error.expected}; for blocks also {' or '.join(RECOMPUTE)}"
+        raise OsdpError(f"--pin {pin}: {error.what}", got=error.got, expected=expected, advice=error.advice) from error
+
+
+def _check_split(pin: Pin, graph: ModelGraph, index: int, slices: int) -> None:
+    """Raise OsdpError if an operator cannot be split as a pin asks, naming some that can."""
+    try:
+        check_split(graph.operators[index], slices)
+    except OsdpError as error:
+        advice = f"a pattern that only means linear layers, such as --pin '{_linear(graph)}={pin.choice}'"
+        raise OsdpError(f"--pin {pin}: {error.what}", got=error.got, expected=error.expected, advice=advice) from error
+
+
+def _linear(graph: ModelGraph) -> str:
+    """Return the name of the largest operator that can be split, or what stands for one."""
+    linear = [op for op in graph.operators if op.kind == "Linear" and len(op.modules) == 1]
+    return max(linear, key=lambda op: op.numel).name if linear else "NAME"

@@ -1,0 +1,271 @@
+"""`osdp plan` of several limits, with pins, headroom and --what-if; `osdp diff`: exit status and what is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from osdp.cli import main
+from osdp.planning import read_plan
+from profiler.units import GIB, MIB
+
+TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "2")
+Outcome = tuple[int, str, str]
+
+
+class Cli:
+    """Runs commands in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *arguments: str | Path) -> Outcome:
+        self.monkeypatch.setattr(sys, "argv", ["osdp", *map(str, arguments)])
+        self.capsys.readouterr()
+        status = main()
+        out, err = self.capsys.readouterr()
+        assert "Traceback" not in out + err
+        return status, out, err
+
+    def done(self, *arguments: str | Path) -> str:
+        status, out, err = self(*arguments)
+        assert (status, err) == (0, "")
+        return out
+
+    def json(self, *arguments: str | Path) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(self.done(*arguments, "--json"))
+        return told
+
+    def refused(self, *arguments: str | Path) -> str:
+        status, out, err = self(*arguments)
+        assert (status, out) == (2, "")
+        assert err.startswith("osdp: error: ")
+        return err
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OSDP_TRACEBACK", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    return Cli(capsys, monkeypatch)
+
+
+# --- the frontier ------------------------------------------------------------------------------------
+
+
+def test_a_frontier_is_printed_with_rows_that_do_not_fit(cli: Cli) -> None:
+    out = cli.done(*TINY, "--mem", "100MB,470MB,1GB")
+    assert out.startswith("Frontier of gpt2-tiny on titan-rtx-8, 1 x 8 NVIDIA TITAN RTX")
+    assert "All figures are predicted" in " ".join(out.split())
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()[:1].isdigit() and "%" in line}
+    assert set(rows) == {"470.0", "1.00"}
+    assert "#" in rows["1.00"]
+    assert "does not fit: it takes at least 46" in out
+
+
+def test_a_frontier_in_json_has_every_limit(cli: Cli) -> None:
+    told = cli.json(*TINY, "--mem", "100MB,470MB:490MB:20MB")
+    assert (told["schema"], told["model"], told["cluster"]) == ("osdp.frontier/1", "gpt2-tiny", "titan-rtx-8")
+    rows = told["frontier"]
+    assert [(row["limit_bytes"], row["feasible"]) for row in rows] == [
+        (100 * MIB, False), (470 * MIB, True), (490 * MIB, True)
+    ]  # fmt: skip
+    assert 460 * MIB < rows[0]["needed_bytes"] < 470 * MIB
+    assert "which peaks in" in rows[0]["why"]
+    # Each is what a search of its own prints.
+    alone = cli.json(*TINY, "--mem", "470MB")
+    for key in ("micro_batch", "predicted", "choices", "recomputed_blocks", "baselines", "limit_bytes"):
+        assert rows[1][key] == alone[key]
+    assert rows[1]["gap"] <= alone["gap"]
+
+
+def test_plans_of_a_frontier_go_into_a_folder(cli: Cli) -> None:
+    for _ in range(2):  # and may be written again
+        out = cli.done(*TINY, "--mem", "470MB,1GB", "-o", "plans/")
+        assert out.splitlines()[-1] == "Written into plans"
+    assert sorted(os.listdir("plans")) == ["1GB.yaml", "470MB.yaml"]
+    assert read_plan(Path("plans/470MB.yaml")).limit_bytes == 470 * MIB
+    text = Path("plans/1GB.yaml").read_text()
+    assert "--mem 470MB,1GB" in text
+    assert read_plan(Path("plans/1GB.yaml")).limit_bytes == GIB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--mem", "470MB,1GB", "-o", "plan.yaml"), "cannot hold several plans"),
+        (("--mem", "470MB,1GB", "-o", "no/plans"), "mkdir -p no"),
+        (("--mem", "470MB,1GB", "-o", "taken"), "is not a plan, so it is not overwritten"),
+        (("--mem", "1GB", "-o", "taken"), "it is a directory"),
+        (("--mem", "470MB,1GB", "--what-if"), "--what-if asks about one plan"),
+        (("--mem", "1GB", "--plot", "frontier.png"), "--plot draws a frontier"),
+        (("--mem", "100MB,200MB"), "no plan fits the memory limit"),
+        (("--mem", "1GB:"), "not a range of memory limits"),
+        (("--mem", "1GB,900GB"), "larger than the memory"),
+    ],
+)
+def test_what_a_frontier_cannot_do_is_told(cli: Cli, arguments: tuple[str, ...], part: str) -> None:
+    Path("taken").mkdir()
+    Path("taken/1GB.yaml").write_text("a: 1\n")
+    assert part in cli.refused(*TINY, *arguments)
+    assert Path("taken/1GB.yaml").read_text() == "a: 1\n"
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_planned(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = cli.refused(*TINY, "--mem", "470MB,1GB", "--plot", "frontier.png")
+    assert "--plot needs matplotlib, which is not installed" in message
+    assert "pip install 'osdp[plot]'" in message
+
+
+def test_a_picture_is_drawn(cli: Cli) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is optional and not installed")
+    status, _, err = cli(*TINY, "--mem", "470MB,1GB", "--plot", "frontier.png")
+    assert (status, err) == (0, "osdp: note: drawn into frontier.png\n")
+    assert Path("frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert "is no picture" in cli.refused(*TINY, "--mem", "470MB,1GB", "--plot", "frontier.yaml")
+
+
+# --- pins, headroom ----------------------------------------------------------------------------------
+
+
+def test_pins_are_kept_shown_and_remembered(cli: Cli) -> None:
+    pins = ("--pin", "blocks.*.mlp=replicate", "--pin", "blocks.[01]=recompute", "--pin", "norm=shard")
+    out = cli.done(*TINY, *pins, "-o", "plan.yaml")
+    plan = read_plan(Path("plan.yaml"))
+    assert {plan.choices[name] for name in plan.choices if ".mlp." in name} == {"replicate"}
+    assert plan.choices["norm"] == "shard"
+    assert {"blocks.0", "blocks.1"} <= set(plan.recomputed_blocks)
+    assert plan.asked.pins == ["blocks.*.mlp=replicate", "blocks.[01]=recompute", "norm=shard"]
+    assert "replicate, pinned" in out
+    assert "yes, pinned" in out
+    assert "pinned   blocks.*.mlp=replicate, blocks.[01]=recompute, norm=shard" in out
+    assert "--pin 'blocks.*.mlp=replicate' --pin 'blocks.[01]=recompute'" in Path("plan.yaml").read_text()
+    told = cli.json(*TINY, *pins)
+    assert told["pins"] == plan.asked.pins
+    assert told["choices"] == plan.choices
+    assert "(pinned)" in cli.done("explain", "plan.yaml", "--no-what-if")
+
+
+@pytest.mark.parametrize(
+    ("pins", "part"),
+    [
+        (("blocks.*",), "not a pin"),
+        (("blocks.9=shard",), "no such operator or block"),
+        (("norm=split(2*shard)",), "norm cannot be split"),
+        (("norm=sahrd",), "no such strategy"),
+        (("wte=shard", "lm_head=replicate"), "one operator, as they share a parameter"),
+        (("blocks.*=shard", "blocks.0.*=replicate"), "contradict each other"),
+        (("norm=keep",), "only blocks are recomputed or kept"),
+    ],
+)
+def test_a_pin_that_cannot_be_honoured_is_refused(cli: Cli, pins: tuple[str, ...], part: str) -> None:
+    assert part in cli.refused(*TINY, *(word for pin in pins for word in ("--pin", pin)))
+
+
+def test_headroom_is_left_free_and_shown(cli: Cli) -> None:
+    out = cli.done(*TINY, "--mem", "500MB", "--headroom", "30MB", "-o", "plan.yaml")
+    plan = read_plan(Path("plan.yaml"))
+    assert (plan.limit_bytes, plan.headroom_bytes) == (500 * MIB, 30 * MIB)
+    assert plan.predicted.peak_memory_bytes <= 470 * MIB
+    assert "30.0 MiB stay free as headroom" in out
+    assert "(30.0 MiB to stay free)" in " ".join(cli.done("explain", "plan.yaml", "--no-what-if").split())
+    share = cli.json(*TINY, "--mem", "500MB", "--headroom", "6%")
+    assert share["headroom_bytes"] == 30 * MIB
+    assert share["predicted"] == cli.json(*TINY, "--mem", "500MB", "--headroom", "30MB")["predicted"]
+
+
+@pytest.mark.parametrize(
+    ("headroom", "part"),
+    [("100%", "less than the whole limit"), ("lots", "not a headroom"), ("40MB", "leaves nothing"),
+     ("39MB", "without --headroom (then ")],
+)  # fmt: skip
+def test_a_headroom_that_cannot_be_is_told(cli: Cli, headroom: str, part: str) -> None:
+    """Of 500 MiB, 460.2 are kept for what is not PyTorch's."""
+    assert part in cli.refused(*TINY, "--mem", "500MB", "--headroom", headroom)
+
+
+# --- what if -----------------------------------------------------------------------------------------
+
+
+def test_what_binds_and_what_more_would_buy(cli: Cli) -> None:
+    told = cli.json(*TINY, "--mem", "470MB", "--what-if", "-o", "plan.yaml")
+    more = told["what_if"]
+    assert more["samples_per_s"] == pytest.approx(told["predicted"]["samples_per_s"])
+    assert [answer["resource"] for answer in more["answers"]] == ["memory", "link in a node", "nodes", "compute"]
+    assert set(more["binds"]) <= {"memory", "link in a node", "compute"}
+    assert more["answers"][2]["why_not"] == "titan-rtx-8 says nothing of a link between nodes"
+    assert more["answers"][2]["ratio"] is None
+    for answer in more["answers"][:2]:
+        assert answer["ratio"] == pytest.approx(answer["samples_per_s"] / more["samples_per_s"])
+    # From the file the same is asked, with the same micro-batch.
+    assert read_plan(Path("plan.yaml")).asked.micro_batch == 2
+    out = cli.done("explain", "plan.yaml")
+    assert "What more would buy, predicted, each by a new search" in out
+    table = {line.split("  ")[0]: line for line in out.splitlines()}
+    ratio = f"{more['answers'][0]['ratio']:.3f} x"
+    assert ratio in table["one more GiB of memory"]
+    assert "What more would buy" not in cli.done("explain", "plan.yaml", "--no-what-if")
+    assert "What more would buy" not in cli.done("explain", "plan.yaml", "blocks.0")
+
+
+def test_a_plan_that_nothing_fits_any_more_is_still_explained(cli: Cli) -> None:
+    cli.done(*TINY, "-o", "plan.yaml")
+    text = Path("plan.yaml").read_text()
+    limit = read_plan(Path("plan.yaml")).limit_bytes
+    Path("plan.yaml").write_text(text.replace(f"limit_bytes: {limit}", f"limit_bytes: {100 * MIB}"))
+    assert "What more would buy cannot be told: no plan fits" in cli.done("explain", "plan.yaml")
+
+
+# --- diff --------------------------------------------------------------------------------------------
+
+
+def test_diff_tells_choices_memory_and_time(cli: Cli) -> None:
+    cli.done(*TINY, "--mem", "470MB", "-o", "a.yaml")
+    cli.done(*TINY, "--mem", "1GB", "--pin", "blocks.0=owner", "-o", "b.yaml")
+    old, new = read_plan(Path("a.yaml")), read_plan(Path("b.yaml"))
+    told = cli.json("diff", "a.yaml", "b.yaml")
+    assert (told["schema"], told["same"], told["same_operators"]) == ("osdp.plan_diff/1", False, True)
+    assert told["settings"]["limit_bytes"] == {"before": 470 * MIB, "after": GIB}
+    assert told["changed_operators"] == sum(old.choices[name] != new.choices[name] for name in old.choices)
+    change = told["predicted"]["peak_memory_bytes"]["change"]
+    assert change == new.predicted.peak_memory_bytes - old.predicted.peak_memory_bytes
+    assert sum(c["change"] for c in told["predicted"]["memory_by_category"].values()) == change
+    terms = sum(c["change"] for c in told["predicted"]["time_by_term"].values())
+    assert terms == pytest.approx(told["predicted"]["step_time_s"]["change"])
+    out = cli.done("diff", "a.yaml", "b.yaml")
+    assert "owner" in out
+    assert f"{new.predicted.samples_per_s / old.predicted.samples_per_s:.3f} x as fast" in out
+
+
+def test_equal_plans_are_said_to_be_equal(cli: Cli) -> None:
+    cli.done(*TINY, "-o", "a.yaml")
+    out = cli.done("diff", "a.yaml", "a.yaml")
+    assert "The plans are equal" in out
+    assert "What they were made for" not in out
+    assert cli.json("diff", "a.yaml", "a.yaml")["same"] is True
+
+
+def test_plans_of_other_models_are_told_apart_with_their_figures(cli: Cli) -> None:
+    cli.done(*TINY, "-o", "a.yaml")
+    cli.done("plan", "--model", "uneven", "--cluster", "titan-rtx-8", "--batch", "2", "-o", "b.yaml")
+    out = cli.done("diff", "a.yaml", "b.yaml")
+    assert "The plans are for models of different operators, so their choices are not compared." in out
+    assert "Memory at the peak" in out
+    assert "x as fast" in out
+    assert cli.json("diff", "a.yaml", "b.yaml")["choices"] == []
+
+
+def test_what_is_no_plan_is_refused(cli: Cli) -> None:
+    cli.done(*TINY, "-o", "a.yaml")
+    assert "absent.yaml does not exist" in cli.refused("diff", "a.yaml", "absent.yaml")
+    Path("b.yaml").write_text("a: 1\n")
+    assert "b.yaml" in cli.refused("diff", "b.yaml", "a.yaml", "--json")

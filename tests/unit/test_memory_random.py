@@ -1,0 +1,91 @@
+"""Random plans, and plans that the search finds, in a rehearsed step: not more than was predicted, and not far less."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from rehearsals import compare, graph_of, plan_of, source
+from synthetic import cluster
+
+from planner.plan import Plan, make_plan, unrunnable
+from planner.search import Task, search
+from planner.smallest import smallest_plan
+from planner.space import Space
+from planner.strategy import format_choice, known_strategies
+from planner.units import check_split
+from planner.workload import Workload
+from profiler.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.graph import ModelGraph, Operator
+
+VOCABULARY, LENGTH = {"gpt2": 512, "llama": 4096, "bert": 2048}, 128
+"""Chains only: in an encoder and decoder FSDP2 prefetches what has had its backward already, which is not predicted."""
+UNSEEN = 0.002
+"""Of models this small; what the tracer leaves out: inputs that FSDP2 casts, the batch and the loss as the last units
+are reduced."""
+
+
+def can_split(operator: Operator, count: int) -> bool:
+    with suppress(OsdpError):
+        check_split(operator, count)
+        return True
+    return False
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Plan, str, ModelGraph, Cluster]:
+    """Draw a plan, the family of its model, its graph and its cluster."""
+    family, precision = draw(st.sampled_from(sorted(VOCABULARY))), draw(st.sampled_from(["fp32", "bf16"]))
+    graph = graph_of(family, VOCABULARY[family], LENGTH, precision)
+    machine = cluster(*draw(st.sampled_from([(1, 4), (1, 8), (2, 4), (8, 8), (32, 8)])))
+    # Offload is left out: on the CPU no copy to or from the host is made that could be tracked.
+    known = [strategy for strategy in known_strategies(machine) if strategy.kind.runs and not strategy.offload]
+    pool = st.sampled_from(draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True)))
+    splits = draw(st.booleans())
+    choices = {}
+    for operator in graph.operators:
+        most = draw(st.sampled_from([1, 1, 1, 2, 4])) if splits else 1
+        count = most if can_split(operator, most) else 1
+        choices[operator.name] = format_choice([draw(pool) for _ in range(count)])
+    again = draw(st.sampled_from(["none", "some", "all"]))
+    recomputed = [b.name for b in graph.blocks if again == "all" or (again == "some" and draw(st.booleans()))]
+    plan = plan_of(
+        graph, machine, choices, recomputed,
+        micro_batch=draw(st.integers(2, 4)),
+        accumulation=draw(st.sampled_from([1, 1, 2, 3])),
+        optimizer=draw(st.sampled_from(["adam", "adamw", "sgd"])),
+    )  # fmt: skip
+    return plan, family, graph, machine
+
+
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@given(plans())
+def test_random_plans_hold_what_is_predicted(drawn: tuple[Plan, str, ModelGraph, Cluster]) -> None:
+    plan, family, graph, machine = drawn
+    found = compare(plan, source(family, VOCABULARY[family], LENGTH), graph, machine)
+    assert -0.01 <= found.error <= 0.03
+
+
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from(sorted(VOCABULARY)),
+    st.sampled_from(["fp32", "bf16"]),
+    st.sampled_from([(1, 4), (2, 4), (4, 8)]),
+    st.floats(1.0, 2.0),
+    st.integers(1, 4),
+)
+def test_no_plan_that_is_accepted_exceeds_its_limit(family: str, precision: str, shape: tuple[int, int],
+                                                    factor: float, micro_batch: int) -> None:  # fmt: skip
+    graph, machine = graph_of(family, VOCABULARY[family], LENGTH, precision), cluster(*shape)
+    load = Workload(machine, "adam", precision, micro_batch)
+    limit_bytes = round(factor * smallest_plan(Space(graph), load).needed_bytes)
+    found = search(Task(graph, machine, limit_bytes, micro_batch=micro_batch))
+    plan = make_plan(found.options, found.spanning, found.space, found.load, limit_bytes=limit_bytes, gap=found.gap)
+    assume(not unrunnable(plan, graph, machine))
+    held = compare(plan, source(family, VOCABULARY[family], LENGTH), graph, machine)
+    peak_bytes = sum(held.tracked.values()) + machine.reserve_bytes
+    assert plan.predicted.peak_memory_bytes <= limit_bytes
+    assert peak_bytes <= (1 + UNSEEN) * limit_bytes
+    assert -0.01 <= held.error <= 0.03

@@ -1,0 +1,136 @@
+"""What on-demand communication costs: windows, pulls and pushes, and one rendezvous a step, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from synthetic import chain, cluster
+
+from planner.collectives import collective_s
+from planner.memory import optimizer_moment, peak_memory
+from planner.option import Option
+from planner.plan import Plan, make_plan, unrunnable
+from planner.space import Choice, Space
+from planner.strategy import Strategy, parse_strategy, strategies_on, unit_collectives
+from planner.traffic import unit_traffic
+from planner.unit_memory import OPTIMIZERS, unit_bytes
+from planner.workload import Workload
+from profiler.errors import OsdpError
+from profiler.graph import Parameter
+from runtime.compiler import compile_plan
+
+WEIGHT = Parameter("w", (1000, 300))
+ADAM = OPTIMIZERS["adam"]
+
+
+def test_one_sided_operations_by_hand() -> None:
+    machine = cluster(1, 8, intra=10e9, latency_s=1e-5)
+    # Seven peers at 10 us, and 7/8 of 80 MB at 10 GB/s.
+    assert collective_s("pull", 80e6, machine, 8) == pytest.approx(7e-5 + 7e-3)
+    assert collective_s("push", 80e6, machine, 8) == pytest.approx(7e-5 + 7e-3)
+    assert collective_s("barrier", 0, machine, 8) == pytest.approx(7e-5)
+    # A copy on the device, whose memory the test cluster reads and writes at 600 GB/s.
+    assert collective_s("publish", 6e6, machine, 8) == pytest.approx(1e-5)
+    assert all(collective_s(operation, 80e6, machine, 1) == 0 for operation in ("pull", "barrier", "publish"))
+
+
+def test_a_window_by_hand() -> None:
+    unit = unit_bytes([WEIGHT], Strategy("odc", 8), "bf16", ADAM)
+    # A shard has 125 x 300 elements: published in bf16 75,000 -> 147 x 512, accumulated in fp32 150,000 -> 293 x 512.
+    assert unit.window == 75_264 + 150_016
+    assert replace(unit, window=0) == unit_bytes([WEIGHT], Strategy("group_shard", 8), "bf16", ADAM)
+
+
+def test_a_frozen_parameter_is_published_and_not_accumulated() -> None:
+    unit = unit_bytes([replace(WEIGHT, trainable=False)], Strategy("odc", 8), "fp32", ADAM)
+    assert unit.window == 150_016
+    kinds = [c.kind for c in unit_collectives([replace(WEIGHT, trainable=False)], Strategy("odc", 8), "fp32",
+                                              cluster(1, 8))]  # fmt: skip
+    assert kinds == ["pull", "pull", "barrier", "publish", "barrier"]
+
+
+def test_traffic_in_one_node_by_hand() -> None:
+    machine = cluster(1, 4, intra=10e9, latency_s=1e-5)
+    traffic = unit_traffic([WEIGHT], Strategy("odc", 4), "bf16", machine)
+    # Three peers; 3/4 of 300,000 x 2 bytes, then gradients of 300,000 x 4 bytes.
+    assert traffic.forward_gather_s == traffic.backward_gather_s == pytest.approx(3e-5 + 450_000 / 10e9)
+    assert traffic.reduce_s == pytest.approx(3e-5 + 900_000 / 10e9)
+    # Two barriers; of 75,000 elements 4 bytes are read and 2 written to publish them, and 3 x 4 moved for the gradient.
+    assert traffic.step_reduce_s == pytest.approx(6e-5 + 75_000 * (4 + 2 + 12) / 600e9)
+
+
+def test_groups_reduce_across_nodes_once_per_step() -> None:
+    machine = cluster(2, 4, intra=10e9, inter=1e9, latency_s=1e-5)
+    sent = unit_collectives([WEIGHT], Strategy("odc", 4), "fp32", machine)
+    assert [(c.kind, c.ranks, c.stride, c.phase) for c in sent] == [
+        ("pull", 4, 1, "forward"),
+        ("pull", 4, 1, "backward"),
+        ("push", 4, 1, "reduce"),
+        ("barrier", 4, 1, "step"),
+        ("all_reduce", 2, 4, "step"),
+        ("publish", 4, 1, "step"),
+        ("barrier", 4, 1, "step"),
+    ]
+    across = next(c for c in sent if c.kind == "all_reduce")
+    assert across.size_bytes == 4 * 300_000 // 4
+    # Twice half of it over the network, with two latencies of one hop.
+    assert across.time_s(machine) == pytest.approx(2 * (1e-5 + 0.5 * 300_000 / 1e9))
+
+
+def test_groups_lie_in_one_node() -> None:
+    names = [str(strategy) for strategy in strategies_on(cluster(2, 4), uneven=True) if strategy.name == "odc"]
+    assert names == ["odc:2", "odc:4"]
+    with pytest.raises(OsdpError, match="no such strategy"):
+        parse_strategy("odc:8", cluster(2, 4))
+
+
+def options_with(strategy: Strategy, load: Workload, space: Space) -> tuple[Option, ...]:
+    choices = tuple(Choice((strategy,) * len(stage.operators)) for stage in space.model.stages)
+    return space.fixed(load, choices, None)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_windows_are_there_at_every_moment(accumulation: int) -> None:
+    graph = chain([(2048, 1024)] * 3, gflops=[1] * 3, saved_mb=[30] * 3)
+    space, load = Space(graph), Workload(cluster(1, 8), "sgd", "fp32", 2, accumulation)
+    pushed, reduced = (options_with(Strategy(name, 8), load, space) for name in ("odc", "group_shard"))
+    window = 2 * 4 * 2048 * 1024 // 8  # published and accumulated, of each operator
+    one, other = peak_memory(pushed, load), peak_memory(reduced, load)
+    assert (one.phase, one.stage) == (other.phase, other.stage)
+    assert one.total_bytes == other.total_bytes + 3 * window
+    assert one.categories["communication_buffers"] == other.categories["communication_buffers"] + 3 * window
+    assert sum(one.categories.values()) == one.total_bytes
+
+
+def test_windows_are_there_in_the_optimizer_step() -> None:
+    space, load = Space(chain([(2048, 1024)], [1], [0.01])), Workload(cluster(1, 8), "adam", "fp32", 1)
+    moment = optimizer_moment(options_with(Strategy("odc", 8), load, space), load)
+    shard = 4 * 2048 * 1024 // 8
+    # Weight, gradient, two moments, Adam's temporary and a step counter; published shard and accumulator.
+    assert moment.categories["communication_buffers"] == 2 * shard
+    assert moment.total_bytes == 5 * shard + 512 + 2 * shard
+
+
+def planned(strategy: Strategy, nodes: int = 1) -> tuple[Plan, Space, Workload]:
+    space, load = Space(chain([(64, 64)] * 2, [1, 1], [1, 1])), Workload(cluster(nodes, 4), "adam", "fp32", 1)
+    options = options_with(strategy, load, space)
+    return make_plan(options, None, space, load, limit_bytes=2**30, gap=0.0), space, load
+
+
+@pytest.mark.parametrize(("nodes", "advice"), [(1, "shard in its place"), (2, "group_shard:4 in its place")])
+def test_the_runtime_refuses_what_it_cannot_run(nodes: int, advice: str) -> None:
+    plan, space, load = planned(Strategy("odc", 4), nodes)
+    assert unrunnable(plan, space.graph, load.cluster) == {Strategy("odc", 4): "op0"}
+    with pytest.raises(OsdpError) as caught:
+        compile_plan(plan, space.graph, load.cluster)
+    assert "odc:4, for instance for op0" in str(caught.value)
+    assert advice in str(caught.value)
+
+
+def test_the_runtime_takes_all_others() -> None:
+    for strategy in strategies_on(cluster(2, 4), uneven=True):
+        plan, space, load = planned(strategy, nodes=2)
+        assert strategy.name == "odc" or not unrunnable(plan, space.graph, load.cluster)
+        if strategy.kind.runs:
+            compile_plan(plan, space.graph, load.cluster)

@@ -1,0 +1,168 @@
+"""Time that offload takes: copies over the host's link, sums and optimizer steps in its memory, by hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from synthetic import chain, cluster
+
+from osdp.clusters import cluster_names, load_cluster
+from osdp.resources import resource_file
+from planner.option import Option, Segment
+from planner.space import Choice, Space
+from planner.strategy import Strategy, parse_strategy, strategies_on
+from planner.timing import step_time
+from planner.traffic import unit_traffic
+from planner.workload import Workload
+from profiler.cluster import Cluster, Figure, Host
+from profiler.errors import OsdpError
+from profiler.graph import Parameter
+
+WEIGHT = Parameter("w", (1000, 300))
+LINK, MEMORY = 5e9, 20e9
+
+
+def hosted(nodes: int = 1, gpus: int = 4) -> Cluster:
+    """Without latency, and with a host."""
+    host = Host(Figure(LINK, "assumed: for a test"), Figure(MEMORY, "assumed: for a test"))
+    return replace(cluster(nodes, gpus, latency_s=0.0), host=host)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward", "reduction", "step"),
+    # How many copies of the shard, and in a reduction of its gradient, there are.
+    [
+        ("shard", 1, 1, 1, 0),
+        ("shard_grad", 1, 0, 1, 0),
+        ("secondary_shard:2", 1, 0, 1, 0),
+        ("hierarchical", 1, 1, 1, 0),
+        ("owner", 1, 1, 1, 0),
+        ("group_shard:4", 1, 1, 0, 1),
+        ("replicate", 1, 1, 0, 1),
+        ("odc:4", 0, 0, 0, 2),
+    ],
+)
+def test_copies_by_hand(name: str, forward: int, backward: int, reduction: int, step: int) -> None:
+    machine = hosted(2, 4)
+    strategy = parse_strategy(f"{name}+offload", machine)
+    here = unit_traffic([WEIGHT], replace(strategy, offload=False), "bf16", machine)
+    there = unit_traffic([WEIGHT], strategy, "bf16", machine)
+    # fp32 under every precision; 300,000 parameters over 8, 4 or no ranks.
+    parts = {"group_shard": 4, "odc": 4, "replicate": 1, "owner": 1}.get(strategy.name, 8)
+    copy_s = 4 * 300_000 / parts / LINK
+    assert there.forward_gather_s - here.forward_gather_s == pytest.approx(forward * copy_s)
+    assert there.backward_gather_s - here.backward_gather_s == pytest.approx(backward * copy_s)
+    assert there.reduce_s - here.reduce_s == pytest.approx(reduction * copy_s)
+    assert there.step_reduce_s - here.step_reduce_s == pytest.approx(step * copy_s)
+    # Two tensors read and one written, where the host adds.
+    assert there.add_s == pytest.approx(reduction * 3 * 4 * 300_000 / parts / MEMORY)
+    assert here.add_s == 0
+
+
+def test_frozen_parameters_have_no_gradient_to_copy() -> None:
+    machine, strategy = hosted(), Strategy("shard", 4, offload=True)
+    traffic = unit_traffic([replace(WEIGHT, trainable=False)], strategy, "fp32", machine)
+    assert (traffic.reduce_s, traffic.add_s) == (0, 0)
+    assert traffic.forward_gather_s == pytest.approx(3 / 4 * 1_200_000 / 10e9 + 300_000 / LINK)
+
+
+def stage(strategy: Strategy, accumulation: int = 1) -> tuple[Option, Workload]:
+    """One operator of 2 Mi parameters."""
+    space = Space(chain([(2048, 1024)], gflops=[100], saved_mb=[1]))
+    load = Workload(hosted(), "adam", "fp32", 1, accumulation)
+    (option,) = space.fixed(load, (Choice((strategy,)),), None)
+    return option, load
+
+
+SHARD = 4 * 2048 * 1024 // 4
+"""Bytes of a quarter of the operator in fp32."""
+PASS_S = 3 * SHARD / 10e9
+"""All-gather or reduce-scatter: three other shards at 10 GB/s."""
+
+
+def only(option: Option) -> Segment:
+    (segment,) = option.segments
+    return segment
+
+
+def test_an_offloaded_stage_by_hand() -> None:
+    option, _ = stage(Strategy("shard", 4, offload=True))
+    segment = only(option)
+    assert segment.forward_gather_s == segment.backward_gather_s == pytest.approx(PASS_S + SHARD / LINK)
+    assert segment.reduce_s == pytest.approx(PASS_S + SHARD / LINK)
+    assert (segment.forward_stall_s, segment.backward_stall_s) == (0, 0)
+    # Adam reads and writes 18 tensors of the shard, in the host's memory.
+    assert option.optimizer_s == pytest.approx(18 * SHARD / MEMORY)
+    assert (option.gradients, option.rest) == (0, 0)
+
+
+def test_the_device_steps_at_its_own_rate() -> None:
+    option, _ = stage(Strategy("shard", 4))
+    assert option.optimizer_s == pytest.approx(18 * SHARD / 600e9)
+
+
+def test_sums_on_the_host_stall_the_backward() -> None:
+    option, load = stage(Strategy("shard", 4, offload=True), accumulation=4)
+    segment = only(option)
+    # Three of four micro-batches add.
+    wait_s = PASS_S + SHARD / LINK + 3 / 4 * 3 * SHARD / MEMORY
+    assert (segment.reduce_s, segment.backward_stall_s) == (0, pytest.approx(wait_s))
+    time = step_time([option], load)
+    # Nothing hides anything: forward 10 ms and backward 20 ms at 10 TFLOP/s, with a gather before each.
+    assert time.total_s == pytest.approx(
+        4 * (0.03 + 2 * (PASS_S + SHARD / LINK) + wait_s) + option.optimizer_s, rel=1e-3
+    )
+
+
+def test_copies_once_per_step_do_not_stall() -> None:
+    segment = only(stage(Strategy("group_shard", 2, offload=True), accumulation=4)[0])
+    assert segment.backward_stall_s == 0
+    # An all-reduce of half the operator between pairs is twice a half of it; then the copy of the half.
+    assert segment.step_reduce_s == pytest.approx(2 * 1 / 2 * 2 * SHARD / 10e9 + 2 * SHARD / LINK)
+
+
+def test_an_owner_waits_for_its_copies() -> None:
+    segment = only(stage(Strategy("owner", 4, offload=True))[0])
+    broadcast_s, copy_s = 4 * SHARD / 10e9, 4 * SHARD / LINK
+    assert segment.forward_stall_s == pytest.approx(broadcast_s + copy_s)
+    assert segment.backward_stall_s == pytest.approx(2 * (broadcast_s + copy_s))
+
+
+def test_offload_is_offered_where_the_host_is_known() -> None:
+    plain = [str(strategy) for strategy in strategies_on(cluster(1, 4))]
+    both = [str(strategy) for strategy in strategies_on(hosted())]
+    assert both == [*plain, *(f"{name}+offload" for name in plain)]
+    assert not any("offload" in name for name in plain)
+
+
+def test_without_figures_of_the_host_copies_take_no_time() -> None:
+    machine, strategy = replace(hosted(), host=None), Strategy("shard", 4)
+    there = unit_traffic([WEIGHT], replace(strategy, offload=True), "fp32", machine)
+    assert there == unit_traffic([WEIGHT], strategy, "fp32", machine)
+    assert Workload(machine, "adam", "fp32", 1).optimizer_s(0, offloaded_bytes=1e9) == 0
+
+
+@pytest.mark.parametrize("rate", ["link_bytes_per_s", "memory_bytes_per_s"])
+def test_a_host_without_a_rate_is_refused(tmp_path: Path, rate: str) -> None:
+    before, _, host = resource_file("clusters", "titan-rtx-8").read_text().partition("\nhost:\n")
+    broken = re.sub(rf"({rate}:\n    value: )\S+", r"\g<1>0.0", host)
+    assert broken != host
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"{before}\nhost:\n{broken}")
+    with pytest.raises(OsdpError, match=rate):
+        load_cluster(str(path))
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_presets_know_their_hosts(name: str) -> None:
+    machine = load_cluster(name)
+    if machine.device.kind == "cpu":
+        assert machine.host is None  # There is nowhere else to put anything.
+        return
+    assert machine.host is not None
+    # A host's link and memory are slower than the device's own.
+    assert machine.host.link_bytes_per_s.value < 64e9
+    assert machine.host.memory_bytes_per_s.value < machine.device.memory_bytes_per_s.value / 10
