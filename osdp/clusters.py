@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import warnings
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -38,7 +38,11 @@ def load_cluster(spec: str, nodes: int | None = None, gpus_per_node: int | None 
             expected="1 node, or a cluster with an `inter` link",
             advice=f"choose one that has it: {', '.join(_with_inter())}; or copy the file and add `inter`",
         )
-    return replace(cluster, nodes=nodes, gpus_per_node=gpus_per_node)
+    resized = cluster.with_ranks(nodes, gpus_per_node)
+    if cluster.measured and not resized.measured:
+        warnings.warn(f"{spec} was measured with {cluster.gpus_per_node} ranks on a node, not {gpus_per_node}: "
+                      "times are derived from its links and rates, which are of those", stacklevel=2)  # fmt: skip
+    return resized
 
 
 def _named(name: str) -> Path:

@@ -21,13 +21,25 @@ def read_imbalance(text: str) -> Imbalance:
     """
     if not text.strip():
         raise OsdpError("the imbalance is empty", expected=EXPECTED)
-    try:
-        variation = float(text)
-    except ValueError:
+    variation = _number(text)
+    if variation is None:
         return _from_file(Path(text))
     if not 0 <= variation < math.inf:
         raise OsdpError("the imbalance is wrong", got=text, expected=f"at least 0 and finite: {EXPECTED}")
     return Imbalance(variation, source=f"coefficient of variation {variation:g}, given")
+
+
+def lasting(text: str) -> str:
+    """Return what means the same to `read_imbalance` from any folder: a number, or the whole path of a file."""
+    return text if not text or _number(text) is not None else str(Path(text).absolute())
+
+
+def _number(text: str) -> float | None:
+    """Return the number that `text` is, or None if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _from_file(path: Path) -> Imbalance:

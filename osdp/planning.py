@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from osdp.headroom import NO_HEADROOM, Headroom, check_headroom
+from osdp.imbalance import lasting
 from osdp.zoo import cluster_names, load_cluster, load_model
 from planner.baselines import Baseline
 from planner.explain import OpenPlan, open_plan
 from planner.imbalance import BALANCED, Imbalance
 from planner.pins import Pin, parse_pin, resolve
-from planner.plan import Asked, Plan, cluster_fingerprint, make_plan
+from planner.plan import Asked, Plan, cluster_fingerprint, make_plan, unrunnable
 from planner.refusal import NothingFits, Remedy, blame
 from planner.search import Found, Progress, Task, search
 from planner.space import Pins
@@ -39,7 +40,6 @@ Loaded = TypeVar("Loaded")
 DEFAULT_CLUSTER = "titan-rtx-8"
 """What is planned for where the user names no cluster and there is none to see."""
 
-_PLAN_LINE = re.compile(r"^schema:\s*['\"]?" + re.escape(Plan.SCHEMA.rpartition("/")[0]) + "/", re.MULTILINE)
 _VARIANT = re.compile(r"nvidia|sxm\d*|hbm\d\w*|\d+gb", re.IGNORECASE)
 """Words of a device's name that its vendor and torch do not use alike."""
 _SAME_MEMORY = 0.1
@@ -55,7 +55,7 @@ class Request:
     precision: str = "fp32"
     """Compute dtype: `fp32` or `bf16`."""
     optimizer: str = "adam"
-    """Key of `planner.strategy.OPTIMIZERS`."""
+    """Key of `planner.unit_memory.OPTIMIZERS`."""
     micro_batch: int | None = None
     """Samples per rank in one forward; None: searched."""
     global_batch: int | None = None
@@ -67,7 +67,7 @@ class Request:
     imbalance: Imbalance = BALANCED
     """How unlike micro-batches are."""
     imbalance_as_given: str = ""
-    """As the user gave that, for the plan's file."""
+    """As the user gave that; the plan's file gets it as `lasting` makes it."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -99,6 +99,11 @@ class Planned:
     def pins(self) -> Pins:
         """What the user decided."""
         return pins_of(self.plan, self.graph, self.cluster)
+
+    @property
+    def not_run_yet(self) -> tuple[str, ...]:
+        """Strategies of the plan that the runtime does not run."""
+        return tuple(map(str, unrunnable(self.plan, self.graph, self.cluster)))
 
     @property
     def best_baseline(self) -> Baseline | None:
@@ -152,7 +157,7 @@ def pins_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Pins:
 def written(found: Found, request: Request) -> Plan:
     """Return the plan that was found for a request."""
     asked = Asked(request.micro_batch, request.global_batch, [str(pin) for pin in request.pins],
-                  request.imbalance_as_given)  # fmt: skip
+                  lasting(request.imbalance_as_given))  # fmt: skip
     return make_plan(found.options, found.spanning, found.space, found.load, limit_bytes=request.limit_bytes,
                      gap=found.gap, headroom_bytes=request.headroom_bytes, asked=asked)  # fmt: skip
 
@@ -224,24 +229,24 @@ def _words(name: str) -> set[str]:
     return {word for word in re.split(r"\W+", name.lower()) if word and not _VARIANT.fullmatch(word)}
 
 
-def check_output(path: Path) -> None:
-    """Raise OsdpError if a plan should not or cannot be written to `path`.
+def check_output(path: Path, kind: str = "plan") -> None:
+    """Raise OsdpError if a plan (or a `cluster`) should not or cannot be written to `path`.
 
-    A plan that is there may be replaced, and so may an empty file; nothing else of the user's.
+    One that is there may be replaced, and so may an empty file; nothing else of the user's.
     """
     if path.is_dir():
-        raise OsdpError(f"{path} cannot be written", got="it is a directory", expected="a file, such as plan.yaml")
+        raise OsdpError(f"{path} cannot be written", got="it is a directory", expected=f"a file, such as {kind}.yaml")
     if not path.parent.is_dir():
         advice = f"make the directory first: mkdir -p {path.parent}"
         raise OsdpError(f"{path} cannot be written", got="no such directory", advice=advice)
     if not path.is_file() or path.stat().st_size == 0:
         return
     try:
-        is_plan = _PLAN_LINE.search(read_text(path)) is not None
+        is_ours = re.search(rf"^schema: osdp\.{kind}/", read_text(path), re.MULTILINE) is not None
     except OsdpError:
-        is_plan = False  # Not text, or nothing that we may read: not a plan.
-    if not is_plan:
-        raise OsdpError(f"{path} is there and is not a plan, so it is not overwritten",
+        is_ours = False  # Not text, or nothing that we may read.
+    if not is_ours:
+        raise OsdpError(f"{path} is there and is not a {kind}, so it is not overwritten",
                         advice="another -o, or move that file away")  # fmt: skip
 
 

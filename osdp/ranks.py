@@ -11,8 +11,9 @@ import torch.distributed as dist
 from osdp.clusters import load_cluster
 from osdp.planning import default_cluster
 from planner.plan import Plan
-from profiler.cluster import Cluster, Figure
+from profiler.cluster import Cluster
 from profiler.errors import OsdpError
+from profiler.figure import Figure
 from profiler.units import MIB, parse_bytes
 from runtime.sharded import default_device
 
@@ -63,14 +64,18 @@ def cluster_of_ranks(device_info: DeviceInfo) -> tuple[Cluster, int | None]:
 
 
 def cluster_of_plan(plan: Plan, device_info: DeviceInfo) -> Cluster:
-    """Return the cluster that a plan is for, or where that is not known here, the one at hand in its size."""
+    """Return the cluster that a plan is for, or where that is not known here, the one at hand in its size.
+
+    Collectives run as the plan says, whatever the cluster's file says by now.
+    """
     nodes, local = plan.cluster.nodes, plan.cluster.gpus_per_node
     if isinstance(device_info, Cluster):
-        return _resized(device_info, nodes, local)
+        return replace(_resized(device_info, nodes, local), ring=plan.cluster.ring)
     try:
-        return load_cluster(plan.cluster.name, nodes, local)
+        cluster = load_cluster(plan.cluster.name, nodes, local)
     except OsdpError:
-        return _at_hand(nodes, local)
+        cluster = _at_hand(nodes, local)
+    return replace(cluster, ring=plan.cluster.ring)
 
 
 def _at_hand(nodes: int, local: int) -> Cluster:
@@ -91,4 +96,4 @@ def _with_memory(cluster: Cluster, limit_bytes: int) -> Cluster:
 def _resized(cluster: Cluster, nodes: int, local: int) -> Cluster:
     if nodes > 1 and cluster.inter is None:
         raise OsdpError(f"the cluster {cluster.name} says nothing of a link between nodes", got=f"{nodes} nodes")
-    return replace(cluster, nodes=nodes, gpus_per_node=local)
+    return cluster.with_ranks(nodes, local)

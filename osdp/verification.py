@@ -3,8 +3,9 @@
     error = (predicted - tracked) / tracked
 
 A rehearsal (`runtime.rehearsal`) runs anywhere, in one process, at the plan's own number of ranks.  On
-GPUs, with as many ranks as the plan has, real steps are run and the allocator is asked.  What is no
-tensor (the reserve: context, communicators, workspaces) is on neither side.
+GPUs, with as many ranks as the plan has, real steps are run and the allocator is asked; there what it
+reserved of the device has to be within the limit too.  What is no tensor (the reserve: context,
+communicators, workspaces) is on neither side of the error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from profiler.errors import OsdpError
 from profiler.passes import find_loss
 from profiler.source import ModelSource
 from runtime.compiler import compile_plan
-from runtime.rehearsal import OPTIMIZERS, Script, rehearse
+from runtime.optimizers import OPTIMIZERS
+from runtime.rehearsal import Script, rehearse
 
 MOST_TOO_LOW = 0.01
 """A plan that holds so much more than predicted does not pass: it may run out of memory."""
@@ -36,6 +38,10 @@ ROUNDING_BYTES = 2**20
 """What a prediction may always be off by: of a few MiB, the rounding of tensors to 512 bytes is percents."""
 RESERVE = "reserve"
 """Category of a prediction that is no tensor's."""
+ALLOCATED_RESERVES = ("cublas_workspace", "allocator_rounding")
+"""Parts of a cluster's reserve that come out of PyTorch's allocator; others are taken beside it."""
+RESERVED = "reserved"
+"""Category of a measurement that is not part of the peak: what the allocator had of the device."""
 MEASURED_STEPS = 3
 """Steps on GPUs; the first makes optimizer states and is not counted."""
 
@@ -52,13 +58,15 @@ class Verified:
     predicted: Mapping[str, int]
     """Bytes at the predicted peak by category, without the reserve."""
     tracked: Mapping[str, int]
-    """Bytes at the peak by category; on GPUs, of the allocator: `allocated`, and `reserved` beside it."""
+    """Bytes at the peak by category; on GPUs, what the allocator has `allocated`, and the most it has `reserved`."""
     predicted_peak_bytes: int
     tracked_peak_bytes: int
     predicted_phase: str
     tracked_phase: str
     seconds: float
     """What the rehearsal or the steps took."""
+    allocatable_bytes: int
+    """What the plan's limit leaves PyTorch's allocator to reserve."""
 
     @property
     def error(self) -> float:
@@ -66,10 +74,25 @@ class Verified:
         return (self.predicted_peak_bytes - self.tracked_peak_bytes) / self.tracked_peak_bytes
 
     @property
-    def holds(self) -> bool:
+    def reserved_bytes(self) -> int | None:
+        """The most that the allocator of any rank had of its device; None in a rehearsal."""
+        return self.tracked.get(RESERVED)
+
+    @property
+    def is_close(self) -> bool:
         """Whether the prediction is as close as it is meant to be."""
         off_bytes = abs(self.predicted_peak_bytes - self.tracked_peak_bytes)
         return -MOST_TOO_LOW <= self.error <= MOST_TOO_HIGH or off_bytes <= ROUNDING_BYTES
+
+    @property
+    def fits(self) -> bool:
+        """Whether the allocator kept within the limit, so far as that was measured."""
+        return self.reserved_bytes is None or self.reserved_bytes <= self.allocatable_bytes
+
+    @property
+    def holds(self) -> bool:
+        """Whether the plan holds what it promised."""
+        return self.is_close and self.fits
 
 
 def verify(view: OpenPlan, model: str | None = None, on_gpus: bool | None = None) -> Verified:
@@ -113,7 +136,15 @@ def _compare(view: OpenPlan, how: str, run: Callable[[], _Held]) -> Verified:
         predicted_phase=view.prediction.peak_phase,
         tracked_phase=held.phase,
         seconds=time.perf_counter() - started,
+        allocatable_bytes=_allocatable_bytes(view),
     )
+
+
+def _allocatable_bytes(view: OpenPlan) -> int:
+    """Return what a plan's limit leaves PyTorch's allocator, beside context and communicators."""
+    reserves = view.load.cluster.device.reserve_bytes
+    beside = sum(figure.value for name, figure in reserves.items() if name not in ALLOCATED_RESERVES)
+    return view.plan.limit_bytes - round(beside)
 
 
 def _loss(output: object) -> Tensor:
@@ -176,6 +207,6 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
     every = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(every, torch.tensor(own, dtype=torch.int64, device=device))
     rank = max(range(len(every)), key=lambda index: int(every[index][0]))
-    allocated, reserved = every[rank].tolist()
+    allocated, reserved = int(every[rank][0]), max(int(each[1]) for each in every)
     dist.destroy_process_group()
-    return _Held(rank, {"allocated": allocated, "reserved": reserved}, allocated, "as torch.cuda measures it")
+    return _Held(rank, {"allocated": allocated, RESERVED: reserved}, allocated, "as torch.cuda measures it")

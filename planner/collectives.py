@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import Literal
 
 from profiler.cluster import Cluster
+from profiler.measured import CollectiveTimes
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "pull", "push", "barrier",
                     "publish"]  # fmt: skip
@@ -45,10 +46,39 @@ def collective_s(operation: Operation, size_bytes: float, cluster: Cluster, rank
     """Return the seconds of one operation over `ranks` ranks that are `stride` apart.
 
     `size_bytes` is the size of the whole tensor: gathered, not yet scattered, or the one that all get;
-    of `publish` what one rank reads and writes, and of a barrier nothing.
+    of `publish` what one rank reads and writes, and of a barrier nothing.  What was measured in such a
+    group wins over what the links say.  In a group that was not measured, it takes what the links say,
+    times what the nearest one that was measured takes over what they say there.
     """
     if ranks <= 1 or (size_bytes <= 0 and operation != "barrier"):
         return 0.0
+    if (measured := cluster.measured) is not None:
+        algorithm = cluster.algorithm(operation, ranks, stride, size_bytes)
+        if (times := measured.times_of(operation, ranks, stride, algorithm)) is not None:
+            return times.time_s(size_bytes)
+        if (times := _nearest(operation, cluster, ranks, stride)) is not None:
+            derived_s = _derived_s(operation, size_bytes, cluster, times.ranks, times.stride)
+            return times.time_s(size_bytes) / derived_s * _derived_s(operation, size_bytes, cluster, ranks, stride)
+    return _derived_s(operation, size_bytes, cluster, ranks, stride)
+
+
+def _nearest(operation: Operation, cluster: Cluster, ranks: int, stride: int) -> CollectiveTimes | None:
+    """Return the backend's collective in the group that was measured and is most alike; inside a node, or not."""
+    assert cluster.measured is not None
+
+    def crosses(ranks: int, stride: int) -> bool:
+        return ranks_per_node(cluster, ranks, stride) < ranks
+
+    alike = [
+        one for one in cluster.measured.collectives
+        if (one.operation, one.algorithm) == (operation, "native")
+        and crosses(one.ranks, one.stride) == crosses(ranks, stride)
+    ]  # fmt: skip
+    return min(alike, key=lambda one: (one.stride != stride, abs(one.ranks - ranks), one.stride), default=None)
+
+
+def _derived_s(operation: Operation, size_bytes: float, cluster: Cluster, ranks: int, stride: int) -> float:
+    """Return what the links and rates say."""
     if operation == "publish":
         return size_bytes / cluster.device.memory_bytes_per_s.value
     together = ranks_per_node(cluster, ranks, stride)

@@ -8,7 +8,7 @@ Memory, with S, OPT and G (gradients of all parameters) as in `planner.unit_memo
     gradients lie in buckets that live from step to step, so at every moment     S + OPT + G
     accumulating, those that are not reduced yet are tensors of their own          + G
     forward of a call      activations saved before it + its forward peak          `_Stage.moments`
-    recomputation          input and output of the block + saved in it so far + forward peak
+    recomputation          output of the block + saved in it so far + forward peak
     backward of a call     activations saved before it + its backward peak (its gradients are in it:
                            they are tensors until they are copied) + gradients of tied parameters
                            that wait for another call
@@ -109,16 +109,11 @@ def as_run(options: tuple[Option, ...], spanning: Spanning, idle: Sequence[Strat
     """
     taken = [strategy for option in options for strategy in option.strategies]
     taken += space.spanning_choices(spanning).values()
-    taken += idle_choices(space, load) if idle is None else idle
+    taken += space.idle_strategies(load.cluster) if idle is None else idle
     if space.counts or not can_replicate(space.graph, taken, load.precision):
         return options
     replicated = Replica(space, load).options([option.recompute for option in options])
     return replicated if _fit(replicated, load, limit_bytes) else options
-
-
-def idle_choices(space: Space, load: Workload) -> tuple[Strategy, ...]:
-    """Return what the search gives operators that are never called."""
-    return space.idle_strategies(load.cluster)
 
 
 def fits_replicated(space: Space, load: Workload, recompute: Sequence[bool], limit_bytes: float) -> bool:
@@ -192,7 +187,7 @@ class Replica:
         """Return the options, one per stage, given which stages are recomputed."""
         stages = list(self._stages(recompute))
         backward_s = [seconds for stage in stages for seconds in stage.backward_s]
-        reduce_s = reductions(backward_s, self.filled_s, self.load.cluster.overlaps)
+        reduce_s, interference_s = self._reductions(backward_s)
         below, found = 0, []
         for stage in stages:
             own = stage.own_bytes
@@ -200,8 +195,20 @@ class Replica:
             # The sums count gradients as reduced units leave them; buckets are there from the start.
             accumulates = self.load.accumulation > 1
             unseen = (self.gradients, self.gradients) if accumulates else (self.gradients, below)
-            found.append(stage.option(unseen, reduce_s[stage.start : stage.start + len(stage.backward_s)]))
+            calls = slice(stage.start, stage.start + len(stage.backward_s))
+            found.append(stage.option(unseen, reduce_s[calls], interference_s[calls]))
         return tuple(found)
+
+    def _reductions(self, backward_s: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Return, for every call, the seconds of `reductions` and what computation loses to them."""
+        cluster = self.load.cluster
+        interference = cluster.measured.interference if cluster.measured and cluster.hides_buckets else 0.0
+        shares_s = [(1.0 - interference) * seconds for seconds in self.filled_s]
+        found = reductions(backward_s, shares_s, cluster.hides_buckets)
+        if cluster.hides_buckets and not cluster.overlaps:
+            # Where units of FSDP2 hide nothing, the step is a sum: of the buckets it has what is left at the end.
+            found = [found[0], *(0.0 for _ in found[1:])]
+        return found, [interference * seconds for seconds in self.filled_s]
 
     def _stages(self, recompute: Sequence[bool]) -> Iterator[_Stage]:
         start, opened, idle = 0, set[int](), self.idle
@@ -210,7 +217,9 @@ class Replica:
             owned = dict.fromkeys(call.operator for call in stage.calls if call.operator not in opened)
             opened |= owned.keys()
             own = sum((self.bytes[o] for o in [*owned, *idle]), UnitBytes())
-            yield _Stage(costs, stage.operators, again, own, start, [self.waiting[call] for call in calls])
+            tensors = sum(p.trainable for o in [*owned, *idle] for p in self.graph.operators[o].parameters)
+            waiting = [self.waiting[call] for call in calls]
+            yield _Stage(costs, stage.operators, again, own, tensors, start, waiting)
             start, idle = calls.stop, ()
 
 
@@ -224,6 +233,8 @@ class _Stage:
     recompute: bool
     own_bytes: UnitBytes
     """Of the operators that are first called here."""
+    tensors: int
+    """Trained ones of those."""
     start: int
     """Index of its first call."""
     waiting: list[int]
@@ -235,7 +246,7 @@ class _Stage:
         *before, last = self.costs.backward_s
         return [*before, last + (sum(self.costs.forward_s) if self.recompute else 0.0)]
 
-    def option(self, unseen: tuple[int, int], reduce_s: Sequence[float]) -> Option:
+    def option(self, unseen: tuple[int, int], reduce_s: Sequence[float], interference_s: Sequence[float]) -> Option:
         """Return the stage as the sums take it; `unseen` are gradients to be added in forward and in backward."""
         costs, own = self.costs, self.own_bytes
         again_s = sum(costs.forward_s) if self.recompute else 0.0
@@ -248,7 +259,7 @@ class _Stage:
             gradients=own.full_gradients,
             late=0,
             kept=0,
-            saved=costs.block_input if self.recompute else costs.saved[-1],
+            saved=costs.block_saved if self.recompute else costs.saved[-1],
             moments=tuple(self._highest(unseen)),
             gather_output=0,
             prefetched=0,
@@ -256,12 +267,13 @@ class _Stage:
             reduce_input=0,
             reduces=False,
             segments=tuple(
-                Segment(forward_s, backward_s, again_s if j == top else 0.0, 0.0, 0.0, 0.0, reduced_s)
-                for j, (forward_s, backward_s, reduced_s) in enumerate(
-                    zip(costs.forward_s, self.backward_s, reduce_s, strict=True)
+                Segment(forward_s, backward_s, again_s if j == top else 0.0, 0.0, 0.0, 0.0, reduced_s,
+                        step_interference_s=interfered_s)
+                for j, (forward_s, backward_s, reduced_s, interfered_s) in enumerate(
+                    zip(costs.forward_s, self.backward_s, reduce_s, interference_s, strict=True)
                 )
             ),
-            optimizer_s=costs.load.optimizer_s(own.full_gradients),
+            optimizer_s=costs.load.optimizer_s(own.full_gradients, tensors=self.tensors),
         )
 
     def _highest(self, unseen: tuple[int, int]) -> Iterator[Moment]:
@@ -277,9 +289,8 @@ class _Stage:
         for j, call in enumerate(costs.stage.calls):
             yield Moment("forward", call.operator, 0, forward, 0, costs.saved[j] + costs.forward_peak[j])
         if self.recompute:
-            # The block's input is both what recomputation keeps and what the first call saves again.
-            extra = max(0.0, costs.block_input - costs.saved[1])
-            around = costs.block_input + costs.output[-1]
+            extra = costs.block_extra
+            around = extra + costs.output[-1]
             for j, call in enumerate(costs.stage.calls):
                 live = around + costs.saved[j] + costs.forward_peak[j]
                 yield Moment("recompute", call.operator, 0, backward + self.waiting[-1], 0, live)

@@ -4,7 +4,7 @@ Write x <= y if every number of x is at most that of y.  The peak of a plan (`pl
 maximum of sums, with factors of at least zero, of
 
     rest, SG, SG + late, saved + kept, AG and AG in backward of the last unit, RSI of the first,
-    and its moments, by the neighbours that they see
+    whether there is no such AG (then one further down is seen), and its moments, by the neighbours that they see
 
 and its step time (`planner.windows`) is a sum of maxima of sums of the numbers there.  Both are
 monotone: in any plan that fits, y can be replaced by x, and the plan still fits and is no slower.
@@ -71,7 +71,7 @@ def memory_numbers(option: Option, sees: Sequence[Sees]) -> list[float]:
         held[moment.sees] = max(held[moment.sees], option.bytes_at(moment))
     return [option.rest, option.gradients, option.gradients + option.late, option.saved + option.kept,
             option.gather_output, option.prefetched, option.prefetched + option.prefetch_temporary,
-            option.reduce_input, *held.values()]  # fmt: skip
+            option.reduce_input, float(not option.gathers), float(not option.prefetches), *held.values()]  # fmt: skip
 
 
 def _time_numbers(option: Option, load: Workload, meets: bool) -> list[float]:

@@ -94,8 +94,6 @@ class Solution:
     """For each stage, the index of its option in the menu."""
     objective_s: float
     """Objective of the integer program."""
-    proven: bool
-    """Whether the solver proved the objective optimal; never where it ran out of time."""
     least_s: float = 0.0
     """In exact form: no plan of the menu within the limit is faster, by the solver's own bound."""
 
@@ -135,6 +133,8 @@ class CountingProgram:
             self.limit = float(limit_bytes - self.load.cluster.reserve_bytes)
         self.count: list[list[pulp.LpVariable]] = []
         self.used: list[list[pulp.LpVariable]] = []
+        self.with_rows: set[int] = set()
+        """Runs of one stage whose rows have been added."""
         self.windows = [
             [windows_of(option, self.load, menu.meets) for option in self.options(r)] for r in range(len(self.runs))
         ]
@@ -234,6 +234,7 @@ class CountingProgram:
         return terms
 
     def _add_single_rows(self, r: int) -> None:
+        self.with_rows.add(r)
         shapes = {moment.sees: moment for option in self.options(r) for moment in option.moments}
         for sees, moment in sorted(shapes.items(), key=lambda item: item[0]):
             terms = self._base(r, moment.phase == "forward")
@@ -349,8 +350,7 @@ class CountingProgram:
                 return None  # It ran out of time before it had a plan, and says "feasible" all the same.
             picks += reversed(from_top)
         options = tuple(self.menu.options[kind][k] for kind, k in zip(self.menu.kinds, picks, strict=True))
-        proven = self.problem.sol_status == pulp.LpSolutionOptimal
-        return Solution(options, tuple(picks), pulp.value(self.problem.objective), proven)
+        return Solution(options, tuple(picks), pulp.value(self.problem.objective))
 
     def _cut_off(self, solution: Solution, limit_bytes: float) -> None:
         """Add the moment at which the decoded plan exceeds the limit."""
@@ -359,7 +359,7 @@ class CountingProgram:
             return  # The optimizer's row is there: off by the solver's tolerance, which no row mends.
         starts = [sum(length for _, length in self.runs[:r]) for r in range(len(self.runs))]
         r = max(i for i, start in enumerate(starts) if start <= peak.stage)
-        if self.runs[r][1] == 1 and len(self.runs) > FEW_RUNS:
+        if self.runs[r][1] == 1 and r not in self.with_rows:
             self._add_single_rows(r)
             return
         k = solution.picks[peak.stage]

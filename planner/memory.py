@@ -63,13 +63,13 @@ def peak_memory(options: Sequence[Option], load: Workload) -> MemoryPeak:
     best = optimizer_moment(options, load)
     highest = best.total_bytes - load.cluster.reserve_bytes - resting
     found: tuple[int, Moment, float] | None = None
-    reductions = _reductions_above(options)
+    reductions, gathers = _reductions_above(options), _gathers_below(options)
     before, after, late = 0.0, gradients, float(sum(option.late for option in options))
     for index, option in enumerate(options):
         after -= option.gradients
         late -= option.late
-        below = options[index - 1] if index else None
         for moment in option.moments:
+            below = gathers[index][moment.phase == "forward"]
             reduced = gradients if accumulates else 0.0 if moment.phase == "forward" else after
             reduced += 0.0 if moment.phase == "forward" else late
             total = before + reduced + option.bytes_at(moment) + neighbour_bytes(moment, reductions[index], below)
@@ -86,6 +86,18 @@ def _reductions_above(options: Sequence[Option]) -> list[int]:
         found[index] = left
         if options[index].reduces:
             left = options[index].reduce_input
+    return found
+
+
+def _gathers_below(options: Sequence[Option]) -> list[tuple[Option | None, Option | None]]:
+    """Return, for each stage, those below whose gathers it sees in backward and in forward: past owners."""
+    found: list[tuple[Option | None, Option | None]] = []
+    in_backward: Option | None = None
+    in_forward: Option | None = None
+    for option in options:
+        found.append((in_backward, in_forward))
+        in_backward = option if option.prefetches else in_backward
+        in_forward = option if option.gathers else in_forward
     return found
 
 
@@ -107,7 +119,7 @@ def _peak_at(options: Sequence[Option], index: int, moment: Moment, reduced: flo
     before, option = options[:index], options[index]
     waiting = 0 if moment.phase == "forward" else option.ambient_gradients
     reduction = _reductions_above(options)[index]
-    below = options[index - 1] if index else None
+    below = _gathers_below(options)[index][moment.phase == "forward"]
     return MemoryPeak(moment.phase, index, moment.operator, {
         "parameters": float(sum(option.parameters for option in options)),
         "optimizer": float(sum(option.optimizer for option in options)),

@@ -21,6 +21,7 @@ U and G of open spanning units.  RSI is the input of the last reduction, of whic
 
 - A block that is one unit is wrapped whole, so there is no tail; recomputed, it is unsharded before it runs
   again, with nothing but its input saved, and its forward keeps no more than what is still to be read.
+- Such a block also holds back its part of gradients that other blocks add to (`StageCosts.withheld`).
 - Units without differentiable inputs (embeddings) keep U and G and are reduced after all backward.
 - `owner`: U is there until its gradients are copied and no gradient is after that; it leaves the AG and RSI
   of others alone and frees its own; nothing of it is prefetched, and FSDP2 prefetches past it.
@@ -122,7 +123,7 @@ def _is_late(costs: StageCosts, operator: int) -> bool:
 
 
 def make_unit(costs: StageCosts, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts,
-               own: bool, elsewhere: bool) -> StagedUnit:  # fmt: skip
+              own: bool, elsewhere: bool) -> StagedUnit:  # fmt: skip
     unit, traffic = units(operators, strategy, elsewhere)
     calls = [j for j, call in enumerate(costs.stage.calls) if call.operator in operators]
     is_owned = strategy.kind.wrapping == "owner"
@@ -163,12 +164,13 @@ class Clock:
 
     def unsharded_at(self, j: int, backward: bool) -> float:
         """Return U of open units, and of kept ones that are past (forward) or to come (backward)."""
-        total = float(self.spanning_unsharded)
-        for unit in self.own:
-            if unit.first <= j and (j <= unit.last or (backward and self.recompute)):
-                total += unit.bytes.unsharded
-            elif unit.last < j:
+        total = 0.0
+        for unit in self.units:
+            is_over = unit.closes and unit.last < j
+            if is_over and not (backward and self.recompute and unit.own):
                 total += unit.kept
+            elif not unit.opens or unit.first <= j:
+                total += unit.bytes.unsharded
         return total
 
     def forward(self) -> None:
@@ -194,7 +196,7 @@ class Clock:
         ending = [] if self.is_whole else [unit for unit in self.units if unit.closes and unit.last == j]
         held = costs.saved[j]
         if self.recompute:  # Nothing is saved but the input; what is still to be read lives.
-            held = min(held, costs.block_input + costs.handed[j])
+            held = min(held, costs.block_saved + costs.handed[j])
         peak = costs.module_forward_peak[j] if ending else costs.forward_peak[j]
         self.note("forward", operator, unsharded, 0, gathered, held + peak, below=from_below)
         if ending:
@@ -204,7 +206,7 @@ class Clock:
     def recomputation(self) -> None:
         """Note the moments of running the block's forward again."""
         costs, last = self.costs, len(self.costs.stage.calls) - 1
-        held, around = self.held(set()), costs.block_input + costs.output[last]
+        held, around = self.held(set()), costs.block_extra + costs.output[last]
         if self.is_whole or not self.own:
             unsharded = self.unsharded_at(last, backward=True)
             for j, call in enumerate(costs.stage.calls):
@@ -223,7 +225,8 @@ class Clock:
             buffers = prefetched
             if unit is not top:
                 buffers += unit.prefetched
-                live, operator, temporary = around + costs.saved[unit.first], unit.operators[0], unit.prefetch_temporary
+                live = around + costs.saved[unit.first] + costs.incoming[unit.first]
+                operator, temporary = unit.operators[0], unit.prefetch_temporary
                 self.note("recompute", operator, unsharded, held, buffers + temporary, live, True, target is None)
                 unsharded += unit.bytes.unsharded - unit.kept
                 self.note("recompute", operator, unsharded + unit.bytes.secondary, held, buffers, live, True,
@@ -237,7 +240,7 @@ class Clock:
                                   held: float) -> None:  # fmt: skip
         """Note the gather of a block's last unit, after which the block runs again, and what is prefetched then."""
         costs, j = self.costs, top.last
-        live = costs.block_input + max(0.0, costs.module_backward_start[j] - (costs.saved[j + 1] - costs.saved[j]))
+        live = costs.block_saved + max(0.0, costs.module_backward_start[j] - (costs.saved[j + 1] - costs.saved[j]))
         unsharded = self.spanning_unsharded + sum(unit.kept for unit in others) + top.bytes.unsharded
         operator, gathered = costs.stage.calls[j].operator, top.prefetched
         self.note("recompute", operator, unsharded + top.bytes.secondary, held, gathered, live, above=True)
@@ -248,8 +251,7 @@ class Clock:
     def backward(self) -> None:
         """Note the moments of the backward."""
         costs, calls = self.costs, self.costs.stage.calls
-        # The block's input is both what recomputation keeps and what the first call saves again.
-        extra = max(0.0, costs.block_input - costs.saved[1]) if self.recompute else 0.0
+        extra = costs.block_extra if self.recompute else 0.0
         prefetched, below, _ = (0, False, 0) if costs.is_top else self.next_prefetch(len(calls))
         reduce_input, above, reduced, waiting_unsharded = 0, True, 0, 0
         done: set[int] = set()
@@ -271,20 +273,21 @@ class Clock:
                         live = self.at_unshard(j, extra)
                         self.note_gather(unit, j, unsharded, gradients, reduce_input, live, above)
                         prefetched, below, _ = self.next_prefetch(j)
-            live = extra + costs.saved[j] + peak
+            withheld = costs.withheld[j] if self.is_whole else 0.0
+            live = extra + costs.saved[j] + peak + withheld
             self.note("backward", call.operator, unsharded, gradients, prefetched + reduce_input, live,
                       above=above, below=below)  # fmt: skip
             done.add(call.operator)
             for unit in self.units:
                 if unit.opens and unit.first == j and unit.late:
                     late.append(unit)
-                    waiting_unsharded += unit.bytes.unsharded if unit.own else 0
+                    waiting_unsharded += unit.bytes.unsharded
                 elif unit.opens and unit.first == j:
                     done -= set(unit.operators)
                     self.waiting = [other for other in self.waiting if other is not unit]
                     waiting, gradients = reduced + self.held(done), unit.bytes.full_gradients
                     unsharded -= unit.freed
-                    live = extra + costs.saved[j] + costs.outgoing[j]
+                    live = extra + costs.saved[j] + costs.outgoing[j] + withheld
                     around = prefetched + (reduce_input if unit.stalls else 0)
                     self.note_reduction(unit, call.operator, unsharded, waiting, around, live, above, below)
                     if unit.replaces_reduction:
@@ -322,12 +325,11 @@ class Clock:
         if not self.is_whole:
             return extra + costs.saved[j] + costs.module_backward_start[j]
         if self.recompute:  # It is gathered first, and then runs again.
-            return costs.block_input + costs.backward_start[j] - (costs.saved[j + 1] - costs.saved[j])
+            return costs.block_saved + costs.backward_start[j] - (costs.saved[j + 1] - costs.saved[j])
         return costs.saved[j] + costs.backward_start[j]
 
     def note_late(self, late: list[StagedUnit], done: set[int], reduced: float, unsharded: float) -> None:
         """Note the reductions that wait for the end of backward."""
-        unsharded += self.spanning_unsharded
         for unit in reversed(late):  # in the order of modules
             done -= set(unit.operators)
             self.waiting = [other for other in self.waiting if other is not unit]

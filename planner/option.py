@@ -6,8 +6,8 @@ Everything that a plan costs is a sum over stages of what is here (`planner.memo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from planner.moments import Clock, Moment, StagedUnit, make_unit
@@ -38,6 +38,31 @@ class Segment:
     """Communication before its forward that nothing overlaps with, on any backend."""
     backward_stall_s: float = 0.0
     """The same before and after its backward, in every micro-batch."""
+    interference_s: float = 0.0
+    """What computation loses to the communication that runs with it, in every micro-batch (`apart`)."""
+    step_interference_s: float = 0.0
+    """The same once per step."""
+
+    def apart(self, interference: float) -> Segment:
+        """Return it with that fraction of its communication taken as if it ran alone.
+
+        While communication runs, computation takes sigma times as long, and with interference = 1 - 1/sigma
+
+            max(computation + interference * communication, communication)
+                = interference * communication + max(computation, (1 - interference) * communication)
+
+        so that windows stay maxima of two numbers.
+        """
+        gathers_s = self.forward_gather_s + self.backward_gather_s
+        return replace(
+            self,
+            forward_gather_s=(1.0 - interference) * self.forward_gather_s,
+            backward_gather_s=(1.0 - interference) * self.backward_gather_s,
+            reduce_s=(1.0 - interference) * self.reduce_s,
+            step_reduce_s=(1.0 - interference) * self.step_reduce_s,
+            interference_s=interference * (gathers_s + self.reduce_s),
+            step_interference_s=interference * self.step_reduce_s,
+        )
 
 
 @dataclass(frozen=True)
@@ -62,9 +87,9 @@ class Option:
     moments: tuple[Moment, ...]
     """The highest of those that see the same neighbours."""
     gather_output: int
-    """AG of its last unit: alive while the stage above starts its forward."""
+    """AG of its last unit: alive until another unit's takes its place in the forward of a stage above."""
     prefetched: int
-    """AG of its last unit in backward (0 if kept): alive while the stage above is in backward."""
+    """AG of its last unit in backward (0 if kept): alive while the stage above that prefetches it is in backward."""
     prefetch_temporary: int
     """AGX of its last unit in backward: alive when the backward of the stage above begins."""
     reduce_input: int
@@ -78,6 +103,10 @@ class Option:
     """U of spanning operators that are open or kept while this stage runs."""
     ambient_gradients: int = 0
     """G of spanning operators that wait for their reduction while this stage is in backward."""
+    gathers: bool = True
+    """Whether there is a unit for `gather_output`; above a stage of `owner` alone that of one further down lives."""
+    prefetches: bool = True
+    """Whether there is a unit for `prefetched`; FSDP2 prefetches past a stage without."""
     window: int = 0
     """W, at rest, and gradients of offloaded units that wait on the device for the last micro-batch."""
     meets: bool = False
@@ -147,6 +176,7 @@ def make_option(costs: StageCosts, units: UnitCosts, strategies: tuple[Strategy,
     clock.backward()
     opened = [unit for unit in clock.units if unit.opens]
     gathering = [unit for unit in clock.units if not unit.stalls]
+    entered = [unit for unit in gathering if unit.opens]
     closed = [unit for unit in gathering if unit.closes]
     reducing = [unit for unit in opened if unit.replaces_reduction]
     late = [unit for unit in own if unit.late]
@@ -160,19 +190,28 @@ def make_option(costs: StageCosts, units: UnitCosts, strategies: tuple[Strategy,
         late=sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in late)
         - (0 if clock.accumulates else sum(unit.bytes.gradients for unit in late)),
         kept=sum(unit.kept for unit in own),
-        saved=costs.block_input if recompute else costs.saved[-1],
+        saved=costs.block_saved if recompute else costs.saved[-1],
         moments=clock.moments(),
-        gather_output=max((unit.first, unit.bytes.gathered) for unit in gathering if unit.opens)[1]
-        if any(unit.opens for unit in gathering) else 0,
+        gather_output=max(entered, key=lambda unit: unit.first).bytes.gathered if entered else 0,
+        gathers=bool(entered),
         prefetched=max(closed, key=lambda unit: unit.last).prefetched if closed else 0,
+        prefetches=bool(closed),
         prefetch_temporary=max(closed, key=lambda unit: unit.last).prefetch_temporary if closed else 0,
         reduce_input=min(reducing, key=lambda unit: unit.first).bytes.reduce_input if reducing else 0,
         reduces=bool(reducing),
-        segments=_segments(costs, clock.units, recompute),
-        optimizer_s=costs.load.optimizer_s(gradients, sum(unit.bytes.offloaded for unit in opened)),
+        segments=tuple(s.apart(costs.load.cluster.interference) for s in _segments(costs, clock.units, recompute)),
+        optimizer_s=costs.load.optimizer_s(
+            gradients, sum(unit.bytes.offloaded for unit in opened), _tensors(opened, costs)
+        ),
         meets=any(unit.traffic.meets for unit in clock.units),
         window=sum(unit.bytes.window + _partial_bytes(unit, costs) for unit in opened),
     )
+
+
+def _tensors(units: Iterable[StagedUnit], costs: StageCosts) -> int:
+    """Return how many trained tensors units have."""
+    operators = (costs.model.graph.operators[index] for unit in units for index in unit.operators)
+    return sum(parameter.trainable for operator in operators for parameter in operator.parameters)
 
 
 def _partial_bytes(unit: StagedUnit, costs: StageCosts) -> int:

@@ -21,6 +21,7 @@ from planner.workload import Workload
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.graph import ModelGraph
+from profiler.measured import RingRule
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
 
@@ -52,6 +53,8 @@ class ClusterRef:
     fingerprint: str
     nodes: int
     gpus_per_node: int
+    ring: tuple[RingRule, ...] = ()
+    """Where reduce-scatters go round a ring of ours, as the cluster says."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Asked:
     pins: list[str] = field(default_factory=list)
     """As `--pin` takes them (`planner.pins`)."""
     imbalance: str = ""
-    """As `--imbalance` takes it; empty: none."""
+    """As `--imbalance` takes it, a file by its whole path; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,9 @@ class Plan:
 def cluster_fingerprint(cluster: Cluster) -> str:
     """Return a hash of every figure of a cluster."""
     figures = asdict(cluster)
-    if cluster.host is None:
-        del figures["host"]  # so that clusters without keep the fingerprint that older plans know
+    for name in ("host", "ring", "measured"):
+        if not figures[name]:
+            del figures[name]  # so that clusters without keep the fingerprint that older plans know
     text = json.dumps(figures, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -172,7 +176,9 @@ def make_plan(options: Sequence[Option], spanning: Spanning, space: Space, load:
     return Plan(
         schema=Plan.SCHEMA,
         model=model_ref(graph),
-        cluster=ClusterRef(cluster.name, cluster_fingerprint(cluster), cluster.nodes, cluster.gpus_per_node),
+        cluster=ClusterRef(
+            cluster.name, cluster_fingerprint(cluster), cluster.nodes, cluster.gpus_per_node, cluster.ring
+        ),
         optimizer=load.optimizer_name,
         limit_bytes=limit_bytes,
         micro_batch=load.micro_batch,

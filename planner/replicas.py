@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.data_parallel import COPY, Replica, can_replicate, idle_choices
+from planner.data_parallel import COPY, Replica, can_replicate
 from planner.memory import peak_memory
 from planner.option import Option
 from planner.space import Space
@@ -48,7 +48,7 @@ def fastest_replicated(space: Space, loads: Sequence[Workload], limit_bytes: flo
     """Return the fastest plan of more than `floor` samples per second; `loads` by growing micro-batch."""
     best, speed = Replicated(), floor
     pinned = space.pins.strategies.values()
-    taken = [COPY, *idle_choices(space, loads[0]), *(strategy for slices in pinned for strategy in slices)]
+    taken = [COPY, *space.idle_strategies(loads[0].cluster), *(strategy for slices in pinned for strategy in slices)]
     is_split = any(len(slices) > 1 for slices in pinned)
     if is_split or not can_replicate(space.graph, taken, loads[0].precision):
         return best
@@ -114,7 +114,7 @@ class _Sizing:
         """Return a lower bound on the step time of every plan that fits."""
         time = step_time(self.plain, self.load)
         hidden_s = min(time.exposed_communication_s, least_s / self.load.accumulation)
-        return time.total_s + least_s - (hidden_s if self.load.cluster.overlaps else 0.0)
+        return time.total_s + least_s - (hidden_s if self.load.cluster.hides_buckets else 0.0)
 
     def fewest_recomputed(self) -> tuple[Option, ...]:
         """Return the options with as few recomputed blocks, taken in order, as fit; none if all do not do."""

@@ -93,8 +93,6 @@ class Found:
     baselines: tuple[Baseline, ...]
     points: int
     """Points of the sweep."""
-    solved: int
-    """Points for which an integer program was solved."""
     search_s: float
 
     @property
@@ -193,7 +191,7 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
         incumbent = _from_replicated(replicated, space)
     queue = _points(space, loads, task.limit_bytes, progress)
     count = len(queue)
-    incumbent, top, solved = _best_first(queue, space, task.limit_bytes, incumbent, progress)
+    incumbent, top = _best_first(queue, space, task.limit_bytes, incumbent, progress)
     top = max(top, replicated.bound_samples_per_s)
     if incumbent is None:
         smallest = smallest_of(space, loads, task.limit_bytes)
@@ -202,19 +200,19 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
         incumbent = smallest.candidate
     progress("done", 1.0)
     return Found(incumbent.space, incumbent.load, incumbent.options, incumbent.spanning, incumbent.samples_per_s,
-                 max(top, incumbent.samples_per_s), rivals, count, solved, time.perf_counter() - started)  # fmt: skip
+                 max(top, incumbent.samples_per_s), rivals, count, time.perf_counter() - started)  # fmt: skip
 
 
 def _best_first(queue: list[_Point], space: Space, limit_bytes: int, incumbent: Candidate | None,
-                progress: Progress) -> tuple[Candidate | None, float, int]:  # fmt: skip
-    """Return the best plan, what no plan of the points exceeds, and for how many points a plan was looked for."""
+                progress: Progress) -> tuple[Candidate | None, float]:  # fmt: skip
+    """Return the best plan, and what no plan of the points exceeds in samples per second."""
     count, solved, top, started = len(queue), 0, 0.0, time.process_time()
     while queue:
         point = heapq.heappop(queue)
         speed = incumbent.samples_per_s if incumbent else 0.0
         late = incumbent is not None and time.process_time() - started > BUDGET_S
         if late or point.bound <= speed * (1 + CLOSE_ENOUGH):
-            return incumbent, max(top, point.bound), solved
+            return incumbent, max(top, point.bound)
         if not point.full:
             heapq.heappush(queue, point.tightened(limit_bytes, speed))
         elif point.relaxed:
@@ -228,7 +226,7 @@ def _best_first(queue: list[_Point], space: Space, limit_bytes: int, incumbent: 
             top = max(top, bound)
             if candidate is not None and candidate.samples_per_s > speed:
                 incumbent = candidate
-    return incumbent, top, solved
+    return incumbent, top
 
 
 def _solve(point: _Point, space: Space, limit_bytes: int, exact: bool) -> tuple[Candidate | None, float]:

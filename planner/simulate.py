@@ -7,6 +7,7 @@ stream is free and everything that it waits for has ended:
     backward    when the backward of i starts, gather i-1 is issued; when it ends, reduction i is;
                 the backward of i-1 waits for gather i-1 and, because FSDP2 reuses the reduction's
                 input buffer, the end of the backward of i waits for reduction i+1
+    interference  what computation loses to communication beside it, as a sum at the end of a micro-batch
     waiting     where ranks meet in every micro-batch, at its end for the slowest rank; otherwise once,
                 before the optimizer
     optimizer   waits for everything
@@ -105,6 +106,10 @@ def _micro_batch(streams: _Streams, segments: Sequence[Segment], last: bool, wai
     streams.join()
     _backward(streams, segments, last)
     streams.join()
+    lost_s = sum(s.interference_s + (s.step_interference_s if last else 0.0) for s in segments)
+    if lost_s:
+        streams.run("compute", "interference", -1, lost_s)
+        streams.join()
     if wait_s:
         streams.run("compute", "waiting", -1, wait_s)
         streams.join()

@@ -25,6 +25,7 @@ from itertools import accumulate, pairwise
 from planner.strategy import COMPUTE_BYTES
 from planner.units import check_split, split_bounds, split_parameters
 from profiler.graph import Affine, Call, ModelGraph, Operator, Work
+from profiler.measured import call_key
 
 NOTHING = Affine()
 
@@ -48,7 +49,8 @@ def slice_operators(graph: ModelGraph, counts: Mapping[int, int]) -> tuple[Model
         first, count = starts[call.operator], counts.get(call.operator, 1)
         operator = graph.operators[call.operator]
         parts = _Sliced(operator, call, count, graph.precision).calls() if count > 1 else [call]
-        calls += [replace(part, operator=first + index) for index, part in enumerate(parts)]
+        whole = (call_key(graph, call), call) if count > 1 else None
+        calls += [replace(part, operator=first + index, slice_of=whole) for index, part in enumerate(parts)]
         places.append(len(calls))
     blocks = tuple(replace(b, first_call=places[b.first_call], last_call=places[b.last_call]) for b in graph.blocks)
     edges = [(places[producer + 1] - 1, places[consumer]) for producer, consumer in graph.edges]
@@ -117,8 +119,8 @@ class _Sliced:
             # Handed on: input, and in backward the gradient of the sum and those of the slices after.
             backward_start_bytes=whole.backward_start_bytes if last else _times(x, 2) + y,
             module_backward_start_bytes=whole.module_backward_start_bytes if last else _times(x, 2) + y,
-            # Handed on: input, sum so far, and in backward the gradients of the slices after.
-            output_bytes=whole.output_bytes if last else _times(x, 2) + y,
+            # Handed on: input and sum so far.
+            output_bytes=whole.output_bytes if last else x + y,
         )
 
 

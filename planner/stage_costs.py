@@ -57,16 +57,23 @@ class StageCosts:
         self.tail_backward_peak = [call.tail_backward_peak_bytes(batch) for call in stage.calls]
         self.is_bottom = index == 0
         self.is_top = index == len(model.stages) - 1
-        self.forward_s = [load.compute_s(call.forward) for call in stage.calls]
-        self.backward_s = [load.compute_s(call.backward) for call in stage.calls]
+        seconds = [load.call_s(graph, call) for call in stage.calls]
+        self.forward_s, self.backward_s = [pair[0] for pair in seconds], [pair[1] for pair in seconds]
         self.handed = self._handed()
-        self.block_input = 0.0 if stage.block is None else graph.blocks[stage.block].input_bytes(batch)
+        self.block_input = self.block_saved = self.block_extra = 0.0
+        if stage.block is not None:
+            block = graph.blocks[stage.block]
+            self.block_input = block.input_bytes(batch)
+            # What recomputation keeps of it: all that calls below do not keep anyway.
+            self.block_saved = max(0.0, self.block_input - block.kept_below_bytes(batch))
+            # Of that, what is there beside what the first call saves when the block has run again.
+            self.block_extra = max(0.0, self.block_saved - min(self.saved[1], block.saved_first_bytes(batch)))
+        self.withheld = self._withheld()
         compute = COMPUTE_BYTES[load.precision]
         self.full_gradients = {
             call.operator: compute * sum(p.numel for p in graph.operators[call.operator].parameters if p.trainable)
             for call in stage.calls
         }
-
 
     def _handed(self) -> list[float]:
         """Return, for every call, the bytes that earlier calls of the stage have made for it and those after."""
@@ -77,3 +84,21 @@ class StageCosts:
             if start <= producer < start + count:
                 until[producer - start] = max(until.get(producer - start, 0), min(consumer - start, count))
         return [sum(self.output[p] for p, last in until.items() if p < j <= last) for j in range(count)]
+
+    def _withheld(self) -> list[float]:
+        """Return, for every call of a block, the gradients that other blocks have gradients to be added to.
+
+        Of what several blocks take (an encoder's output), autograd adds up the gradients as they come; but
+        FSDP2 hands on those of a block that it wraps whole when the last of its inputs has one.  From the
+        backward of the block's last call that reads it, there are two.
+        """
+        stage, edges = self.stage, self.model.graph.edges
+        start = stage.input_bytes_of_calls[0] + 1
+        stop = start + len(stage.calls)
+        if stage.block is None or not start:
+            return [0.0] * len(stage.calls)
+        # Beside the block's main input there may be this much.
+        room = max(0.0, self.block_input - self.model.graph.calls[start - 1].output_bytes(self.load.micro_batch))
+        later = {producer for producer, consumer in edges if producer < start and consumer >= stop}
+        read = [consumer - start for producer, consumer in edges if producer in later and start <= consumer < stop]
+        return [room if read and j < max(read) else 0.0 for j in range(len(stage.calls))]

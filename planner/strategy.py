@@ -103,6 +103,8 @@ class Collective:
     size_bytes: int
     """Size of the whole tensor, as `planner.collectives.collective_s` takes it."""
     phase: Phase
+    algorithm: str = "native"
+    """`native` (the backend's), or `ring` (ours)."""
 
     def time_s(self, cluster: Cluster) -> float:
         """Return how long it takes."""
@@ -351,7 +353,10 @@ def unit_collectives(parameters: Iterable[Parameter], strategy: Strategy, precis
         rested=MASTER_BYTES * padded_numel(parameters, strategy.parts),
     )
     sent = strategy.kind.collectives(volume, strategy, cluster)
-    return tuple(c for c in sent if c.ranks > 1 and (c.size_bytes > 0 or c.kind == "barrier"))
+    sent = tuple(c for c in sent if c.ranks > 1 and (c.size_bytes > 0 or c.kind == "barrier"))
+    if not cluster.ring:
+        return sent
+    return tuple(replace(c, algorithm=cluster.algorithm(c.kind, c.ranks, c.stride, c.size_bytes)) for c in sent)
 
 
 def assign_owners(sizes_bytes: Sequence[int], ranks: int) -> tuple[int, ...]:

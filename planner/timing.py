@@ -10,7 +10,8 @@ where A_(n+1) = B_0 = R_(n+1) = 0: under a segment's backward run the reduction 
 above and then the gather of the segment below (`fully_shard` waits for both before it goes on).
 If the backend does not overlap (gloo), it is the sum of all.  In the last micro-batch of a step R
 includes the once-per-step all-reduce.  Communication on the compute stream (`Segment.forward_stall_s`,
-`backward_stall_s`) counts as C here, and as communication in the terms.
+`backward_stall_s`) counts as C here, and as communication in the terms.  What computation loses to the
+communication that runs with it (`Segment.apart`) is added to the sum, and is exposed communication.
 
     step = (M - 1) micro-batch + last micro-batch + waiting + optimizer
 
@@ -104,7 +105,8 @@ def step_time(options: Sequence[Option], load: Workload) -> StepTime:
         + s.step_reduce_s
         for s in segments
     )
-    elapsed = repeats * forward_s(segments, overlaps) + backward_s(segments, overlaps, last=True)
+    interference = sum(repeats * s.interference_s + s.step_interference_s for s in segments)
+    elapsed = interference + repeats * forward_s(segments, overlaps) + backward_s(segments, overlaps, last=True)
     if repeats > 1:
         elapsed += (repeats - 1) * backward_s(segments, overlaps, last=False)
     exposed, meets = max(0.0, elapsed - compute - recompute), meet(options)
@@ -114,5 +116,5 @@ def step_time(options: Sequence[Option], load: Workload) -> StepTime:
         exposed_communication_s=exposed,
         waiting_s=sum(waiting_s(option, load, meets) for option in options),
         optimizer_s=sum(option.optimizer_s for option in options),
-        hidden_communication_s=max(0.0, communication - exposed),
+        hidden_communication_s=max(0.0, communication + interference - exposed),
     )

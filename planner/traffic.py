@@ -19,6 +19,10 @@ With several micro-batches a reduced shard is added to the one that is on the ho
 two tensors and writes one, at the host's rate, and the thread that launches the backward waits for it:
 such reductions hide under nothing (`UnitTraffic.add_s`).  On a cluster without figures of its host all
 of this takes no time.
+
+On a cluster that was measured, each gather and each reduction that communicates takes
+`Measured.unit_overhead_s` more.  Communication in two phases permutes the whole tensor once, which reads
+and writes it on the device (`runtime.two_phase`).
 """
 
 from __future__ import annotations
@@ -61,6 +65,12 @@ def unit_traffic(parameters: Iterable[Parameter], strategy: Strategy, precision:
     for collective in unit_collectives(parameters, strategy, precision, cluster):
         seconds[collective.phase] += collective.time_s(cluster)
         meets = meets or (collective.phase != "step" and collective.kind not in ONE_SIDED)
+        if strategy.kind.two_phase and collective.stride == 1:
+            # The phase inside nodes is the one that the whole tensor takes part in.
+            seconds[collective.phase] += 2 * collective.size_bytes / cluster.device.memory_bytes_per_s.value
+    if cluster.measured is not None:
+        for phase in ("forward", "backward", "reduce"):
+            seconds[phase] += cluster.measured.unit_overhead_s if seconds[phase] else 0.0
     add_s = 0.0
     if strategy.offload and cluster.host:
         rested = MASTER_BYTES * padded_numel(parameters, strategy.parts) // strategy.parts

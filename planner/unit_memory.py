@@ -14,14 +14,15 @@ tensor of first dimension d0 and `rest` elements per row padded to ceil(d0/parts
     G    unsharded gradients                        e_p numel            `UnitBytes.full_gradients`
     G1   the last of those, which FSDP2 holds on to as it reduces        `UnitBytes.last_gradient`
     H    secondary copy over K ranks                e_p pad/K            `UnitBytes.secondary`
-    AGX  what only an all-gather holds as it runs                        `UnitBytes.gather_temporary`
+    AGX  what only an all-gather holds as it runs: under bf16 e_p pad/parts, the shard that is sent
+                                                                         `UnitBytes.gather_temporary`
     RSX  the same of a reduction                                         `UnitBytes.reduce_temporary`
     W    window: published shard, accumulator       (e_p + e_r) pad/G    `UnitBytes.window`
 
 each tensor rounded up to 512 bytes.  Source: measured on FSDP2 (torch 2.13.0) with PyTorch's memory
 tracker on fake tensors.  What differs by strategy:
 
-    hierarchical       AGX = (1 + 1/g) AG and RSX = (1 + 1/g) RSI: the permutation to or from rank
+    hierarchical       AGX has (1 + 1/g) AG on top, and RSX = (1 + 1/g) RSI: the permutation to or from rank
                        order, and what passes between nodes, with g ranks on a node
     secondary_shard    H lives from forward to backward
     owner              S, SG and OPT are whole on the owner and nothing elsewhere; U is the broadcast
@@ -132,12 +133,15 @@ def unit_bytes(parameters: Iterable[Parameter], strategy: Strategy, precision: s
             secondary=_rounded(compute * padded // strategy.secondary) if strategy.secondary else 0,
         )
     kind = strategy.kind
+    # What is sent is the shard in compute dtype: a copy unless it rests so (of an offloaded one S is the larger copy).
+    copies = compute < MASTER_BYTES and parts > 1 and not (strategy.offload or kind.one_sided)
+    sent = _rounded(compute * flat // parts) if copies else 0
     unit = total + UnitBytes(
         gradients=_rounded(REDUCE_BYTES * flat_trained // parts),
         gathered=_rounded(compute * flat) if parts > 1 else 0,
         reduce_input=_rounded(REDUCE_BYTES * flat_trained),
         last_gradient=last_gradient if parts > 1 else 0,
-        gather_temporary=_two_phase_temporary(compute * flat, node) if kind.two_phase else 0,
+        gather_temporary=sent + (_two_phase_temporary(compute * flat, node) if kind.two_phase else 0),
         reduce_temporary=_two_phase_temporary(REDUCE_BYTES * flat_trained, node) if kind.two_phase else 0,
         window=_window(compute * flat // parts, REDUCE_BYTES * flat_trained // parts) if kind.one_sided else 0,
     )

@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from planner.collectives import ranks_per_node
 from planner.pins import on_cluster
 from planner.refusal import NothingFits
 from planner.search import Found, Progress, Task, search
-from profiler.cluster import Figure, Link
+from profiler.cluster import Cluster, Link
 from profiler.errors import OsdpError
+from profiler.figure import Figure
+from profiler.measured import CollectiveTimes
 from profiler.units import GIB
 
 NODES = "nodes"
@@ -106,22 +109,57 @@ def _changes(task: Task) -> Iterator[_Change]:
     beyond = " (more than the device has)" if more_bytes > device.memory_bytes.value else ""
     yield _Change("memory", f"one more GiB of memory{beyond}", replace(task, limit_bytes=more_bytes))
     if cluster.gpus_per_node > 1:
-        intra = replace(cluster, intra=_twice(cluster.intra))
+        intra = _collectives_faster(replace(cluster, intra=_twice(cluster.intra)), across_nodes=False)
         yield _Change("link in a node", "twice the bandwidth in a node", replace(task, cluster=intra))
     if cluster.inter is not None and cluster.nodes > 1:
-        inter = replace(cluster, inter=_twice(cluster.inter))
+        inter = _collectives_faster(replace(cluster, inter=_twice(cluster.inter)), across_nodes=True)
         yield _Change("link between nodes", "twice the bandwidth between nodes", replace(task, cluster=inter))
     yield _one_more_node(task)
     rates = {precision: _doubled(figure) for precision, figure in device.matmul_flops_per_s.items()}
-    faster = replace(cluster, device=replace(device, matmul_flops_per_s=rates))
-    yield _Change("compute", "twice the rate of matrix products", replace(task, cluster=faster))
+    faster = _calls_faster(replace(cluster, device=replace(device, matmul_flops_per_s=rates)))
+    what = "operators that were measured twice as fast" if faster.measured and faster.measured.calls else ""
+    yield _Change("compute", what or "twice the rate of matrix products", replace(task, cluster=faster))
+
+
+def _collectives_faster(cluster: Cluster, across_nodes: bool) -> Cluster:
+    """Return it with measured collectives inside nodes, or across them, that take half as long beyond the latency."""
+    if cluster.measured is None:
+        return cluster
+
+    def faster(one: CollectiveTimes) -> CollectiveTimes:
+        if (ranks_per_node(cluster, one.ranks, one.stride) < one.ranks) != across_nodes:
+            return one
+        first_s = one.pieces[0].latency_s
+        pieces = (
+            replace(piece, latency_s=(piece.latency_s + first_s) / 2, s_per_byte=piece.s_per_byte / 2)
+            for piece in one.pieces
+        )
+        return replace(one, pieces=tuple(pieces))
+
+    collectives = tuple(faster(one) for one in cluster.measured.collectives)
+    return replace(cluster, measured=replace(cluster.measured, collectives=collectives))
+
+
+def _calls_faster(cluster: Cluster) -> Cluster:
+    """Return it with measured calls that take half as long."""
+    if cluster.measured is None:
+        return cluster
+
+    def halved(seconds: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value / 2 for value in seconds)
+
+    calls = tuple(
+        replace(one, forward_s=halved(one.forward_s), backward_s=halved(one.backward_s))
+        for one in cluster.measured.calls
+    )
+    return replace(cluster, measured=replace(cluster.measured, calls=calls))
 
 
 def _one_more_node(task: Task) -> _Change:
     cluster, change = task.cluster, (NODES, "one more node")
     if cluster.inter is None:
         return _Change(*change, None, f"{cluster.name} says nothing of a link between nodes")
-    larger = replace(cluster, nodes=cluster.nodes + 1)
+    larger = cluster.with_ranks(cluster.nodes + 1, cluster.gpus_per_node)
     if task.global_batch is not None and task.global_batch % larger.world_size:
         why_not = f"a global batch of {task.global_batch} cannot be split over {larger.world_size} ranks"
         return _Change(*change, None, why_not)

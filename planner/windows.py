@@ -73,11 +73,12 @@ def windows_of(option: Option, load: Workload, meets: bool = True) -> Windows:
         time = step_time([option], load)
         alone_s = time.total_s - time.waiting_s + waiting
         return Windows(alone_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, single=True)
-    segments = option.segments
+    segments, repeats = option.segments, load.accumulation
+    lost_s = sum(repeats * segment.interference_s + segment.step_interference_s for segment in segments)
     first, last, single = segments[0], segments[-1], len(segments) == 1
     second = None if single else segments[1]
     return Windows(
-        inner_s=option.optimizer_s + waiting + (0.0 if single else _inner_s(segments, load.accumulation)),
+        inner_s=option.optimizer_s + waiting + lost_s + (0.0 if single else _inner_s(segments, repeats)),
         first_gather_s=first.forward_gather_s,
         reduce_s=first.reduce_s,
         last_reduce_s=reduction_s(first, last=True),

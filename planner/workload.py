@@ -4,17 +4,24 @@ Roofline of one direction of a call (Williams et al., "Roofline", CACM 2009), ma
 other kernels apart because they do not overlap on one stream:
 
     t = max(matmul_flops / (efficiency * peak), matmul_bytes / bandwidth) + other_bytes / bandwidth
+
+Where `osdp profile` measured a call of the same kind and work, it takes what was measured: at another
+micro-batch, the roofline's seconds times the ratio of measured to roofline; a slice, its own roofline's
+times the ratio of the whole.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from planner.imbalance import NO_WAITS, Waits
 from planner.unit_memory import OPTIMIZERS, Optimizer
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.graph import Work
+from profiler.graph import Call, ModelGraph, Work
+from profiler.measured import CallTimes, call_key, interpolated
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,20 +56,49 @@ class Workload:
         """Samples that all ranks together train on in one step."""
         return self.cluster.world_size * self.micro_batch * self.accumulation
 
+    def call_s(self, graph: ModelGraph, call: Call) -> tuple[float, float]:
+        """Return the seconds of a call's forward and backward: measured if there are any, else the roofline's."""
+        forward_s, backward_s = self.compute_s(call.forward), self.compute_s(call.backward)
+        if not self._times:
+            return forward_s, backward_s
+        key, whole = call.slice_of or (call_key(graph, call), call)
+        times = self._times.get(key)
+        if times is None:
+            return forward_s, backward_s
+        there = [replace(self, micro_batch=size) for size in times.micro_batches]
+
+        def scaled(seconds: Sequence[float], work: Work, here_s: float) -> float:
+            rooflines = [load.compute_s(work) for load in there]
+            if not all(rooflines):
+                return interpolated(times.micro_batches, seconds, self.micro_batch)
+            ratios = [found / roofline for found, roofline in zip(seconds, rooflines, strict=True)]
+            return here_s * interpolated(times.micro_batches, ratios, self.micro_batch)
+
+        return scaled(times.forward_s, whole.forward, forward_s), scaled(times.backward_s, whole.backward, backward_s)
+
+    @cached_property
+    def _times(self) -> dict[str, CallTimes]:
+        measured = self.cluster.measured
+        return {times.key: times for times in measured.calls} if measured else {}
+
     def compute_s(self, work: Work) -> float:
-        """Return the seconds that one direction of a call computes."""
+        """Return the seconds that one direction of a call computes, by the roofline."""
         device, batch = self.cluster.device, self.micro_batch
         rate = device.matmul_flops_per_s[self.precision].value * device.matmul_efficiency.value
         bandwidth = device.memory_bytes_per_s.value
         matmul_s = max(work.matmul_flops(batch) / rate, work.matmul_bytes(batch) / bandwidth)
         return matmul_s + work.other_bytes(batch) / bandwidth
 
-    def optimizer_s(self, parameter_bytes: float, offloaded_bytes: float = 0.0) -> float:
+    def optimizer_s(self, parameter_bytes: float, offloaded_bytes: float = 0.0, tensors: int = 0) -> float:
         """Return the seconds of one optimizer step over fp32 shards of so many bytes on the device and on the host.
+
+        `tensors` is how many those on the device are: where steps were measured, each takes its time.
 
         The host steps after the device; without figures of it, it takes no time.
         """
-        device, host = self.cluster.device, self.cluster.host
-        seconds = parameter_bytes / device.memory_bytes_per_s.value
-        seconds += offloaded_bytes / host.memory_bytes_per_s.value if host else 0.0
-        return self.optimizer.touched * seconds
+        device, host, measured = self.cluster.device, self.cluster.host, self.cluster.measured
+        host_s = self.optimizer.touched * offloaded_bytes / host.memory_bytes_per_s.value if host else 0.0
+        for times in measured.optimizers if measured else ():
+            if times.name == self.optimizer_name:
+                return times.step_s(tensors if parameter_bytes else 0, parameter_bytes) + host_s
+        return self.optimizer.touched * parameter_bytes / device.memory_bytes_per_s.value + host_s

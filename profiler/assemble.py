@@ -222,10 +222,12 @@ def _blocks(
         path = passes[0].executions[execution].path
         runs = [one.executions[execution] for one in passes]
         inputs = line([run.input_bytes for run in runs], add_bytes=max(run.input_waste for run in runs))
+        kept_below = line([run.kept_below_bytes for run in runs])
+        saved_first = line([run.saved_first_bytes for run in runs])
         kind = type(module.get_submodule(path)).__name__
-        likeness = (kind, inputs, tuple(_likeness(calls[i], operators, path) for i in inside))
+        likeness = (kind, inputs, kept_below, saved_first, tuple(_likeness(calls[i], operators, path) for i in inside))
         number = classes.setdefault(likeness, len(classes))
-        blocks.append(Block(path, kind, inside[0], inside[-1] + 1, inputs, number))
+        blocks.append(Block(path, kind, inside[0], inside[-1] + 1, inputs, number, kept_below, saved_first))
     return tuple(blocks)
 
 

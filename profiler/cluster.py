@@ -6,27 +6,11 @@ of the same form.  Nothing here needs torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A number and where it comes from."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    value: float
-    """SI value; the field that holds the figure gives the unit."""
-    source: str
-    """`datasheet: ...`, `paper: ...`, `measured: ...`, `derived: ...` or `assumed: ...`."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.value < float("inf"):
-            raise ValueError(f"must be finite and not negative, got {self.value}")
-        kinds = ("datasheet", "paper", "measured", "derived", "assumed")
-        if self.source.partition(": ")[0] not in kinds or not self.source.partition(": ")[2]:
-            raise ValueError(f"source must start with one of {', '.join(kinds)} and a colon, got {self.source!r}")
+from profiler.figure import Figure
+from profiler.measured import Measured, RingRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +90,10 @@ class Cluster:
     """Source of `overlaps`."""
     host: Host | None = None
     """The host's figures; None: the search offers no offload."""
+    ring: tuple[RingRule, ...] = ()
+    """Where the runtime reduce-scatters by a ring of its own, because that was measured to be faster."""
+    measured: Measured | None = None
+    """What `osdp profile` measured there; None: times are derived from the figures above."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -117,6 +105,33 @@ class Cluster:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nodes * self.gpus_per_node
+
+    def with_ranks(self, nodes: int, gpus_per_node: int) -> Cluster:
+        """Return it with another number of ranks.
+
+        What was measured stays only for equally many ranks on a node: with others, groups of as many ranks
+        are on other nodes, and other ranks share a machine.
+        """
+        same = gpus_per_node == self.gpus_per_node
+        return replace(self, nodes=nodes, gpus_per_node=gpus_per_node, ring=self.ring if same else (),
+                       measured=self.measured if same else None)  # fmt: skip
+
+    def algorithm(self, operation: str, ranks: int, stride: int, size_bytes: float) -> str:
+        """Return how the runtime runs a collective: `native` or `ring`."""
+        for rule in self.ring:
+            if operation == "reduce_scatter" and (rule.ranks, rule.stride) == (ranks, stride):
+                return "ring" if size_bytes >= rule.from_bytes else "native"
+        return "native"
+
+    @property
+    def interference(self) -> float:
+        """Fraction of the time of communication under computation that computation loses to it."""
+        return self.measured.interference if self.measured and self.overlaps else 0.0
+
+    @property
+    def hides_buckets(self) -> bool:
+        """Whether DistributedDataParallel's all-reduces run under its backward."""
+        return self.overlaps or (self.measured is not None and self.measured.asynchronous)
 
     @property
     def reserve_bytes(self) -> float:

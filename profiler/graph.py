@@ -128,6 +128,8 @@ class Call:
     """The same when it reaches the operator's own module."""
     output_bytes: Affine
     """Bytes of the activation handed to the next call (its gradient is as large)."""
+    slice_of: tuple[str, Call] | None = None
+    """Of a slice, the call that it is a part of, with its key (`profiler.measured.call_key`)."""
 
     def forward_peak(self, micro_batch: int) -> float:
         """Return the bytes of `forward_peak_bytes`, closer: the higher of two lines."""
@@ -151,9 +153,13 @@ class Block:
     last_call: int
     """Index one past its last call."""
     input_bytes: Affine
-    """Bytes of the tensors passed in: what recomputation keeps."""
+    """Bytes of the tensors passed in: recomputation keeps them."""
     block_class: int
     """Blocks with equal numbers here are alike: same structure, same costs."""
+    kept_below_bytes: Affine = Affine()
+    """Of the input, what earlier calls keep for backward, whether their own blocks are recomputed or not."""
+    saved_first_bytes: Affine = Affine()
+    """Of the input, what the first call is the first to save; recomputation holds it once."""
 
 
 @dataclass(frozen=True)

@@ -199,11 +199,10 @@ class Ledger:
             self.mark()
         return fresh
 
-    def bytes_of(self, tensors: Sequence[Tensor]) -> tuple[int, int]:
-        """Return the bytes of the tensors' live storages, each once, and their rounding."""
-        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
-        found = [self.live[key] for key in keys if key in self.live]
-        return sum(storage.bytes for storage in found), sum(storage.waste for storage in found)
+    def storages_of(self, tensors: Sequence[Tensor]) -> tuple[LiveStorage, ...]:
+        """Return the tensors' live storages, each once."""
+        keys = dict.fromkeys(tensor.untyped_storage()._cdata for tensor in tensors)
+        return tuple(self.live[key] for key in keys if key in self.live)
 
     def kept_bytes(self) -> int:
         """Return the bytes of what the step made that is still alive."""

@@ -214,13 +214,15 @@ class Meter(TorchDispatchMode):
     def _follow_backward(self) -> None:
         """Go to the call whose forward made the running node; parameter gradients of the last are done."""
         number = running_number()
-        index = None if number is None else self.ledger.call_of(number)
+        if number is None:  # outside of any node: the gradient of the loss itself, or two gradients are added
+            return
+        index = self.ledger.call_of(number)
         if index is not None and index != self.ledger.index:
             for parameter in self._parameters[self.ledger.call.operator]:
                 parameter.grad = None
             self.ledger.go_back_to(index)
         call = self.ledger.call
-        if number is not None and call.left is not None and number >= call.left and index == self.ledger.index:
+        if call.left is not None and number >= call.left and index == self.ledger.index:
             call.reached = len(call.backward.events) + 1  # with the event that this op will be
         else:
             self.ledger.arrive()

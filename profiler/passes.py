@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
-from profiler.ledger import CallRecord
+from profiler.ledger import CallRecord, LiveStorage
 from profiler.meter import Memo, Meter
 from profiler.source import Inputs
 from profiler.stage import Stage
@@ -27,10 +27,22 @@ class Execution:
 
     path: str
     """Module path of the block."""
-    input_bytes: int
-    """Bytes of the storages passed in."""
-    input_waste: int
-    """What rounding adds to them."""
+    inputs: tuple[LiveStorage, ...]
+    """The storages passed in."""
+    kept_below_bytes: int = 0
+    """Of those, what earlier calls keep, whether their own blocks are recomputed or not."""
+    saved_first_bytes: int = 0
+    """Of those, what its first call is the first to save."""
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the storages passed in."""
+        return sum(storage.bytes for storage in self.inputs)
+
+    @property
+    def input_waste(self) -> int:
+        """What rounding adds to them."""
+        return sum(storage.waste for storage in self.inputs)
 
 
 @dataclass(slots=True)
@@ -86,7 +98,7 @@ class _Watch:
             if is_block and not ledger.in_backward:
                 inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 meter.block = len(self.executions)
-                self.executions.append(Execution(path, *ledger.bytes_of(inputs)))
+                self.executions.append(Execution(path, ledger.storages_of(inputs)))
             if operator is not None:
                 meter.enter(operator)
             try:
@@ -149,6 +161,7 @@ def run_pass(
                 output = module(*inputs[0], **inputs[1])
                 loss, summed = find_loss(output)
             meter.turn(loss)
+            _find_saved_inputs(watch.executions, ledger.calls)
             loss.backward()  # type: ignore[no-untyped-call]
     except OsdpError:
         raise
@@ -170,6 +183,21 @@ def run_pass(
         settled=settled,
         summed_outputs=summed,
     )
+
+
+def _find_saved_inputs(executions: Sequence[Execution], calls: Sequence[CallRecord]) -> None:
+    """Note which inputs of blocks are kept for backward beside being inputs, as the forward has ended."""
+    first = {call.block: index for index, call in reversed(list(enumerate(calls)))}
+    for number, execution in enumerate(executions):
+        for storage in execution.inputs:
+            if storage.saver is None or storage() is None or number not in first:
+                continue
+            if storage.saver == first[number]:
+                execution.saved_first_bytes += storage.bytes
+            elif storage.saver < first[number]:
+                block = calls[storage.saver].block
+                if block is None or any(storage is one for one in executions[block].inputs):
+                    execution.kept_below_bytes += storage.bytes
 
 
 def _locate(error: Exception, meter: Meter, groups: Sequence[Group]) -> TraceFailure:

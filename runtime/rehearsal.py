@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,16 +38,11 @@ from profiler.errors import OsdpError
 from runtime.accumulation import Accumulation
 from runtime.memory_tracker import HOST, LiveBytes, Peak
 from runtime.meshes import Meshes
+from runtime.optimizers import OPTIMIZERS
+from runtime.ring import short_rings
 from runtime.schedule import Schedule
 from runtime.sharded import ShardedModel, apply_schedule
 from runtime.torch_compat import few_chunks, forget_meshes, rehearse_buckets, rehearsing_data_parallel
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adam": partial(torch.optim.Adam, foreach=True),
-    "adamw": partial(torch.optim.AdamW, foreach=True),
-    "sgd": partial(torch.optim.SGD, lr=1e-3, foreach=True),
-}
-"""What a plan's optimizer is in PyTorch, in the form that it takes by default on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Script:
     find_loss: Callable[[Any], Tensor]
     """Output of the forward -> scalar to start backward from."""
     optimizer: str
-    """Key of `OPTIMIZERS`."""
+    """Key of `runtime.optimizers.OPTIMIZERS`."""
     micro_batch: int
     """Samples in one forward."""
 
@@ -89,7 +83,7 @@ def rehearse(script: Script, schedule: Schedule, rank: int = 0) -> Rehearsal:
         warnings.simplefilter("ignore")
         _make_meshes(schedule)
         live = _Labelled()
-        with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks():
+        with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings():
             live.category = "activations"
             model = script.build()
             with rehearsing_data_parallel():
@@ -97,7 +91,9 @@ def rehearse(script: Script, schedule: Schedule, rank: int = 0) -> Rehearsal:
             if sharded.runner is not None:
                 rehearse_buckets(sharded.runner)
             live.watch(sharded)
-            optimizers = [OPTIMIZERS[script.optimizer](parameters) for parameters in live.by_home() if parameters]
+            # On a GPU optimizers step through all tensors together unless told not to, and so they do here.
+            make = OPTIMIZERS[script.optimizer]
+            optimizers = [make(parameters, foreach=True) for parameters in live.by_home() if parameters]
             run = Accumulation(sharded, schedule.accumulation).run
             for _ in range(2):
                 gc.collect()

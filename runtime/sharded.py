@@ -29,6 +29,7 @@ from runtime.owner import OwnedUnit
 from runtime.pieces import Piece, piece_of
 from runtime.recompute import recompute
 from runtime.registry import Place, Registration, registered_buffers, registered_parameters
+from runtime.ring import RingReduceScatter
 from runtime.schedule import Schedule, ScheduledUnit
 from runtime.split import split_linear
 from runtime.torch_compat import data_parallel, reset_iteration, share_secondary_mesh
@@ -238,10 +239,15 @@ class _Application:
                             offload_policy=offload, ignored_params=self._ignored())  # fmt: skip
         except (ValueError, AssertionError, RuntimeError) as error:
             raise OsdpError(f"{unit.name} cannot be wrapped as scheduled", got=str(error).splitlines()[0]) from error
+        first = modules[0]
+        assert isinstance(first, FSDPModule)
+        rings = [c.algorithm == "ring" for c in unit.collectives if c.kind == "reduce_scatter"]
         if strategy.kind.two_phase:
-            first = modules[0]
-            assert isinstance(first, FSDPModule)
-            communicate_in_two_phases(first, self.meshes, self.schedule.nodes, self.schedule.ranks_per_node)
+            inside, across = rings or (False, False)  # Nothing is reduced where nothing is trained.
+            schedule = self.schedule
+            communicate_in_two_phases(first, self.meshes, schedule.nodes, schedule.ranks_per_node, (inside, across))
+        elif any(rings):
+            first.set_custom_reduce_scatter(RingReduceScatter())
 
 
 def inside_out(units: Sequence[ScheduledUnit]) -> Iterator[ScheduledUnit]:

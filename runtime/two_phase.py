@@ -8,7 +8,8 @@ With n nodes of g ranks, rank (node, l) and a shard of s elements per rank,
     reduce-scatter    permuted to (l, node), then the same phases the other way round
 
 so that each rank receives (n - 1) s elements over the network, where a ring over all ranks sends
-every shard over every node's link.  They plug into `fully_shard` as custom communication.
+every shard over every node's link.  They plug into `fully_shard` as custom communication.  Either phase
+of a reduce-scatter is the backend's, or a ring (`runtime.ring`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from runtime.meshes import Meshes
+from runtime.ring import ring_reduce_scatter
 from runtime.torch_compat import AllGather, ReduceScatter, all_gather, reduce_scatter
+
+Rings = tuple[bool, bool]
+"""Whether the phase inside nodes, and the one across them, of a reduce-scatter is a ring."""
 
 
 class _Phases:
@@ -55,6 +60,10 @@ class TwoPhaseAllGather(_Phases, AllGather):
 class TwoPhaseReduceScatter(_Phases, ReduceScatter):
     """Reduce-scatter inside nodes, then across."""
 
+    def __init__(self, meshes: Meshes, nodes: int, ranks_per_node: int, rings: Rings = (False, False)) -> None:
+        super().__init__(meshes, nodes, ranks_per_node)
+        self.inside_nodes, self.across_nodes = (ring_reduce_scatter if ring else reduce_scatter for ring in rings)
+
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
                  op: dist.ReduceOp | dist.ReduceOp.RedOpType, async_op: bool = False) -> None:  # fmt: skip
         """Reduce `input_tensor` (nodes * ranks_per_node * s,) and leave this rank's part in `output_tensor` (s,).
@@ -65,11 +74,13 @@ class TwoPhaseReduceScatter(_Phases, ReduceScatter):
         by_node = input_tensor.view(self.nodes, self.ranks_per_node, size)
         by_rank = by_node.transpose(0, 1).contiguous().view(-1)
         of_node = output_tensor.new_empty(self.nodes * size)
-        reduce_scatter(of_node, by_rank, op, self.inside)
-        reduce_scatter(output_tensor, of_node, op, self.across)
+        # A ring overwrites its input, but nobody reads these again.
+        self.inside_nodes(of_node, by_rank, op, self.inside)
+        self.across_nodes(output_tensor, of_node, op, self.across)
 
 
-def communicate_in_two_phases(module: FSDPModule, meshes: Meshes, nodes: int, ranks_per_node: int) -> None:
+def communicate_in_two_phases(module: FSDPModule, meshes: Meshes, nodes: int, ranks_per_node: int,
+                              rings: Rings = (False, False)) -> None:  # fmt: skip
     """Let a unit that is sharded over all ranks communicate in two phases."""
     module.set_custom_all_gather(TwoPhaseAllGather(meshes, nodes, ranks_per_node))
-    module.set_custom_reduce_scatter(TwoPhaseReduceScatter(meshes, nodes, ranks_per_node))
+    module.set_custom_reduce_scatter(TwoPhaseReduceScatter(meshes, nodes, ranks_per_node, rings))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, mode
 from planner.strategy import known_strategies
 from profiler.cluster import Cluster
 from profiler.graph import ModelGraph
+from profiler.measured import RingRule
 from profiler.source import ModelSource
 from profiler.trace import trace_model
 
@@ -85,6 +86,8 @@ class Case:
     ranks_per_node: int = 2
     keywords: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of OSDP."""
+    ring: tuple[RingRule, ...] = ()
+    """Where reduce-scatters go round a ring."""
 
     @property
     def world_size(self) -> int:
@@ -98,7 +101,9 @@ class Case:
         return Plan(
             schema=Plan.SCHEMA,
             model=model_ref(graph),
-            cluster=ClusterRef(cluster.name, cluster_fingerprint(cluster), cluster.nodes, cluster.gpus_per_node),
+            cluster=ClusterRef(
+                cluster.name, cluster_fingerprint(cluster), cluster.nodes, cluster.gpus_per_node, self.ring
+            ),
             optimizer="adam",
             limit_bytes=1 << 40,
             micro_batch=BATCH,
@@ -176,11 +181,11 @@ def train_all(rank: int, cases: Sequence[Case]) -> list[Trained | None]:
     return [train(rank, case) for case in cases]
 
 
-def train(rank: int, case: Case, steps: int = STEPS, wrap: Callable[..., Any] | None = None) -> Trained | None:
+def train(rank: int, case: Case, steps: int = STEPS) -> Trained | None:
     """Train on a rank; the result is on rank 0."""
     from osdp import OSDP
 
-    model = (wrap or OSDP)(initial(case.family), case.plan(), example_inputs=None, **case.keywords)
+    model = OSDP(initial(case.family), case.plan(), example_inputs=None, **case.keywords)
     optimizer, losses, norms = optimizer_of(model.parameters()), [], []
     for step in batches(case.family, case.world_size, case.accumulation, steps):
         for micro_batch in step:

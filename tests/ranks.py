@@ -102,7 +102,6 @@ def run_ranks(
         RankError: at the first failure, with that rank's traceback.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    local = ranks_per_node or world_size
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     processes: list[ForkServerProcess] = []
@@ -111,13 +110,7 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 here, there = context.Pipe()
-                environment = {
-                    "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % local),
-                    "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local),
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-                    "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-                    "OMP_NUM_THREADS": "1",
-                }  # fmt: skip
+                environment = _environment(rank, world_size, ranks_per_node or world_size, store.port)
                 task = Task(function, args, rank, world_size, environment, joins,
                             collective_timeout_s or 0.8 * timeout_s, Path(folder, str(rank)))  # fmt: skip
                 process = context.Process(target=_rank_main, args=(there, pickle.dumps(task)))
@@ -134,6 +127,16 @@ def run_ranks(
                 process.join()
                 pipe.close()
     return [outcomes[rank].value if rank in outcomes else None for rank in range(world_size)]
+
+
+def _environment(rank: int, world_size: int, ranks_per_node: int, port: int) -> dict[str, str]:
+    """Return what torchrun would set for a rank whose store listens on a port of this machine."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node), "GROUP_RANK": str(rank // ranks_per_node),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
 
 
 def _collect(processes: list[ForkServerProcess], pipes: list[Connection], awaited: list[int],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from profiler.cluster import Cluster, Device, Figure, Link
+from profiler.cluster import Cluster, Device, Link
+from profiler.figure import Figure
 from profiler.graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
 
 MB = 1 << 20
@@ -63,7 +64,10 @@ def transformer(layers: int, hidden: int, *, vocabulary: int = 4096, tied: bool 
             )
             operators.append(operator(f"blocks.{layer}.{name}", shape, layer))
         input_bytes = Affine(0, unit_mb * MB)
-        blocks.append(Block(f"blocks.{layer}", "Block", first, len(calls), input_bytes, layer if distinct else 0))
+        blocks.append(
+            Block(f"blocks.{layer}", "Block", first, len(calls), input_bytes, layer if distinct else 0,
+                  saved_first_bytes=input_bytes)
+        )  # fmt: skip
     logits_mb = 4 * tokens * vocabulary / MB
     calls.append(call(len(operators), None, gflops=0.001, saved_mb=unit_mb, output_mb=unit_mb))
     operators.append(operator("norm", (hidden,)))

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from osdp.cli.exits import guarded
-from osdp.cli.plan_command import CLUSTER_HELP, plan
+from osdp.cli.options import CLUSTER_HELP, AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
+from osdp.cli.plan_command import plan
+from osdp.cli.profile_command import profile
 from osdp.cli.terminal import make_console, progress_bar
 from osdp.cli.train_command import train
 from osdp.cli.verify_command import verify
@@ -46,16 +48,6 @@ def options(
 
 
 app.command()(plan)
-
-
-PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `osdp plan -o` wrote.")]
-ModelOfPlan = Annotated[
-    str | None, typer.Option("--model", help="The model, where it no longer has the name that the plan knows it by.")
-]
-ClusterOfPlan = Annotated[
-    str | None,
-    typer.Option("--cluster", help="The cluster, where it no longer has the name that the plan knows it by."),
-]
 
 
 def _reopened(path: Path, model: str | None, cluster: str | None) -> OpenPlan:
@@ -109,9 +101,9 @@ def _what_if(view: OpenPlan) -> tuple[WhatIf | None, str]:
 @app.command()
 @guarded
 def diff(
-    before: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `osdp plan -o` wrote.")],
+    before: PlanPath,
     after: Annotated[Path, typer.Argument(metavar="OTHER", help="The plan to compare it with.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say how two plans differ in choices, memory and time, from their files alone."""
     from osdp.cli.diff_report import diff_json, print_diff
@@ -140,6 +132,7 @@ def schedule(
 
 
 app.command()(verify)
+app.command()(profile)
 app.command()(train)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from osdp.cli.figures import format_count, format_seconds, name_phase
+from osdp.cli.plan_report import WAITING
 from osdp.cli.rows import short_names
 from osdp.cli.terminal import make_table, print_section
 from osdp.cli.whatif_report import print_what_if
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WAITING = "waiting_s"
 COLUMNS = {"recompute_s": "recompute", "exposed_communication_s": "exposed", WAITING: "waiting",
            "optimizer_s": "optimizer"}  # fmt: skip
 """Terms that a choice can change, and their columns; computing takes the same under every strategy."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from profiler.cluster import Cluster, Figure, Link
+from profiler.cluster import Cluster, Link
+from profiler.figure import Figure
+from profiler.measured import Measured
 from profiler.units import format_bytes
 
 KINDS = ("measured", "datasheet", "paper", "derived", "assumed")
@@ -30,6 +32,21 @@ def figures_of(cluster: Cluster) -> Iterator[tuple[str, str, str]]:
         yield "link to the host", format_rate(link.value, "B/s"), link.source
         yield "host memory rate", format_rate(memory.value, "B/s"), memory.source
     yield "overlap", "yes" if cluster.overlaps else "no", cluster.overlap_source
+    if cluster.measured is not None:
+        yield from _measured_figures(cluster.measured)
+
+
+def _measured_figures(measured: Measured) -> Iterator[tuple[str, str, str]]:
+    how = f"measured: {measured.date}, {measured.versions}, medians of {measured.repetitions}"
+    if measured.collectives:
+        worst = max(one.residual for one in measured.collectives)
+        yield "times of collectives", f"{len(measured.collectives)} fits", f"{how}; within {worst:.0%}"
+    if measured.calls:
+        yield "times of operators", f"{len(measured.calls)} kinds", how
+    yield "overhead of a unit", format_seconds(measured.unit_overhead_s), how
+    yield "slower under communication", f"{measured.overlapped_slowdown:.2f} x", how
+    for one in measured.optimizers:
+        yield f"{one.name}, 100 tensors, 1 GB", format_seconds(one.step_s(100, 1e9)), one.s_per_byte.source
 
 
 def _link_figures(where: str, link: Link) -> Iterator[tuple[str, str, str]]:
@@ -66,7 +83,10 @@ def rates(cluster: Cluster, precision: str) -> str:
         inter = cluster.inter.bytes_per_s
         parts.append(told(f"between nodes {format_rate(inter.value, 'B/s')}", inter))
     overlap = "communication overlaps" if cluster.overlaps else "communication does not overlap"
-    return ", ".join([*parts, f"{overlap} ({source_kind(cluster.overlap_source)})"])
+    parts.append(f"{overlap} ({source_kind(cluster.overlap_source)})")
+    if (found := cluster.measured) is not None:
+        parts.append(f"{len(found.collectives)} collectives and {len(found.calls)} kinds of operators timed (measured)")
+    return ", ".join(parts)
 
 
 def format_rate(per_s: float, unit: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from osdp.cli import STARTED_S
+from osdp.cli import STARTED_S, options
 from osdp.cli.exits import guarded
 from osdp.cli.terminal import make_console, note, progress_bar
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from profiler.cluster import Cluster
     from profiler.source import ModelSource
 
-MODEL_HELP = "A name from `osdp models`, path/to/model.yaml, package.module:factory or hf:path/to/config.json."
-CLUSTER_HELP = "A name from `osdp clusters` or path/to/cluster.yaml."
 _NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
 """Options that change nothing of the plan."""
 
@@ -28,81 +27,38 @@ _NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
 @guarded
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help=MODEL_HELP)],
-    cluster: Annotated[
-        str | None,
-        typer.Option(help=f"{CLUSTER_HELP} Default: the GPUs that are visible, or else titan-rtx-8."),
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes, instead of the cluster's own number.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node, likewise.")] = None,
-    mem: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory limit per device; 8GB means 8 GiB, that is 8192 MiB. Several (6GB,8GB) or a range "
-            "start:stop:step (6GB:24GB:2GB) give the frontier. Default: all of it."
-        ),
-    ] = None,
-    headroom: Annotated[
-        str | None, typer.Option(help="What is left free under the limit: 512MB, or 5% of it. Default: nothing.")
-    ] = None,
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN=CHOICE",
-            help="Decide a part yourself: 'blocks.*.mlp=shard', 'blocks.0=recompute' (or keep). Repeatable.",
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batch: samples of a rank in one forward. Default: searched.")
-    ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples of all ranks in one step. Default: one micro-batch of each rank."),
-    ] = None,
-    imbalance: Annotated[
-        str | None,
-        typer.Option(
-            help="How unlike micro-batches are: the coefficient of variation of their compute time (0.5), or a "
-            "file with the length of a sample in each line. Default: all alike."
-        ),
-    ] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sample. Default: the model's.")] = None,
-    precision: Annotated[str, typer.Option(help="Compute in fp32 or bf16.")] = "fp32",
-    optimizer: Annotated[str, typer.Option(help="adam, adamw or sgd.")] = "adam",
-    what_if: Annotated[
-        bool, typer.Option("--what-if", help="Also say what binds, and what more memory or faster parts would buy.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the plan to this YAML file, for OSDP() to run; of a frontier, "
-                     "the plans into this folder."),
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw a frontier into this file (needs matplotlib).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")] = False,
-) -> None:  # fmt: skip
+    model: options.Model,
+    cluster: options.ClusterName = None,
+    nodes: options.Nodes = None,
+    gpus_per_node: options.GpusPerNode = None,
+    mem: options.Mem = None,
+    headroom: options.Headroom = None,
+    pin: options.Pins = None,
+    batch: options.Batch = None,
+    global_batch: options.GlobalBatch = None,
+    imbalance: options.Imbalance = None,
+    seq: options.SequenceLength = None,
+    precision: options.Precision = "fp32",
+    optimizer: options.OptimizerName = "adam",
+    what_if: options.AskWhatIf = False,
+    output: options.Output = None,
+    plot: options.Plot = None,
+    as_json: options.AsJson = False,
+) -> None:
     """Find the fastest plan within a memory limit."""
-    from osdp.headroom import NO_HEADROOM, parse_headroom
-    from osdp.imbalance import read_imbalance
     from osdp.limits import parse_limits
-    from osdp.planning import Request
     from osdp.zoo import load_model
-    from planner.imbalance import BALANCED
-    from planner.pins import parse_pin
 
     limits = None if mem is None else parse_limits(mem)
     several = limits is not None and limits.several
     to = Outputs(output, plot, as_json, what_if)
     _check_outputs(to, several)
-    free = NO_HEADROOM if headroom is None else parse_headroom(headroom)
-    pins = tuple(parse_pin(text) for text in pin or ())
-    uneven = read_imbalance(imbalance) if imbalance is not None else BALANCED
+    with progress_bar():
+        target, why = _cluster(cluster, nodes, gpus_per_node)
+    limits_bytes = [_limit(target, wanted_bytes) for wanted_bytes in (limits.limits_bytes if limits else (None,))]
+    request = _request(limits_bytes[0], precision, optimizer, batch, global_batch, headroom, pin, imbalance)
     with progress_bar():
         source = load_model(model, sequence_length=seq)
-        target, why = _cluster(cluster, nodes, gpus_per_node)
-    wanted_bytes = limits.limits_bytes if limits else (None,)
-    limits_bytes = [_limit(target, wanted) for wanted in wanted_bytes]
-    request = Request(limits_bytes[0], precision, optimizer, batch, global_batch, headroom=free, pins=pins,
-                      imbalance=uneven, imbalance_as_given=imbalance or "")
     question = Question(source, target, request, why, _how(context, why))
     if several:
         from osdp.cli.frontier_command import answer_several
@@ -110,6 +66,24 @@ def plan(
         answer_several(question, limits_bytes, to)
     else:
         _answer_one(question, to)
+
+
+def _request(limit_bytes: int, precision: str, optimizer: str, batch: int | None, global_batch: int | None,
+             headroom: str | None, pins: Sequence[str] | None, imbalance: str | None) -> Request:  # fmt: skip
+    """Return what is asked, read from the texts of the options; raises OsdpError for what they cannot mean."""
+    from osdp.headroom import NO_HEADROOM, parse_headroom
+    from osdp.imbalance import read_imbalance
+    from osdp.planning import Request
+    from planner.imbalance import BALANCED
+    from planner.pins import parse_pin
+
+    return Request(
+        limit_bytes, precision, optimizer, batch, global_batch,
+        headroom=NO_HEADROOM if headroom is None else parse_headroom(headroom),
+        pins=tuple(parse_pin(text) for text in pins or ()),
+        imbalance=BALANCED if imbalance is None else read_imbalance(imbalance),
+        imbalance_as_given=imbalance or "",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

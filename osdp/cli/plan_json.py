@@ -10,7 +10,6 @@ from typing import Any
 from osdp.planning import Planned
 from osdp.questions import FrontierRow
 from planner.compare import HIDDEN
-from planner.plan import unrunnable
 from planner.whatif import WhatIf
 
 SCHEMA = "osdp.plan_report/1"
@@ -63,7 +62,7 @@ def plan_object(planned: Planned, total_s: float) -> dict[str, Any]:
         "seconds": {"trace": planned.trace_s, "search": planned.found.search_s, "total": total_s},
         "headroom_bytes": plan.headroom_bytes,
         "pins": plan.asked.pins,
-        "not_run_yet": [str(strategy) for strategy in unrunnable(plan, planned.graph, planned.cluster)],
+        "not_run_yet": list(planned.not_run_yet),
     }
 
 

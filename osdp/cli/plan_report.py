@@ -13,7 +13,7 @@ from planner.baselines import Baseline
 from planner.choices import DIVERSE_STRATEGIES, LIGHT, MIXED_STRATEGIES, SPLIT_STRATEGIES
 from planner.compare import HIDDEN
 from planner.imbalance import Waits
-from planner.plan import Prediction, unrunnable
+from planner.plan import Prediction
 from planner.whatif import WhatIf
 from profiler.units import MIB, format_bytes
 
@@ -33,6 +33,7 @@ TERMS = {
 """Terms that sum to the step time, as printed."""
 HEADLINE = "Plan: every time and memory figure below is predicted, none was measured in a run"
 BASELINES_HEADLINE = "Against one strategy for everything, each at its best micro-batch"
+REFUSED = "OSDP() and osdp train do not run yet: they refuse it"
 PINNED = ", pinned"
 """Marks what the user decided."""
 
@@ -210,9 +211,9 @@ def _footer(planned: Planned, around: Circumstances) -> str:
         "micro-batches. Plans outside it may be faster.",
         f"Took {planned.trace_s:.2f} s to trace, {found.search_s:.2f} s to search, {around.total_s:.2f} s since start.",
     ]
-    if planned_only := unrunnable(plan, planned.graph, planned.cluster):
-        names = ", ".join(map(str, planned_only))
-        lines.append(f"Note: the plan takes {names}, which OSDP() and osdp train do not run yet: they refuse it.")
+    if planned.not_run_yet:
+        names = ", ".join(planned.not_run_yet)
+        lines.append(f"Note: the plan takes {names}, which {REFUSED}.")
     lines += [f"Note: {note}" for note in planned.graph.notes]
     if around.written_to:
         lines.append(f"Written to {around.written_to}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from osdp.cli.exits import BAD_INPUT, FAULT, TRACEBACK, guarded
+from osdp.cli.exits import guarded
+from osdp.cli.rank_process import end_of_rank, launched
 from osdp.cli.terminal import note
 
 if TYPE_CHECKING:
@@ -75,14 +75,15 @@ def train(
 
     given = {name: value for name, value in context.params.items() if name not in _LAUNCH_ONLY}
     if is_rank():
-        _run_as_rank(config, given)
+        with end_of_rank():
+            _run_as_rank(config, given)
     else:
         _launch(load_config(config, given), Nodes(nnodes, node_rank, rdzv_endpoint))
 
 
 def _launch(config: TrainConfig, nodes: Nodes) -> None:
     """Check what can be checked, then start the ranks and wait for them."""
-    from osdp.training.launch import RankError, launch
+    from osdp.training.launch import launch
     from osdp.training.prepare import check_ranks, prepare, ranks_to_start
     from runtime.checkpoint import latest
 
@@ -90,10 +91,8 @@ def _launch(config: TrainConfig, nodes: Nodes) -> None:
     if job.plan is not None:
         check_ranks(job.plan, nodes.count, ranks)
     try:
-        launch(sys.argv[1:], ranks, nodes, job.device, config.timeout_s)
-    except RankError as error:
-        print(f"osdp: error: {error}", file=sys.stderr)
-        raise SystemExit(FAULT) from None
+        with launched():
+            launch(sys.argv[1:], ranks, nodes, job.device, config.timeout_s)
     except KeyboardInterrupt:
         newest = latest(Path(config.checkpoint)) if config.checkpoint else None
         if newest is not None:
@@ -102,41 +101,16 @@ def _launch(config: TrainConfig, nodes: Nodes) -> None:
 
 
 def _run_as_rank(spec: str | None, given: dict[str, Any]) -> None:
-    """Be one of the ranks; an error goes to the process that started them, or to stderr."""
+    """Be one of the ranks."""
     from osdp.cli.train_report import TrainReport
+    from osdp.training.board import Board
     from osdp.training.config import load_config
-    from osdp.training.group import end_at_once_on_signals
-    from osdp.training.launch import LAUNCHED, leave_error
-    from profiler.errors import OsdpError
+    from osdp.training.events import Several
+    from osdp.training.prepare import prepare
+    from osdp.training.worker import run_rank
 
-    end_at_once_on_signals()
-    try:
-        from osdp.training.board import Board
-        from osdp.training.events import Several
-        from osdp.training.prepare import prepare
-        from osdp.training.worker import run_rank
-
-        config = load_config(spec, given)
-        report: Reporter = TrainReport()
-        if config.tensorboard is not None:
-            report = Several(report, Board(Path(config.tensorboard)))
-        run_rank(prepare(config), report)
-    except BrokenPipeError:
-        raise  # Nobody reads our output: `guarded` ends quietly.
-    except Exception as error:
-        is_fault = is_fault_of_machine(error)
-        leave_error(error, is_fault)
-        if LAUNCHED in os.environ and not os.environ.get(TRACEBACK):
-            raise SystemExit(FAULT if is_fault else BAD_INPUT) from None
-        if isinstance(error, OsdpError) and is_fault:
-            print(f"osdp: error: {error}", file=sys.stderr)
-            raise SystemExit(FAULT) from None
-        raise
-
-
-def is_fault_of_machine(error: Exception) -> bool:
-    """Whether an error is no fault of what the user asked for: a lost peer, or a mistake of ours."""
-    from profiler.errors import OsdpError
-    from runtime.faults import PeerLost
-
-    return isinstance(error, PeerLost) or not isinstance(error, OsdpError)
+    config = load_config(spec, given)
+    report: Reporter = TrainReport()
+    if config.tensorboard is not None:
+        report = Several(report, Board(Path(config.tensorboard)))
+    run_rank(prepare(config), report)

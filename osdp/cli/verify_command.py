@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from osdp.cli.exits import FAULT, guarded
+from osdp.cli.options import AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
 from osdp.cli.terminal import make_console, progress_bar
 
 
 @guarded
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `osdp plan -o` wrote.")],
-    model: Annotated[
-        str | None,
-        typer.Option("--model", help="The model, where it no longer has the name that the plan knows it by."),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option("--cluster", help="The cluster, where it no longer has the name that the plan knows it by."),
-    ] = None,
+    path: PlanPath,
+    model: ModelOfPlan = None,
+    cluster: ClusterOfPlan = None,
     device: Annotated[
         Literal["auto", "fake", "cuda"],
         typer.Option(
@@ -30,7 +24,7 @@ def verify(
             "ranks. auto: cuda where that can be."
         ),
     ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare a plan's predicted memory with what the runtime holds when it trains; exit with 1 if it does not hold."""
     from osdp.cli.verify_report import print_verified, verified_json

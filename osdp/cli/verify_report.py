@@ -32,6 +32,8 @@ def verified_json(found: Verified, plan: Plan) -> str:
             "predicted_peak_bytes": found.predicted_peak_bytes,
             "tracked_peak_bytes": found.tracked_peak_bytes,
             "error": found.error,
+            "reserved_bytes": found.reserved_bytes,
+            "allocatable_bytes": found.allocatable_bytes,
             "holds": found.holds,
             "seconds": found.seconds,
         },
@@ -78,5 +80,10 @@ def _difference(size_bytes: int) -> str:
 
 def _verdict(found: Verified) -> str:
     bounds = f"between {-MOST_TOO_LOW:.0%} and +{MOST_TOO_HIGH:.0%}"
-    word = "holds" if found.holds else "does not hold"
-    return f"The prediction {word}: off by {found.error:+.3%}, where {bounds} is asked for."
+    word = "holds" if found.is_close else "does not hold"
+    text = f"The prediction {word}: off by {found.error:+.3%}, where {bounds} is asked for."
+    if found.reserved_bytes is None:
+        return text
+    room = f"of the {format_bytes(found.allocatable_bytes)} that the limit leaves it"
+    word = "within" if found.fits else "beyond"
+    return f"{text}\nThe allocator is {word} the limit: it reserved {format_bytes(found.reserved_bytes)} {room}."

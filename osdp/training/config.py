@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from osdp.resources import resource_dir
+from planner.unit_memory import OPTIMIZERS
 from profiler.errors import OsdpError
 from profiler.files import Problem, read_yaml
 from profiler.units import parse_bytes
@@ -19,7 +20,7 @@ DEFAULT = "gpt2"
 
 CHOICES = {
     "task": ("addition", "bytes"),
-    "optimizer": ("adam", "adamw", "sgd"),
+    "optimizer": tuple(OPTIMIZERS),
     "schedule": ("constant", "cosine"),
     "precision": ("fp32", "bf16"),
     "fsdp_type": ("OSDP", "FSDP", "DDP"),

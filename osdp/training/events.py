@@ -20,8 +20,6 @@ class Start:
     """Seconds that planning took; 0 where the plan was read from a file."""
     fits: bool
     """Whether the prediction is within the limit."""
-    is_recomputed: bool
-    """Whether blocks run their forward again in backward."""
     device: str
     """Where the ranks compute."""
     task: str

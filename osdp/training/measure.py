@@ -46,7 +46,7 @@ class Measurements:
         started = time.perf_counter()
         if self.count == self._tracked:
             with LiveBytes() as live:
-                live.hold(_held(module, optimizer))
+                live.hold(held_tensors(module, optimizer))
                 yield
             self._live_bytes = live.peak_bytes
         else:
@@ -82,7 +82,7 @@ class Measurements:
         return Memory(allocated, reserved, how)
 
 
-def _held(module: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
+def held_tensors(module: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
     """Yield the tensors that live between steps; gradients lie in DistributedDataParallel's buckets, which stay."""
     for parameter in module.parameters():
         yield parameter

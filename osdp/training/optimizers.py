@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from osdp.training.config import TrainConfig
+from runtime.optimizers import OPTIMIZERS
 
 COSINE_FLOOR = 0.1
 """Fraction of the learning rate at which the cosine ends."""
@@ -25,11 +25,7 @@ COSINE_FLOOR = 0.1
 
 def make_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Return the optimizer that the configuration names."""
-    kinds: dict[str, type[Optimizer]] = {
-        "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD,
-    }  # fmt: skip
-    settings = {"lr": config.lr, "weight_decay": config.weight_decay}
-    return kinds[config.optimizer](parameters, **settings)  # type: ignore[arg-type]
+    return OPTIMIZERS[config.optimizer](parameters, lr=config.lr, weight_decay=config.weight_decay)
 
 
 def learning_rate(config: TrainConfig, done: int) -> float:

@@ -58,7 +58,6 @@ def _start(job: Job, chosen: Chosen, trainer: Trainer) -> Start:
         fsdp_type=job.config.fsdp_type,
         planned_s=chosen.seconds,
         fits=chosen.fits,
-        is_recomputed=bool(chosen.plan.recomputed_blocks),
         device=f"{job.device} ({'NCCL' if job.device == 'cuda' else 'gloo'})",
         task=job.task.name,
         steps=job.config.steps,

@@ -7,15 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli, Outcome
 
 import osdp.planning
-from osdp.cli import main
 from osdp.planning import memory_limit, read_plan, write_plan
 from osdp.zoo import load_cluster, load_model
 from profiler.files import write_yaml
@@ -25,46 +25,6 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "4")
 MAX_RSS_BYTES = 0.6e9
 """What `osdp plan` for GPT-2 1.5B may take, from process start to printed plan."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one command did."""
-
-    status: int
-    out: str
-    err: str
-
-
-@dataclass(frozen=True)
-class Cli:
-    """Runs commands in this process."""
-
-    capsys: pytest.CaptureFixture[str]
-    monkeypatch: pytest.MonkeyPatch
-
-    def __call__(self, *arguments: str | Path) -> Outcome:
-        self.monkeypatch.setattr(sys, "argv", ["osdp", *map(str, arguments)])
-        self.capsys.readouterr()
-        status = main()
-        out, err = self.capsys.readouterr()
-        return Outcome(status, out, err)
-
-    def refused(self, *arguments: str | Path) -> str:
-        """Run a command that must end with 2 and a message, and return the message."""
-        outcome = self(*arguments)
-        assert (outcome.status, outcome.out) == (2, "")
-        assert outcome.err.startswith("osdp: error: ")
-        assert "Traceback" not in outcome.err
-        return outcome.err
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("OSDP_TRACEBACK", raising=False)
-    monkeypatch.setenv("COLUMNS", "100")
-    return Cli(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")

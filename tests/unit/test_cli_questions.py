@@ -2,58 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_line import Cli
 
-from osdp.cli import main
 from osdp.planning import read_plan
 from profiler.units import GIB, MIB
 
 TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "2")
-Outcome = tuple[int, str, str]
-
-
-class Cli:
-    """Runs commands in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.capsys, self.monkeypatch = capsys, monkeypatch
-
-    def __call__(self, *arguments: str | Path) -> Outcome:
-        self.monkeypatch.setattr(sys, "argv", ["osdp", *map(str, arguments)])
-        self.capsys.readouterr()
-        status = main()
-        out, err = self.capsys.readouterr()
-        assert "Traceback" not in out + err
-        return status, out, err
-
-    def done(self, *arguments: str | Path) -> str:
-        status, out, err = self(*arguments)
-        assert (status, err) == (0, "")
-        return out
-
-    def json(self, *arguments: str | Path) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(self.done(*arguments, "--json"))
-        return told
-
-    def refused(self, *arguments: str | Path) -> str:
-        status, out, err = self(*arguments)
-        assert (status, out) == (2, "")
-        assert err.startswith("osdp: error: ")
-        return err
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("OSDP_TRACEBACK", raising=False)
-    monkeypatch.setenv("COLUMNS", "100")
-    return Cli(capsys, monkeypatch)
 
 
 # --- the frontier ------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from osdp.resources import resource_file
 from osdp.zoo import cluster_names, load_cluster
-from profiler.cluster import Cluster, Figure
+from profiler.cluster import Cluster
 from profiler.cluster_file import read_cluster
 from profiler.errors import OsdpError
+from profiler.figure import Figure
 from profiler.files import write_yaml
 
 GIB = 1024**3

@@ -15,8 +15,9 @@ from osdp.planning import Request, read_plan, task_of, write_plan, written
 from planner.explain import alternatives, find_target, open_plan
 from planner.plan import Plan, runs_by_ddp
 from planner.search import search
-from profiler.cluster import Cluster, Figure
+from profiler.cluster import Cluster
 from profiler.errors import OsdpError
+from profiler.figure import Figure
 from profiler.files import write_yaml
 from profiler.graph import ModelGraph
 from profiler.units import GIB, MIB

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import Cli
 
-from osdp.cli import main
 from osdp.planning import read_plan
 from planner.imbalance import Waits, lognormal_slowest
 from profiler.errors import OsdpError
 
-Command = Callable[..., tuple[int, str, str]]
 TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "2", "--global-batch", "64")
 """Four micro-batches a step on eight ranks."""
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """Runs a command in an empty folder and returns (status, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["osdp", *arguments])
-        capsys.readouterr()
-        return main(), *capsys.readouterr()
-
-    return command
-
-
-def test_a_coefficient_is_printed_and_kept(run: Command) -> None:
-    status, out, _ = run(*TINY, "--imbalance", "0.5", "-o", "plan.yaml")
-    assert status == 0
+def test_a_coefficient_is_printed_and_kept(cli: Cli) -> None:
+    out = cli.done(*TINY, "--imbalance", "0.5", "-o", "plan.yaml")
     assert "coefficient of variation 0.5, given" in out
     plan = read_plan(Path("plan.yaml"))
     assert plan.asked.imbalance == "0.5"
@@ -44,45 +25,60 @@ def test_a_coefficient_is_printed_and_kept(run: Command) -> None:
     assert "waiting for the slowest" in out
     assert plan.predicted.time_by_term["waiting_s"] > 0
     # What is read back is priced the same.
-    status, out, _ = run("explain", "plan.yaml")
-    assert status == 0
-    assert "The file says" not in out
+    assert "The file says" not in cli.done("explain", "plan.yaml")
 
 
-def test_a_plan_cannot_gain_from_waiting(run: Command) -> None:
-    assert run(*TINY, "-o", "plan.yaml")[0] == 0
+def test_a_plan_cannot_gain_from_waiting(cli: Cli) -> None:
+    cli.done(*TINY, "-o", "plan.yaml")
     path = Path("plan.yaml")
     path.write_text(path.read_text().replace("per_step: 1.0", "per_step: 0.5"))
     with pytest.raises(OsdpError, match="per_step"):
         read_plan(path)
 
 
-def test_plans_from_before_there_was_any_are_read(run: Command) -> None:
-    assert run(*TINY, "-o", "plan.yaml")[0] == 0
+def test_plans_from_before_there_was_any_are_read(cli: Cli) -> None:
+    cli.done(*TINY, "-o", "plan.yaml")
     path = Path("plan.yaml")
     text, _, _ = path.read_text().partition("\nwaits:")
     path.write_text(text + "\n")
     assert read_plan(path).waits == Waits()
 
 
-def test_without_it_nothing_waits(run: Command) -> None:
-    status, out, _ = run(*TINY)
-    assert status == 0
+def test_without_it_nothing_waits(cli: Cli) -> None:
+    out = cli.done(*TINY)
     assert "waiting" not in out
     assert "imbalance" not in out
 
 
-def test_lengths_are_counted(run: Command) -> None:
+def test_lengths_are_counted(cli: Cli) -> None:
     Path("lengths.txt").write_text("64\n" * 999 + "8\n")
-    status, out, _ = run(*TINY, "--imbalance", "lengths.txt")
-    assert status == 0
-    assert "from 1,000 lengths in lengths.txt" in out
+    assert "from 1,000 lengths in lengths.txt" in cli.done(*TINY, "--imbalance", "lengths.txt")
 
 
-def test_terms_sum_to_the_step(run: Command) -> None:
-    status, out, _ = run(*TINY, "--imbalance", "0.5", "--pin", "*=shard", "--json")
-    assert status == 0
-    predicted = json.loads(out)["predicted"]
+def test_a_file_of_lengths_is_found_from_any_folder(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What more would buy is asked again with the lengths, wherever the plan is opened."""
+    lengths = "128\n" * 9 + "8\n"
+    Path("lengths.txt").write_text(lengths)
+    more = cli.json(*TINY, "--imbalance", "lengths.txt", "-o", "plan.yaml", "--what-if")["what_if"]["answers"][1]
+    plan, given = Path("plan.yaml").absolute(), Path("lengths.txt").absolute()
+    assert read_plan(plan).asked.imbalance == str(given)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    Path("lengths.txt").write_text("1\n")  # not the one that was meant
+    rows = [line for line in cli.done("explain", plan).splitlines() if line.startswith(more["change"])]
+    assert f"{more['ratio']:.3f} x" in rows[0]
+    given.unlink()
+    assert "What more would buy cannot be told: the imbalance is neither" in " ".join(cli.done("explain", plan).split())
+
+
+def test_a_number_stays_one_where_a_file_has_its_name(cli: Cli) -> None:
+    Path("0.5").write_text("128\n8\n")
+    cli.done(*TINY, "--imbalance", "0.5", "-o", "plan.yaml")
+    assert read_plan(Path("plan.yaml")).asked.imbalance == "0.5"
+
+
+def test_terms_sum_to_the_step(cli: Cli) -> None:
+    predicted = cli.json(*TINY, "--imbalance", "0.5", "--pin", "*=shard")["predicted"]
     terms = predicted["time_by_term"]
     assert sum(terms.values()) == pytest.approx(predicted["step_time_s"])
     # Sharded plans meet in every micro-batch.
@@ -91,21 +87,22 @@ def test_terms_sum_to_the_step(run: Command) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "uneven", "missing.txt"])
-def test_what_cannot_be_is_refused(run: Command, value: str) -> None:
-    status, out, err = run(*TINY, "--imbalance", value)
-    assert (status, out) == (2, "")
-    assert "imbalance" in err
-    assert "Traceback" not in err
+def test_what_cannot_be_is_refused(cli: Cli, value: str) -> None:
+    assert "imbalance" in cli.refused(*TINY, "--imbalance", value)
 
 
-def test_an_empty_file_is_refused(run: Command) -> None:
+def test_an_empty_file_is_refused(cli: Cli) -> None:
     Path("empty.txt").touch()
-    status, _, err = run(*TINY, "--imbalance", "empty.txt")
-    assert status == 2
-    assert "no lengths" in err
+    assert "no lengths" in cli.refused(*TINY, "--imbalance", "empty.txt")
 
 
-def test_a_plan_that_cannot_run_yet_says_so(run: Command) -> None:
-    status, out, _ = run(*TINY, "--pin", "*=odc:8")
-    assert status == 0
-    assert "Note: the plan takes odc:8, which OSDP() and osdp train do not run yet" in " ".join(out.split())
+def test_a_plan_that_cannot_run_yet_says_so(cli: Cli) -> None:
+    text = " ".join(cli.done(*TINY, "--pin", "*=odc:8").split())
+    assert "Note: the plan takes odc:8, which OSDP() and osdp train do not run yet" in text
+
+
+def test_so_does_a_frontier(cli: Cli) -> None:
+    text = " ".join(cli.done(*TINY, "--mem", "100MB,1GB", "--pin", "norm=odc:8").split())
+    assert text.count("which OSDP() and osdp train do not run yet") == 1
+    assert "Note: the plan for 1.00 GiB takes odc:8, which" in text
+    assert "do not run yet" not in cli.done(*TINY, "--mem", "470MB,1GB")

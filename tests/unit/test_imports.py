@@ -13,7 +13,9 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FOLDERS = ("profiler", "planner", "runtime", "osdp")
-PLAIN_DATA = frozenset(f"profiler.{name}" for name in ("graph", "cluster", "errors", "files", "units"))
+PLAIN_DATA = frozenset(
+    f"profiler.{name}" for name in ("graph", "cluster", "errors", "figure", "files", "measured", "units")
+)
 """The profiler's modules that need no torch: what passes between the stages, and its files."""
 PLANS = frozenset(f"planner.{name}" for name in ("plan", "strategy", "stage", "units"))
 """The planner's modules that say what a plan means."""

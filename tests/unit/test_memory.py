@@ -13,7 +13,7 @@ from planner.option import Option
 from planner.space import Choice, Space
 from planner.strategy import Strategy
 from planner.workload import Workload
-from profiler.cluster import Figure
+from profiler.figure import Figure
 from profiler.graph import ModelGraph
 
 # Two operators of 8 MB each in fp32 (2 M parameters), 8 ranks: a shard is 1 MB.
@@ -282,11 +282,11 @@ def test_what_lies_below_an_owner_has_been_gathered() -> None:
 def test_a_block_that_runs_again_unit_by_unit() -> None:
     secondary = Strategy("secondary_shard", 8, secondary=4)
     found = moments_of_a_block((SHARDED,) * 4 + (secondary, secondary), recompute=True)
-    # At the end both units are there, no copy and nothing on its way: input and output of the block, 1 + 4 + 1 +
-    # 1 + 5 MB saved below down, and 4 + 1 in its forward.  Its backward takes 1 MB less.
+    # At the end both units are there, no copy and nothing on its way: the gradient of the block's output, 1 + 4 + 1 +
+    # 1 + 5 MB saved below down, of which the first is the block's input, and 4 + 1 in its forward.
     (down,) = found[5]
     assert (down.phase, down.unsharded, down.buffers) == ("recompute", LOWER + 2 * UP, 0)
-    assert down.activations == (2 + 12 + 5) * MB
+    assert down.activations == (1 + 12 + 5) * MB
     # Its gradients are reduced while the lower unit stays: 7 MB saved below, and the gradient of up's input.
     (reduction,) = found[4]
     assert (reduction.phase, reduction.unsharded, reduction.buffers) == ("reduce", LOWER, 2 * UP)

@@ -59,6 +59,10 @@ def check(found: Compared, lowest: float, highest: float) -> None:
         Case("hierarchical+offload", shape=(2, 4), precision="bf16"),
         Case("secondary_shard:4+offload", shape=(2, 4), recompute=2),
         Case("owner+offload", shape=(1, 4), recompute=2),
+        # What a head that runs last prefetches is not unsharded yet, and comes in two phases.
+        Case("hierarchical", family="bert", vocabulary=8192, shape=(2, 4), length=64),
+        # A decoder's block holds its part of the gradient of the encoder's output until its own backward ends.
+        Case("shard", family="uneven", vocabulary=64, shape=(2, 4), recompute=1, micro_batch=1, optimizer="sgd"),
     ],
     ids=str,
 )

@@ -27,7 +27,13 @@ from rehearsals import Case
         Case("owner", (("*.attention.*", "shard"),), recompute=2, family="llama", vocabulary=4096),
         Case("secondary_shard:2", (("*.attention.*", "shard"),), recompute=1, length=64, micro_batch=1),
         Case("hierarchical", (("*.mlp.*", "shard_grad"),), shape=(2, 4), recompute=1, length=64, micro_batch=1),
-        # Block by block, and around them.
+        # A unit is gathered while what it will read is there, saved by none as yet.
+        Case("shard_grad", (("*.down", "secondary_shard:2"), ("*.value", "hierarchical"), ("*.output", "shard")),
+             family="bert", vocabulary=64, length=32, shape=(2, 4), recompute=1),
+        # Block by block, and around them.  FSDP2 prefetches past a block of owners.
+        Case("shard", (("blocks.1.*", "owner"),), vocabulary=64, shape=(2, 4), optimizer="sgd"),
+        Case("hierarchical", (("blocks.1.*", "owner"),), vocabulary=64, shape=(2, 4), precision="bf16",
+             micro_batch=4),
         Case("shard", (("blocks.1.*", "replicate"), ("blocks.2.*", "shard_grad"))),
         Case("shard", (("blocks.0.*", "owner"), ("blocks.2.*", "group_shard:2")), recompute=2, accumulation=2),
         Case("group_shard:2", (("lm_head", "owner"), ("embedding", "secondary_shard:4")), family="llama",

@@ -54,6 +54,7 @@ PUBLISHED = {
     "gpt2-large": 774_030_080,
     "gpt2-1.5b": 1_557_611_200,
     "gpt2-tiny": 512 * 64 + 128 * 64 + 4 * (12 * 64 * 64 + 13 * 64) + 2 * 64,
+    "gpt2-mini": 2048 * 256 + 64 * 256 + 8 * (12 * 256 * 256 + 13 * 256) + 2 * 256,
     # Embeddings; 24 layers; pooler; token head (dense, norm, bias: its weight is tied); second head.
     "bert-large": (30522 + 512 + 2 + 2) * 1024
     + 24 * (4 * (1024 * 1024 + 1024) + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024)

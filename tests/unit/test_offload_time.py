@@ -17,8 +17,9 @@ from planner.strategy import Strategy, parse_strategy, strategies_on
 from planner.timing import step_time
 from planner.traffic import unit_traffic
 from planner.workload import Workload
-from profiler.cluster import Cluster, Figure, Host
+from profiler.cluster import Cluster, Host
 from profiler.errors import OsdpError
+from profiler.figure import Figure
 from profiler.graph import Parameter
 
 WEIGHT = Parameter("w", (1000, 300))

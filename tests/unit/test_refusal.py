@@ -13,7 +13,8 @@ from osdp.planning import Request, explain_refusal, task_of
 from planner.pins import Pin
 from planner.refusal import LARGEST_NODE, NothingFits, Refusal
 from planner.search import Task, search
-from profiler.cluster import Cluster, Figure
+from profiler.cluster import Cluster
+from profiler.figure import Figure
 from profiler.graph import ModelGraph
 from profiler.units import GIB, MIB
 

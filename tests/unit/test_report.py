@@ -29,7 +29,8 @@ from planner.search import Found
 from planner.space import Choice, Space
 from planner.strategy import Strategy
 from planner.workload import Workload
-from profiler.cluster import Cluster, Figure
+from profiler.cluster import Cluster
+from profiler.figure import Figure
 from profiler.graph import ModelGraph, Operator
 from profiler.units import GIB, MIB
 
@@ -79,7 +80,6 @@ def planned_by_hand(graph: ModelGraph | None = None, recomputed: int = 4, limit_
         bound_samples_per_s=speed / (1 - plan.gap),
         baselines=baselines(space, loads, limit_bytes),
         points=3,
-        solved=2,
         search_s=0.25,
     )
     return Planned(plan, graph, found, trace_s=0.5)

@@ -21,8 +21,9 @@ from planner.space import Menu, Space
 from planner.strategy import strategies_on
 from planner.timing import step_time
 from planner.workload import Workload
-from profiler.cluster import Cluster, Figure
+from profiler.cluster import Cluster
 from profiler.errors import OsdpError
+from profiler.figure import Figure
 from profiler.graph import ModelGraph
 
 GIB = 2**30

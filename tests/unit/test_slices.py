@@ -72,7 +72,7 @@ def test_costs_of_slices_by_hand() -> None:
     # A line above both: what the whole call holds a sample, and the gradient of the weight, whatever the batch.
     assert two.backward_peak_bytes(1) == 30 * MB + weight
     assert (one.saved_bytes(1), two.saved_bytes(1)) == (0, 6 * MB)
-    assert (one.output_bytes(1), two.output_bytes(1)) == (2 * X + Y, 3 * MB)
+    assert (one.output_bytes(1), two.output_bytes(1)) == (X + Y, 3 * MB)
     # Three more passes over the output; what follows the layer is in the last.
     assert (one.forward.other_bytes(1), two.forward.other_bytes(1)) == (0, 10 + 3 * Y)
     assert one.backward.other_bytes(1) == 2 * X

@@ -30,8 +30,9 @@ from planner.stage import cut
 from planner.strategy import Strategy, parse_choice, strategies_on
 from planner.timing import step_time
 from planner.workload import Workload
-from profiler.cluster import Cluster, Figure, Host
+from profiler.cluster import Cluster, Host
 from profiler.errors import OsdpError
+from profiler.figure import Figure
 from profiler.graph import ModelGraph, Operator
 from profiler.units import MIB
 

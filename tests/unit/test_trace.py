@@ -131,6 +131,7 @@ def test_head_tied_in_use_starts_a_call_and_says_so() -> None:
     assert used.calls[:-1] == tied.calls[:-1]
     head, module_head = used.calls[-1], tied.calls[-1]
     parts = [f"{part}_{way}_peak_bytes" for part in ("module", "tail") for way in ("forward", "backward")]
+    parts.append("module_backward_start_bytes")
     assert head.module_forward_peak_bytes == head.forward_peak_bytes
     assert head.module_backward_peak_bytes == head.backward_peak_bytes
     assert head.tail_forward_peak_bytes == head.tail_backward_peak_bytes == Affine()

@@ -59,9 +59,9 @@ def test_peaks_before_and_after_the_end_of_a_module_by_hand() -> None:
     # tail makes nothing; the ReLU's makes what it lets through beside its result, and the gradient of that.
     assert second.tail_backward_peak_bytes == Affine()
     assert first.tail_backward_peak_bytes == Affine(2 * 512, 4 * 64 * (8 + 128 + 128 + 128))
-    # It reaches the modules with that much, less what has gone; they make the gradients of their weights.
-    # The most that rounding added in the call's backward (two scalars) is put on top of the gradient's 4 bytes.
-    assert second.module_backward_start_bytes == Affine(4 + 2 * (512 - 4), 0)
+    # It reaches the modules with that much (the loss and its gradient), less what has gone; they make the
+    # gradients of their weights.
+    assert second.module_backward_start_bytes == Affine(2 * 512, 0)
     assert first.module_backward_start_bytes == Affine(2 * 512, 4 * 64 * (8 + 128))
     assert first.module_backward_peak_bytes == Affine(2 * 512 + 4 * 128 * 8, 4 * 64 * (8 + 128))
 

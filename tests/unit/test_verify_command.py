@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 from rehearsals import plan_of
 
 import osdp.verification
-from osdp.cli import main
 from osdp.planning import Request, plan_model, write_plan
 from osdp.verification import ROUNDING_BYTES, Verified
 from osdp.zoo import load_cluster, load_model
@@ -27,36 +26,6 @@ CATEGORIES = {"parameters", "optimizer", "gradients", "unsharded_parameters", "c
               "optimizer_temporaries"}  # fmt: skip
 ENOUGH_S = 60.0
 """Generous: a rehearsal of gpt2-tiny takes 2 s."""
-
-
-class Cli:
-    """Runs `osdp verify` in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.capsys, self.monkeypatch = capsys, monkeypatch
-
-    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
-        self.monkeypatch.setattr(sys, "argv", ["osdp", "verify", *map(str, arguments)])
-        self.capsys.readouterr()
-        status = main()
-        out, err = self.capsys.readouterr()
-        assert "Traceback" not in out + err
-        return status, out, err
-
-    def refused(self, *arguments: str | Path) -> str:
-        status, out, err = self(*arguments)
-        assert (status, out) == (2, "")
-        assert err.startswith("osdp: error: ")
-        return err
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
-    monkeypatch.chdir(tmp_path)
-    for name in ("OSDP_TRACEBACK", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "100")
-    return Cli(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +54,12 @@ def written(plan: Plan) -> Path:
 
 
 def test_a_plan_that_holds(cli: Cli, planned: Plan) -> None:
-    status, out, err = cli(written(planned), "--json")
+    status, out, err = cli("verify", written(planned), "--json")
     assert (status, err) == (0, "")
     told: dict[str, Any] = json.loads(out)
     assert set(told) == {"schema", "model", "cluster", "how", "world_size", "rank", "predicted", "tracked",
-                         "predicted_peak_bytes", "tracked_peak_bytes", "error", "holds", "seconds"}  # fmt: skip
+                         "predicted_peak_bytes", "tracked_peak_bytes", "error", "reserved_bytes",
+                         "allocatable_bytes", "holds", "seconds"}  # fmt: skip
     assert (told["schema"], told["model"], told["cluster"]) == ("osdp.verification/1", "gpt2-tiny", "titan-rtx-8")
     assert (told["how"], told["world_size"], told["holds"]) == ("rehearsal", 8, True)
     assert 0 <= told["rank"] < 8
@@ -102,10 +72,11 @@ def test_a_plan_that_holds(cli: Cli, planned: Plan) -> None:
     # The file's own figure is that, and the reserve.
     reserve = planned.predicted.memory_by_category["reserve"]
     assert told["predicted_peak_bytes"] == planned.predicted.peak_memory_bytes - reserve
+    assert told["reserved_bytes"] is None
 
 
 def test_the_report_has_every_category_and_the_verdict(cli: Cli, planned: Plan) -> None:
-    status, out, err = cli(written(planned))
+    status, out, err = cli("verify", written(planned))
     assert (status, err) == (0, "")
     text = " ".join(out.split())
     assert "gpt2-tiny on titan-rtx-8" in text
@@ -129,7 +100,7 @@ def test_a_prediction_that_does_not_hold_ends_with_1(cli: Cli, uniform: Callable
             return replace(found, peak=peak)
 
         monkeypatch.setattr(osdp.verification, "rehearse", other)
-        status, out, err = cli(path, *as_json)
+        status, out, err = cli("verify", path, *as_json)
         assert (status, err) == (0 if holds else 1, "")
         assert (json.loads(out)["holds"] if as_json else "does not hold" not in " ".join(out.split())) is holds
 
@@ -147,8 +118,33 @@ def test_a_prediction_that_does_not_hold_ends_with_1(cli: Cli, uniform: Callable
     ],
 )
 def test_what_holds(predicted: int, tracked: int, holds: bool) -> None:
-    found = Verified("rehearsal", 0, 8, {}, {}, predicted, tracked, "backward", "backward", 1.0)
+    found = Verified("rehearsal", 0, 8, {}, {}, predicted, tracked, "backward", "backward", 1.0, GIB)
     assert found.holds is holds
+
+
+@pytest.mark.parametrize(("excess_bytes", "status"), [(0, 0), (1, 1)])
+def test_what_the_allocator_reserved_has_to_be_within_the_limit(
+    cli: Cli, planned: Plan, monkeypatch: pytest.MonkeyPatch, excess_bytes: int, status: int
+) -> None:
+    """Of 1 GiB, context (300 MiB) and communicators (80 MiB) are taken beside PyTorch's allocator."""
+    room_bytes = GIB - 380 * MIB
+    allocated = planned.predicted.peak_memory_bytes - planned.predicted.memory_by_category["reserve"]
+
+    def measure(*_: Any) -> Any:
+        held = {"allocated": allocated, "reserved": room_bytes + excess_bytes}
+        return osdp.verification._Held(0, held, allocated, "as torch.cuda measures it")
+
+    monkeypatch.setattr(osdp.verification, "_check_ranks", lambda view: None)
+    monkeypatch.setattr(osdp.verification, "_measure", measure)
+    done = cli("verify", written(planned), "--device", "cuda", "--json")
+    told = json.loads(done.out)
+    assert (done.status, told["how"], told["error"], told["holds"]) == (status, "cuda", 0, status == 0)
+    assert (told["reserved_bytes"], told["allocatable_bytes"]) == (room_bytes + excess_bytes, room_bytes)
+    done = cli("verify", "plan.yaml", "--device", "cuda")
+    text = " ".join(done.out.split())
+    assert done.status == status
+    assert "The prediction holds: off by" in text
+    assert f"The allocator is {'beyond' if status else 'within'} the limit: it reserved 644.0 MiB of the 644.0" in text
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (8, 8), (128, 8)])
@@ -156,7 +152,7 @@ def test_every_world_takes_one_process_and_seconds(cli: Cli, uniform: Callable[.
                                                    gpus: int) -> None:  # fmt: skip
     path = written(uniform("shard", nodes, gpus))
     started = time.perf_counter()
-    status, out, _ = cli(path, "--json")
+    status, out, _ = cli("verify", path, "--json")
     seconds = time.perf_counter() - started
     told = json.loads(out)
     print(f"{nodes * gpus} ranks: {seconds:.1f} s, error {told['error']:+.3%}")
@@ -168,30 +164,30 @@ def test_every_world_takes_one_process_and_seconds(cli: Cli, uniform: Callable[.
 
 
 def test_a_missing_file(cli: Cli) -> None:
-    assert "nothing.yaml" in cli.refused("nothing.yaml")
+    assert "nothing.yaml" in cli.refused("verify", "nothing.yaml")
 
 
 def test_a_plan_of_another_model(cli: Cli, uniform: Callable[..., Plan]) -> None:
     path = written(uniform("shard"))
-    assert "another model" in cli.refused(path, "--model", "gpt2")
-    assert "no-such-model" in cli.refused(path, "--model", "no-such-model")
+    assert "another model" in cli.refused("verify", path, "--model", "gpt2")
+    assert "no-such-model" in cli.refused("verify", path, "--model", "no-such-model")
 
 
 def test_a_cluster_that_is_not_to_be_found(cli: Cli, uniform: Callable[..., Plan]) -> None:
-    assert "no-such-cluster" in cli.refused(written(uniform("shard")), "--cluster", "no-such-cluster")
+    assert "no-such-cluster" in cli.refused("verify", written(uniform("shard")), "--cluster", "no-such-cluster")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_no_gpu_to_measure_on(cli: Cli, uniform: Callable[..., Plan]) -> None:
-    assert "no GPU" in cli.refused(written(uniform("shard")), "--device", "cuda")
+    assert "no GPU" in cli.refused("verify", written(uniform("shard")), "--device", "cuda")
 
 
 def test_a_plan_that_the_runtime_does_not_run(cli: Cli, uniform: Callable[..., Plan]) -> None:
-    err = cli.refused(written(uniform("odc:8")))
+    err = cli.refused("verify", written(uniform("odc:8")))
     assert "odc:8" in err
     assert "cannot be run" in err or "not run" in err
 
 
 def test_a_file_that_is_no_plan(cli: Cli) -> None:
     Path("notes.yaml").write_text("a: 1\n")
-    cli.refused("notes.yaml")
+    cli.refused("verify", "notes.yaml")

@@ -1,0 +1,53 @@
+"""How commands that run on several ranks end: in the process that starts the ranks, and in each of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from osdp.cli.exits import BAD_INPUT, FAULT, TRACEBACK
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """Tell which rank failed, where `osdp.training.launch.launch` runs inside."""
+    from osdp.training.launch import RankError
+
+    try:
+        yield
+    except RankError as error:
+        print(f"osdp: error: {error}", file=sys.stderr)
+        raise SystemExit(FAULT) from None
+
+
+@contextmanager
+def end_of_rank() -> Iterator[None]:
+    """Be one of the ranks inside; an error goes to the process that started them, or to stderr."""
+    from osdp.training.group import end_at_once_on_signals
+    from osdp.training.launch import LAUNCHED, leave_error
+    from profiler.errors import OsdpError
+
+    end_at_once_on_signals()
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # Nobody reads our output: `guarded` ends quietly.
+    except Exception as error:
+        is_fault = is_fault_of_machine(error)
+        leave_error(error, is_fault)
+        if LAUNCHED in os.environ and not os.environ.get(TRACEBACK):
+            raise SystemExit(FAULT if is_fault else BAD_INPUT) from None
+        if isinstance(error, OsdpError) and is_fault:
+            print(f"osdp: error: {error}", file=sys.stderr)
+            raise SystemExit(FAULT) from None
+        raise
+
+
+def is_fault_of_machine(error: Exception) -> bool:
+    """Whether an error is no fault of what the user asked for: a lost peer, or a mistake of ours."""
+    from profiler.errors import OsdpError
+    from runtime.faults import PeerLost
+
+    return isinstance(error, PeerLost) or not isinstance(error, OsdpError)

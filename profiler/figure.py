@@ -1,0 +1,25 @@
+"""A number with its source: what every claim about a machine is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number and where it comes from."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    value: float
+    """SI value; the field that holds the figure gives the unit."""
+    source: str
+    """`datasheet: ...`, `paper: ...`, `measured: ...`, `derived: ...` or `assumed: ...`."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.value < float("inf"):
+            raise ValueError(f"must be finite and not negative, got {self.value}")
+        kinds = ("datasheet", "paper", "measured", "derived", "assumed")
+        if self.source.partition(": ")[0] not in kinds or not self.source.partition(": ")[2]:
+            raise ValueError(f"source must start with one of {', '.join(kinds)} and a colon, got {self.source!r}")

@@ -1,0 +1,83 @@
+"""Takes the times of intervals that follow one another: by the processor's clock, or by the GPU's events."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Says when something is, and later how long it took."""
+
+    def mark(self) -> Any:
+        """Return the present instant."""
+        ...
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two instants; may wait for the device."""
+        ...
+
+
+class HostClock:
+    """For devices that have done an op when its call returns: the CPU."""
+
+    def mark(self) -> float:
+        """Return the present instant."""
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Return the seconds between two instants."""
+        return end - start
+
+
+class CudaClock:
+    """Events in the device's current stream: the work runs on while the host goes ahead."""
+
+    def mark(self) -> torch.cuda.Event:
+        """Return an event after all work that was launched so far."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Wait for `end`; return the seconds between the events."""
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock of a device."""
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
+class Stopwatch:
+    """Books every interval to what ran in it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._running: Hashable = None
+        self._since: Any = None
+        self._laps: list[tuple[Hashable, Any, Any]] = []
+
+    def switch(self, label: Hashable) -> None:
+        """End what runs, and begin what is called `label`; None is what nobody wants to know of."""
+        now = self._clock.mark()
+        if self._running is not None:
+            self._laps.append((self._running, self._since, now))
+        self._running, self._since = label, now
+
+    @property
+    def running(self) -> Hashable:
+        """What runs now."""
+        return self._running
+
+    def totals(self) -> dict[Hashable, float]:
+        """Return the seconds of each label so far."""
+        totals: dict[Hashable, float] = defaultdict(float)
+        for label, start, end in self._laps:
+            totals[label] += self._clock.seconds(start, end)
+        return dict(totals)

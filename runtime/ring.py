@@ -1,0 +1,95 @@
+"""Reduce-scatter as a ring of point-to-point transfers, for gloo, whose own moves as much as an all-reduce.
+
+With n ranks and a tensor x of n chunks of s bytes, in step k = 1 .. n - 1 rank r
+
+    sends      its partial sum of chunk r - k to rank r + 1 (in the first step that is its own x[r - 1])
+    receives   rank r - 1's partial sum of chunk r - 1 - k, and adds its own x[r - 1 - k]
+
+(all modulo n), so that after n - 1 steps rank r has the sum of chunk r.  Every rank sends (n - 1) s
+bytes, half of what it does in an all-reduce.  Chunk c is added up in the order of ranks c + 1, c + 2,
+.., c, so that the sum is the same in every run.
+
+Nothing is allocated: partial sums lie alternately in the output and in the chunk that was sent first,
+which is not needed any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from profiler.errors import OsdpError
+from runtime.torch_compat import ReduceScatter
+
+TAG = 0x05D9
+"""Of all transfers, so that they are not mixed up with those of a user in the same group, which have 0 by default."""
+
+_one_step = False
+"""Whether rings end after their first step."""
+
+
+def ring_reduce_scatter(output: Tensor, full: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+                        group: dist.ProcessGroup) -> None:  # fmt: skip
+    """Reduce `full` (n s,) over the group and leave this rank's part in `output` (s,). A collective call.
+
+    The part of `full` that belongs to the rank before is overwritten.  Both tensors must be contiguous
+    and of one dtype, to which each addition is rounded.  Raises OsdpError for an operation that is
+    neither SUM nor AVG.
+    """
+    # `op` goes left: the plain constants do not know that they equal an object around one.
+    is_mean = op == dist.ReduceOp.AVG
+    if not is_mean and not op == dist.ReduceOp.SUM:
+        raise OsdpError("a ring cannot reduce like this", got=str(getattr(op, "op", op)), expected="SUM or AVG",
+                        advice="set no gradient divide factor, or leave the reduction to the backend")  # fmt: skip
+    ranks, rank = group.size(), group.rank()
+    chunks = full.view(ranks, output.numel())
+    if ranks == 1:
+        output.copy_(full)
+        return
+    partial, free = chunks[rank - 1], output
+    for step in range(1, 2 if _one_step else ranks):
+        sent = dist.isend(partial, group=group, group_dst=(rank + 1) % ranks, tag=TAG)
+        received = dist.irecv(free, group=group, group_src=(rank - 1) % ranks, tag=TAG)
+        for transfer in (received, sent):
+            assert transfer is not None  # this rank is in the group
+            transfer.wait()
+        # The last sum goes to the output, wherever it was received; what was sent is free now.
+        torch.add(free, chunks[rank - 1 - step], out=output if step == ranks - 1 else free)
+        partial, free = free, partial
+    if is_mean:
+        output.div_(ranks)
+
+
+class RingReduceScatter(ReduceScatter):
+    """Reduces the gradients of a `fully_shard` unit in a ring over its shards.
+
+    FSDP2 makes the input for this one call, copies gradients into it, and afterwards only keeps it alive
+    (`foreach_reduce` of torch 2.11 and 2.13), so that it may be overwritten.
+    """
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised buffer."""
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
+                 op: dist.ReduceOp | dist.ReduceOp.RedOpType, async_op: bool = False) -> None:  # fmt: skip
+        """Reduce `input_tensor` (n s,), which is overwritten, and leave this rank's part in `output_tensor` (s,)."""
+        ring_reduce_scatter(output_tensor, input_tensor, op, group)
+
+
+@contextmanager
+def short_rings() -> Iterator[None]:
+    """Let every ring end after its first step, which computes nothing useful.
+
+    For rehearsals at a thousand ranks: no step allocates, so that one stands for all.
+    """
+    global _one_step
+    _one_step = True
+    try:
+        yield
+    finally:
+        _one_step = False

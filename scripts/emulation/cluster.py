@@ -1,0 +1,199 @@
+"""The keeper: one process that is the cluster.
+
+It is the first process of a PID namespace, holds every node's namespaces open, and then sleeps.  All that
+runs in the nodes runs in its PID namespace or below.  So when it ends, for whatever reason, the kernel kills
+all of it, and with the last process and open file the namespaces and their links are gone: there is nothing
+to undo step by step, and nothing to be left half undone.  The keeper of a cluster for one run is killed by
+the kernel when the tool ends, by `kill -9` too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import linux
+from .errors import RefusalError
+from .network import Links, connect, find, hosts_file, make_switch
+
+END_S = 10.0
+"""How long the kernel may take to end a cluster."""
+NODE_NAMESPACES = ("net", "uts", "ipc", "mnt")
+"""What a node has for itself, in the order to enter them."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that is there."""
+
+    name: str
+    """As the user calls it."""
+    links: Links
+    """Its network."""
+    keeper: int
+    """PID of the process that is the cluster."""
+    files: tuple[tuple[int, ...], ...]
+    """For each node the keeper's open files, one for each of NODE_NAMESPACES."""
+
+    def path(self, node: int, kind: str) -> str:
+        """Return the path by which a node's namespace can be opened."""
+        return f"/proc/{self.keeper}/fd/{self.files[node][NODE_NAMESPACES.index(kind)]}"
+
+    def processes(self, node: int) -> list[int]:
+        """Return the PIDs of what runs in a node, without the processes that only wait for others."""
+        network = os.stat(self.path(node, "net")).st_ino
+        depth = len(_nested_pids(self.keeper))
+        found = []
+        for pid in (int(folder.name) for folder in Path("/proc").glob("[0-9]*")):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                nested = _nested_pids(pid)
+                if len(nested) > depth and nested[-1] != 1 and os.stat(f"/proc/{pid}/ns/net").st_ino == network:
+                    found.append(pid)
+        return sorted(found)
+
+
+def _nested_pids(pid: int) -> list[int]:
+    """Return a process' PIDs in all PID namespaces that it is in, the innermost last."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next([int(word) for word in line.split()[1:]] for line in lines if line.startswith("NSpid:"))
+
+
+def require_machine() -> None:
+    """Refuse a machine on which no cluster can be made."""
+    if os.geteuid() != 0:
+        raise RefusalError("a cluster can only be made by root", got=f"user id {os.geteuid()}",
+                           expected="user id 0, for network namespaces and traffic control",
+                           advice="run it as root, or in a container of your own: docker run --privileged")  # fmt: skip
+    find("ip")
+    find("tc")
+
+
+def make(name: str, links: Links, record: Callable[[Cluster], None] | None = None) -> Cluster:
+    """Make a cluster.  With `record`, which its keeper calls, it stays; else it ends with this process."""
+    require_machine()
+    answer, question = os.pipe()
+    try:
+        keeper = linux.fork_elsewhere(lambda: _keep(name, links, question, record))
+    except OSError as error:
+        raise _not_allowed(error) from None
+    finally:
+        os.close(question)
+    try:
+        with os.fdopen(answer) as pipe:
+            told = json.loads(pipe.read() or '{"refusal": ["the keeper of the cluster died", "", "", ""]}')
+        if "refusal" in told:
+            what, got, expected, advice = told["refusal"]
+            raise RefusalError(what, got=got, expected=expected, advice=advice)
+    except BaseException:
+        _end_own(keeper)
+        raise
+    return Cluster(name, links, keeper, tuple(tuple(files) for files in told["files"]))
+
+
+@contextlib.contextmanager
+def temporary(links: Links) -> Iterator[Cluster]:
+    """A cluster for the time of a `with`."""
+    cluster = make("temporary", links)
+    try:
+        yield cluster
+    finally:
+        _end_own(cluster.keeper)
+
+
+def _end_own(keeper: int) -> None:
+    """End a cluster that this process made, and all children: its end waits for those in it to be reaped."""
+    os.kill(keeper, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def end(keeper: int) -> None:
+    """End a cluster and wait until all that ran in it is gone."""
+    try:
+        process = os.pidfd_open(keeper)
+    except ProcessLookupError:
+        return
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        if not select.select([process], [], [], END_S)[0]:
+            raise RefusalError("the cluster does not end", got=f"process {keeper} there {END_S:g} s after SIGKILL",
+                               advice="see what it waits for: ps -o pid,stat,wchan,args")  # fmt: skip
+    finally:
+        os.close(process)
+
+
+def _not_allowed(error: OSError) -> RefusalError:
+    return RefusalError("this machine does not let us make a cluster", got=str(error),
+                        expected="the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN, and a kernel with namespaces",
+                        advice="run it on the machine itself, or in a container: docker run --privileged")  # fmt: skip
+
+
+def _keep(name: str, links: Links, question: int, record: Callable[[Cluster], None] | None) -> int:
+    """Be the keeper: make the nodes, tell their files or a refusal, and sleep until killed."""
+    os.setsid()
+    os.chdir("/")
+    try:
+        files = _make_nodes(links)
+        if record:
+            keeper = int(os.readlink("/proc/self"))  # our PID as the machine's /proc has it, which is not 1
+            record(Cluster(name, links, keeper, files))
+            linux.outlive_parent()
+        told: dict[str, object] = {"files": files}
+    except RefusalError as error:
+        told = {"refusal": error.parts}
+    except OSError as error:
+        told = {"refusal": _not_allowed(error).parts}
+    _let_go()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans that become ours leave no zombies
+    os.write(question, json.dumps(told).encode())
+    os.close(question)
+    while "files" in told:
+        signal.pause()
+    return 0
+
+
+def _let_go() -> None:
+    """Close what the tool's caller opened: who waits for the end of a pipe must not wait for the cluster's."""
+    for file in [int(name) for name in os.listdir("/proc/self/fd")]:
+        with contextlib.suppress(OSError):  # the file by which the folder was listed
+            if file > 2 and os.get_inheritable(file):  # our own files are not inheritable, as Python opens them
+                os.close(file)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+
+
+def _make_nodes(links: Links) -> tuple[tuple[int, ...], ...]:
+    """Make all namespaces and links; return the open files of the nodes'."""
+    linux.unshare(linux.NEW_NETWORK | linux.NEW_MOUNTS)
+    linux.mount("none", "/", flags=linux.SLAVE | linux.RECURSIVE)  # mounts come in from the machine, none go out
+    _mount_shared_memory()
+    hosts = Path("/dev/shm/hosts")
+    hosts.write_text(hosts_file(links.nodes))
+    linux.mount(str(hosts), "/etc/hosts", flags=linux.BIND)
+    switch, mounts = linux.open_namespace("net"), linux.open_namespace("mnt")
+    make_switch()
+    files = []
+    for node in range(links.nodes):
+        linux.enter(mounts)
+        linux.unshare(linux.NEW_NETWORK | linux.NEW_MOUNTS | linux.NEW_UTS | linux.NEW_IPC)
+        _mount_shared_memory()
+        socket.sethostname(f"node{node}")
+        files.append(tuple(linux.open_namespace(kind) for kind in NODE_NAMESPACES))
+        linux.enter(switch)
+        connect(node, files[-1][NODE_NAMESPACES.index("net")], links)
+    return tuple(files)
+
+
+def _mount_shared_memory() -> None:
+    """Give POSIX shared memory a place of its own: no node sees another's, and none of it stays behind."""
+    linux.mount("tmpfs", "/dev/shm", "tmpfs", linux.NOSUID | linux.NODEV, "mode=1777")

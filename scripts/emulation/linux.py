@@ -1,0 +1,148 @@
+"""Calls of Linux that Python 3.11's standard library lacks: namespaces, mounts, and children that die with us."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+
+# <linux/sched.h>
+NEW_MOUNTS = 0x00020000
+NEW_UTS = 0x04000000
+NEW_IPC = 0x08000000
+NEW_PIDS = 0x20000000
+NEW_NETWORK = 0x40000000
+
+# <linux/mount.h>
+NOSUID, NODEV, BIND, RECURSIVE, SLAVE = 2, 4, 4096, 16384, 1 << 19
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals by which someone asks a program to end."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *args: object) -> None:
+    """Call a function of the C library that returns -1 for an error.  Raises OSError."""
+    if getattr(_libc, name)(*args) == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+def unshare(flags: int) -> None:
+    """Leave namespaces for new ones; with `NEW_PIDS` only children will be in the new one."""
+    _call("unshare", flags)
+
+
+def enter(namespace: int) -> None:
+    """Enter the namespace of an open file; of PIDs, only children will be in it."""
+    _call("setns", namespace, 0)
+
+
+def open_namespace(kind: str) -> int:
+    """Return an open file on our namespace of a kind: net, mnt, uts, ipc or pid.  While open, it keeps it alive."""
+    return os.open(f"/proc/self/ns/{kind}", os.O_RDONLY)
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """As mount(2) does."""
+    text = [word.encode() or None for word in (source, target, kind, options)]
+    _call("mount", text[0], text[1], text[2], ctypes.c_ulong(flags), text[3])
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Let the STOPPING signals wait until the end of the `with`."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def inside(namespace: int, kind: str) -> Iterator[None]:
+    """Be in a namespace, and afterwards back in the present one."""
+    home = open_namespace(kind)
+    try:
+        enter(namespace)
+        yield
+    finally:
+        enter(home)
+        os.close(home)
+
+
+def outlive_parent() -> None:
+    """Stay when the parent ends, contrary to what `fork` arranged."""
+    _call("prctl", PR_SET_PDEATHSIG, 0)
+
+
+def fork(body: Callable[[], int]) -> int:
+    """Fork a child that runs `body`, exits with what it returns, and is killed when this process ends.
+
+    The child starts with the STOPPING signals blocked, so that it loses none before it can handle them, and
+    with the parent's handlers still set.  Returns its PID.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.pidfd_open(os.getpid())
+    with deferred():
+        pid = os.fork()
+        if pid == 0:
+            _be_child(body, parent)
+    os.close(parent)
+    return pid
+
+
+def _be_child(body: Callable[[], int], parent: int) -> None:
+    """Run `body` in a child and exit."""
+    status = 1
+    try:
+        _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+        if not select.select([parent], [], [], 0)[0]:  # else it ended before the line above
+            status = body()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+
+
+def handle_stopping(handlers: Mapping[signal.Signals, Handler]) -> None:
+    """Set handlers in a child of `fork`, and let the STOPPING signals come that had to wait."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def fork_elsewhere(body: Callable[[], int], pids: int | None = None) -> int:
+    """As `fork`, the child being in the PID namespace given, or the first process of a new one.
+
+    When the first process of a PID namespace ends, the kernel kills all the others in it and below.
+    """
+    home = open_namespace("pid")
+    try:
+        if pids is None:
+            unshare(NEW_PIDS)
+        else:
+            enter(pids)
+        return fork(body)
+    finally:
+        enter(home)
+        os.close(home)
+
+
+def exit_status(wait_status: int) -> int:
+    """Return the status of an ended process as a shell gives it: 128 + n after signal n."""
+    code = os.waitstatus_to_exitcode(wait_status)
+    return code if code >= 0 else 128 - code

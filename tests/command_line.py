@@ -1,0 +1,65 @@
+"""Runs `osdp` in this process, as its command line does: exit status and what goes to the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from osdp.cli import main
+
+
+class Outcome(NamedTuple):
+    """What one command did."""
+
+    status: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Cli:
+    """Runs commands; `COLUMNS` is the width of their terminal."""
+
+    capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch
+
+    def __call__(self, *arguments: str | Path) -> Outcome:
+        self.monkeypatch.setattr(sys, "argv", ["osdp", *map(str, arguments)])
+        self.capsys.readouterr()
+        outcome = Outcome(main(), *self.capsys.readouterr())
+        assert "OSDP_TRACEBACK" in os.environ or "Traceback" not in outcome.out + outcome.err, outcome
+        return outcome
+
+    def done(self, *arguments: str | Path) -> str:
+        """Run a command that must end with 0 and say nothing on the side, and return what it prints."""
+        outcome = self(*arguments)
+        assert (outcome.status, outcome.err) == (0, ""), outcome
+        return outcome.out
+
+    def json(self, *arguments: str | Path) -> dict[str, Any]:
+        """Do the same with `--json`, and return the object that is printed."""
+        told: dict[str, Any] = json.loads(self.done(*arguments, "--json"))
+        return told
+
+    def refused(self, *arguments: str | Path) -> str:
+        """Run a command that must end with 2 and a message, and return the message."""
+        outcome = self(*arguments)
+        assert (outcome.status, outcome.out) == (2, ""), outcome
+        assert outcome.err.startswith("osdp: error: "), outcome
+        return outcome.err
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
+    """Commands in an empty folder, on no rank of a training run."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("OSDP_TRACEBACK", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    return Cli(capsys, monkeypatch)

@@ -1,0 +1,237 @@
+"""Timing collectives on real ranks: every point is there, every collective does what it says, and rounds resume."""
+
+from __future__ import annotations
+
+import json
+import time
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from osdp.profiling.findings import collective_times, derived_links, middle_size_bytes
+from osdp.profiling.lines import CommunicationState, Line, by_line, rounds_done
+
+SIZES_BYTES = (2048, 8192, 20010, 65536)
+ROUNDED = [2048, 8192, 20032, 65536]
+"""To multiples of 64 bytes: 4 ranks, 4 parameters, 4 bytes; and so to those of 32, with 2 ranks."""
+CPU = torch.device("cpu")
+
+TWO_BY_TWO = {
+    Line("all_gather", "native", 4, 1), Line("reduce_scatter", "native", 4, 1), Line("reduce_scatter", "ring", 4, 1),
+    Line("all_reduce", "native", 4, 1), Line("broadcast", "native", 4, 1), Line("reduce", "native", 4, 1),
+    Line("all_gather", "native", 2, 1), Line("reduce_scatter", "native", 2, 1), Line("reduce_scatter", "ring", 2, 1),
+    Line("all_gather", "native", 2, 2), Line("reduce_scatter", "native", 2, 2), Line("reduce_scatter", "ring", 2, 2),
+    Line("all_reduce", "native", 2, 2),
+}  # fmt: skip
+"""Counted off from the table at the top of `planner.strategy`."""
+
+
+def measure(rank: int, nodes: int, ranks_per_node: int) -> list[CommunicationState]:
+    from osdp.profiling.communication import Request, measure_rounds
+
+    return list(measure_rounds(Request(nodes, ranks_per_node, SIZES_BYTES, repetitions=3), CPU))
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 2)])
+def test_every_point_is_timed_in_every_round(nodes: int, ranks_per_node: int) -> None:
+    results = run_ranks(measure, nodes * ranks_per_node, nodes, ranks_per_node, ranks_per_node=ranks_per_node)
+    assert all(states == results[0] for states in results)  # the slowest rank's, so the same on all
+    states = results[0]
+    assert [rounds_done(state) for state in states] == [0, 1, 2, 3]
+    lines = by_line(states[-1]["points"])
+    expected = TWO_BY_TWO if nodes == 2 else {
+        Line(line.operation, line.algorithm, 2, 1) for line in TWO_BY_TWO if line.ranks == 4}  # fmt: skip
+    assert set(lines) == expected
+    for line, points in lines.items():
+        assert [point["size_bytes"] for point in points] == ROUNDED, line
+        for point in points:
+            assert len(point["seconds"]) == 3
+            assert all(0 < seconds < 10 for seconds in point["seconds"])
+            assert point["repeats"] >= 1
+    times = collective_times(states[-1])
+    assert {(one.operation, one.algorithm, one.ranks, one.stride) for one in times} == {
+        (line.operation, line.algorithm, line.ranks, line.stride) for line in expected}  # fmt: skip
+    assert middle_size_bytes(times, nodes * ranks_per_node) == 20032
+    intra, inter = derived_links(times, nodes, ranks_per_node)
+    assert intra.bytes_per_s.value > 0
+    assert (inter is None) == (nodes == 1)
+
+
+def exchange_values(rank: int) -> int:
+    """Run every collective on 2 x 2 ranks and check what it leaves; return how many."""
+    from osdp.profiling.exchanges import PARAMETERS, prepare
+    from runtime.meshes import Meshes
+
+    meshes = Meshes("cpu", 2, 2)
+    members_of = {(4, 1): [0, 1, 2, 3], (2, 1): [rank // 2 * 2, rank // 2 * 2 + 1], (2, 2): [rank % 2, rank % 2 + 2]}
+    checked = 0
+    for line in sorted(TWO_BY_TWO, key=str):
+        members = members_of[line.ranks, line.stride]
+        values, numel = [member + 1.0 for member in members], 96 * PARAMETERS
+        exchange = prepare(line, meshes.group(line.ranks, line.stride), numel, CPU)
+        for turn in range(5):
+            got = exchange(turn)
+            root = turn % len(members)  # owners take turns
+            if line.operation == "all_gather":
+                assert len(got) == PARAMETERS
+                assert all(row.unique().tolist() == [value]
+                           for whole in got for row, value in zip(whole, values, strict=True))  # fmt: skip
+                continue
+            expected = values[root] if line.operation == "broadcast" else fmean(values)
+            parts = line.ranks if line.operation == "reduce_scatter" else 1
+            if line.operation == "reduce" and members[root] != rank:
+                assert got == []
+                continue
+            assert torch.cat(got).numel() == numel // parts
+            assert torch.cat(got).unique().tolist() == [expected], line
+        checked += 1
+    return checked
+
+
+def test_every_collective_leaves_the_right_values() -> None:
+    assert run_ranks(exchange_values, 4, ranks_per_node=2) == [len(TWO_BY_TWO)] * 4
+
+
+def interrupt_and_resume(rank: int) -> tuple[CommunicationState, list[CommunicationState], int]:
+    """Stop after the first round, go on from what rank 0 kept, and count the rounds that were run then."""
+    from osdp.profiling import communication
+
+    request = communication.Request(1, 2, SIZES_BYTES, repetitions=3)
+    rounds = communication.measure_rounds(request, CPU)
+    next(rounds)
+    kept = next(rounds)
+    rounds.close()
+    saved = json.loads(json.dumps(kept)) if rank == 0 else None
+    run = 0
+    original = communication.Timer.round
+
+    def counted(timer: Any, state: CommunicationState) -> list[float]:
+        nonlocal run
+        run += 1
+        return original(timer, state)
+
+    communication.Timer.round = counted  # type: ignore[method-assign]
+    return kept, list(communication.measure_rounds(request, CPU, saved)), run
+
+
+def test_an_interrupted_profile_goes_on() -> None:
+    for kept, resumed, run in run_ranks(interrupt_and_resume, 2):
+        assert rounds_done(kept) == 1
+        assert resumed[0] == kept
+        assert [rounds_done(state) for state in resumed] == [1, 2, 3]
+        assert run == 2 + 2  # two to warm up, and the two that were missing
+        for before, after in zip(kept["points"], resumed[-1]["points"], strict=True):
+            assert after == {**before, "seconds": after["seconds"]}
+            assert after["seconds"][:1] == before["seconds"]
+            assert len(set(after["seconds"])) == 3  # no round was counted twice
+
+
+def resume_finished(rank: int) -> tuple[bool, int]:
+    """Resume what is done already."""
+    from osdp.profiling import communication
+
+    request = communication.Request(1, 2, SIZES_BYTES, repetitions=1)
+    done = list(communication.measure_rounds(request, CPU))[-1]
+    communication.Timer.round = None  # type: ignore[assignment]  # must not be called
+    again = list(communication.measure_rounds(request, CPU, done))
+    return again == [done], len(done["points"])
+
+
+def test_a_finished_profile_measures_nothing_more() -> None:
+    assert run_ranks(resume_finished, 2) == [(True, 6 * len(SIZES_BYTES))] * 2
+
+
+def measure_on_slow_link(rank: int) -> tuple[set[int], str, str]:
+    """Let every size look as if it took too long; ask for too little time, and for too few sizes."""
+    from osdp.profiling import communication
+    from profiler.errors import OsdpError
+
+    communication.POINT_S = 0.0
+    *_, state = communication.measure_rounds(communication.Request(1, 2, SIZES_BYTES, repetitions=1), CPU)
+    errors = []
+    for request in (communication.Request(1, 2, SIZES_BYTES, budget_s=0.0), communication.Request(1, 2, (1, 2, 3))):
+        with pytest.raises(OsdpError) as caught:
+            list(communication.measure_rounds(request, CPU))
+        errors.append(caught.value.what)
+    return {len(points) for points in by_line(state["points"]).values()}, errors[0], errors[1]
+
+
+def test_slow_links_are_measured_at_the_smallest_sizes() -> None:
+    for sizes, no_time, no_sizes in run_ranks(measure_on_slow_link, 2):
+        assert sizes == {3}
+        assert no_time == "there is too little time to measure communication"
+        assert no_sizes == "too few sizes to measure"
+
+
+def overlap(rank: int) -> Any:
+    from osdp.profiling.overlap import measure_overlap
+
+    return measure_overlap(1 << 20, 3, CPU)
+
+
+def test_overlap_on_gloo() -> None:
+    results = run_ranks(overlap, 2)
+    assert results[0] == results[1]
+    found = results[0]
+    assert min(found.computation_s, found.communication_s, found.both_s) > 0
+    assert found.slowdown >= 1
+    assert not found.overlaps  # FSDP2 waits for gloo's collectives at once
+
+
+COMPUTATION_S, COMMUNICATION_S = 0.05, 0.06
+
+
+class Pending:
+    """A collective that is done some time after its start."""
+
+    def __init__(self) -> None:
+        self.done = time.perf_counter() + COMMUNICATION_S
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.done - time.perf_counter()))
+
+
+def overlap_of_sleepers(rank: int, blocks: bool, slowdown: float) -> Any:
+    """Measure with computation and communication that sleep; the first is slower while the second runs."""
+    from osdp.profiling import overlap
+
+    pending: list[Pending] = []
+
+    def start(bench: Any) -> Pending:
+        pending[:] = [Pending()]
+        if blocks:
+            pending[0].wait()
+        return pending[0]
+
+    def compute(bench: Any) -> None:
+        in_flight = bool(pending) and time.perf_counter() < pending[0].done
+        time.sleep(COMPUTATION_S * (slowdown if in_flight else 1.0))
+
+    overlap._Bench.start = start  # type: ignore[method-assign, assignment]
+    overlap._Bench.compute = compute  # type: ignore[method-assign]
+    return overlap.measure_overlap(1 << 10, 3, CPU)
+
+
+def test_overlap_is_seen() -> None:
+    """Both together take 0.06 s of 0.11."""
+    found = run_ranks(overlap_of_sleepers, 2, False, 1.0)[0]
+    assert found.computation_s == pytest.approx(COMPUTATION_S, abs=0.02)
+    assert found.communication_s == pytest.approx(COMMUNICATION_S, abs=0.02)
+    assert found.both_s == pytest.approx(COMMUNICATION_S, abs=0.02)
+    assert found.asynchronous
+    assert found.slowdown < 1.3
+
+
+def test_slowdown_is_seen() -> None:
+    found = run_ranks(overlap_of_sleepers, 2, False, 2.0)[0]
+    assert found.slowdown == pytest.approx(2.0, abs=0.4)
+    assert found.both_s == pytest.approx(2 * COMPUTATION_S, abs=0.02)  # 0.1 of 0.11 s: nothing is gained
+
+
+def test_a_collective_that_blocks_does_not_overlap() -> None:
+    found = run_ranks(overlap_of_sleepers, 2, True, 1.0)[0]
+    assert found.both_s == pytest.approx(COMPUTATION_S + COMMUNICATION_S, abs=0.02)
+    assert not found.asynchronous

@@ -1,0 +1,226 @@
+"""`osdp profile` on two CPU ranks: from the command to a file that `osdp plan` takes, also after an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from osdp.clusters import load_cluster
+from osdp.profiling.state import State
+from osdp.zoo import load_model
+from planner.baselines import uniform
+from planner.space import Space
+from planner.strategy import Strategy
+from planner.workload import Workload
+from profiler.cluster_file import read_cluster
+from profiler.files import write_yaml
+from profiler.measured import call_key
+from profiler.trace import trace_model
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
+PATIENCE_S = 100.0
+QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budget-s", "12", "--device", "cpu")
+
+
+def osdp(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "osdp", *arguments], env=ENVIRONMENT, capture_output=True, text=True,
+                          timeout=PATIENCE_S, cwd=folder)  # fmt: skip
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with a profile, and what measuring it printed."""
+    folder = tmp_path_factory.mktemp("profile")
+    done = osdp(folder, "profile", *QUICK, "-o", "mine.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "measuring communication" in done.stderr
+    assert [path.name for path in folder.iterdir()] == ["mine.yaml"]
+    return folder, done.stdout
+
+
+def test_everything_is_measured(profiled: tuple[Path, str]) -> None:
+    cluster = read_cluster(profiled[0] / "mine.yaml")
+    measured = cluster.measured
+    assert measured is not None
+    assert (cluster.name, cluster.nodes, cluster.gpus_per_node, cluster.device.kind) == ("mine", 1, 2, "cpu")
+    assert not cluster.overlaps  # gloo's collectives block
+    operations = {(one.operation, one.algorithm, one.ranks) for one in measured.collectives}
+    assert operations == {
+        (name, "native", 2) for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+    } | {("reduce_scatter", "ring", 2)}
+    graph = trace_model(load_model("gpt2-tiny"))
+    assert {one.key for one in measured.calls} == {call_key(graph, call) for call in graph.calls}
+    assert all(one.micro_batches == (1, 2) for one in measured.calls)
+    assert all(seconds > 0 for one in measured.calls for seconds in (*one.forward_s, *one.backward_s))
+    assert {one.name for one in measured.optimizers} == {"adam", "adamw", "sgd"}
+    assert 1e8 < cluster.device.matmul_flops_per_s["fp32"].value < 1e13
+    assert 2**27 < cluster.reserve_bytes < 2**31 < cluster.device.memory_bytes.value
+    assert all(figure.source.startswith("measured: ") for figure in cluster.device.matmul_flops_per_s.values())
+
+
+def test_the_report_shows_it(profiled: tuple[Path, str]) -> None:
+    folder, told = profiled
+    assert "1 x 2 ranks, measured on" in told
+    assert "ring reduce-scatter, 2 ranks" in told
+    assert "blocks.0.mlp.up" in told
+    assert told.rstrip().endswith("Plan with it: osdp plan --cluster mine.yaml")
+    shown = osdp(folder, "clusters", "mine.yaml", "--sources")
+    assert shown.returncode == 0
+    assert "measured: large products" in shown.stdout
+
+
+def test_a_plan_takes_what_was_measured(profiled: tuple[Path, str]) -> None:
+    folder, _ = profiled
+    done = osdp(folder, "plan", "--model", "gpt2-tiny", "--cluster", "mine.yaml", "--batch", "2", "--optimizer", "sgd",
+                "--pin", "*=shard", "--json", "-o", "plan.yaml")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    cluster, graph = read_cluster(folder / "mine.yaml"), trace_model(load_model("gpt2-tiny"))
+    assert cluster.measured is not None
+    by_key = {one.key: one for one in cluster.measured.calls}
+    calls = [by_key[call_key(graph, call)] for call in graph.calls]
+    terms = told["predicted"]["time_by_term"]
+    assert terms["compute_s"] == pytest.approx(sum(one.forward_s[1] + one.backward_s[1] for one in calls))
+    sgd = {one.name: one for one in cluster.measured.optimizers}["sgd"]
+    tensors = sum(len(operator.parameters) for operator in graph.operators)
+    # Rows are padded to whole ones per rank: all sizes here are even but the norms' and biases' are vectors.
+    assert terms["optimizer_s"] == pytest.approx(sgd.step_s(tensors, 4 * graph.numel / 2), rel=0.01)
+    # The communication is that of the fitted curves: every unit's gather twice and its reduction once.
+    space, load = Space(graph), Workload(cluster, "sgd", "fp32", 2)
+    options = uniform(space, load, Strategy("shard", 2), recompute=False)
+    assert len(options) == len(space.model.stages)
+    times = {(one.operation, one.algorithm): one for one in cluster.measured.collectives}
+    sizes = [4 * sum(graph.operators[o].numel for o in stage.operators) for stage in space.model.stages]
+    sizes += [4 * graph.operators[o].numel for o in space.model.spanning]
+    reduces = [times["reduce_scatter", cluster.algorithm("reduce_scatter", 2, 1, size)].time_s(size) for size in sizes]
+    gathers = [times["all_gather", "native"].time_s(size) for size in sizes]
+    overheads = 3 * len(sizes) * cluster.measured.unit_overhead_s
+    assert terms["exposed_communication_s"] == pytest.approx(2 * sum(gathers) + sum(reduces) + overheads, rel=0.01)
+
+
+def test_two_profiles_side_by_side(profiled: tuple[Path, str]) -> None:
+    folder, _ = profiled
+    cluster = read_cluster(folder / "mine.yaml")
+    rate = cluster.device.memory_bytes_per_s
+    doubled = replace(cluster.device, memory_bytes_per_s=replace(rate, value=2 * rate.value))
+    write_yaml(folder / "other.yaml", replace(cluster, device=doubled))
+    done = osdp(folder, "profile", "--compare", "mine.yaml", "other.yaml", "--json")
+    (folder / "other.yaml").unlink()
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    ratios = {figure["what"]: figure["ratio"] for figure in figures}
+    assert ratios.pop("memory rate") == pytest.approx(2.0)
+    assert set(ratios.values()) == {1.0}
+    assert {figure["part"] for figure in figures} == {"device", "links", "collectives", "calls", "units", "optimizers"}
+    # A cluster that was not measured has rates and links only.
+    write_yaml(folder / "preset.yaml", load_cluster("cpu-gloo"))
+    plain = osdp(folder, "profile", "--compare", "preset.yaml", "mine.yaml")
+    (folder / "preset.yaml").unlink()
+    assert plain.returncode == 0
+    assert "Links: preset.yaml against mine.yaml" in plain.stdout
+
+
+def test_an_interrupted_profile_goes_on_where_it_was(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "osdp", "profile", *QUICK, "-o", "mine.yaml"]
+    started = subprocess.Popen(command, env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    state, end_s = tmp_path / "mine.yaml.partial", time.monotonic() + PATIENCE_S
+    while not state.exists() or "rates" not in json.loads(state.read_text())["parts"]:
+        assert started.poll() is None, started.communicate()[1]
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    # The ranks are in sessions of their own.
+    for pid in (started.pid, *children(started.pid)):
+        os.kill(pid, signal.SIGKILL)
+    started.wait()
+    assert not (tmp_path / "mine.yaml").exists()
+    # A figure that no machine gives tells that what is kept is not measured again.
+    data = json.loads(state.read_text())
+    data["parts"]["rates"]["matmul_flops_per_s"]["fp32"] = 123456789.0
+    state.write_text(json.dumps(data))
+    done = osdp(tmp_path, "profile", *QUICK, "-o", "mine.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "going on from mine.yaml.partial" in done.stderr
+    assert read_cluster(tmp_path / "mine.yaml").device.matmul_flops_per_s["fp32"].value == 123456789.0
+    assert not state.exists()
+
+
+Told = list[tuple[str, float]]
+
+
+def measure_three_times(rank: int) -> list[Told]:
+    """Measure, take everything up again, and then as if the model had been another; return what was told each time."""
+    from osdp.profiling.session import Wanted, measure
+
+    wanted = Wanted(load_model("gpt2-tiny"), "fp32", (1,), 1, 30.0, "cpu", (4096, 16384, 65536))
+    state, tellings = State({}), list[Told]()
+    for run in range(3):
+        tellings.append([])
+        if run == 2 and rank == 0:
+            state.parts["model"]["graph_key"] = "of another"
+        measure(wanted, torch.device("cpu"), state, lambda what, fraction: tellings[-1].append((what, fraction)))
+        state = State({}, None, json.loads(json.dumps(state.parts)) if rank == 0 else {})
+    return tellings
+
+
+def test_progress_never_falls_and_only_what_is_new_is_measured() -> None:
+    tellings, _ = run_ranks(measure_three_times, 2)
+    for told in tellings:
+        fractions = [fraction for _, fraction in told]
+        assert fractions == sorted(fractions)
+        assert fractions[0] == 0.0
+        assert 0.75 <= fractions[-1] <= 1.0
+    stages = [list(dict.fromkeys(what.partition(":")[0] for what, _ in told)) for told in tellings]
+    always, of_model = ["measuring communication", "tracing gpt2-tiny"], ["model", "calls", "optimizers"]
+    assert stages[1] == always
+    assert stages[2] == always + [f"measuring {what}" for what in of_model]
+    parts = ["memory", "communication", "rates", "overlap", "units"]
+    assert stages[0] == [f"measuring {what}" for what in parts] + stages[2][1:]
+
+
+def test_torchrun_overwrites_nothing_of_the_users(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, "-m", "osdp", "profile", *QUICK, "-o", "notes.txt"], env=ENVIRONMENT,
+                          capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)  # fmt: skip
+    assert done.returncode != 0
+    assert "notes.txt is there and is not a cluster, so it is not overwritten" in done.stderr
+    assert "measuring" not in done.stderr
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("notes.txt", "mine")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--batch", "two"), "--batch is not understood"),
+        (("--batch", "0"), "--batch is not understood"),
+        (("--precision", "fp8"), "--precision is not known"),
+        (("--device", "tpu"), "--device is not known"),
+        (("--model", "gpt9"), "no such model"),
+        (("--ranks-per-node", "1", "--device", "cpu"), "two ranks or more"),
+        (("-o", "missing/profile.yaml"), "missing"),
+        (("--compare", "a.yaml", "b.yaml"), "a.yaml"),
+    ],
+)
+def test_bad_input_is_one_message(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+    done = osdp(tmp_path, "profile", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("osdp: error: ")
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,331 @@
+"""scripts/emulated_cluster.py: its pure parts everywhere, clusters where root, ip and tc are there."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from scripts.emulation import commands, network
+from scripts.emulation.cluster import Cluster
+from scripts.emulation.errors import RefusalError
+from scripts.emulation.job import _Lines, cores_of_nodes
+from scripts.emulation.network import Links
+from scripts.emulation.nodes import environment
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "emulated_cluster.py"
+ALL_REDUCE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.tensor([10.0 ** dist.get_rank()])
+dist.all_reduce(x)
+text = f"rank {dist.get_rank()} of node {os.environ['GROUP_RANK']} on {os.uname().nodename}: {x.item()}\\n"
+os.write(1, text.encode())  # at once: print writes in pieces, between which another rank's may come
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("text", "bits_per_s"), [
+    ("200mbit", 200_000_000), ("2.5gbit", 2_500_000_000), ("100kbit", 100_000), ("1Gbit", 10**9), ("none", None),
+])  # fmt: skip
+def test_rates(text: str, bits_per_s: int | None) -> None:
+    assert network.parse_rate(text) == bits_per_s
+
+
+@pytest.mark.parametrize("text", ["200mb", "200mbps", "200", "-1mbit", "0mbit", "99kbit", "101gbit", "1e3mbit"])
+def test_bad_rates_are_refused(text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["run", f"--rate={text}", "--", "true"]) == 2
+    assert capfd.readouterr().err.startswith(f"emulated_cluster: not a rate that can be kept\n  got: {text}\n")
+
+
+@pytest.mark.parametrize(("text", "delay_s"), [("0", 0.0), ("200us", 2e-4), ("0.5ms", 5e-4), ("1s", 1.0)])
+def test_delays(text: str, delay_s: float) -> None:
+    assert network.parse_delay(text) == pytest.approx(delay_s)
+
+
+@pytest.mark.parametrize("text", ["1", "1m", "-1ms", "11s", ""])
+def test_bad_delays_are_refused(text: str) -> None:
+    with pytest.raises(RefusalError, match="not a delay"):
+        network.parse_delay(text)
+
+
+def test_cores_are_shared_out() -> None:
+    assert cores_of_nodes(2, [0, 1, 2, 3, 6]) == [[0, 1], [2, 3]]
+    assert cores_of_nodes(3, [4, 5]) == [[4], [5], [4]]
+
+
+def test_addresses_as_text_are_in_the_order_of_the_nodes() -> None:
+    """torchrun gives group ranks so."""
+    addresses = [network.address(node) for node in range(network.MOST_NODES)]
+    assert sorted(addresses) == addresses
+    assert len(set(addresses)) == network.MOST_NODES
+
+
+def test_torchrun_finds_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cluster = Cluster("x", Links(3, 10**9, None, 0.0), 1, ())
+    words = environment(cluster, 1, "name")
+    assert "http_proxy" not in words
+    assert words["OMP_NUM_THREADS"] == "1"
+    for key, value in words.items():
+        monkeypatch.setenv(key, value)
+    options = get_args_parser().parse_args(["--nproc_per_node=2", "train.py"])
+    assert (options.nnodes, options.rdzv_backend, options.rdzv_id) == ("3", "c10d", "name")
+    assert (options.rdzv_endpoint, options.rdzv_conf) == ("10.231.77.11:29400", "is_host=0")
+    assert options.local_addr == "10.231.77.12"
+
+
+def test_lines_stay_whole() -> None:
+    target = io.BytesIO()
+    lines = _Lines(b"> ", target)
+    for piece in (b"a", b"b\nc\n\n", b"d", b""):
+        lines.write(piece)
+    assert target.getvalue() == b"> ab\n> c\n> \n> d\n"
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    (["run"], "'run' needs a command"),
+    (["exec", "0", "--"], "'exec' needs a command"),
+    (["up", "--", "true"], "'up' takes no command"),
+    (["up", "../x"], "not a name for a cluster"),
+    (["run", "--nodes", "65", "--", "true"], "not a number of nodes\n  got: 65\n  expected: 1 to 64"),
+    (["run", "--timeout", "-1", "--", "true"], "not a time"),
+    (["run", "--on", "x", "--rate", "1gbit", "--pin", "--", "true"], "stays as it is\n  got: --rate"),
+    (["check", "nowhere"], "no cluster 'nowhere' is up"),
+])  # fmt: skip
+def test_bad_arguments_are_refused(arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                   capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.setenv("EMULATED_CLUSTER_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda program, path: program)
+    assert commands.main(arguments) == 2
+    assert text in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["up"], ["run", "--", "true"], ["down"], ["check"], ["status"]])
+def test_refused_without_root(arguments: list[str], monkeypatch: pytest.MonkeyPatch,
+                              capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert commands.main(arguments) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("emulated_cluster: a cluster can only be made by root\n  got: user id 1000\n")
+
+
+def test_refused_without_iproute2(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda program, path: None if program == "tc" else program)
+    assert commands.main(["run", "--", "true"]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("emulated_cluster: the program 'tc' is needed\n")
+    assert "apt-get install iproute2" in error
+
+
+@dataclass
+class Tool:
+    """The tool on this machine, with clusters of its own."""
+
+    environment: dict[str, str]
+    folder: Path
+    mark: str
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, str(SCRIPT), *arguments]
+
+    def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.command(*arguments), env=self.environment | variables, text=True,
+                              capture_output=True, timeout=50, stdin=subprocess.DEVNULL)  # fmt: skip
+
+    def begin(self, *arguments: str, lines: int, files: tuple[int, ...] = ()) -> subprocess.Popen[str]:
+        """Start the tool and return it when it has printed so many lines."""
+        process = subprocess.Popen(self.command(*arguments), env=self.environment, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=files)  # fmt: skip
+        assert process.stdout
+        for _ in range(lines):
+            process.stdout.readline()
+        return process
+
+    def processes(self) -> list[int]:
+        """Return the PIDs of all that the tool started, wherever it went."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return found
+
+    def leaves_processes(self) -> list[int]:
+        """Return those that are there after a moment: a killed tool's children are killed, but after it."""
+        for _ in range(100):
+            if not (found := self.processes()):
+                return []
+            time.sleep(0.05)
+        return found
+
+
+@pytest.fixture(scope="module")
+def machine() -> None:
+    """Skip where no cluster can be made."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    if any(shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None for program in ("ip", "tc")):
+        pytest.skip("needs iproute2")
+    first = subprocess.run([sys.executable, str(SCRIPT), "run", "--", "true"], capture_output=True, text=True)
+    if "does not let us" in first.stderr or "this kernel" in first.stderr:
+        pytest.skip(first.stderr)
+
+
+@pytest.fixture
+def tool(machine: None, tmp_path: Path) -> Iterator[Tool]:
+    """The tool; after the test nothing that it made may be left."""
+    mark = f"EMULATED_TEST={uuid.uuid4()}"
+    folder = tmp_path / "clusters"
+    variables = dict(word.split("=") for word in (mark, f"EMULATED_CLUSTER_DIR={folder}", "OMP_NUM_THREADS=1"))
+    devices, shared = sorted(os.listdir("/sys/class/net")), mounts()
+    tool = Tool({**os.environ, **variables}, folder, mark)
+    yield tool
+    left = tool.leaves_processes()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+    assert not folder.exists()
+    assert sorted(os.listdir("/sys/class/net")) == devices
+    assert mounts() == shared
+
+
+def mounts() -> list[str]:
+    return Path("/proc/self/mountinfo").read_text().splitlines()
+
+
+def test_a_cluster_that_stays_has_the_rates_asked_for(tool: Tool) -> None:
+    assert tool("up", "one", "--rate", "200mbit", "--intra-rate", "100mbit").returncode == 0
+    table = [line.split() for line in tool("check", "one").stdout.splitlines()[1:]]
+    measured = {(row[0], row[1]): float(row[3]) for row in table}
+    assert measured == {
+        ("node0", "node0"): pytest.approx(100, rel=0.15),
+        ("node1", "node0"): pytest.approx(200, rel=0.15),
+        ("node0", "node1"): pytest.approx(200, rel=0.15),
+    }
+    again = tool("up", "one")
+    assert (again.returncode, "is up already" in again.stderr) == (2, True)
+    assert tool("down", "one").returncode == 0
+    assert tool.processes() == []
+    assert tool("down", "one").stdout == "cluster one: there was none\n"
+
+
+def test_a_cluster_that_stays_keeps_nothing_of_its_caller_open(tool: Tool) -> None:
+    """A script that reads a pipe to its end would hang."""
+    reads, writes = os.pipe()
+    with tool.begin("up", lines=1, files=(writes,)) as process:
+        process.communicate()
+    os.close(writes)
+    os.set_blocking(reads, False)
+    assert os.read(reads, 1) == b""  # BlockingIOError if someone has the other end
+    os.close(reads)
+    assert tool("down").returncode == 0
+
+
+def test_torchrun_needs_no_options_for_the_rendezvous(tool: Tool, tmp_path: Path) -> None:
+    program = tmp_path / "all_reduce.py"
+    program.write_text(ALL_REDUCE)
+    done = tool("run", "--pin", "--timeout", "45", "--", sys.executable, "-m", "torch.distributed.run",
+                "--nproc_per_node=2", str(program))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[node{rank // 2}] rank {rank} of node {rank // 2} on node{rank // 2}: 1111.0" for rank in range(4)
+    ]
+
+
+def test_nodes_share_files_but_not_shared_memory(tool: Tool) -> None:
+    look_up = "import socket; print(socket.gethostbyname('node1'))"
+    files = "touch /dev/shm/$(hostname); ls /dev/shm; pwd"
+    done = tool("run", "--", "sh", "-c", f'{files}; {sys.executable} -c "{look_up}"')
+    expected = [f"[node{node}] {line}" for node in (0, 1) for line in (f"node{node}", os.getcwd(), "10.231.77.12")]
+    assert sorted(done.stdout.splitlines()) == sorted(expected)
+    assert not Path("/dev/shm/node0").exists()
+
+
+def test_the_status_is_that_of_the_first_failure(tool: Tool) -> None:
+    """Node 1 fails; node 0, which would take an hour, is stopped."""
+    done = tool("run", "--grace", "0.5", "--", "sh", "-c", "[ $NODE_RANK = 0 ] || exit 7; sleep 3600")
+    assert done.returncode == 7
+    assert "node1: exit status 7" in done.stderr
+    assert "stopping the other nodes" in done.stderr
+
+
+def test_others_may_end_by_themselves_after_a_failure(tool: Tool) -> None:
+    done = tool("run", "--", "sh", "-c", "[ $NODE_RANK = 0 ] || exit 7; sleep 0.5; echo saved")
+    assert (done.returncode, done.stdout) == (7, "[node0] saved\n")
+
+
+def test_a_timeout_ends_what_will_not_end(tool: Tool) -> None:
+    """Also what ignores SIGTERM, and what went to another session."""
+    done = tool("run", "--timeout", "0.5", "--", "sh", "-c", "trap '' TERM; setsid sleep 3600 & sleep 3600")
+    assert done.returncode == 124
+    assert "--timeout 0.5 is over" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_the_tool_is_the_end_of_its_cluster(tool: Tool, number: signal.Signals) -> None:
+    with tool.begin("run", "--", "sh", "-c", "setsid sleep 3600 & echo ready; sleep 3600", lines=2) as process:
+        process.send_signal(number)
+        process.communicate()
+    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+
+
+def test_a_run_on_a_cluster_that_stays_is_alone_and_leaves_it(tool: Tool) -> None:
+    tool("up", "one", "--rate", "none")
+    with tool.begin("run", "--on", "one", "--", "sh", "-c", "echo ready; sleep 3600", lines=2) as process:
+        status = tool("status").stdout
+        second = tool("run", "--on", "one", "--", "true")
+        process.kill()
+        process.communicate()
+    assert status.count("processes: none") == 0
+    assert (second.returncode, "another run is on the cluster 'one'" in second.stderr) == (2, True)
+    for _ in range(100):
+        if (status := tool("status", "one").stdout).count("processes: none") == 2:
+            break
+    assert status.count("processes: none") == 2
+    assert tool("exec", "1", "--on", "one", "--", "sh", "-c", "hostname; exit 3").stdout == "node1\n"
+    assert tool("exec", "1", "--on", "one", "--", "sh", "-c", "exit 3").returncode == 3
+    assert tool("down", "one").returncode == 0
+
+
+def test_down_cleans_up_after_a_cluster_that_was_killed(tool: Tool) -> None:
+    for name in ("one", "two"):
+        tool("up", name)
+    keeper = int(tool("status", "one").stdout.splitlines()[0].rsplit(maxsplit=1)[1])
+    os.kill(keeper, signal.SIGKILL)
+    while keeper in tool.processes():
+        time.sleep(0.01)
+    dead = tool("run", "--on", "one", "--", "true")
+    assert (dead.returncode, "is gone: its keeper was killed" in dead.stderr) == (2, True)
+    assert tool("run", "--on", "two", "--", "true").returncode == 0
+    assert tool("down", "one").stdout == "cluster one: gone\n"
+    assert tool("down", "two").returncode == 0
+
+
+@pytest.mark.parametrize(("lacking", "text"), [("htb", "cannot shape with HTB"), ("netem", "it has no netem")])
+def test_a_kernel_that_cannot_is_refused(tool: Tool, tmp_path: Path, lacking: str, text: str) -> None:
+    """A stand-in for tc answers as it does on a kernel that lacks a discipline."""
+    fake = tmp_path / "tc"
+    answer = "echo 'Error: Specified qdisc kind is unknown.' >&2; exit 2"
+    fake.write_text(f'#!/bin/sh\ncase "$*" in *{lacking}*) {answer} ;; esac\n')
+    fake.chmod(0o755)
+    done = tool("up", "--delay", "1ms", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 2
+    assert f"{text}\n  got: Error: Specified qdisc kind is unknown.\n" in done.stderr
+    assert "Traceback" not in done.stderr

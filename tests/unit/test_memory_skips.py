@@ -1,0 +1,93 @@
+"""Predicted peak memory of models with skips against rehearsed steps: what one makes, a later one takes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from rehearsals import compare, plan_of
+from synthetic import cluster
+from torch import Tensor, nn
+
+from profiler.source import ModelSource
+from profiler.trace import trace_model
+
+TOKENS, FEATURES = 48, 64
+
+
+class Layer(nn.Module):
+    """A feed-forward layer from one width to another, of its input and perhaps a skip beside it."""
+
+    def __init__(self, before: int, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(before)
+        self.up, self.down = nn.Linear(before, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        """(batch, tokens, before), or both parts of it -> (batch, tokens, width)."""
+        x = x if skip is None else torch.cat([x, skip], -1)
+        out: Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return out
+
+
+class Skips(nn.Module):
+    """Layers down and up again; each on the way up but the first takes what the one across has made."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        steps = list(pairwise(widths))
+        self.stem, self.head = nn.Linear(FEATURES, widths[0]), nn.Linear(widths[0], FEATURES)
+        self.encoder = nn.ModuleList(Layer(before, width) for before, width in steps)
+        ways = [(width, before) for before, width in reversed(steps)]
+        self.decoder = nn.ModuleList(Layer(2 * a if place else a, b) for place, (a, b) in enumerate(ways))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, features) -> a loss."""
+        x, made = self.stem(x), []
+        for layer in self.encoder:
+            x = layer(x)
+            made.append(x)
+        for place, layer in enumerate(self.decoder):
+            x = layer(x, made[-1 - place] if place else None)
+        loss: Tensor = self.head(x).pow(2).mean()
+        return loss
+
+    def example_inputs(self, batch: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Return arguments of `forward`."""
+        return (torch.randn(batch, TOKENS, FEATURES),), {}
+
+
+@pytest.mark.parametrize(
+    ("widths", "strategy", "recomputed", "micro_batch"),
+    [
+        ((384, 384, 128, 320), "secondary_shard:2", ("encoder.1", "encoder.2", "decoder.2"), 8),
+        ((320, 320, 128, 384), "owner", ("decoder.2",), 8),
+        ((320, 320, 256, 256), "owner", ("encoder.0", "decoder.1", "decoder.2"), 4),
+        ((128, 384, 384, 128), "shard", (), 4),
+    ],
+)
+def test_prediction_is_what_the_runtime_holds(widths: tuple[int, ...], strategy: str, recomputed: tuple[str, ...],
+                                              micro_batch: int) -> None:  # fmt: skip
+    """A block that runs again makes its `cat` anew beside both parts, of which one may be an input of a block below."""
+    model = ModelSource("skips", lambda: Skips(widths), lambda module, batch: module.example_inputs(batch), TOKENS)
+    graph, machine = trace_model(model, "fp32"), cluster(2, 4)
+    choices = {operator.name: strategy for operator in graph.operators}
+    plan = plan_of(graph, machine, choices, recomputed, micro_batch=micro_batch, optimizer="sgd")
+    assert len(plan.recomputed_blocks) == len(recomputed)
+    assert -0.002 <= compare(plan, model, graph, machine).error <= 0.005
+
+
+def test_what_a_block_takes_and_who_keeps_it() -> None:
+    """In bytes of one sample; the norm of a layer is the first to save what it reads."""
+    graph = trace_model(ModelSource("skips", lambda: Skips((128, 256, 192)), lambda m, b: m.example_inputs(b), TOKENS),
+                        "fp32")  # fmt: skip
+    encoder, decoder = graph.blocks[1], graph.blocks[3]
+    taken = 4 * TOKENS * 256
+    assert (encoder.name, decoder.name) == ("encoder.1", "decoder.1")
+    assert encoder.input_bytes(1) == encoder.saved_first_bytes(1) == taken
+    assert encoder.kept_below_bytes(1) == 0
+    # The lower decoder's output, and that of encoder.0 that encoder.1 keeps; the first call saves both as one.
+    assert decoder.input_bytes(1) == 2 * taken
+    assert (decoder.kept_below_bytes(1), decoder.saved_first_bytes(1)) == (taken, 0)

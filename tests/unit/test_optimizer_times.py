@@ -1,0 +1,44 @@
+"""Optimizer steps by a counting clock, and against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from clocks import CountingClock, ThreadClock, one_thread
+
+from profiler.errors import OsdpError
+from profiler.figure import Figure
+from profiler.measured import OptimizerTimes
+from profiler.optimizer_times import WARM_UP_STEPS, optimizer_times
+from runtime.optimizers import OPTIMIZERS
+
+CPU = torch.device("cpu")
+
+
+def test_optimizer_steps_are_per_byte_with_a_barrier_before_each() -> None:
+    barriers: list[None] = []
+    found = optimizer_times([(3, 5), (7,)], OPTIMIZERS, CPU, 4, lambda: barriers.append(None), clock=CountingClock())
+    assert [one.name for one in found] == ["adam", "adamw", "sgd"]
+    # A step takes one tick whatever its tensors are: half a tick for each of two, and nothing for their bytes.
+    assert [one.s_per_tensor.value for one in found] == pytest.approx([1 / 2] * 3)
+    assert [one.s_per_byte.value for one in found] == [0.0] * 3
+    assert len(barriers) == 3 * 2 * (WARM_UP_STEPS + 4)
+
+
+def test_a_step_is_so_much_per_tensor_and_per_byte() -> None:
+    one = OptimizerTimes("adam", Figure(1e-5, "measured: a test"), Figure(2e-9, "measured: a test"))
+    assert one.step_s(10, 1e6) == pytest.approx(1e-4 + 2e-3)
+
+
+def test_adam_touches_more_than_sgd() -> None:
+    """Per parameter Adam reads and writes 7 numbers, SGD 3."""
+    both = {name: OPTIMIZERS[name] for name in ("sgd", "adam")}
+    with one_thread():
+        sgd, adam = optimizer_times([(1024, 1024)], both, CPU, 9, clock=ThreadClock())
+    assert adam.s_per_byte.value > 1.5 * sgd.s_per_byte.value > 0
+
+
+@pytest.mark.parametrize(("shapes", "repetitions"), [([], 1), ([(0, 3)], 1), ([(2,)], 0)])
+def test_no_optimizer_step_is_refused(shapes: list[tuple[int, ...]], repetitions: int) -> None:
+    with pytest.raises(OsdpError, match="no optimizer step"):
+        optimizer_times(shapes, OPTIMIZERS, CPU, repetitions)

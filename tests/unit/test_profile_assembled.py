@@ -1,0 +1,179 @@
+"""What a profile says of a machine: memory with its sources, notes, the report; and which node may write it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Cli
+from synthetic import transformer
+
+from osdp.cli.profile_report import print_profile
+from osdp.cli.terminal import make_console
+from osdp.planning import memory_limit
+from osdp.profiling.assemble import assemble
+from osdp.profiling.device import DeviceMemory, DeviceRates, device_memory
+from osdp.profiling.findings import collective_times
+from osdp.profiling.lines import CommunicationState, Timings
+from osdp.profiling.overlap import Overlap
+from osdp.profiling.session import Findings, ModelTimes, UnitTimes, _Session, graph_key
+from osdp.verification import ALLOCATED_RESERVES
+from profiler.errors import OsdpError
+from profiler.graph import ModelGraph
+from profiler.measured import CallTimes, call_key
+
+MIB, GIB = 1 << 20, 1 << 30
+COMMUNICATION = CommunicationState(points=[
+    Timings(operation="all_gather", algorithm="native", ranks=2, stride=1, size_bytes=size, repeats=1,
+            seconds=[1e-4 + 1e-9 * size] * 3)
+    for size in (4096, 65536, 1048576)
+])  # fmt: skip
+
+
+def findings(kind: str = "cpu", memory: DeviceMemory | None = None, graph: ModelGraph | None = None,
+             model: ModelTimes | None = None) -> Findings:  # fmt: skip
+    """Two ranks on one node, with nothing to complain of."""
+    return Findings(
+        kind=kind,
+        nodes=1,
+        ranks_per_node=2,
+        versions="none",
+        repetitions=3,
+        memory=memory or DeviceMemory("a device", 8 * GIB, GIB),
+        rates=DeviceRates({"fp32": 1e12}, 1e11),
+        communication=COMMUNICATION,
+        times=collective_times(COMMUNICATION),
+        overlap=Overlap(1.0, 1.0, 2.0, 1.0, on_streams=kind == "cuda"),
+        unit=UnitTimes(1e-4),
+        graph=graph,
+        model=model or ModelTimes(),
+    )
+
+
+def notes(found: Findings) -> tuple[str, ...]:
+    measured = assemble(found, "mine").measured
+    assert measured is not None
+    return measured.notes
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+def test_what_pytorch_holds_of_a_gpu_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 28 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    found = device_memory(torch.device("cuda", 0), 8)
+    assert found == DeviceMemory("a GPU", 80 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("device", "after_bytes", "expected_bytes"), [("cuda", 3 * GIB, 3 * GIB), ("cuda", MIB, GIB), ("cpu", 5 * GIB, GIB)]
+)
+def test_more_memory_is_taken_at_the_end_of_a_gpu(device: str, after_bytes: int, expected_bytes: int) -> None:
+    session = object.__new__(_Session)  # Its constructor needs ranks.
+    session.device = torch.device(device)
+    before, after = DeviceMemory("a device", 8 * GIB, GIB), DeviceMemory("a device", 8 * GIB, after_bytes)
+
+    def part(name: str, *_: object) -> DeviceMemory:
+        assert name == "memory at the end"
+        return after
+
+    session.part = part  # type: ignore[method-assign, assignment]
+    assert session.memory_at_the_end(before) == DeviceMemory("a device", 8 * GIB, expected_bytes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("cuda", {"beside_the_allocator": GIB, "cublas_workspace": 64 * MIB, "allocator_rounding": 64 * MIB}),
+        ("cpu", {"before_any_tensor": GIB, "allocator_rounding": 32 * MIB}),
+    ],
+)
+def test_the_reserve_is_what_was_taken_and_what_allocators_lose(kind: str, names: dict[str, float]) -> None:
+    reserves = assemble(findings(kind), "mine").device.reserve_bytes
+    assert {name: figure.value for name, figure in reserves.items()} == names
+    for name, figure in reserves.items():
+        assert figure.source.startswith("assumed: " if name in ALLOCATED_RESERVES else "measured: "), name
+
+
+def test_a_limit_of_what_a_measured_card_is_sold_with_is_taken() -> None:
+    available = 84_932_978_278  # of an H100 with 80 GB
+    cluster = assemble(findings("cuda", DeviceMemory("a GPU", available, GIB)), "mine")
+    assert cluster.device.nominal_bytes.value == 80 * GIB
+    assert memory_limit(cluster, 80 * GIB) == available
+    with pytest.raises(OsdpError):
+        memory_limit(cluster, 80 * GIB + MIB)
+    whole = assemble(findings(memory=DeviceMemory("a rank", 12 * GIB, GIB)), "mine")
+    assert whole.device.nominal_bytes.value == 12 * GIB
+
+
+def test_sources_say_what_was_measured() -> None:
+    for kind, source in (("cuda", "measured: "), ("cpu", "derived: ")):
+        device = assemble(findings(kind), "mine").device
+        assert device.memory_bytes.source.startswith(source)
+        assert device.nominal_bytes.source.startswith("derived: ")
+        assert device.matmul_efficiency.source.startswith("derived: ")
+
+
+# --- notes -----------------------------------------------------------------------------------
+
+
+def test_nothing_to_note() -> None:
+    assert notes(findings(model=ModelTimes(disagreement=-0.1))) == ()
+
+
+@pytest.mark.parametrize(("disagreement", "told"), [(-0.25, "25% less"), (0.5, "50% more")])
+def test_calls_that_do_not_add_up(disagreement: float, told: str) -> None:
+    (note,) = notes(findings(model=ModelTimes(disagreement=disagreement)))
+    assert f"add up to {told} than whole passes take" in note
+    assert "were scaled so that they do not" in note
+
+
+def test_a_model_that_was_not_cut_is_told() -> None:
+    (note,) = notes(findings(model=ModelTimes(cut=False)))
+    assert "could not be cut at its blocks" in note
+
+
+@pytest.mark.parametrize(("more_bytes", "is_told"), [(0, False), (4096, False), (-4096, False), (8192, True)])
+def test_rounding_is_no_contradiction(more_bytes: int, is_told: bool) -> None:
+    graph = transformer(1, 64)
+    call = graph.calls[0]  # keeps 0.01 MiB, so that 2 % are 210 bytes
+    kept = call.saved_bytes(1) + more_bytes
+    times = CallTimes(call_key(graph, call), "embed", (1,), (1e-3,), (1e-3,), (kept,))
+    told = notes(findings(graph=graph, model=ModelTimes((times,))))
+    assert [note.partition(" keeps")[0] for note in told] == ["embed"] * is_told
+
+
+# --- the model that was measured ----------------------------------------------------------------
+
+
+def test_graphs_of_other_calls_have_other_keys() -> None:
+    graph = transformer(2, 64)
+    assert graph_key(graph) == graph_key(replace(graph, name="another"))
+    longer = replace(graph.calls[0], forward=graph.calls[0].backward)
+    others = [transformer(3, 64), transformer(2, 128), replace(graph, precision="bf16"),
+              replace(graph, calls=(longer, *graph.calls[1:]))]  # fmt: skip
+    assert len({graph_key(other) for other in (graph, *others)}) == 5
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("both_s", [1.0, 2.0])
+def test_computation_is_slower_only_under_what_overlaps(both_s: float, capsys: pytest.CaptureFixture[str]) -> None:
+    found = replace(findings(), overlap=Overlap(1.0, 1.0, both_s, 1.5, on_streams=False))
+    print_profile(make_console(), assemble(found, "mine"), None, Path("mine.yaml"))
+    assert ("computation then takes 1.50 times" in " ".join(capsys.readouterr().out.split())) == (both_s == 1.0)
+
+
+def test_only_node_0_looks_at_the_file_that_it_writes(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[int] = []
+    monkeypatch.setattr("osdp.training.launch.launch", lambda command, ranks, nodes, *_: launches.append(nodes.index))
+    Path("notes.txt").write_text("mine")
+    options = ("profile", "--device", "cpu", "-o", "notes.txt", "--nnodes", "2", "--rdzv-endpoint", "localhost:1")
+    assert cli(*options, "--node-rank", "1").status == 0
+    assert "not overwritten" in cli.refused(*options, "--node-rank", "0")
+    assert launches == [1]

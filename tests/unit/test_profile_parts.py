@@ -1,0 +1,191 @@
+"""Parts of a profile: the state that is kept, the mean over ranks, notes, and two profiles side by side."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import cluster
+
+from osdp.profiling.compare import compare_profiles
+from osdp.profiling.session import mean_calls
+from osdp.profiling.state import State, state_path, take_up
+from profiler.cluster_file import read_cluster
+from profiler.compute_times import ComputeTimes
+from profiler.errors import OsdpError
+from profiler.figure import Figure
+from profiler.files import write_yaml
+from profiler.measured import CallTimes, CollectiveTimes, Measured, OptimizerTimes, Piece, RingRule
+
+QUESTION = {"model": ["gpt2", 64], "micro_batches": (1, 2), "nodes": 2}
+
+
+def test_a_state_is_taken_up_by_the_same_question(tmp_path: Path) -> None:
+    output = tmp_path / "profile.yaml"
+    state, told = take_up(output, QUESTION, restart=False)
+    assert (state.parts, told) == ({}, "")
+    state.put("rates", {"fp32": 1e12})
+    again, told = take_up(output, QUESTION, restart=False)
+    assert again.parts == {"rates": {"fp32": 1e12}}
+    assert "rates measured before" in told
+    again.put("overlap", {"slowdown": 1.5})
+    assert list(take_up(output, QUESTION, restart=False)[0].parts) == ["rates", "overlap"]
+    assert take_up(output, QUESTION, restart=True)[0].parts == {}
+    again.drop()
+    again.drop()
+    assert not state_path(output).exists()
+
+
+@pytest.mark.parametrize("other", [{"nodes": 1}, {"micro_batches": (1,)}, {"model": None}])
+def test_another_question_starts_afresh(tmp_path: Path, other: dict[str, object]) -> None:
+    output = tmp_path / "profile.yaml"
+    take_up(output, QUESTION, restart=False)[0].put("rates", 1)
+    state, told = take_up(output, QUESTION | other, restart=False)
+    assert state.parts == {}
+    assert "another question" in told
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": "x", "parts": {}}', "\x00", '{"parts": 1}'])
+def test_a_broken_state_starts_afresh(tmp_path: Path, text: str) -> None:
+    output = tmp_path / "profile.yaml"
+    state_path(output).write_text(text)
+    state, told = take_up(output, QUESTION, restart=False)
+    assert state.parts == {}
+    assert "starting afresh" in told
+    state.put("rates", 1)
+    assert json.loads(state_path(output).read_text())["parts"] == {"rates": 1}
+
+
+POINT = {"operation": "all_gather", "algorithm": "native", "ranks": 2, "stride": 1, "size_bytes": 4096, "repeats": 1,
+         "seconds": [0.5, 0.25]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        7, [], {}, {"points": []}, {"points": 1}, {"points": [7]}, {"points": [POINT | {"more": 1}]},
+        *({"points": [POINT, POINT | change]} for change in (
+            {"operation": "all_to_all"}, {"algorithm": 1}, {"ranks": 0}, {"stride": "1"}, {"size_bytes": -4096},
+            {"repeats": 1.5}, {"seconds": 0.5}, {"seconds": [0.5, None]}, {"seconds": [float("nan")]},
+            {"seconds": [-1.0]}, {"seconds": [float("inf")]},
+        )),
+        {"points": [{name: value for name, value in POINT.items() if name != "seconds"}]},
+    ],
+)  # fmt: skip
+def test_broken_timings_start_afresh(tmp_path: Path, broken: object) -> None:
+    output = tmp_path / "profile.yaml"
+    take_up(output, QUESTION, restart=False)[0].put("communication", {"points": [POINT]})
+    state, told = take_up(output, QUESTION, restart=False)
+    assert list(state.parts) == ["communication"]
+    state.put("communication", broken)
+    state, told = take_up(output, QUESTION, restart=False)
+    assert state.parts == {}
+    assert told.endswith("is not whole: starting afresh")
+
+
+def test_ranks_that_keep_nothing_write_nothing(tmp_path: Path) -> None:
+    state = State({})
+    state.put("rates", 1)
+    state.drop()
+    assert not list(tmp_path.iterdir())
+
+
+def times(forward: float, backward: float, pass_s: float) -> ComputeTimes:
+    """One call that runs once, at micro-batch 1."""
+    call = CallTimes("k", "call", (1,), (forward,), (backward,), (512.0,))
+    return ComputeTimes((call,), ((forward + backward) / pass_s - 1.0,), True)
+
+
+@given(st.lists(st.tuples(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0)), min_size=1, max_size=6), st.floats(0.1, 3.0))
+def test_calls_add_up_to_whole_passes(seconds: list[tuple[float, float]], longer: float) -> None:
+    # All ranks' passes take `longer` times what their calls' medians add up to.
+    (call,) = mean_calls([times(forward, backward, longer * (forward + backward)) for forward, backward in seconds])
+    total = sum(forward + backward for forward, backward in seconds) / len(seconds)
+    assert call.forward_s[0] + call.backward_s[0] == pytest.approx(longer * total)
+    shares = [sum(one[i] for one in seconds) for i in (0, 1)]
+    assert call.forward_s[0] * shares[1] == pytest.approx(call.backward_s[0] * shares[0])
+    assert call.saved_bytes == (512.0,)
+
+
+# --- the file --------------------------------------------------------------------------------
+
+MEASURED = Measured(
+    date="2026-01-02",
+    versions="none",
+    repetitions=3,
+    collectives=(
+        CollectiveTimes("all_gather", "native", 4, 1, (Piece(0.0, 1e-3, 1e-9), Piece(1e6, 2e-3, 2e-9)), 0.05,
+                        ((4096.0, 1e-3), (1e6, 3e-3))),
+    ),
+    calls=(CallTimes("k", "gpt2 wte", (1, 2), (1e-3, 2e-3), (3e-3, 4e-3), (512.0, 1024.0)),),
+    optimizers=(OptimizerTimes("adam", Figure(1e-5, "measured: a test"), Figure(2e-9, "measured: a test")),),
+    overlapped_slowdown=1.25,
+    asynchronous=True,
+    unit_overhead_s=1e-4,
+    notes=("a note: with a colon",),
+)  # fmt: skip
+
+
+SAME_LINE = """
+  - {operation: all_gather, algorithm: native, ranks: 4, stride: 1, residual: 0.0, points: [[1, 1]],
+     pieces: [{from_bytes: 0, latency_s: 1, s_per_byte: 1}]}
+""".lstrip("\n")
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    written = replace(cluster(2, 2), measured=MEASURED, ring=(RingRule(4, 1, 65536.0),))
+    write_yaml(tmp_path / "mine.yaml", written)
+    assert read_cluster(tmp_path / "mine.yaml") == written
+    assert read_cluster(tmp_path / "mine.yaml").measured == MEASURED
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("repetitions: 3", "repetitions: many", "repetitions"),
+        ("residual: 0.05", "residul: 0.05", "residul"),
+        ("operation: all_gather", "operation: 7", "operation"),
+        ("overlapped_slowdown: 1.25", "overlapped_slowdown: 0.5", "overlapped_slowdown"),
+        ("s_per_byte: 1.0e-09", "s_per_byte: -1.0", "s_per_byte"),
+        ("points:\n    - - 4096.0\n      - 0.001\n    - - 1000000.0\n      - 0.003", "points: []",
+         "collectives.0.points"),
+        ("- - 4096.0", "- - 4096000.0", "collectives.0.points"),
+        ("forward_s:\n    - 0.001", "forward_s:\n    - -0.001", "calls.0.forward_s.0"),
+        ("- 0.004", "- -0.004", "calls.0.backward_s.1"),
+        ("- 512.0", "- -512.0", "calls.0.saved_bytes.0"),
+        ("unit_overhead_s: 0.0001", "unit_overhead_s: -0.0001", "unit_overhead_s"),
+        ("  collectives:\n", f"  collectives:\n{SAME_LINE}", "`measured.collectives.1` is given twice"),
+        ("algorithm: native\n    ranks: 4", "algorithm: native\n    ranks: 1", "collectives.0.ranks"),
+        ("ring:\n- ranks: 4", "ring:\n- ranks: 1", "ring.0.ranks"),
+        ("ranks: 4\n  stride: 1", "ranks: 4\n  stride: 0", "ring.0.stride"),
+        ("from_bytes: 65536.0", "from_bytes: -1.0", "ring.0.from_bytes"),
+    ],
+)
+def test_a_broken_profile_is_refused_with_the_place(tmp_path: Path, old: str, new: str, told: str) -> None:
+    path = tmp_path / "mine.yaml"
+    write_yaml(path, replace(cluster(2, 2), measured=MEASURED, ring=(RingRule(4, 1, 65536.0),)))
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(OsdpError) as caught:
+        read_cluster(path)
+    assert told in str(caught.value)
+    assert "line " in str(caught.value)
+
+
+def test_rows_of_two_profiles() -> None:
+    one = replace(cluster(2, 2, inter=1e9), measured=MEASURED)
+    slower = replace(MEASURED.collectives[0], pieces=(Piece(0.0, 2e-3, 4e-9),))
+    other = replace(cluster(2, 2, inter=2e9), measured=replace(MEASURED, collectives=(slower,), calls=()))
+    rows = {row.what: row for row in compare_profiles(one, other)}
+    assert rows["bandwidth between nodes"].ratio == pytest.approx(2.0)
+    assert rows["all-gather over 4 ranks, 64 KiB"].ratio == pytest.approx((2e-3 + 4e-9 * 65536) / (1e-3 + 65536e-9))
+    # 1 MiB is beyond the largest size that was measured, 1,000,000 bytes.
+    assert not any("1024 KiB" in what for what in rows)
+    gone = rows["gpt2 wte, forward, micro-batch 2"]
+    assert (gone.before, gone.after, gone.ratio) == (2e-3, None, None)
+    assert rows["adam, 100 tensors, 1 GB"].before == pytest.approx(2.0 + 1e-3)
