@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from host_kernels import CUDA, Array, Counters, Nvrtc, address, addresses, aligned, build, find_nvrtc, take_counters
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((CHECKOUT / "cuda").glob("*.cu"))
-Array = np.ndarray[Any, Any]
+SOURCES = sorted(CUDA.glob("*.cu"))
 GUARD = 0x5A
 """Byte that fills the window before a kernel runs."""
 
@@ -24,50 +19,9 @@ GUARD = 0x5A
 # ---- Compilation ---------------------------------------------------------------------------------
 
 
-class Nvrtc:
-    """NVIDIA's runtime compiler, which needs neither a GPU nor a driver to compile."""
-
-    def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
-
-    def check(self, status: int) -> None:
-        """Raise RuntimeError with NVRTC's words for a status that is not 0."""
-        if status:
-            self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
-            raise RuntimeError(self.library.nvrtcGetErrorString(status).decode())
-
-    def text(self, program: ctypes.c_void_p, what: str) -> bytes:
-        """Return one of a program's results: `ProgramLog`, `PTX` or `CUBIN`."""
-        size = ctypes.c_size_t()
-        self.check(getattr(self.library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
-        buffer = ctypes.create_string_buffer(size.value)
-        self.check(getattr(self.library, f"nvrtcGet{what}")(program, buffer))
-        return buffer.raw
-
-    def compile(self, source: str, architecture: str) -> tuple[str, bytes]:
-        """Return PTX and machine code for an architecture such as `sm_90`.
-
-        Raises RuntimeError with the compiler's log.
-        """
-        program = ctypes.c_void_p()
-        create = self.library.nvrtcCreateProgram
-        self.check(create(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None))
-        options = (ctypes.c_char_p * 2)(f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
-        if self.library.nvrtcCompileProgram(program, len(options), options):
-            raise RuntimeError(self.text(program, "ProgramLog").decode())
-        ptx, cubin = self.text(program, "PTX").decode(), self.text(program, "CUBIN")
-        self.check(self.library.nvrtcDestroyProgram(ctypes.byref(program)))
-        return ptx, cubin
-
-
 @pytest.fixture(scope="module")
 def nvrtc() -> Nvrtc:
-    spec = find_spec("nvidia")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    for folder in folders:
-        for library in sorted(Path(folder).glob("*/lib/libnvrtc.so.1[3-9]")):
-            return Nvrtc(library)
-    pytest.skip("pip's nvidia-cuda-nvrtc, of CUDA 13 or later, is not installed (it is in the extra `test`)")
+    return find_nvrtc()
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
@@ -80,7 +34,7 @@ def test_source_compiles(nvrtc: Nvrtc, path: Path, architecture: str) -> None:
 
 
 def test_pack_cast_loads_and_stores_vectors(nvrtc: Nvrtc) -> None:
-    ptx, _ = nvrtc.compile((CHECKOUT / "cuda" / "pack_cast.cu").read_text(), "sm_80")
+    ptx, _ = nvrtc.compile((CUDA / "pack_cast.cu").read_text(), "sm_80")
     kernels = {kernel.split("(")[0].strip(): kernel for kernel in ptx.split(".entry ")[1:]}
     assert set(kernels) == {"pack_cast_bf16", "pack_cast_fp32"}
     for kernel in kernels.values():
@@ -104,19 +58,14 @@ HARNESS = """
 FACE(pack_cast_bf16, unsigned short)
 FACE(pack_cast_fp32, float)
 FACE(pack_cast_bf16_reference, unsigned short)
-extern "C" void take_counters(Size* out) {
-    out[0] = counters.stored_bytes.exchange(0);
-    out[1] = counters.vector_stores.exchange(0);
-    out[2] = counters.misaligned.exchange(0);
-}
 """
 
 
 class Kernels:
     """The kernels of pack_cast.cu, compiled for this machine's CPU."""
 
-    def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
 
     def run(
         self,
@@ -126,37 +75,18 @@ class Kernels:
         window: Array,
         grid: tuple[int, int] = (3, 2),
         block: int = 32,
-    ) -> tuple[int, int, int]:
-        """Run a kernel on host arrays.
-
-        Returns the bytes stored, the number of vector stores, and that of misaligned accesses.
-        """
-        addresses = np.array([source.ctypes.data for source in sources], dtype=np.uint64)
+    ) -> Counters:
+        """Run a kernel on host arrays and return what it did."""
         begins = np.array(offsets, dtype=np.uint64)
         counts = np.array([source.size for source in sources], dtype=np.uint64)
-        arrays = [ctypes.c_void_p(array.ctypes.data) for array in (addresses, begins, counts)]
-        getattr(self.library, f"run_{kernel}")(
-            *grid, block, *arrays, ctypes.c_ulonglong(len(sources)), ctypes.c_void_p(window.ctypes.data)
-        )
-        counters = (ctypes.c_ulonglong * 3)()
-        self.library.take_counters(counters)
-        return counters[0], counters[1], counters[2]
+        arrays = [address(array) for array in (addresses(sources), begins, counts)]
+        getattr(self.library, f"run_{kernel}")(*grid, block, *arrays, ctypes.c_ulonglong(len(sources)), address(window))
+        return take_counters(self.library)
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
-    folder = tmp_path_factory.mktemp("pack_cast")
-    (folder / "harness.cpp").write_text(HARNESS)
-    library = folder / "pack_cast.so"
-    options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    includes = [f"-I{Path(__file__).parent}", f"-I{CHECKOUT / 'cuda'}"]
-    command = [compiler, *options, *includes, str(folder / "harness.cpp"), "-o", str(library)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return Kernels(library)
+    return Kernels(build(tmp_path_factory.mktemp("pack_cast"), HARNESS))
 
 
 def floats_around_every_bf16() -> Array:
@@ -187,13 +117,6 @@ def test_fp32_keeps_every_bit(kernels: Kernels) -> None:
     assert np.array_equal(window.view(np.uint32), values.view(np.uint32))
 
 
-def aligned(count: int, dtype: Any, skip: int) -> Array:
-    """Return `count` elements that begin `skip` elements after a 64-byte boundary."""
-    memory = np.zeros(count * 4 + 256, dtype=np.uint8)
-    start = -memory.ctypes.data % 64 + skip * np.dtype(dtype).itemsize
-    return memory[start : start + count * np.dtype(dtype).itemsize].view(dtype)
-
-
 @pytest.mark.parametrize("kernel", ["pack_cast_bf16", "pack_cast_fp32"])
 @pytest.mark.parametrize("source_skip", range(4))
 @pytest.mark.parametrize("window_skip", range(4))
@@ -218,11 +141,11 @@ def test_sizes_and_alignments(kernels: Kernels, kernel: str, source_skip: int, w
         cast = torch.from_numpy(source).to(dtype).view(bits)
         expected[offset : offset + source.size] = cast.numpy()
 
-    stored, _, misaligned = kernels.run(kernel, sources, offsets, window)
+    did = kernels.run(kernel, sources, offsets, window)
 
     assert np.array_equal(window, expected)
-    assert stored == sum(counts) * element
-    assert misaligned == 0
+    assert did.stored_bytes == sum(counts) * element
+    assert did.misaligned == 0
 
 
 @pytest.mark.parametrize(
@@ -240,5 +163,5 @@ def test_vectors_wherever_both_sides_allow(
 ) -> None:
     source = aligned(103, np.float32, source_skip)
     window = aligned(103, np.uint16 if kernel.endswith("bf16") else np.float32, window_skip)
-    _, stores, _ = kernels.run(kernel, [source], [0], window)
-    assert stores == vectors
+    did = kernels.run(kernel, [source], [0], window)
+    assert did.vector_stores == vectors

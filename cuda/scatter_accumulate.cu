@@ -1,0 +1,195 @@
+// Scatter and accumulate: one rank adds each part of its gradient to the accumulator of the peer
+// that owns it; and the owner takes the sum.
+//
+// Purpose: the reduce-scatter of ODC.  Ranks push when they are ready, in any order, any number of
+// times between two meetings, and nobody waits.
+//
+// Layout: the gradient of a communication group is `peers` shards of `count` elements, fp32 or the
+// 16 bits of a bf16; accumulators are fp32, in windows that every peer has mapped:
+//
+//     accumulators[r][offset .. offset + count)  +=  gradient[r * count .. (r + 1) * count)
+//
+// for all peers r, in the rotated order rank + 1, rank + 2, ..., rank (see gather.cu), with offset
+// and count in elements.  Everything begins at any element.
+//
+// Two ways to accumulate, with the same kernels:
+//
+//   fast           one accumulator per owner, at the same offset for all ranks.  Sums are taken in
+//                  order of arrival, so the last bits differ from run to run.
+//   reproducible   `peers` slots of `stride` elements per owner; rank k adds into slot k, by giving
+//                  offset + k * stride.  A slot has one writer, whose launches follow one another on
+//                  its stream, so a slot's sum is bitwise the same in every run; take_gradient adds
+//                  the slots in rank order, so the gradient is too.
+//
+// Slots rather than turns: with a flag for whose turn it is, every rank would wait for the slowest
+// at every micro-batch, which ODC is there to avoid; ranks that do fewer micro-batches would have to
+// be known beforehand; and ranks that share a GPU could wait for one that cannot be scheduled.
+// Without waiting there is no deadlock.  The price is memory: `peers` accumulators in place of one.
+//
+// Adds are system-scope `red`, so that ranks on several GPUs, and kernels of several processes on
+// one, may add at once.  Between GPUs that needs links with native atomics (NVLink), which the pair's
+// cudaDevP2PAttrNativeAtomicSupported tells.  On sm_90 and later four adds go in one instruction.
+// By the PTX ISA `red.add.f32` takes and leaves subnormal numbers as zero in global memory.
+//
+// References: PTX ISA, `red` (vectors: ISA 8.1, sm_90) and the memory consistency model; CUDA C++
+// Programming Guide, atomicAdd_system; the ODC document for pushing without a rendezvous.
+
+typedef unsigned long long Size;
+
+// ---- Scalar reference: plain C++, one element after the other ------------------------------------
+
+#ifndef __CUDACC_RTC__
+#include <cstring>
+
+inline float widen_reference(float value) { return value; }
+inline float widen_reference(unsigned short value) {
+    const unsigned int bits = (unsigned int)value << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+template <typename T>
+void scatter_accumulate_reference(const T* gradient, float* const* accumulators, Size offset, Size count,
+                                  Size peers) {
+    for (Size r = 0; r < peers; ++r)
+        for (Size i = 0; i < count; ++i) accumulators[r][offset + i] += widen_reference(gradient[r * count + i]);
+}
+
+inline void take_gradient_reference(float* slots, Size stride, Size number, Size count, float* gradient) {
+    for (Size i = 0; i < count; ++i) {
+        gradient[i] = slots[i];
+        for (Size k = 1; k < number; ++k) gradient[i] += slots[k * stride + i];
+        for (Size k = 0; k < number; ++k) slots[k * stride + i] = 0;
+    }
+}
+#endif
+
+// ---- Kernels -------------------------------------------------------------------------------------
+
+// Adds that no other add to the same place can lose; the host shim has a CPU's.  Before sm_90 a warp
+// is best served when its threads add to neighbours, so none adds four.
+#ifdef __CUDACC_RTC__
+static __device__ void add_system(float* target, float value) {
+    asm volatile("red.relaxed.sys.global.add.f32 [%0], %1;" ::"l"(__cvta_generic_to_global(target)), "f"(value)
+                 : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+#define VECTOR_ADDS true
+static __device__ void add_system(float4* target, float4 value) {
+    asm volatile("red.relaxed.sys.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
+                     __cvta_generic_to_global(target)),
+                 "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+                 : "memory");
+}
+#else
+#define VECTOR_ADDS false
+#endif
+#else
+#define VECTOR_ADDS true
+#endif
+
+// Gradients are read once, so they are streamed past the caches (`cs`).
+static __device__ float widen(float value) { return value; }
+static __device__ float widen(unsigned short value) { return __uint_as_float((unsigned int)value << 16); }
+
+static __device__ float4 load_four(const float* source) {
+    if ((Size)source % 16 == 0) return __ldcs((const float4*)source);
+    return {__ldcs(source), __ldcs(source + 1), __ldcs(source + 2), __ldcs(source + 3)};
+}
+
+static __device__ float4 load_four(const unsigned short* source) {
+    if ((Size)source % 8 == 0) {
+        const ushort4 in = __ldcs((const ushort4*)source);
+        return {widen(in.x), widen(in.y), widen(in.z), widen(in.w)};
+    }
+    return {widen(__ldcs(source)), widen(__ldcs(source + 1)), widen(__ldcs(source + 2)),
+            widen(__ldcs(source + 3))};
+}
+
+// Add one shard with all threads along x: four at a time from the target's first 16-byte boundary
+// on, whatever the source's alignment, because the adds cost more than the loads.
+template <typename T> __device__ void add_shard(const T* source, float* target, Size count) {
+    const Size first = (Size)blockIdx.x * blockDim.x + threadIdx.x;
+    const Size stride = (Size)gridDim.x * blockDim.x;
+
+    Size head = (16 - (Size)target % 16) % 16 / sizeof(float);
+    if (head > count || !VECTOR_ADDS) head = count;
+    const Size fours = (count - head) / 4;
+    if constexpr (VECTOR_ADDS)
+        for (Size i = first; i < fours; i += stride)
+            add_system((float4*)(target + head) + i, load_four(source + head + 4 * i));
+
+    // One at a time before and behind.
+    for (Size i = first; i < count - 4 * fours; i += stride) {
+        const Size at = i < head ? i : i + 4 * fours;
+        add_system(target + at, widen(__ldcs(source + at)));
+    }
+}
+
+template <typename T>
+__device__ void scatter_accumulate(const T* gradient, float* const* accumulators, Size offset, Size count,
+                                   Size peers, Size rank) {
+    for (Size turn = blockIdx.y; turn < peers; turn += gridDim.y) {
+        const Size peer = (rank + 1 + turn) % peers;
+        add_shard(gradient + peer * count, accumulators[peer] + offset, count);
+    }
+}
+
+// Launch: as gather.cu, with grid x = ceil(count / 1024) at most.  No shared memory, no includes
+// under NVRTC, C++17.  Time is bound by bytes: 4 (fp32) or 2 (bf16) read and 4 added per element.  The
+// accumulators are zero at first; take_gradient leaves them so.
+
+extern "C" __global__ void __launch_bounds__(256)
+    scatter_accumulate_fp32(const float* gradient, float* const* accumulators, Size offset, Size count,
+                            Size peers, Size rank) {
+    scatter_accumulate(gradient, accumulators, offset, count, peers, rank);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    scatter_accumulate_bf16(const unsigned short* gradient, float* const* accumulators, Size offset,
+                            Size count, Size peers, Size rank) {
+    scatter_accumulate(gradient, accumulators, offset, count, peers, rank);
+}
+
+static __device__ float plus(float a, float b) { return a + b; }
+static __device__ float4 plus(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// Sum the slots in order, zero them, and store the sum.  Peers wrote them, so L1 is bypassed (`cg`).
+template <typename Wide> __device__ void take(float* slot, Size stride, Size number, float* gradient) {
+    Wide sum = __ldcg((const Wide*)slot);
+    __stcg((Wide*)slot, Wide{});
+    for (Size k = 1; k < number; ++k) {
+        slot += stride;
+        sum = plus(sum, __ldcg((const Wide*)slot));
+        __stcg((Wide*)slot, Wide{});
+    }
+    __stcg((Wide*)gradient, sum);
+}
+
+// The owner's side, after a meeting: gradient[i] = slots[i] + slots[stride + i] + ... over `number`
+// slots, in this order, for i < count; the slots become zero.  The fast way has one slot.
+//
+// Launch: any grid and any block along x are right.  Fast: block 256, grid x = ceil(count / 1024),
+// but no more than gives each multiprocessor its 8 blocks.  4 bytes read and 4 written per element
+// and slot, and 4 written.
+extern "C" __global__ void __launch_bounds__(256)
+    take_gradient(float* slots, Size stride, Size number, Size count, float* gradient) {
+    const Size first = (Size)blockIdx.x * blockDim.x + threadIdx.x;
+    const Size threads = (Size)gridDim.x * blockDim.x;
+
+    // Four at a time if all slots and the gradient are equally far from a 16-byte boundary.
+    Size head = (16 - (Size)gradient % 16) % 16 / sizeof(float);
+    const bool apart = (Size)(slots + head) % 16 != 0 || (number > 1 && stride % 4 != 0);
+    if (head > count || apart) head = count;
+    const Size fours = (count - head) / 4;
+    for (Size i = first; i < fours; i += threads)
+        take<float4>(slots + head + 4 * i, stride, number, gradient + head + 4 * i);
+
+    // One at a time before and behind.
+    for (Size i = first; i < count - 4 * fours; i += threads) {
+        const Size at = i < head ? i : i + 4 * fours;
+        take<float>(slots + at, stride, number, gradient + at);
+    }
+}

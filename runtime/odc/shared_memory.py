@@ -1,0 +1,271 @@
+"""Windows in POSIX shared memory, for ranks on the CPU of one machine.
+
+Every rank has one file for all windows, each peer maps all of them (`runtime.odc.segment`):
+
+    header | published 0 | accumulators 0 | published 1 | accumulators 1 | ..
+
+with every part at the start of a page.  A push adds chunk by chunk, each under a lock of its own, begins
+with the rank after its own and leaves chunks that another rank has locked for later, so that ranks
+hardly wait for each other.  An ordered transport has an accumulator per source, which only that one
+writes, and needs no locks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from profiler.errors import OsdpError
+from runtime.agreement import Ranks
+from runtime.faults import PeerLost
+from runtime.odc.segment import CLOSED, FLAGS, FOLDER, HEADER_BYTES, OPEN, Patience, Segment
+from runtime.odc.windows import Transport, WindowSpec, names
+
+CHUNK_NUMEL = 1 << 18
+"""Elements that are added under one lock: 1 MiB of fp32, some twenty times the time of the lock itself."""
+FP32_BYTES = torch.float32.itemsize
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a window lies in every rank's segment, in bytes from its start."""
+
+    published: int
+    """A shard in the window's dtype."""
+    accumulators: int
+    """Shards in fp32: one, or one for each rank."""
+    end: int
+    """Start of the next window."""
+
+    @classmethod
+    def at(cls, start: int, spec: WindowSpec, accumulators: int) -> Region:
+        """Lay out a window from `start` on."""
+        first = start + _whole_pages(spec.shard_numel * spec.dtype.itemsize)
+        return cls(start, first, first + _whole_pages(accumulators * spec.shard_numel * FP32_BYTES))
+
+
+class SharedMemoryTransport(Transport):
+    """Windows in the shared memory of one machine."""
+
+    device_type = "cpu"
+
+    def __init__(self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], timeout_s: float = 600.0,
+                 ordered: bool = False) -> None:  # fmt: skip
+        """Make this rank's segment and map those of the others. Collective.
+
+        Raises OsdpError on every rank if windows differ between them, if they cannot share memory
+        (`can_share`) or if there is too little of it.
+        """
+        super().__init__(group, specs, timeout_s, ordered)
+        reason = can_share(group)
+        if reason:
+            raise OsdpError(f"these ranks cannot share memory: {reason}",
+                            advice="keep an ODC group inside one machine, or choose another strategy")  # fmt: skip
+        self._regions: list[Region] = []
+        self._segments: list[Segment] = []
+        """Of all ranks, in order of rank."""
+        size_bytes = HEADER_BYTES
+        for spec in specs:
+            self._regions.append(Region.at(size_bytes, spec, self._accumulators))
+            size_bytes = self._regions[-1].end
+        self._pids = self._map_all(size_bytes)
+        self._published = [[segment.tensor(region.published, spec.shard_numel, spec.dtype)
+                            for segment in self._segments]
+                           for region, spec in zip(self._regions, specs, strict=True)]  # fmt: skip
+        self._sums = [[segment.tensor(region.accumulators, self._accumulators * spec.shard_numel, torch.float32)
+                       .view(self._accumulators, spec.shard_numel)
+                       for segment in self._segments]
+                      for region, spec in zip(self._regions, specs, strict=True)]  # fmt: skip
+
+    @property
+    def _accumulators(self) -> int:
+        return len(self.ranks) if self.ordered else 1
+
+    def _map_all(self, size_bytes: int) -> list[int]:
+        """Fill `_segments`; return the processes that own them. No file has a name any more when this ends."""
+        mine: list[Segment] = []
+
+        def make() -> tuple[str, int]:
+            mine.append(Segment.create(size_bytes))
+            return str(mine[0].path), os.getpid()
+
+        def attach() -> None:
+            for rank, (path, _) in enumerate(told):
+                is_mine = rank == self.rank
+                self._segments.append(mine[0] if is_mine else Segment.attach(Path(path), size_bytes))
+
+        try:
+            told = self.agreement.gather("make shared memory", make)
+            self.agreement.together("map the shared memory of the others", attach)
+        except BaseException:
+            for segment in {*mine, *self._segments}:
+                segment.unlink()
+                segment.close()
+            raise
+        mine[0].unlink()
+        return [pid for _, pid in told]
+
+    def publish(self, index: int, shards: Sequence[Tensor]) -> None:
+        target = self._published[index][self.rank]
+        parts = torch.split(target, [shard.numel() for shard in shards])
+        for part, shard in zip(parts, shards, strict=True):
+            part.copy_(shard.detach().view(-1))
+
+    def pull(self, index: int, out: Tensor) -> None:
+        parts = out.view(len(self.ranks), -1)
+        for rank in self._others_first():
+            parts[rank].copy_(self._published[index][rank])
+
+    def push(self, index: int, full: Tensor) -> None:
+        parts = full.detach().view(len(self.ranks), -1)
+        sums = self._sums[index]
+        if self.ordered:
+            for rank in self._others_first():
+                # In chunks, as a sum of different dtypes makes a copy first, which is to fit into the cache.
+                chunks = torch.split(sums[rank][self.rank], CHUNK_NUMEL)
+                for chunk, part in zip(chunks, torch.split(parts[rank], CHUNK_NUMEL), strict=True):
+                    chunk.add_(part)
+            return
+        starts = range(0, parts.size(1), CHUNK_NUMEL)
+        pending = [(rank, start) for rank in self._others_first() for start in starts]
+        patience = Patience(self.timeout_s)
+        while pending:
+            busy = [(rank, start) for rank, start in pending if not self._add(index, rank, start, parts[rank])]
+            if len(busy) < len(pending):
+                patience = Patience(self.timeout_s)
+            elif not patience.sleep():
+                raise self._held(busy[0][0], self._range(index, *busy[0]))
+            pending = busy
+
+    def take_gradient(self, index: int) -> Tensor:
+        sums = self._sums[index][self.rank]
+        gradient = sums[0].clone()
+        for other in sums[1:]:
+            gradient.add_(other)
+        sums.zero_()
+        return gradient
+
+    def wait_for_all(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
+        own, patience = self._segments[self.rank], Patience(timeout_s)
+        if not own.come(number, note, patience):
+            raise self._held(self.rank, FLAGS)
+        missing = [rank for rank in self._others_first() if rank != self.rank]
+        while missing := [rank for rank in missing if not self._segments[rank].has_come(number)]:
+            lost = {rank: how for rank in missing if (how := self._fate(rank, number))}
+            if not lost and not patience.sleep():
+                lost = dict.fromkeys(missing, "did not come")
+            if lost:
+                raise self._lost(lost, number, timeout_s)
+        # One that is gone from a later meeting was at this one.
+        gave_up = [rank for rank, segment in enumerate(self._segments) if OPEN < segment.state <= number]
+        if gave_up:
+            raise self._lost(dict.fromkeys(gave_up, "gave up waiting"), number, timeout_s)
+        return tuple(segment.note(number) for segment in self._segments)
+
+    def give_up(self) -> None:
+        super().give_up()
+        self._segments[self.rank].state = self.meetings + 1
+
+    def release(self) -> None:
+        if not self._segments:
+            return
+        own = self._segments[self.rank]
+        if own.state == OPEN:
+            own.state = CLOSED
+        self._published.clear()
+        self._sums.clear()
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+
+    def _others_first(self) -> list[int]:
+        """Return all ranks from the next one on, so that they do not all go to the same one."""
+        ranks = len(self.ranks)
+        return [(self.rank + hop) % ranks for hop in range(1, ranks + 1)]
+
+    def _range(self, index: int, rank: int, start: int) -> tuple[int, int]:
+        """Return the bytes of a chunk in a rank's segment: offset and length."""
+        numel = min(CHUNK_NUMEL, self._sums[index][rank].size(1) - start)
+        return self._regions[index].accumulators + start * FP32_BYTES, numel * FP32_BYTES
+
+    def _add(self, index: int, rank: int, start: int, part: Tensor) -> bool:
+        """Add a chunk of a rank's part of a gradient, unless another rank has it locked."""
+        segment, place = self._segments[rank], self._range(index, rank, start)
+        if not segment.try_lock(*place):
+            return False
+        try:
+            end = start + CHUNK_NUMEL
+            self._sums[index][rank][0, start:end].add_(part[start:end])
+        finally:
+            segment.unlock(*place)
+        return True
+
+    def _fate(self, rank: int, number: int) -> str:
+        """Return what became of a rank that has not come to a meeting; empty if it may still come."""
+        segment = self._segments[rank]
+        if OPEN < segment.state <= number:
+            return "gave up waiting"
+        # A rank may come and then leave, so whether it came is asked last.
+        if segment.is_alive() or segment.has_come(number):
+            return ""
+        return "closed its windows" if segment.state == CLOSED else "died"
+
+    def _lost(self, lost: dict[int, str], number: int, timeout_s: float) -> PeerLost:
+        """Leave word that this rank gives up, and return what to raise."""
+        self.give_up()
+        told = "; ".join(f"rank {self.ranks[rank]} {how}" for rank, how in sorted(lost.items()))
+        here = f"rank {self.ranks[self.rank]} waited at meeting {number}"
+        return PeerLost(f"the ranks could not meet: {told}", got=here,
+                        expected=f"{names(self.ranks)} within {timeout_s:g} s",
+                        advice=f"the log of {names([self.ranks[rank] for rank in sorted(lost)])} (out of memory? "
+                               "killed? a longer step?), then resume the last checkpoint")  # fmt: skip
+
+    def _held(self, rank: int, place: tuple[int, int]) -> PeerLost:
+        """Leave word that this rank gives up, and return what to raise when bytes of a rank's segment stay locked."""
+        self.give_up()
+        pid = self._segments[rank].holder(*place)
+        who = f"rank {self.ranks[self._pids.index(pid)]}" if pid in self._pids else "another rank"
+        return PeerLost(f"{who} stands still in the middle of a push or a meeting",
+                        got=f"memory of rank {self.ranks[rank]} locked for {self.timeout_s:g} s",
+                        expected="a fraction of a millisecond",
+                        advice=f"the log of {who} (stopped? swapping?), then resume the last checkpoint")  # fmt: skip
+
+
+def can_share(group: dist.ProcessGroup) -> str:
+    """Return why the ranks of a group cannot share memory; empty if they can. Collective."""
+    ranks = dist.get_process_group_ranks(group)
+    places = Ranks(group, dist.get_rank(), group.size()).gather("look for shared memory", _shared_place)
+    for rank, (place, reason) in zip(ranks, places, strict=True):
+        if reason:
+            return f"rank {rank} {reason}"
+        if place[0] != places[0][0][0]:
+            return f"rank {rank} is on another machine than rank {ranks[0]}"
+        if place != places[0][0]:
+            return f"rank {rank} has another {FOLDER} than rank {ranks[0]} (another container?)"
+    return ""
+
+
+def _shared_place() -> tuple[tuple[str, ...], str]:
+    """Return what tells this process' shared memory from others (boot of the machine, file system, folder); or why not.
+
+    The numbers of file systems in memory are unique in one kernel.
+    """
+    if not sys.platform.startswith("linux"):
+        return (), f"runs on {sys.platform}, not Linux"
+    with suppress(OSError):
+        boot, found = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), FOLDER.stat()
+        if os.access(FOLDER, os.R_OK | os.W_OK | os.X_OK):
+            return (boot, str(found.st_dev), str(found.st_ino)), ""
+    return (), f"has no {FOLDER} that it may write to"
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // HEADER_BYTES) * HEADER_BYTES

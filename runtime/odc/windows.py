@@ -1,0 +1,222 @@
+"""Windows: what ranks of one machine publish to each other and accumulate for each other.
+
+With n ranks and a window of s elements per rank, rank r keeps
+
+    published[r]     (s,)  its shard in compute dtype
+    accumulator[r]   (s,)  its part of the gradient, in fp32
+
+which every rank has mapped, so that none has to wait for the others inside a step:
+
+    publish      published[r] <- shard                           on the rank itself
+    pull         out (n s,)   <- published[0], published[1], ..  from any rank, any number of times
+    push         accumulator[p] += full[p s : (p + 1) s]         for all p, any number of times
+    take         gradient <- accumulator[r], accumulator[r] <- 0 on the rank itself
+    meet         returns when all ranks have come; whatever was done before is seen after it
+
+A step is: publish, meet, pulls and pushes, meet, take, and the optimizer.  So what one does to its own
+memory and what all do to everybody's are kept apart by meetings, which windows check on each rank:
+between the last publish and the next pull there is one, between the last pull and the next publish,
+and likewise for push and take.
+
+The sum in an accumulator is that of additions in the order in which they came.  An *ordered*
+transport keeps an accumulator for every rank's pushes and adds them up in the order of ranks, which
+gives the same bits in every run for n - 1 times more fp32 shards of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from profiler.errors import OsdpError
+from runtime.agreement import Ranks
+
+FORMAT = 1
+"""Of the shared memory; ranks must have the same."""
+PUBLISHED_DTYPES = (torch.float32, torch.bfloat16)
+OPPOSITE = {"publish": "pull", "pull": "publish", "push": "take_gradient", "take_gradient": "push"}
+"""What must not happen between the same two meetings, as other ranks would see it half done."""
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """One communication group's window."""
+
+    name: str
+    """For messages: the unit's name."""
+    shard_numel: int
+    """Elements of a rank's shard, the same on all ranks (padded)."""
+    dtype: torch.dtype
+    """In which shards are published: fp32 or bf16."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in PUBLISHED_DTYPES:
+            raise OsdpError(f"window {self.name!r} cannot publish this dtype", got=str(self.dtype),
+                            expected="torch.float32 or torch.bfloat16",
+                            advice="set param_dtype of the unit to one of these")  # fmt: skip
+        if self.shard_numel < 1:
+            raise OsdpError(f"window {self.name!r} is empty", got=f"shards of {self.shard_numel} elements",
+                            expected="at least one element", advice="leave out units without parameters")  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: shards of {self.shard_numel} x {self.dtype}"
+
+
+class Window:
+    """One communication group's published shards and accumulators. Used by one thread at a time."""
+
+    def __init__(self, transport: Transport, index: int, spec: WindowSpec) -> None:
+        self.spec = spec
+        self._transport, self._index = transport, index
+        self._last: dict[str, int] = {}
+        """After how many meetings each thing was last done."""
+
+    def publish(self, *shards: Tensor) -> None:
+        """Pack and cast this rank's tensors, s elements together, into its window; seen after the next meeting."""
+        self._check("publish", sum(shard.numel() for shard in shards), self.spec.shard_numel, *shards)
+        self._transport.publish(self._index, shards)
+
+    def pull(self, out: Tensor) -> None:
+        """Fill `out` (n s,), of the published dtype, with all shards in the order of ranks."""
+        if "publish" not in self._last:
+            raise OsdpError(f"window {self.spec.name!r} was never published", expected="publish and meet before pull")
+        if out.dtype != self.spec.dtype:
+            raise OsdpError(f"window {self.spec.name!r} is of another dtype", got=str(out.dtype),
+                            expected=str(self.spec.dtype))  # fmt: skip
+        self._check("pull", out.numel(), self._full_numel, out)
+        self._transport.pull(self._index, out)
+
+    def push(self, full: Tensor) -> None:
+        """Add each rank's part of a gradient (n s,), of any floating-point dtype, to its accumulator."""
+        self._check("push", full.numel(), self._full_numel, full)
+        self._transport.push(self._index, full)
+
+    def take_gradient(self) -> Tensor:
+        """Return this rank's sum of all pushes (s,), in fp32, and clear it for the next step."""
+        self._check("take_gradient", 0, 0)
+        return self._transport.take_gradient(self._index)
+
+    @property
+    def _full_numel(self) -> int:
+        return len(self._transport.ranks) * self.spec.shard_numel
+
+    def _check(self, action: str, got: int, expected: int, *tensors: Tensor) -> None:
+        """Raise OsdpError for what does not fit or comes too early; note the action."""
+        self._transport.check_usable()
+        device = self._transport.device_type
+        if got != expected or not all(tensor.is_contiguous() and tensor.device.type == device for tensor in tensors):
+            given = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
+            raise OsdpError(f"window {self.spec.name!r} cannot {action} this", got=given,
+                            expected=f"{expected} contiguous elements on {device}")  # fmt: skip
+        opposite = OPPOSITE[action]
+        if self._last.get(opposite) == self._transport.meetings:
+            raise OsdpError(f"window {self.spec.name!r}: {action} after {opposite} without a meeting",
+                            expected="all ranks to meet in between", advice="call meet() first")  # fmt: skip
+        self._last[action] = self._transport.meetings
+
+
+class Transport(ABC):
+    """The memory that a group's ranks share, and how it is reached. Making and meeting are collective."""
+
+    device_type: str
+    """Of the tensors that it takes."""
+
+    def __init__(self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], timeout_s: float, ordered: bool) -> None:
+        """Compare the windows of all ranks; raises OsdpError on every rank if they differ.
+
+        Args:
+            group: ranks of one machine.
+            specs: the windows, in the same order on all ranks.
+            timeout_s: how long a rank waits for another, unless said otherwise.
+            ordered: whether sums are the same in every run, bit by bit.
+        """
+        if not 0 < timeout_s < math.inf:
+            raise OsdpError("a timeout must be positive", got=f"{timeout_s} s")
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        """Numbers in the world, for messages."""
+        self.rank, self.timeout_s, self.ordered, self.meetings = group.rank(), timeout_s, ordered, 0
+        self.windows = tuple(Window(self, index, spec) for index, spec in enumerate(specs))
+        self.agreement = Ranks(group, dist.get_rank(), group.size())
+        self._unusable = ""
+        self._check_same(specs)
+
+    def _check_same(self, specs: Sequence[WindowSpec]) -> None:
+        head = f"format {FORMAT}, {type(self).__name__}, {'' if self.ordered else 'not '}ordered, {len(specs)} windows"
+        layouts = self.agreement.gather("compare windows", lambda: [head, *map(str, specs)])
+        odd = [self.ranks[rank] for rank, layout in enumerate(layouts) if layout != layouts[0]]
+        if odd:
+            theirs = layouts[self.ranks.index(odd[0])]
+            first = next(i for i in range(len(theirs)) if theirs[i : i + 1] != layouts[0][i : i + 1])
+            raise OsdpError(f"the windows of {names(odd)} differ from those of rank {self.ranks[0]}",
+                            got=f"{theirs[first]} on rank {odd[0]}", expected=f"{layouts[0][first]}",
+                            advice="the same model, plan and version of OSDP on every rank")  # fmt: skip
+
+    def meet(self, note: float = 0.0, timeout_s: float | None = None) -> tuple[float, ...]:
+        """Wait for all ranks; return what each had to say (a weight, a number of micro-batches), in order of rank.
+
+        Raises PeerLost, naming ranks, as soon as one is seen to be gone, or when one has not come within
+        `timeout_s`. The transport cannot be used after that.
+        """
+        self.check_usable()
+        notes = self.wait_for_all(self.meetings + 1, note, self.timeout_s if timeout_s is None else timeout_s)
+        self.meetings += 1
+        return notes
+
+    def check_usable(self) -> None:
+        """Raise OsdpError after `close` or a failed meeting."""
+        if self._unusable:
+            raise OsdpError(f"the windows cannot be used any more: they {self._unusable}",
+                            advice="see the first error, then start from the last checkpoint")  # fmt: skip
+
+    def give_up(self) -> None:
+        """Refuse everything from now on, and let the others know; transports call it before they raise PeerLost."""
+        self._unusable = "failed, as another rank is gone or did not come"
+
+    def close(self) -> None:
+        """Let go of the memory. Not collective: others that still meet will be told; may be called again."""
+        self._unusable = self._unusable or "are closed"
+        self.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        self.close()
+
+    @abstractmethod
+    def publish(self, index: int, shards: Sequence[Tensor]) -> None:
+        """Do what `Window.publish` says, for window `index`; arguments are checked, here and below."""
+
+    @abstractmethod
+    def pull(self, index: int, out: Tensor) -> None:
+        """Do what `Window.pull` says."""
+
+    @abstractmethod
+    def push(self, index: int, full: Tensor) -> None:
+        """Do what `Window.push` says. Raises PeerLost if a rank keeps what is needed for longer than the timeout."""
+
+    @abstractmethod
+    def take_gradient(self, index: int) -> Tensor:
+        """Do what `Window.take_gradient` says."""
+
+    @abstractmethod
+    def wait_for_all(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
+        """Do what `meet` says, for meeting `number` (the first is 1)."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Do what `close` says."""
+
+
+def names(ranks: Sequence[int]) -> str:
+    """Return "rank 2" or "ranks 0, 1, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,303 @@
+"""Windows whose ranks die, stop, leave, differ or misuse them: everybody is told, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+from windows import open_transport, sums_large_windows
+
+from profiler.errors import OsdpError
+from runtime.faults import PeerLost
+from runtime.odc import segment, shared_memory
+from runtime.odc.shared_memory import can_share
+from runtime.odc.windows import WindowSpec
+
+ONE = (WindowSpec("a", 3500, torch.float32),)
+
+
+def names_left(*pids: int) -> list[Path]:
+    """Return the files that some processes have left."""
+    return [path for pid in pids for path in segment.FOLDER.glob(f"{segment.PREFIX}{pid}-*")]
+
+
+def all_pids() -> list[int]:
+    """Return the processes of all ranks."""
+    pids = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    return pids
+
+
+# --- ranks that are lost
+
+
+def _loses_one(rank: int, how: str) -> tuple[str, float]:
+    """Lose rank 2 between two meetings; return what the others are told, and after how long."""
+    transport = open_transport(ONE, timeout_s=1.0 if how == "stalls" else 30.0)
+    window = transport.windows[0]
+    window.publish(torch.ones(3500))
+    transport.meet()
+    if rank == 2 and how == "dies, but not its child" and os.fork() == 0:
+        time.sleep(5.0)
+        os._exit(0)
+    if rank == 2 and how.startswith("dies"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2 and how == "stalls":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 2:
+        transport.close()
+        return "", 0.0
+    window.pull(torch.empty(3 * 3500))
+    window.push(torch.ones(3 * 3500))
+    started_s = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        transport.meet()
+    waited_s = time.monotonic() - started_s
+    for action in (transport.meet, window.take_gradient):
+        with pytest.raises(OsdpError, match="cannot be used any more"):
+            action()
+    transport.close()
+    return str(caught.value), waited_s
+
+
+@pytest.mark.parametrize(("how", "told"), [
+    ("dies", "rank 2 died"), ("dies, but not its child", "rank 2 died"),
+    ("closes", "rank 2 closed its windows"), ("stalls", "rank 2 did not come"),
+])  # fmt: skip
+def test_a_lost_rank_is_named_on_every_other(how: str, told: str) -> None:
+    results = run_ranks(_loses_one, 3, how, lost=(2,))
+    for rank, (message, waited_s) in enumerate(results[:2]):
+        assert message.startswith(f"the ranks could not meet: {told}\n"), message
+        assert f"rank {rank} waited at meeting 2" in message
+        if how == "stalls":
+            assert 0.9 < waited_s < 5.0
+            assert "within 1 s" in message
+        else:
+            assert waited_s < 4.0  # much less than the timeout
+
+
+def _comes_late(rank: int) -> str:
+    """Come to a meeting that others have given up."""
+    with open_transport(ONE) as transport:
+        transport.meet()
+        if rank == 0:
+            with pytest.raises(PeerLost, match="rank 1 did not come"):
+                transport.meet(timeout_s=0.2)
+            dist.barrier()
+            dist.barrier()
+            return ""
+        dist.barrier()
+        with pytest.raises(PeerLost) as caught:
+            transport.meet()
+        dist.barrier()
+        return str(caught.value)
+
+
+def test_who_comes_too_late_is_told_so() -> None:
+    assert "rank 0 gave up waiting" in run_ranks(_comes_late, 2)[1]
+
+
+def _is_ahead(rank: int) -> None:
+    """Leave a meeting late, when a faster rank has already given up the one after it."""
+    with open_transport(ONE) as transport:
+        if rank == 0:
+            transport._segments[0].state = 2
+        transport.meet()
+        dist.barrier()
+        if rank == 1:
+            with pytest.raises(PeerLost, match="rank 0 gave up waiting"):
+                transport.meet()
+        dist.barrier()
+
+
+def test_a_meeting_that_all_came_to_holds_though_a_later_one_failed() -> None:
+    run_ranks(_is_ahead, 2)
+
+
+def _in_a_push(rank: int, kills: bool) -> str:
+    """Have rank 1 stop, or die, while it holds a chunk of rank 0's accumulator."""
+    transport = open_transport(ONE, timeout_s=0.5)
+    if rank == 1:
+        assert transport._segments[0].try_lock(*transport._range(0, 0, 1000))
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL if kills else signal.SIGSTOP)
+    dist.barrier()
+    if kills:
+        transport.windows[0].push(torch.ones(7000))
+        return ""
+    with pytest.raises(PeerLost) as caught:
+        transport.windows[0].push(torch.ones(7000))
+    with pytest.raises(OsdpError, match="cannot be used any more"):
+        transport.meet()
+    return str(caught.value)
+
+
+def test_a_rank_that_stops_inside_a_push_is_named() -> None:
+    assert "rank 1 stands still" in run_ranks(_in_a_push, 2, False, lost=(1,))[0]
+
+
+def test_the_locks_of_the_dead_are_free() -> None:
+    assert run_ranks(_in_a_push, 2, True, lost=(1,))[0] == ""
+
+
+# --- refusals
+
+
+def _differs(rank: int, spec: WindowSpec, ordered: bool) -> str:
+    own = (ONE[0], spec) if rank == 1 else (ONE[0], WindowSpec("b", 10, torch.float32))
+    with pytest.raises(OsdpError) as caught:
+        open_transport(own, ordered=ordered and rank == 1)
+    assert not names_left(os.getpid())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("spec", "ordered", "words"), [
+    (WindowSpec("b", 11, torch.float32), False, "'b': shards of 11 x torch.float32 on rank 1"),
+    (WindowSpec("b", 10, torch.bfloat16), False, "'b': shards of 10 x torch.bfloat16 on rank 1"),
+    (WindowSpec("b", 10, torch.float32), True, "ordered, 2 windows on rank 1"),
+])  # fmt: skip
+def test_different_windows_are_refused(spec: WindowSpec, ordered: bool, words: str) -> None:
+    for message in run_ranks(_differs, 3, spec, ordered):
+        assert message.startswith("the windows of rank 1 differ from those of rank 0")
+        assert words in message
+
+
+def _elsewhere(rank: int, place: tuple[tuple[str, ...], str]) -> tuple[str, str]:
+    """Return what `can_share` says before and after rank 1 is elsewhere."""
+    group = dist.group.WORLD
+    assert group is not None
+    before = can_share(group)
+    if rank == 1:
+        boot, *_ = shared_memory._shared_place()[0]
+        where = tuple(boot if part == "same" else part for part in place[0])
+        shared_memory._shared_place = lambda: (where, place[1])
+    after = can_share(group)
+    with pytest.raises(OsdpError, match="cannot share memory"):
+        open_transport(ONE)
+    return before, after
+
+
+@pytest.mark.parametrize(("place", "reason"), [
+    ((("other", "1", "1"), ""), "rank 1 is on another machine than rank 0"),
+    ((("same", "1", "1"), ""), "rank 1 has another /dev/shm than rank 0 (another container?)"),
+    (((), "runs on darwin, not Linux"), "rank 1 runs on darwin, not Linux"),
+])  # fmt: skip
+def test_ranks_without_common_memory_are_refused(place: tuple[tuple[str, ...], str], reason: str) -> None:
+    assert run_ranks(_elsewhere, 2, place) == [("", reason)] * 2
+
+
+def _no_room(rank: int) -> str:
+    with pytest.raises(OsdpError) as caught:
+        open_transport((WindowSpec("huge", 1 << 44, torch.float32),))
+    assert not names_left(os.getpid())
+    return str(caught.value)
+
+
+def test_too_little_shared_memory_is_an_error_and_not_a_crash() -> None:
+    for message in run_ranks(_no_room, 2):
+        assert "/dev/shm is too small for the windows" in message
+        assert "131072.00 GiB for each rank" in message  # 2^44 x (4 + 4) bytes
+
+
+def _misused(rank: int) -> None:
+    transport = open_transport(ONE)
+    window = transport.windows[0]
+    out = torch.empty(3500)
+    with pytest.raises(OsdpError, match="never published"):
+        window.pull(out)
+    window.publish(out)
+    with pytest.raises(OsdpError, match="pull after publish without a meeting"):
+        window.pull(out)
+    transport.meet()
+    window.pull(out)
+    with pytest.raises(OsdpError, match="publish after pull without a meeting"):
+        window.publish(out)
+    window.push(out)
+    with pytest.raises(OsdpError, match="take_gradient after push without a meeting"):
+        window.take_gradient()
+    transport.meet()
+    window.take_gradient()
+    with pytest.raises(OsdpError, match="push after take_gradient without a meeting"):
+        window.push(out)
+    with pytest.raises(OsdpError, match="another dtype"):
+        window.pull(out.bfloat16())
+    for wrong in (torch.empty(3501), torch.empty(7000)[::2], torch.empty(3500, device="meta")):
+        with pytest.raises(OsdpError, match="3500 contiguous elements on cpu"):
+            window.publish(wrong)
+    transport.close()
+    transport.close()
+    with pytest.raises(OsdpError, match="they are closed"):
+        window.pull(out)
+
+
+def test_misuse_is_refused() -> None:
+    run_ranks(_misused, 1)
+    for numel, dtype in ((0, torch.float32), (1, torch.float64)):
+        with pytest.raises(OsdpError, match="window 'x'"):
+            WindowSpec("x", numel, dtype)
+
+
+# --- nothing is left
+
+
+def mapped() -> int:
+    """Return how many windows' files are part of this process' memory."""
+    return Path("/proc/self/maps").read_text().count(f"{segment.FOLDER}/{segment.PREFIX}")
+
+
+def _lets_go(rank: int, fails: bool) -> None:
+    """Have no named file as soon as the windows are open, and nothing at all after them."""
+    files = len(os.listdir("/proc/self/fd"))
+    pids = all_pids()
+    try:
+        with open_transport(ONE) as transport:
+            dist.barrier()
+            assert names_left(*pids) == []
+            assert mapped() == 3
+            transport.windows[0].push(torch.ones(3 * 3500))
+            if fails:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert fails
+    assert mapped() == 0
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_after_the_windows(fails: bool) -> None:
+    run_ranks(_lets_go, 3, fails)
+
+
+def _killed(rank: int, folder: Path, when: str) -> None:
+    """Note the process and kill it: all ranks while they train, or one that has just made its file."""
+    (folder / str(rank)).write_text(str(os.getpid()))
+    dist.barrier()
+    if when == "at the start":
+        if rank == 0:
+            segment.Segment.create(1 << 20)
+            os.kill(os.getpid(), signal.SIGKILL)
+        open_transport(ONE)
+    open_transport(ONE).windows[0].push(torch.ones(7000))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_crash_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(_killed, 2, tmp_path, "in training")
+    assert names_left(*(int((tmp_path / str(rank)).read_text()) for rank in range(2))) == []
+    assert run_ranks(sums_large_windows, 2) == [True] * 2
+
+
+def test_the_next_run_removes_what_a_crash_at_the_start_left(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(_killed, 2, tmp_path, "at the start")
+    dead = int((tmp_path / "0").read_text())
+    assert len(names_left(dead)) == 1
+    assert run_ranks(sums_large_windows, 2) == [True] * 2
+    assert names_left(dead) == []
