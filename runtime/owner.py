@@ -166,7 +166,8 @@ class OwnedUnit:
         self.gather()
         if not self.in_backward:
             self.in_backward = True
-            Variable._execution_engine.queue_callback(self.end_backward)
+            _waiting.append(self)
+            Variable._execution_engine.queue_callback(_end_waiting)
 
     def end_backward(self) -> None:
         """Free the full parameters, reduce the gradients that they got to the owner and add them to its own.
@@ -200,6 +201,20 @@ class OwnedUnit:
             _local(resting.grad).add_(local.to(self.home, resting.dtype))
         for hook in (resting._post_accumulate_grad_hooks or {}).values():  # as FSDP2 calls them
             hook(resting)
+
+
+_waiting: list[OwnedUnit] = []
+"""Units whose backward has begun since the last one ended, of all models: autograd runs one backward at a time."""
+
+
+def _end_waiting() -> None:
+    """End the backward of units that no input's gradient has ended, such as embeddings.
+
+    Those that come first in the model go first, as in FSDP2, so that memory is highest with the first of them
+    whatever the strategy.  One that a failed backward has left waiting has no gradient, and is only released.
+    """
+    while _waiting:
+        _waiting.pop().end_backward()
 
 
 class _Marked(torch.autograd.Function):

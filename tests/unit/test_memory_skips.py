@@ -79,6 +79,36 @@ def test_prediction_is_what_the_runtime_holds(widths: tuple[int, ...], strategy:
     assert -0.002 <= compare(plan, model, graph, machine).error <= 0.005
 
 
+class Stems(nn.Module):
+    """Two embeddings, each larger than all that follows; neither has an input with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(4096, FEATURES), nn.Embedding(8192, FEATURES)
+        self.lower, self.upper = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, tokens: Tensor, others: Tensor) -> Tensor:
+        """Twice (batch, tokens) -> a loss."""
+        x = self.lower(self.first(tokens))
+        loss: Tensor = self.upper(self.second(others) + x).pow(2).mean()
+        return loss
+
+    def example_inputs(self, batch: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        """Return arguments of `forward`."""
+        return (torch.randint(4096, (batch, TOKENS)), torch.randint(4096, (batch, TOKENS))), {}
+
+
+@pytest.mark.parametrize("strategy", ["owner", "owner+offload", "shard"])
+def test_embeddings_are_reduced_first_in_the_model_first(strategy: str) -> None:
+    """All wait for the end of backward with their gradients, and the largest buffer comes when fewest wait."""
+    model = ModelSource("stems", Stems, lambda module, batch: module.example_inputs(batch), TOKENS)
+    graph, machine = trace_model(model, "bf16"), cluster(1, 4)
+    choices = {operator.name: strategy for operator in graph.operators}
+    plan = plan_of(graph, machine, choices, (), micro_batch=1, optimizer="sgd")
+    found = compare(plan, model, graph, machine)
+    assert -0.002 <= found.error <= 0.005
+
+
 def test_what_a_block_takes_and_who_keeps_it() -> None:
     """In bytes of one sample; the norm of a layer is the first to save what it reads."""
     graph = trace_model(ModelSource("skips", lambda: Skips((128, 256, 192)), lambda m, b: m.example_inputs(b), TOKENS),
