@@ -40,6 +40,11 @@ GRACE_S = 0.3
 """How long a failure waits for earlier ones: peers of a dead rank may report before it is found dead."""
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started and that are still there."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 class RankError(AssertionError):
     """A rank raised, died or did not finish."""
 

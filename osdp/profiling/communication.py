@@ -19,9 +19,10 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
-from osdp.profiling.device import synchronize, timed_s
+from osdp.profiling.device import timed_s
 from osdp.profiling.exchanges import element_unit, prepare, roots_of
 from osdp.profiling.lines import CommunicationState, Line, Timings, line_of, lines_on, rounds_done
+from osdp.profiling.together import meet, slowest
 from planner.collectives import CHAINS
 from profiler.curves import MIN_POINTS
 from profiler.errors import OsdpError
@@ -97,7 +98,7 @@ def measure_rounds(request: Request, device: torch.device,
         trials = timer.first_pass(started)
         # The first pass has warmed up once.
         warm_up -= 1
-        spent_s = timer.slowest([time.perf_counter() - started])[0]
+        spent_s = slowest([time.perf_counter() - started], device)[0]
         chosen = affordable(trials, request.budget_s - spent_s, warm_up + request.repetitions)
         state = CommunicationState(points=[_no_timings(trial) for trial in chosen])
     yield state
@@ -129,17 +130,6 @@ class Timer:
             raise OsdpError("too few sizes to measure", got=", ".join(map(str, request.sizes_bytes)) or "none",
                             expected=f"{MIN_POINTS} sizes or more that differ by {unit} bytes")  # fmt: skip
 
-    def meet(self) -> None:
-        """Wait for all ranks."""
-        dist.all_reduce(torch.zeros(1, device=self.device))
-        synchronize(self.device)
-
-    def slowest(self, seconds: list[float]) -> list[float]:
-        """Return the largest of each number on all ranks."""
-        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return [float(one) for one in found]
-
     def time_s(self, line: Line, size_bytes: int, repeats: int) -> float:
         """Return this rank's seconds for one of `repeats` collectives in a row."""
         group = self.meshes.group(line.ranks, line.stride)
@@ -149,20 +139,20 @@ class Timer:
             for turn in range(repeats):
                 exchange(turn)
 
-        self.meet()
+        meet(self.device)
         return timed_s(run, self.device) / repeats
 
     def round(self, state: CommunicationState) -> list[float]:
         """Time every point once; return the seconds of the slowest rank."""
         seconds = [self.time_s(line_of(point), point["size_bytes"], point["repeats"]) for point in state["points"]]
-        return self.slowest(seconds) if seconds else []
+        return slowest(seconds, self.device) if seconds else []
 
     def first_pass(self, started: float) -> list[Trial]:
         """Run each line at growing sizes; `started`: by this rank's clock, since when the budget is spent."""
         trials: list[Trial] = []
         for line in self.lines:
             is_whole = line.on_whole_levels(self.request.nodes, self.request.ranks_per_node)
-            spent_s = self.slowest([time.perf_counter() - started])[0]
+            spent_s = slowest([time.perf_counter() - started], self.device)[0]
             if is_whole or spent_s < FIRST_PASS_SHARE * self.request.budget_s:
                 trials += self._first_pass_of(line, is_whole)
         return trials
@@ -176,15 +166,15 @@ class Timer:
             if index >= MIN_POINTS and turns * s_per_byte * size_bytes > self.longest_s:
                 # One look may have been disturbed, and would cost the line all its larger sizes.
                 smaller_bytes = self.sizes_bytes[index - 1]
-                (seconds,) = self.slowest([self.time_s(line, smaller_bytes, turns)])
+                (seconds,) = slowest([self.time_s(line, smaller_bytes, turns)], self.device)
                 if turns * seconds / smaller_bytes * size_bytes > self.longest_s:
                     return
             begun = time.perf_counter()
             seconds = self.time_s(line, size_bytes, turns)
             overhead_s = time.perf_counter() - begun - turns * seconds
-            seconds, overhead_s = self.slowest([seconds, overhead_s])
+            seconds, overhead_s = slowest([seconds, overhead_s], self.device)
             if turns * seconds < LOOK_AGAIN_S:
-                seconds = min(seconds, *self.slowest([self.time_s(line, size_bytes, turns)]))
+                seconds = min(seconds, *slowest([self.time_s(line, size_bytes, turns)], self.device))
             s_per_byte = seconds / size_bytes
             wanted = ceil(TIMING_S / max(turns * seconds, 1e-9))
             repeats = turns * max(1, min(MAX_REPEATS // turns, wanted))

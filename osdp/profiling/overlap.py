@@ -20,9 +20,9 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from osdp.profiling.device import synchronize, timed_s
+from osdp.profiling.together import meet, slowest
 from profiler.errors import OsdpError
 
 ROWS = {"cpu": 256, "cuda": 2048}
@@ -82,19 +82,19 @@ class _Bench:
         self.products = 1
         self.communicate()
         self.compute()
-        (communication_s,) = self.slowest([self.timed_s(self.communicate)])
+        (communication_s,) = slowest([self.timed_s(self.communicate)], self.device)
         self.products = 8
-        (computation_s,) = self.slowest([self.timed_s(self.compute)])
+        (computation_s,) = slowest([self.timed_s(self.compute)], self.device)
         self.products = max(1, round(SHARE * communication_s / computation_s * self.products))
 
     def round(self) -> list[float]:
         """Return the seconds of computation, communication, both, and computation under communication."""
         alone = [self.timed_s(self.compute), self.timed_s(self.communicate)]
-        return self.slowest([*alone, *self.both()])
+        return slowest([*alone, *self.both()], self.device)
 
     def both(self) -> tuple[float, float]:
         """Return the seconds of both, and of the computation inside."""
-        self.meet()
+        meet(self.device)
         started = time.perf_counter()
         work = self.start()
         clock = _Clock(self.device)
@@ -115,17 +115,8 @@ class _Bench:
         return cast(dist.Work, dist.all_reduce(self.gradient, dist.ReduceOp.AVG, async_op=True))
 
     def timed_s(self, run: Callable[[], None]) -> float:
-        self.meet()
+        meet(self.device)
         return timed_s(run, self.device)
-
-    def meet(self) -> None:
-        dist.all_reduce(torch.zeros(1, device=self.device))
-        synchronize(self.device)
-
-    def slowest(self, seconds: list[float]) -> list[float]:
-        found: Tensor = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return [float(one) for one in found]
 
 
 class _Clock:

@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 from osdp.profiling.communication import SIZES_BYTES, measure_rounds
 from osdp.profiling.communication import Request as CommunicationRequest
-from osdp.profiling.device import DeviceMemory, DeviceRates, device_memory, measure_rates, synchronize
+from osdp.profiling.device import DeviceMemory, DeviceRates, device_memory, measure_rates
 from osdp.profiling.findings import collective_times, middle_size_bytes
 from osdp.profiling.lines import CommunicationState, rounds_done
 from osdp.profiling.overlap import Overlap, measure_overlap
 from osdp.profiling.state import State
+from osdp.profiling.together import meet
 from osdp.profiling.units import measure_unit_overhead_s
 from osdp.ranks import grid
 from planner.strategy import padded_rows
@@ -193,8 +194,7 @@ class _Session:
         return self.ranks.gather("profile", make)[0]
 
     def meet(self) -> None:
-        dist.all_reduce(torch.zeros(1, device=self.device))
-        synchronize(self.device)
+        meet(self.device)
 
     # --- the parts ---
 

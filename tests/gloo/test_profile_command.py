@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import children, run_ranks
 
 from osdp.clusters import load_cluster
 from osdp.profiling.state import State
@@ -37,10 +37,6 @@ QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budg
 def osdp(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "osdp", *arguments], env=ENVIRONMENT, capture_output=True, text=True,
                           timeout=PATIENCE_S, cwd=folder)  # fmt: skip
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.fixture(scope="module")

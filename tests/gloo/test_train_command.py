@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import children
 
 from runtime.checkpoint import latest
 
@@ -24,10 +25,6 @@ def train(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *SHORT, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S
     )
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_running(pid: int) -> bool:
