@@ -66,6 +66,7 @@ class OSDP(nn.Module):
         with torch.random.fork_rng(devices=[]):
             self.plan, self.schedule = prepare(built, description, device_info, example_inputs)
         self.sharded: ShardedModel = _apply(built, self.schedule, compile_backend, find_unused_parameters)
+        self.schedule = self.sharded.schedule
         self.module: nn.Module = self.sharded.module
         self._accumulation = Accumulation(self.sharded, self.plan.accumulation)
 
@@ -92,11 +93,19 @@ class OSDP(nn.Module):
         self._accumulation.discard()
         self.module.zero_grad(set_to_none)
 
+    def settle_gradients(self) -> None:
+        """Make gradients complete, for whoever reads `.grad` before the optimizer steps. A collective call.
+
+        Needed under `odc` only, whose ranks meet in the optimizer's step; `clip_grad_norm_` does it by itself.
+        """
+        self._accumulation.settle()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`; return the norm before.
 
         A collective call. In place of `torch.nn.utils.clip_grad_norm_`, which refuses mixed meshes.
         """
+        self._accumulation.settle()
         return clip(self.sharded.pieces, max_norm, norm_type, self.sharded.device, error_if_nonfinite)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True,
@@ -151,7 +160,9 @@ class OSDP(nn.Module):
 
         See `runtime.checkpoint.load`.
         """
-        return checkpoint.load(path, self.module, self.sharded.pieces, optimizer)
+        extra = checkpoint.load(path, self.module, self.sharded.pieces, optimizer)
+        self.sharded.changed()
+        return extra
 
     def extra_repr(self) -> str:
         """Say how it is sharded."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from osdp.planning import read_plan
+from planner.pins import parse_pin
 from planner.plan import Plan
 from planner.strategy import COMPUTE_BYTES
 from planner.unit_memory import OPTIMIZERS
@@ -36,6 +37,8 @@ class Description:
     """Tokens per sample."""
     name: str | None = None
     """What reports call the model."""
+    pins: list[str] = field(default_factory=list)
+    """What the user decides, as `osdp plan --pin` takes it: `["*=owner"]` gives everything one strategy."""
 
 
 Described = None | Plan | Description | Mapping[str, Any] | list[Any] | tuple[Any, ...] | str | Path
@@ -87,6 +90,11 @@ def _problems(description: Description) -> Iterator[Problem]:
         value = getattr(description, name)
         if value is not None and value < 1:
             yield Problem((name,), "is wrong", str(value), "at least 1")
+    for index, pin in enumerate(description.pins):
+        try:
+            parse_pin(pin)
+        except OsdpError as error:
+            yield Problem(("pins", str(index)), "is not a pin", error.got, error.expected)
 
 
 def factory_of(model: Any, given: Described) -> Callable[[], Any]:

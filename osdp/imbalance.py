@@ -45,13 +45,14 @@ def _number(text: str) -> float | None:
 def _from_file(path: Path) -> Imbalance:
     if not path.exists():
         raise OsdpError("the imbalance is neither a number nor a file", got=str(path), expected=EXPECTED)
-    lengths = list(_lengths(path))
+    lengths = list(lengths_in(path))
     if not lengths:
         raise OsdpError(f"{path} has no lengths", got="an empty file", expected="one length in each line")
     return Imbalance(lengths=histogram(lengths), source=f"from {len(lengths):,} lengths in {path}")
 
 
-def _lengths(path: Path) -> Iterator[float]:
+def lengths_in(path: Path) -> Iterator[float]:
+    """Yield the positive numbers in a file, one in each line; raises OsdpError for anything else but empty lines."""
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue

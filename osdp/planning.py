@@ -23,7 +23,7 @@ from planner.baselines import Baseline
 from planner.explain import OpenPlan, open_plan
 from planner.imbalance import BALANCED, Imbalance
 from planner.pins import Pin, parse_pin, resolve
-from planner.plan import Asked, Plan, cluster_fingerprint, make_plan, unrunnable
+from planner.plan import Asked, Plan, cluster_fingerprint, make_plan
 from planner.refusal import NothingFits, Remedy, blame
 from planner.search import Found, Progress, Task, search
 from planner.space import Pins
@@ -99,11 +99,6 @@ class Planned:
     def pins(self) -> Pins:
         """What the user decided."""
         return pins_of(self.plan, self.graph, self.cluster)
-
-    @property
-    def not_run_yet(self) -> tuple[str, ...]:
-        """Strategies of the plan that the runtime does not run."""
-        return tuple(map(str, unrunnable(self.plan, self.graph, self.cluster)))
 
     @property
     def best_baseline(self) -> Baseline | None:
@@ -283,6 +278,8 @@ def _problems(plan: Plan) -> Iterator[Problem]:
         factor = getattr(plan.waits, name)
         if not 1 <= factor < float("inf"):
             yield Problem(("waits", name), "is wrong", str(factor), "at least 1")
+    if not 0 < plan.waits.fill <= 1:
+        yield Problem(("waits", "fill"), "is wrong", str(plan.waits.fill), "more than 0 and at most 1")
     if not 0 <= plan.gap < 1:
         yield Problem(("gap",), "is wrong", str(plan.gap), "at least 0 and less than 1")
 

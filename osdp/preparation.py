@@ -16,6 +16,7 @@ from osdp.description import Described, Description, read_description
 from osdp.live_model import source_of
 from osdp.planning import Request, memory_limit, plan_model
 from osdp.ranks import DeviceInfo, cluster_of_plan, cluster_of_ranks
+from planner.pins import parse_pin
 from planner.plan import Plan, check_parameters
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
@@ -67,7 +68,7 @@ def _trace(model: nn.Module | Callable[[], Any], description: Described, device_
         return _Traced(source, graph, cluster, wish)
     cluster, limit_bytes = cluster_of_ranks(device_info)
     request = Request(memory_limit(cluster, limit_bytes), wish.precision, wish.optimizer, wish.micro_batch,
-                      wish.global_batch)  # fmt: skip
+                      wish.global_batch, pins=tuple(map(parse_pin, wish.pins)))  # fmt: skip
     source = source_of(model, _name(model, wish), wish.sequence_length, example_inputs)
     return _Traced(source, trace_model(source, wish.precision, cluster.device.kind), cluster, request)
 

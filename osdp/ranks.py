@@ -24,10 +24,11 @@ CPU_CLUSTER = "cpu-gloo"
 """Figures for ranks without GPUs."""
 
 
-def grid() -> tuple[int, int]:
+def grid(emulated_nodes: int = 1) -> tuple[int, int]:
     """Return (nodes, ranks per node) of the default process group, by torchrun's LOCAL_WORLD_SIZE.
 
-    Raises OsdpError if nodes have different numbers of ranks.
+    The ranks of one machine stand for `emulated_nodes` nodes. Raises OsdpError if nodes have different
+    numbers of ranks.
     """
     world_size = dist.get_world_size()
     text = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
@@ -35,15 +36,18 @@ def grid() -> tuple[int, int]:
     if not local or world_size % local:
         raise OsdpError("the ranks do not divide evenly into nodes", got=f"{world_size} ranks, {text} on this node",
                         expected="equally many ranks on every node")  # fmt: skip
-    return world_size // local, local
+    if local % emulated_nodes:
+        raise OsdpError("the ranks of a machine do not divide evenly into nodes", got=f"{local} ranks",
+                        expected=f"a multiple of {emulated_nodes}")  # fmt: skip
+    return world_size // local * emulated_nodes, local // emulated_nodes
 
 
-def cluster_of_ranks(device_info: DeviceInfo) -> tuple[Cluster, int | None]:
+def cluster_of_ranks(device_info: DeviceInfo, emulated_nodes: int = 1) -> tuple[Cluster, int | None]:
     """Return the cluster to plan for, with as many ranks as there are, and the memory limit in bytes if given.
 
-    Raises OsdpError.
+    The ranks of one machine stand for `emulated_nodes` nodes. Raises OsdpError.
     """
-    nodes, local = grid()
+    nodes, local = grid(emulated_nodes)
     if isinstance(device_info, bool) or not isinstance(device_info, None | str | Path | int | Cluster):
         raise OsdpError(
             "device_info is of no known form",

@@ -13,7 +13,9 @@ and for N = 2 the integral is 2 Phi(sigma / sqrt(2)).  A sum of M is taken for l
 coefficient c / sqrt(M), which has its mean and variance (Fenton, "The sum of log-normal probability
 distributions in scatter transmission systems", 1960, after Wilkinson).             `lognormal_slowest`
 
-With lengths, a micro-batch of b samples costs the sum of b draws from them, a step that of b M.  The
+With lengths, a micro-batch of b samples costs the sum of b draws from them, a step that of b M.  The model
+was traced with samples of full length, which the longest are taken to have: memory is that of b samples of full
+length, and the mean micro-batch computes for `fill` = mean / longest of the seconds of one.  The
 distribution of a sum of n draws is the n-fold convolution of the lengths' histogram: the n-th power of
 its Fourier transform, on a grid about the mean.                                     `lengths_slowest`
 
@@ -58,6 +60,8 @@ class Waits:
     """If they meet once per step only."""
     source: str = ""
     """Where the imbalance comes from, in words; empty if micro-batches are alike."""
+    fill: float = 1.0
+    """Seconds that the mean micro-batch computes, over those of one whose samples have the model's full length."""
 
     @property
     def are_uneven(self) -> bool:
@@ -79,7 +83,7 @@ class Imbalance:
     variation: float = 0.0
     """Standard deviation of one micro-batch's compute time over its mean, whatever its size."""
     lengths: Cells = ()
-    """Lengths of samples, in any unit (`histogram`); if there are any, they count instead."""
+    """Lengths of samples, in any unit (`histogram`), the longest being full; if there are any, they count instead."""
     source: str = ""
     """Where that comes from, in words; empty if micro-batches are alike."""
 
@@ -90,6 +94,7 @@ class Imbalance:
                 lengths_slowest(self.lengths, micro_batch, ranks),
                 lengths_slowest(self.lengths, micro_batch * accumulation, ranks),
                 self.source,
+                sum(length * share for length, share in self.lengths) / self.lengths[-1][0],
             )
         return Waits(
             lognormal_slowest(self.variation, ranks),

@@ -17,8 +17,11 @@ def around(path: str) -> Iterator[str]:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern such as `h.*.mlp` means a module, by its own path or by that of a module around it."""
-    return any(module == pattern or fnmatchcase(module, pattern) for module in around(path))
+    """Whether a pattern such as `h.*.mlp` means a module, by its own path or by that of a module around it.
+
+    The model itself has the empty path, which `*` means too.
+    """
+    return any(module == pattern or fnmatchcase(module, pattern) for module in (path, *around(path)))
 
 
 def unknown_name(name: str, known: Iterable[str], what: str) -> OsdpError:

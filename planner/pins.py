@@ -1,8 +1,9 @@
 """Pins: what the user decides of a plan, as `--pin PATTERN=CHOICE` says it.
 
 A pattern means operators by their path, by a module around them, or by a block; a choice is a strategy
-as plans write it (`shard`, `group_shard:4+offload`, `split(4*shard)`), or `recompute` or `keep` for
-blocks.  A pin is honoured in every plan of the search, or refused here with the reason.
+as plans write it (`shard`, `group_shard:4+offload`, `split(4*shard)`, `owner@1` for rank 1), or `recompute` or
+`keep` for blocks.  `.` means the parameters that the model has itself, outside all of its modules.
+A pin is honoured in every plan of the search, or refused here with the reason.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from profiler.graph import ModelGraph
 
 RECOMPUTE = {"recompute": True, "keep": False}
 """Choices of blocks: whether their forward runs again in backward."""
+ITSELF = "."
+"""Pattern of the model's own parameters, whose operator has no name."""
 
 Chosen = TypeVar("Chosen", bool, tuple[Strategy, ...])
 
@@ -88,7 +91,8 @@ def _settle(settled: dict[int, tuple[Pin, Chosen]], index: int, pin: Pin, choice
 
 def _operators(pin: Pin, graph: ModelGraph) -> list[int]:
     """Return the operators that a pin means: those of its blocks, and those that its pattern matches."""
-    exact = [i for i, operator in enumerate(graph.operators) if pin.pattern in {operator.name, *operator.modules}]
+    named = "" if pin.pattern == ITSELF else pin.pattern
+    exact = [i for i, operator in enumerate(graph.operators) if named in {operator.name, *operator.modules}]
     if exact:
         return exact
     blocks = {index for index, block in enumerate(graph.blocks) if matches(block.name, pin.pattern)}

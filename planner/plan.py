@@ -75,6 +75,16 @@ class Prediction:
     samples_per_s: float
     """Of all ranks together."""
 
+    @property
+    def reserve_bytes(self) -> int:
+        """The part of the peak that is not PyTorch's."""
+        return self.memory_by_category.get("reserve", 0)
+
+    @property
+    def tensors_bytes(self) -> int:
+        """The peak without that."""
+        return self.peak_memory_bytes - self.reserve_bytes
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -220,19 +230,6 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
     for operator in graph.operators:
         check_scalars(operator)
     return choices
-
-
-def unrunnable(plan: Plan, graph: ModelGraph, cluster: Cluster) -> dict[Strategy, str]:
-    """Return the strategies of a plan that the runtime does not run, and an operator that takes each.
-
-    Raises `OsdpError` as `read_choices` does.
-    """
-    found: dict[Strategy, str] = {}
-    for operator, slices in zip(graph.operators, read_choices(plan, graph, cluster), strict=True):
-        for strategy in slices:
-            if not strategy.kind.runs:
-                found.setdefault(strategy, operator.name)
-    return found
 
 
 def space_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Space:

@@ -15,11 +15,14 @@ bytes per parameter in compute dtype and e_r = 4 in reduce dtype, n nodes of g r
     owner (no padding)  broadcast(N, e_p P)         broadcast again  reduce(N, e_r T)      -
     odc:G               pull(G, e_p P)              pull(G, e_p P)   push(G, e_r T)        barrier, AR(N/G, e_r T/G),
                                                                                            publish, barrier
+    odc_ordered:G       as odc:G
 
 `odc` keeps a window that all G ranks of its group map: the published shard, and an accumulator for its
 gradient.  Ranks meet once per step: at the first barrier all pushes are over and the accumulator becomes
 the gradient, at the second all shards are published.  Each unit is charged for both.  Publish reads the
-fp32 shard and writes it in compute dtype, and reads, copies out and clears the accumulator.
+fp32 shard and writes it in compute dtype, and reads, copies out and clears the accumulator.  What others push
+is added as it comes, so that the last bits of a sum differ from run to run; `odc_ordered` keeps an accumulator
+for each rank of the group and adds them up in the order of ranks, which gives the same bits in every run.
 
 Each is a row of `STRATEGIES`, and adding a strategy is adding a row.  `+offload` keeps what rests on
 the host; it adds no collective.  `planner.unit_memory` has what a unit holds on the device, and
@@ -29,9 +32,10 @@ the host; it adds no collective.  `planner.unit_memory` has what a unit holds on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from types import MappingProxyType
 from typing import Literal
 
 from planner.collectives import Operation, collective_s
@@ -65,9 +69,12 @@ class Strategy:
     """Whether what rests (parameters, gradients, optimizer states) is in the host's memory."""
     secondary: int = 0
     """Ranks over which the secondary copy, kept from forward to backward, is split; 0 if there is none."""
+    owner: int | None = None
+    """Rank that a user gave a unit of strategy `owner` to; None: by size, see `assign_owners`."""
 
     def __str__(self) -> str:
         number = {"group": f":{self.group}", "secondary": f":{self.secondary}", "": ""}[self.kind.number]
+        number += "" if self.owner is None else f"@{self.owner}"
         return self.name + number + ("+offload" if self.offload else "")
 
     @property
@@ -84,6 +91,13 @@ class Strategy:
     def reshard_after_forward(self) -> bool | int:
         """What `fully_shard` takes by that name."""
         return self.secondary or not self.keeps_unsharded
+
+    @property
+    def accumulators(self) -> int:
+        """How many accumulators each rank has in a window: one, or one for each rank; 0 if there is no window."""
+        if not self.kind.one_sided:
+            return 0
+        return self.group if self.kind.ordered else 1
 
     @property
     def parts(self) -> int:
@@ -143,8 +157,8 @@ class StrategyKind:
     """Whether gathers and reductions go across nodes and inside nodes in turn."""
     one_sided: bool = False
     """Whether ranks read and write each other's windows, and meet only once per step."""
-    runs: bool = True
-    """Whether the runtime runs it; if not, it can be planned and priced only."""
+    ordered: bool = False
+    """Whether a window has an accumulator for every rank of its group, so that sums are the same in every run."""
 
     @property
     def joins(self) -> bool:
@@ -222,7 +236,9 @@ def _from_owner(volume: Volume, strategy: Strategy, cluster: Cluster) -> tuple[C
 def _one_sided(volume: Volume, strategy: Strategy, cluster: Cluster) -> tuple[Collective, ...]:
     """Pull, pull and push inside the group; meet, all-reduce across groups and publish once per step."""
     group, replicas = strategy.group, cluster.world_size // strategy.group
-    copied = volume.rested + volume.gathered + 3 * volume.reduced
+    # The first accumulator is read and written to the gradient, each other is read and added to it; all are cleared.
+    moved = 4 * strategy.accumulators - 1
+    copied = volume.rested + volume.gathered + moved * volume.reduced
     return (
         Collective("pull", group, 1, volume.gathered, "forward"),
         Collective("pull", group, 1, volume.gathered, "backward"),
@@ -251,7 +267,9 @@ STRATEGIES = {
         StrategyKind("owner", "whole tensors on one rank each; broadcast for forward and backward", _world,
                      _from_owner, wrapping="owner"),
         StrategyKind("odc", "split inside a group of a node; pulled and pushed without waiting, met once per step",
-                     _sizes_in_node, _one_sided, number="group", one_sided=True, runs=False),
+                     _sizes_in_node, _one_sided, number="group", one_sided=True),
+        StrategyKind("odc_ordered", "as odc, with gradients that are the same in every run, bit by bit",
+                     _sizes_in_node, _one_sided, number="group", one_sided=True, ordered=True),
     )
 }  # fmt: skip
 
@@ -262,12 +280,13 @@ STRATEGIES = {
 def strategies_on(cluster: Cluster, uneven: bool = False) -> tuple[Strategy, ...]:
     """Return every strategy that the search offers on the cluster, in the order of the registry.
 
-    Each is also offered with offload, after all without, if the figures of the host are known.  What the
-    runtime does not run yet is offered only where micro-batches are uneven, which is what it is for, and on
-    the device.
+    Each is also offered with offload, after all without, if the figures of the host are known.  `odc` is
+    offered only where micro-batches are uneven, which is what it is for, and on the device; `odc_ordered`, which
+    does the same with more memory, never.
     """
     known = [strategy for strategy in known_strategies(cluster) if cluster.host or not strategy.offload]
-    return tuple(strategy for strategy in known if strategy.kind.runs or (uneven and not strategy.offload))
+    known = [strategy for strategy in known if not strategy.kind.ordered]
+    return tuple(strategy for strategy in known if not strategy.kind.one_sided or (uneven and not strategy.offload))
 
 
 def known_strategies(cluster: Cluster) -> tuple[Strategy, ...]:
@@ -277,16 +296,26 @@ def known_strategies(cluster: Cluster) -> tuple[Strategy, ...]:
 
 
 def parse_strategy(text: str, cluster: Cluster) -> Strategy:
-    """Return the strategy that `str(strategy)` printed.
+    """Return the strategy that `str(strategy)` printed; of `owner`, `owner@3` says which rank it is.
 
     Raises `OsdpError` if it is unknown or does not fit the cluster.
     """
     known = {str(strategy): strategy for strategy in known_strategies(cluster)}
+    given = re.fullmatch(r"owner@([0-9]{1,9})((?:\+offload)?)", text)
+    if given is not None and (free := known.get(f"owner{given[2]}")) is not None:
+        return _owned_by(free, int(given[1]), cluster)
     if text not in known:
         plain = [name for name, strategy in known.items() if not strategy.offload]
         raise OsdpError(f"no such strategy on {cluster.nodes} x {cluster.gpus_per_node} ranks", got=text or "nothing",
                         expected=f"{', '.join(plain)}; each also with +offload")  # fmt: skip
     return known[text]
+
+
+def _owned_by(strategy: Strategy, rank: int, cluster: Cluster) -> Strategy:
+    if rank >= cluster.world_size:
+        raise OsdpError("there is no such rank to own parameters", got=f"owner@{rank}",
+                        expected=f"a rank from 0 to {cluster.world_size - 1}")  # fmt: skip
+    return replace(strategy, owner=rank)
 
 
 def format_choice(slices: Sequence[Strategy]) -> str:
@@ -359,15 +388,19 @@ def unit_collectives(parameters: Iterable[Parameter], strategy: Strategy, precis
     return tuple(replace(c, algorithm=cluster.algorithm(c.kind, c.ranks, c.stride, c.size_bytes)) for c in sent)
 
 
-def assign_owners(sizes_bytes: Sequence[int], ranks: int) -> tuple[int, ...]:
+def assign_owners(sizes_bytes: Sequence[int], ranks: int,
+                  given: Mapping[int, int] = MappingProxyType({})) -> tuple[int, ...]:  # fmt: skip
     """Return the owning rank of each unit of strategy `owner`, in the order given.
 
     Largest first to the rank that owns least, ties to the lowest rank (Graham's longest processing
     time rule, SIAM J. Appl. Math. 1969: the fullest rank is within 4/3 of the best that can be).
+    `given` has the ranks of those that the user decided, by their position.
     """
-    owned = [0] * ranks
-    owners = [0] * len(sizes_bytes)
+    owned, owners = [0] * ranks, dict(given)
+    for index, rank in given.items():
+        owned[rank] += sizes_bytes[index]
     for index in sorted(range(len(sizes_bytes)), key=lambda index: -sizes_bytes[index]):
-        owners[index] = owned.index(min(owned))
-        owned[owners[index]] += sizes_bytes[index]
-    return tuple(owners)
+        if index not in given:
+            owners[index] = owned.index(min(owned))
+            owned[owners[index]] += sizes_bytes[index]
+    return tuple(owners[index] for index in range(len(sizes_bytes)))

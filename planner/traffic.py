@@ -11,7 +11,7 @@ the rate of `Host.link_bytes_per_s`, as FSDP2 with `CPUOffloadPolicy` does (torc
     odc                               -                -                 -           S + SG
 
 (gradients that are all-reduced once per step wait on the device, as do the windows of `odc`, which
-are filled from the host when they are published: that row is the design's, nothing runs it yet.)
+are filled from the host when they are published: that row was not run on a GPU.)
 Copies are in line with the collectives that they serve: FSDP2 makes the one to the device on a stream
 of its own, so it can be faster than this.
 

@@ -17,7 +17,7 @@ tensor of first dimension d0 and `rest` elements per row padded to ceil(d0/parts
     AGX  what only an all-gather holds as it runs: under bf16 e_p pad/parts, the shard that is sent
                                                                          `UnitBytes.gather_temporary`
     RSX  the same of a reduction                                         `UnitBytes.reduce_temporary`
-    W    window: published shard, accumulator       (e_p + e_r) pad/G    `UnitBytes.window`
+    W    window: published shard, A accumulators    (e_p + A e_r) pad/G  `UnitBytes.window`
 
 each tensor rounded up to 512 bytes.  Source: measured on FSDP2 (torch 2.13.0) with PyTorch's memory
 tracker on fake tensors.  What differs by strategy:
@@ -27,8 +27,9 @@ tracker on fake tensors.  What differs by strategy:
     secondary_shard    H lives from forward to backward
     owner              S, SG and OPT are whole on the owner and nothing elsewhere; U is the broadcast
                        buffer itself, so there is no AG; RSI is what is reduced
-    odc                W is always there (of a unit that is never called there is none); SG is copied
-                       out of the accumulator when ranks meet, AG and RSI are what is pulled and pushed
+    odc                W is always there (of a unit that is never called there is none), with A = 1; SG is
+                       copied out of the accumulator when ranks meet, AG and RSI are what is pulled and pushed
+    odc_ordered        as odc, with A = G
     + offload          S, SG and OPT are 0, they are in the host's memory; AGX has S on top, the copy
                        that is gathered from, and RSX has SG, on its way to the host (not of `owner`)
 """
@@ -101,8 +102,10 @@ def _two_phase_temporary(size_bytes: int, node: int) -> int:
     return _rounded(size_bytes) + _rounded(size_bytes // node)
 
 
-def _window(published_bytes: int, accumulated_bytes: int) -> int:
-    return _rounded(published_bytes) + _rounded(accumulated_bytes)
+def _window(shard_bytes: int, trained_bytes: int, strategy: Strategy) -> int:
+    if not strategy.kind.one_sided:
+        return 0
+    return _rounded(shard_bytes) + _rounded(strategy.accumulators * trained_bytes)
 
 
 def unit_bytes(parameters: Iterable[Parameter], strategy: Strategy, precision: str, optimizer: Optimizer,
@@ -143,7 +146,7 @@ def unit_bytes(parameters: Iterable[Parameter], strategy: Strategy, precision: s
         last_gradient=last_gradient if parts > 1 else 0,
         gather_temporary=sent + (_two_phase_temporary(compute * flat, node) if kind.two_phase else 0),
         reduce_temporary=_two_phase_temporary(REDUCE_BYTES * flat_trained, node) if kind.two_phase else 0,
-        window=_window(compute * flat // parts, REDUCE_BYTES * flat_trained // parts) if kind.one_sided else 0,
+        window=_window(compute * flat // parts, REDUCE_BYTES * flat_trained // parts, strategy),
     )
     # Optimizers count the steps of an empty shard too.
     return _at_rest(unit, strategy, counters, elsewhere)

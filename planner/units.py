@@ -79,7 +79,9 @@ def owners_of(units: Sequence[Unit], graph: ModelGraph, ranks: int) -> dict[int,
     """Return the owning rank of each unit of strategy `owner`, by its position among the units."""
     owned = [position for position, unit in enumerate(units) if unit.strategy.kind.wrapping == "owner"]
     sizes = [4 * sum(p.numel for p in unit_parameters(units[position], graph)) for position in owned]
-    return dict(zip(owned, assign_owners(sizes, ranks), strict=True))
+    ranks_asked = enumerate(units[position].strategy.owner for position in owned)
+    given = {index: rank for index, rank in ranks_asked if rank is not None}
+    return dict(zip(owned, assign_owners(sizes, ranks, given), strict=True))
 
 
 def unit_parameters(unit: Unit, graph: ModelGraph) -> tuple[Parameter, ...]:

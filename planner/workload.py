@@ -57,7 +57,15 @@ class Workload:
         return self.cluster.world_size * self.micro_batch * self.accumulation
 
     def call_s(self, graph: ModelGraph, call: Call) -> tuple[float, float]:
-        """Return the seconds of a call's forward and backward: measured if there are any, else the roofline's."""
+        """Return the seconds of a call's forward and backward, in the mean micro-batch.
+
+        That is what was measured if there is anything, else the roofline's, for samples of full length,
+        times `Waits.fill`.
+        """
+        forward_s, backward_s = self._full_call_s(graph, call)
+        return self.waits.fill * forward_s, self.waits.fill * backward_s
+
+    def _full_call_s(self, graph: ModelGraph, call: Call) -> tuple[float, float]:
         forward_s, backward_s = self.compute_s(call.forward), self.compute_s(call.backward)
         if not self._times:
             return forward_s, backward_s

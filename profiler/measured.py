@@ -48,7 +48,7 @@ class CollectiveTimes:
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     operation: str
-    """`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast` or `reduce`."""
+    """`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `reduce`, `pull`, `push` or `publish`."""
     algorithm: str
     """`native` (the backend's) or `ring` (ours)."""
     ranks: int

@@ -11,18 +11,16 @@ backward of a micro-batch comes before the next one's forward, or the step is re
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from profiler.errors import OsdpError
+from runtime.optimizer_hooks import watch_optimizers
 from runtime.outputs import refuse_double_backward, tensors_in
 from runtime.sharded import ShardedModel
 
@@ -34,15 +32,18 @@ class Accumulation:
         self.sharded, self.micro_batches = sharded, micro_batches
         self.done = 0
         """Micro-batches of the step whose backward has begun, its last left out."""
-        self.once_per_step = any(c.phase == "step" for unit in sharded.schedule.units for c in unit.collectives)
+        self.pushed = 0
+        """Micro-batches whose backward has begun since ranks last met (`odc`)."""
+        waiting = [unit for unit in sharded.schedule.units if not unit.strategy.kind.one_sided]
+        self.once_per_step = any(c.phase == "step" for unit in waiting for c in unit.collectives)
+        """Whether units reduce in the backward of a step's last micro-batch; `odc` does in the optimizer's step."""
         self.explicit = False
         """Whether the user says, by `no_sync` or `sync`, when to reduce."""
         self._postpones = False
         self._in_backward = False
         """Whether a backward has begun and not ended; at a forward: it failed."""
         self._own = {id(piece.parameter) for piece in sharded.pieces}
-        _watched.add(self)
-        _watch_optimizers()
+        watch_optimizers(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -62,7 +63,26 @@ class Accumulation:
         """Give up the step: forget its micro-batches and what waits to be reduced."""
         if self._in_backward or (self.done and self.once_per_step):
             self.sharded.recover()
-        self.done, self.explicit, self._in_backward = 0, False, False
+        elif self.sharded.exchange is not None:  # another rank may have pushed, so all have to meet
+            self.sharded.exchange.drop(self.pushed > 0)
+        self.done, self.pushed, self.explicit, self._in_backward = 0, 0, False, False
+
+    def settle(self) -> None:
+        """Have the gradients of the step so far be complete on this rank, before they are read. A collective call.
+
+        Raises OsdpError if gradients of the model are not all reduced, and PeerLost, naming ranks, if some
+        do not come.
+        """
+        exchange = self.sharded.exchange
+        if exchange is None:
+            return
+        self._check_reduced()
+        one_sided = {id(parameter) for group in exchange.groups for unit in group.units for parameter in unit.trained}
+        scale = exchange.settle(self.pushed)
+        self.pushed = 0
+        for piece in self.sharded.pieces:
+            if scale != 1.0 and piece.parameter.grad is not None and id(piece.parameter) not in one_sided:
+                piece.local(piece.parameter.grad).mul_(scale)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, prepared for the backward that follows where there can be one."""
@@ -110,7 +130,7 @@ class Accumulation:
             Variable._execution_engine.queue_callback(self._end_backward)
             if self.sharded.root is not None and self.once_per_step:
                 self.sharded.root.set_requires_all_reduce(last)
-            self.done = 0 if last else self.done + 1
+            self.done, self.pushed = 0 if last else self.done + 1, self.pushed + 1
             self.explicit = self.explicit and not last
 
         for tensor in tensors_in(output):
@@ -120,13 +140,23 @@ class Accumulation:
     def _end_backward(self) -> None:
         self._in_backward = False
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Free what is still gathered, whose values the optimizer's step changes.
+    def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has parameters of this model."""
+        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
 
-        Raises OsdpError if gradients of this model are not all reduced.
+    def before_step(self, has_closure: bool) -> None:
+        """Free what is still gathered, whose values the optimizer's step changes, and complete the gradients.
+
+        Raises OsdpError if gradients of this model are not all reduced, or a closure would make further ones.
         """
-        if not any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
-            return
+        self._check_reduced()
+        if has_closure and self.sharded.exchange is not None:
+            raise OsdpError("an optimizer's step cannot run a closure under odc, whose ranks meet before the step",
+                            advice="run forward and backward before step(), or plan without odc")  # fmt: skip
+        self.sharded.reshard()
+        self.settle()
+
+    def _check_reduced(self) -> None:
         if self.done and self.once_per_step:
             count = "1 micro-batch" if self.done == 1 else f"{self.done} micro-batches"
             raise OsdpError(
@@ -136,19 +166,8 @@ class Accumulation:
                 advice="say which is the last: run the others in `with model.no_sync():`, or call model.sync() "
                 "before it; model.zero_grad() gives the step up",
             )
-        self.sharded.reshard()
 
-
-_watched: weakref.WeakSet[Accumulation] = weakref.WeakSet()
-"""The models of this process."""
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Have every optimizer tell before it steps; for good, as a hook cannot be removed while hooks run."""
-
-    def tell(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for accumulation in list(_watched):
-            accumulation.before_step(optimizer)
-
-    register_optimizer_step_pre_hook(tell)
+    def after_step(self) -> None:
+        """Let peers pull what the optimizer has made of the parameters."""
+        if self.sharded.exchange is not None:
+            self.sharded.exchange.publish()

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from planner.plan import Plan, read_choices, runs_by_ddp, unrunnable
+from planner.plan import Plan, read_choices, runs_by_ddp
 from planner.stage import StagedModel, cut
-from planner.strategy import STRATEGIES, Strategy, unit_collectives
+from planner.strategy import Strategy, unit_collectives
 from planner.units import Unit, owners_of, split_bounds, unit_parameters, units_of
 from profiler.cluster import Cluster
 from profiler.errors import OsdpError
@@ -23,10 +23,8 @@ from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit, Split
 def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
     """Return the schedule of a plan for a traced model on a cluster; verified.
 
-    Raises `OsdpError` if the plan's operators, blocks or strategies are not the model's or the cluster's,
-    or if it takes a strategy that can only be planned.
+    Raises `OsdpError` if the plan's operators, blocks or strategies are not the model's or the cluster's.
     """
-    _refuse_unrunnable(plan, graph, cluster)
     choices = dict(enumerate(read_choices(plan, graph, cluster)))
     staged = cut(graph)
     recomputed = tuple(block.name for block in graph.blocks if block.name in set(plan.recomputed_blocks))
@@ -46,20 +44,6 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
     )
     verify(schedule, graph)
     return schedule
-
-
-def _refuse_unrunnable(plan: Plan, graph: ModelGraph, cluster: Cluster) -> None:
-    """Raise `OsdpError` if a strategy of the plan has no runtime."""
-    found = unrunnable(plan, graph, cluster)
-    for strategy, name in found.items():
-        instead = "shard" if strategy.group == cluster.world_size else f"group_shard:{strategy.group}"
-        instead += "+offload" if strategy.offload else ""
-        raise OsdpError(
-            "the plan takes a strategy that can be planned, but not run yet",
-            got=f"{', '.join(map(str, found))}, for instance for {name}",
-            expected=", ".join(kind.name for kind in STRATEGIES.values() if kind.runs),
-            advice=f"{instead} in its place; a search without --imbalance and without such a --pin offers none",
-        )
 
 
 class _Units:

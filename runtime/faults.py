@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
-from runtime.liveness import Lost, announce, confess, find_lost
+from runtime.liveness import Lost, announce, answer, confess, find_lost
 
 ANSWER_S = 5.0
 """How long a failed rank waits for the others to fail too. All of them wait for the same collective, so
@@ -81,10 +81,25 @@ def naming_faults(what: str, timeout_s: float) -> Iterator[None]:
         return
     try:
         announce(what)
+        with naming_peers(what, timeout_s):
+            yield
+    except PeerLost:
+        raise
+    except Exception as error:
+        confess(error)
+        raise
+
+
+@contextmanager
+def naming_peers(what: str, timeout_s: float) -> Iterator[None]:
+    """Do what `naming_faults` does about lost peers alone, for ranks that have announced themselves."""
+    try:
         yield
+    except PeerLost:
+        answer()
+        raise
     except Exception as error:
         if not is_lost_peer(error):
-            confess(error)
             raise
         rank, lost = dist.get_rank(), find_lost(min(ANSWER_S, timeout_s))
         raise PeerLost(

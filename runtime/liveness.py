@@ -94,6 +94,12 @@ def confess(error: BaseException) -> None:
     _bounded(lambda: store.set(f"{PREFIX}/raised/{rank}", told), STORE_S)
 
 
+def answer() -> None:
+    """Tell the others that this rank is fine, and stops because it has lost another."""
+    store, rank = _store(), dist.get_rank()
+    _bounded(lambda: _answer(store, rank), STORE_S)
+
+
 def find_lost(answer_s: float) -> tuple[Lost, ...] | None:
     """Say that a collective failed on this rank, and find the ranks that are to blame.
 
@@ -120,9 +126,13 @@ def _bounded(ask: Callable[[], Result], limit_s: float) -> Result | None:
     return found[0] if found else None
 
 
+def _answer(store: Store, rank: int) -> None:
+    store.set(f"{PREFIX}/answered/{rank}", "1")
+
+
 def _ask(store: Store, rank: int, world_size: int, answer_s: float) -> tuple[Lost, ...]:
     """Do what `find_lost` says."""
-    store.set(f"{PREFIX}/answered/{rank}", "1")
+    _answer(store, rank)
     own, end_s = Process.own(), time.monotonic() + answer_s
     others = [other for other in range(world_size) if other != rank]
     known = {other: _announced(store, other) for other in others}

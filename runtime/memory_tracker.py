@@ -94,6 +94,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Most bytes live at once since the start or `reset_peak`."""
         return self.peak.total_bytes
 
+    def categories(self) -> dict[str, int]:
+        """Return the bytes that live now by category, without the host's."""
+        return {category: size for category, size in self._categories.items() if size and category != HOST}
+
+    def changed(self) -> None:
+        """Take note that other bytes live than before; for subclasses."""
+
     def reset_peak(self) -> None:
         """Forget the peak; what is live now is the new one."""
         self._note_peak("reset_peak")
@@ -174,10 +181,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._categories[known.category] += size_bytes - known.size_bytes
         known.size_bytes = size_bytes
         self._at_peak = False
+        self.changed()
 
     def _note_peak(self, op: str) -> None:
-        held = {category: size for category, size in self._categories.items() if size and category != HOST}
-        self.peak = Peak(self.total_bytes, self.phase, op, held)
+        self.peak = Peak(self.total_bytes, self.phase, op, self.categories())
         self._at_peak = True
 
     def _release(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:

@@ -17,12 +17,12 @@ from profiler.errors import OsdpError
 from runtime.torch_compat import default_timeout
 
 
-def check_process_group() -> None:
+def check_process_group(before: str = "OSDP(...)") -> None:
     """Raise OsdpError if there is no process group."""
     if not dist.is_initialized():
         raise OsdpError(
             "there is no process group",
-            expected="torch.distributed.init_process_group() before OSDP(...)",
+            expected=f"torch.distributed.init_process_group() before {before}",
             advice="start the script with torchrun, which sets what init_process_group needs",
         )
 
@@ -86,6 +86,15 @@ class Meshes:
                     mine = self._groups[members]
         assert mine is not None
         return mine
+
+    def group_mesh(self, ranks: int) -> DeviceMesh:
+        """Return the mesh of this rank's group of `ranks` neighbours alone, of one dimension. A collective call."""
+        if ranks == self.world_size:
+            return self.mesh(ranks)
+        group, key = self.group(ranks), (f"{self.device_type} group", (ranks,))
+        if key not in self._meshes:
+            self._meshes[key] = DeviceMesh.from_group(group, self.device_type, mesh_dim_names=("shard",))
+        return self._meshes[key]
 
     def mesh(self, shards: int) -> DeviceMesh:
         """Return the mesh over which a copy is split among `shards` neighbours. A collective call.

@@ -7,7 +7,7 @@ need not know of strategies:
     replicate                           all                                        N
     shard, shard_grad, hierarchical,
     secondary_shard                     rows [r c, (r + 1) c), c = ceil(rows / N)   1
-    group_shard over G                  the same with r, N within the group        N / G
+    group_shard, odc over G             the same with r, N within the group        N / G
     owner                               all on one rank, nothing on the others     1
     split into slices                   columns of a slice, by the slice's strategy
 """
@@ -91,13 +91,14 @@ def piece_of(origin: Origin, parameter: nn.Parameter, replicas: int = 1, holds: 
     """Return this rank's piece of a parameter.
 
     `holds` says of a parameter that one rank owns whether this rank does.  Else a DTensor tells by
-    its mesh what this rank holds; of a plain parameter it holds all, as `replicas` ranks do.
+    its mesh what this rank holds; of a plain parameter it holds all.  `replicas` is the number of ranks
+    outside of the mesh, and this one, that have the same.
     """
     offsets, sizes = origin.offsets, origin.sizes
     if holds is not None:
         return Piece(origin.name, origin.shape, offsets, sizes if holds else (0,) * len(sizes), 1, parameter)
+    is_first = replicas == 1 or dist.get_rank() < dist.get_world_size() // replicas
     if not isinstance(parameter, DTensor):
-        is_first = replicas == 1 or dist.get_rank() == 0
         return Piece(origin.name, origin.shape, offsets, sizes, replicas, parameter, is_first)
     mesh = parameter.device_mesh
     sharding = [dim for dim, placement in enumerate(parameter.placements) if isinstance(placement, Shard)]
@@ -106,6 +107,6 @@ def piece_of(origin: Origin, parameter: nn.Parameter, replicas: int = 1, holds: 
         chunk = -(-sizes[0] // mesh.size(dim))
         start = min(mesh.get_local_rank(dim) * chunk, sizes[0])
         offsets, sizes = (offsets[0] + start, *offsets[1:]), (min(chunk, sizes[0] - start), *sizes[1:])
-    replicas = prod((mesh.size(dim) for dim in copies), start=1)
-    is_first = all(mesh.get_local_rank(dim) == 0 for dim in copies)
+    replicas *= prod((mesh.size(dim) for dim in copies), start=1)
+    is_first = is_first and all(mesh.get_local_rank(dim) == 0 for dim in copies)
     return Piece(origin.name, origin.shape, offsets, sizes, replicas, parameter, is_first)

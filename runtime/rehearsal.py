@@ -5,22 +5,15 @@ nothing is computed, sent or allocated; but what wraps, gathers, frees and reduc
 with FSDP2's own code, and autograd's order of freeing is autograd's.  `LiveBytes` adds up.
 
 The second step is what counts: in the first, the optimizer makes its states, and DTensor looks at
-tensors of global size.  What a storage is for is read off the program:
-
-    parameters             of the wrapped module, local parts
-    optimizer              states that the optimizer keeps
-    gradients              of local parameters, and of gathered ones from when autograd has added them up
-    unsharded_parameters   what modules compute with, where it is not what rests
-    communication_buffers  arguments of collectives that are none of these
-    optimizer_temporaries  what else is made in the optimizer's step
-    activations            all the rest
+tensors of global size.  What a storage is for, `runtime.labelled_bytes` knows; what else is made in the
+optimizer's step is `optimizer_temporaries`.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,19 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.errors import OsdpError
 from runtime.accumulation import Accumulation
-from runtime.memory_tracker import HOST, LiveBytes, Peak
+from runtime.labelled_bytes import ACTIVATIONS, LabelledBytes
+from runtime.memory_tracker import LiveBytes, Peak
 from runtime.meshes import Meshes
+from runtime.odc.rehearsed import rehearsed_windows
 from runtime.optimizers import OPTIMIZERS
 from runtime.ring import short_rings
 from runtime.schedule import Schedule
-from runtime.sharded import ShardedModel, apply_schedule
+from runtime.sharded import apply_schedule
 from runtime.torch_compat import few_chunks, forget_meshes, rehearse_buckets, rehearsing_data_parallel
 
 
@@ -82,15 +74,16 @@ def rehearse(script: Script, schedule: Schedule, rank: int = 0) -> Rehearsal:
     with _fake_world(schedule.world_size, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _make_meshes(schedule)
-        live = _Labelled()
+        live = LabelledBytes()
         with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings():
-            live.category = "activations"
             model = script.build()
-            with rehearsing_data_parallel():
+            with rehearsing_data_parallel(), rehearsed_windows():
                 sharded = apply_schedule(model, schedule, torch.device("cpu"))
             if sharded.runner is not None:
                 rehearse_buckets(sharded.runner)
-            live.watch(sharded)
+            offloaded = {p.path for unit in schedule.units for p in unit.parameters if unit.strategy.offload}
+            live.watch(model, offloaded)
+            live.hold(sharded.exchange.tensors() if sharded.exchange else (), "communication_buffers")
             # On a GPU optimizers step through all tensors together unless told not to, and so they do here.
             make = OPTIMIZERS[script.optimizer]
             optimizers = [make(parameters, foreach=True) for parameters in live.by_home() if parameters]
@@ -101,7 +94,7 @@ def rehearse(script: Script, schedule: Schedule, rank: int = 0) -> Rehearsal:
                 rest_bytes = live.total_bytes
                 for _ in range(schedule.accumulation):
                     _train(run, model, script, live)
-                live.step(optimizers)
+                _step(live, optimizers)
             peak = live.peak
             del optimizers, model, sharded, run
     return Rehearsal(peak, rest_bytes)
@@ -134,80 +127,22 @@ def _make_meshes(schedule: Schedule) -> None:
     meshes.mesh(schedule.world_size)
     for unit in schedule.units:
         meshes.mesh(unit.strategy.group)
+        if unit.strategy.kind.one_sided:
+            meshes.group_mesh(unit.strategy.group)
         if unit.strategy.secondary:
             meshes.mesh(unit.strategy.secondary)
 
 
-class _Labelled(LiveBytes):
-    """Knows what storages are for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.homes: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-        """Category of what rests of a parameter that is offloaded; empty for others."""
-        self.hooked: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.namespace in ("c10d", "fsdp") and out is not NotImplemented:
-            for leaf in tree_leaves((args, kwargs, out)):
-                if isinstance(leaf, Tensor) and self.category_of(leaf) == "activations":
-                    self.label(leaf, "communication_buffers")
-        return out
-
-    def watch(self, sharded: ShardedModel) -> None:
-        """Label what rests, and from now on what is gathered and what gradients are made."""
-        offloaded = {p.path for unit in sharded.schedule.units for p in unit.parameters if unit.strategy.offload}
-        for name, parameter in sharded.module.named_parameters():
-            self.homes[parameter] = HOST if name in offloaded else ""
-            self.hold([parameter], self.homes[parameter] or "parameters")
-            self._watch_gradient(parameter)
-        self.hold(sharded.module.buffers())
-        for module in sharded.module.modules():
-            if module._parameters:
-                module.register_forward_pre_hook(self._label_used)
-            if isinstance(module, FSDPModule):
-                module.register_forward_hook(self._label_kept)
-
-    def by_home(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters that rest on the device, and those on the host."""
-        here = [parameter for parameter, home in self.homes.items() if not home]
-        return here, [parameter for parameter, home in self.homes.items() if home]
-
-    def _label_used(self, module: nn.Module, *_: Any) -> None:
-        for parameter in module._parameters.values():
-            if parameter is not None and self.category_of(parameter) not in ("parameters", HOST):
-                self.label(parameter, "unsharded_parameters")
-                self._watch_gradient(parameter)
-
-    def _label_kept(self, module: nn.Module, *_: Any) -> None:
-        """Label what a unit keeps from forward to backward: a secondary copy."""
-        for parameter in module.parameters():
-            if self.category_of(parameter) == "activations":
-                self.label(parameter, "unsharded_parameters")
-
-    def _watch_gradient(self, parameter: Tensor) -> None:
-        if parameter.requires_grad and parameter not in self.hooked:
-            self.hooked[parameter] = None
-            parameter.register_post_accumulate_grad_hook(self._label_gradient)  # type: ignore[no-untyped-call]
-
-    def _label_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self.label(parameter.grad, self.homes.get(parameter, "") or "gradients")
-
-    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Run the optimizers' steps and drop the gradients."""
-        self.phase = "optimizer"
-        for optimizer in optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            home = self.homes[parameters[0]]
-            self.category = home or "optimizer_temporaries"
-            for parameter in parameters:
-                self._label_gradient(parameter)  # of buckets, no hook has told
-            optimizer.step()
-            for value in tree_leaves(list(optimizer.state.values())):
-                if isinstance(value, Tensor):
-                    self.label(value, home or "optimizer")
-        self.phase, self.category = "zero", "activations"
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+def _step(live: LabelledBytes, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Run the optimizers' steps and drop the gradients."""
+    live.phase = "optimizer"
+    for optimizer in optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        home = live.homes[parameters[0]]
+        live.category = home or "optimizer_temporaries"
+        live.label_gradients(parameters)
+        optimizer.step()
+        live.hold_states(optimizer, home)
+    live.phase, live.category = "zero", ACTIVATIONS
+    for optimizer in optimizers:
+        optimizer.zero_grad()

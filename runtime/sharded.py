@@ -22,8 +22,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from planner.strategy import Strategy
 from profiler.errors import OsdpError
 from runtime.meshes import Meshes
+from runtime.odc.exchange import Exchange
+from runtime.odc.fallback import with_windows_or_without
+from runtime.odc.unit import OneSidedUnit
 from runtime.outputs import return_no_views
 from runtime.owner import OwnedUnit
 from runtime.pieces import Piece, piece_of
@@ -65,6 +69,7 @@ class ShardedModel:
     module: nn.Module
     """The model itself, its parameters sharded."""
     schedule: Schedule
+    """What was applied: without one-sided units where ranks cannot have windows."""
     device: torch.device
     """Where it computes."""
     pieces: tuple[Piece, ...] = ()
@@ -74,6 +79,8 @@ class ShardedModel:
     find_unused_parameters: bool = False
     """Of the runner."""
     owned: list[OwnedUnit] = field(default_factory=list)
+    exchange: Exchange | None = None
+    """Where ranks meet that pull and push; None if no unit does."""
 
     @property
     def root(self) -> FSDPModule | None:
@@ -107,6 +114,13 @@ class ShardedModel:
             reset_iteration(self.root)
         for unit in self.owned:
             unit.reset()
+        if self.exchange is not None:
+            self.exchange.drop()
+
+    def changed(self) -> None:
+        """Take note that parameters were given values by other means than an optimizer."""
+        if self.exchange is not None:
+            self.exchange.expire()
 
 
 def default_device() -> torch.device:
@@ -125,7 +139,8 @@ def apply_schedule(model: nn.Module, schedule: Schedule, device: torch.device | 
 
     Parameters on the meta device become uninitialised: fill the pieces.  `compile_backend` compiles
     the blocks that are one unit each.  Raises OsdpError if there is no process group, or one of
-    another size than the schedule's, or the model cannot be wrapped as scheduled.
+    another size than the schedule's, or the model cannot be wrapped as scheduled.  Where ranks cannot have
+    the windows of `odc`, units are sharded without, with a warning (`runtime.odc.fallback`).
     """
     device = device or default_device()
     if device.type == "cuda":
@@ -137,9 +152,12 @@ class _Application:
     """One application of a schedule."""
 
     def __init__(self, model: nn.Module, schedule: Schedule, device: torch.device) -> None:
-        self.model, self.schedule, self.device = model, schedule, device
+        self.model, self.device = model, device
         self.meshes = Meshes(device.type, schedule.nodes, schedule.ranks_per_node)
+        self.schedule = schedule = with_windows_or_without(schedule, self.meshes)
         self.sharded = ShardedModel(model, schedule, device)
+        self.one_sided: list[tuple[Strategy, OneSidedUnit]] = []
+        """Units that pull and push."""
         self.dtype = COMPUTE_DTYPE[schedule.precision]
         self.policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32 if self.dtype else None)
 
@@ -155,14 +173,21 @@ class _Application:
             self._wrap()
         origins = {p.path: p.origin for unit in self.schedule.units for p in unit.parameters}
         owned = {id(parameter.resting): unit for unit in self.sharded.owned for parameter in unit.parameters}
+        copies = {p.path: self._copies(unit) for unit in self.schedule.units for p in unit.parameters}
         pieces = []
         for name, parameter in self.model.named_parameters():
-            replicas = self.schedule.world_size if self.schedule.by_ddp else 1
+            replicas = copies[name]
             unit = owned.get(id(parameter))
             holds = None if unit is None else unit.is_owner
             pieces.append(piece_of(origins[name], parameter, replicas, holds))
         self.sharded.pieces = tuple(pieces)
         return self.sharded
+
+    def _copies(self, unit: ScheduledUnit) -> int:
+        """Return how many ranks hold the same of a unit, where meshes do not tell."""
+        if unit.strategy.kind.one_sided:
+            return self.schedule.world_size // unit.strategy.group
+        return self.schedule.world_size if self.schedule.by_ddp else 1
 
     def _place_buffers(self) -> None:
         """Move buffers to where they are used; from meta they get memory, not values."""
@@ -196,6 +221,8 @@ class _Application:
         if not isinstance(self.model, FSDPModule):
             fully_shard(self.model, mesh=self.meshes.mesh(self.schedule.world_size), mp_policy=self.policy,
                         reshard_after_forward=True, ignored_params=self._ignored())  # fmt: skip
+        if self.one_sided:
+            self.sharded.exchange = Exchange(self.one_sided, self.meshes, self.schedule.accumulation)
 
     def _ignored(self) -> set[nn.Parameter]:
         return {parameter.resting for unit in self.sharded.owned for parameter in unit.parameters}
@@ -230,7 +257,9 @@ class _Application:
         modules = [self.model.get_submodule(path) for path in unit.modules]
         pinned = self.device.type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=pinned) if strategy.offload else OffloadPolicy()
-        mesh = self.meshes.mesh(strategy.group)
+        # The groups of one-sided units are none of FSDP2's business: it would reduce across them in every backward.
+        make_mesh = self.meshes.group_mesh if strategy.kind.one_sided else self.meshes.mesh
+        mesh = make_mesh(strategy.group)
         secondary = self.meshes.mesh(strategy.secondary) if strategy.secondary else mesh
         try:
             with share_secondary_mesh(secondary):
@@ -246,6 +275,8 @@ class _Application:
             inside, across = rings or (False, False)  # Nothing is reduced where nothing is trained.
             schedule = self.schedule
             communicate_in_two_phases(first, self.meshes, schedule.nodes, schedule.ranks_per_node, (inside, across))
+        elif strategy.kind.one_sided:
+            self.one_sided.append((strategy, OneSidedUnit(unit.name, first, self.dtype)))
         elif any(rings):
             first.set_custom_reduce_scatter(RingReduceScatter())
 

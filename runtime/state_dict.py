@@ -131,6 +131,7 @@ def load_state_dict(sharded: ShardedModel, state: Mapping[str, Any],
                 buffer.copy_(state[name])
         for piece, source in sources:
             piece.local(piece.parameter).copy_(source)
+    sharded.changed()
     return missing, unexpected
 
 

@@ -9,6 +9,10 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     share_secondary_mesh         `reshard_after_forward=K` makes a new mesh, and so new process groups,
                                  for every call; here all units with equal K get one
     reset_iteration              2.13 has it, but leaves unsharded gradients for the next backward to add to
+    communication_of             what `set_custom_all_gather` and `set_custom_reduce_scatter` have set
+    compute_dtypes               what the mixed precision policy of a unit says
+    has_secondary_mesh           what `reshard_after_forward` of a unit says
+    packed_parameters            in what order a unit's parameters are gathered, and where their padded rows lie
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
     keep_after_forward           when a forward runs again in backward, only newer versions leave what it gathered
                                  gathered, and `set_reshard_after_forward` forgets K, so it cannot be set and set back
@@ -29,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
@@ -41,9 +45,13 @@ __all__ = [
     "AllGather",
     "ReduceScatter",
     "all_gather",
+    "communication_of",
+    "compute_dtypes",
     "data_parallel",
     "default_timeout",
+    "has_secondary_mesh",
     "keep_after_forward",
+    "packed_parameters",
     "reduce_scatter",
     "reset_iteration",
     "share_secondary_mesh",
@@ -139,13 +147,40 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
+def communication_of(module: FSDPModule) -> tuple[AllGather, ReduceScatter] | None:
+    """Return how a unit gathers and reduces, FSDP2's own way or a custom one; None if it has no parameters."""
+    groups = _param_groups(module)
+    return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if groups else None
+
+
+def compute_dtypes(module: FSDPModule) -> list[torch.dtype | None]:
+    """Return what each group of parameters of a unit, there is one as a rule, computes in; None: what they have."""
+    return [group.mp_policy.param_dtype for group in _param_groups(module)]
+
+
+def has_secondary_mesh(module: FSDPModule) -> bool:
+    """Whether a unit was wrapped with `reshard_after_forward=K`."""
+    return any(group._use_post_forward_mesh for group in _param_groups(module))
+
+
+def packed_parameters(module: FSDPModule) -> list[Any]:
+    """Return FSDP2's view of a unit's parameters, in the order in which it gathers and reduces them.
+
+    Of each, `sharded_param` is the parameter that rests, and `_sharded_param_data` (s,) its rows on this rank,
+    padded with zeros to as many as every other rank has.
+    """
+    return [parameter for group in _param_groups(module) for parameter in group.fsdp_params]
+
+
 def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
     """Return a DTensor of `shape` whose rows the ranks of a mesh share in any way; this one has `local`.
 
+    They share them along the mesh's last dimension, and are replicas of each other along another.
     `local` stays where it is, as with FSDP2: parameters rest on the host and the mesh is of GPUs.
     """
     stride = torch.empty(shape, device="meta").stride()
-    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(shape, stride, local.dtype))
+    placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return cast(Any, DTensor)(local, spec, requires_grad=False)  # type: ignore[no-any-return]
 
 

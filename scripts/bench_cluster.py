@@ -36,7 +36,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 SCRIPT = Path(__file__).resolve()
-UNIFORM = {"FSDP": "shard", "ZeRO-2": "shard_grad", "HSDP": "group_shard", "hierarchical": "hierarchical",
+UNIFORM = {"FSDP": "shard", "ZeRO-2": "shard_grad", "HSDP": "group_shard:2", "hierarchical": "hierarchical",
            "DDP": "replicate"}  # fmt: skip
 """Strategy of every operator, by the name that people know it by."""
 MIB = 1 << 20

@@ -167,8 +167,7 @@ def random_cases(seed: int, count: int) -> Iterator[Case]:
         grid = rng.choice(GRIDS)
         graph, cluster = traced(model, precision), machine(grid)
         # On CPU the copy of an offloaded shard is the shard itself: of whole copies that would be seen.
-        known = [str(s) for s in known_strategies(cluster)
-                 if s.kind.runs and (not s.offload or s.group == cluster.world_size)]  # fmt: skip
+        known = [str(s) for s in known_strategies(cluster) if not s.offload or s.group == cluster.world_size]
         pool = rng.sample(known, rng.choice([1, 2, 3]))
         per_block = rng.random() < 0.4
         of_block = {index: rng.choice(pool) for index in range(len(graph.blocks))}

@@ -21,4 +21,5 @@ ensure_environment test
 cd "$root"
 stage ruff check
 stage mypy
-stage pytest "$@"
+# Two files at a time: tests of one file may share what they have set up.
+stage pytest -n 2 --dist loadfile "$@"

@@ -17,7 +17,7 @@ from profiler.errors import OsdpError
 from profiler.graph import ModelGraph
 from profiler.trace import trace_model
 
-STRATEGIES = [str(s) for s in known_strategies(cluster_of(2, 2)) if s.kind.runs and not s.offload]
+STRATEGIES = [str(s) for s in known_strategies(cluster_of(2, 2)) if not s.offload]
 WITH_OFFLOAD = [*STRATEGIES, "shard+offload", "owner+offload", "replicate+offload"]
 
 

@@ -11,6 +11,7 @@ from osdp.cli.exits import guarded
 from osdp.cli.options import CLUSTER_HELP, AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
 from osdp.cli.plan_command import plan
 from osdp.cli.profile_command import profile
+from osdp.cli.strategies_command import partition, strategies
 from osdp.cli.terminal import make_console, progress_bar
 from osdp.cli.train_command import train
 from osdp.cli.verify_command import verify
@@ -134,6 +135,8 @@ def schedule(
 app.command()(verify)
 app.command()(profile)
 app.command()(train)
+app.command()(strategies)
+app.command()(partition)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from osdp.drawing import check_drawing
 from osdp.questions import FrontierRow
 from profiler.errors import OsdpError
 from profiler.units import GIB
@@ -14,11 +15,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 def check_plot(path: Path) -> None:
     """Raise OsdpError if no picture can be drawn into `path`."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        advice = "pip install 'osdp[plot]' or matplotlib; or no --plot, as the report has bars"
-        raise OsdpError("--plot needs matplotlib, which is not installed", advice=advice) from None
+    check_drawing("--plot", "no --plot, as the report has bars")
     if path.suffix not in FORMATS:
         raise OsdpError(f"{path} is no picture that can be drawn", got=path.suffix or "no suffix",
                         expected=", ".join(FORMATS))  # fmt: skip

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from osdp.cli.figures import bar, format_count, rates
-from osdp.cli.plan_report import REFUSED, Circumstances, baseline_name
+from osdp.cli.plan_report import Circumstances, baseline_name
 from osdp.cli.terminal import make_table, print_section
 from osdp.planning import Planned
 from osdp.questions import FrontierRow
@@ -42,8 +42,6 @@ def print_frontier(console: Console, rows: Sequence[FrontierRow], around: Circum
     searched_s = sum(planned.found.search_s for planned in plans)
     console.print(f"Took {plans[0].trace_s:.2f} s to trace, {searched_s:.2f} s to search, {around.total_s:.2f} s since "
                   "start.")  # fmt: skip
-    for limit, names in _not_run(rows):
-        console.print(f"Note: the plan for {limit} takes {names}, which {REFUSED}.")
     if around.written_to:
         console.print(f"Written into {around.written_to}")
 
@@ -77,13 +75,6 @@ def _taken_over(rows: Sequence[FrontierRow]) -> Iterator[str]:
         if row.taken_from_bytes is not None:
             yield (f"The plan for {format_bytes(row.request.limit_bytes)} is the one found for "
                    f"{format_bytes(row.taken_from_bytes)}: the search found none that is faster.")  # fmt: skip
-
-
-def _not_run(rows: Sequence[FrontierRow]) -> Iterator[tuple[str, str]]:
-    """Yield (limit, strategies that the runtime does not run) of the plans that have such."""
-    for row in rows:
-        if row.planned is not None and row.planned.not_run_yet:
-            yield format_bytes(row.request.limit_bytes), ", ".join(row.planned.not_run_yet)
 
 
 def _changes(rows: Sequence[FrontierRow]) -> Iterator[tuple[str, str]]:

@@ -53,7 +53,7 @@ Imbalance = Annotated[
     str | None,
     typer.Option(
         help="How unlike micro-batches are: the coefficient of variation of their compute time (0.5), or a "
-        "file with the length of a sample in each line. Default: all alike."
+        "file with the length of a sample in each line, the longest being as long as --seq. Default: all alike."
     ),
 ]
 SequenceLength = Annotated[int | None, typer.Option(min=1, help="Tokens per sample. Default: the model's.")]

@@ -33,7 +33,6 @@ TERMS = {
 """Terms that sum to the step time, as printed."""
 HEADLINE = "Plan: every time and memory figure below is predicted, none was measured in a run"
 BASELINES_HEADLINE = "Against one strategy for everything, each at its best micro-batch"
-REFUSED = "OSDP() and osdp train do not run yet: they refuse it"
 PINNED = ", pinned"
 """Marks what the user decided."""
 
@@ -93,7 +92,9 @@ def _header(planned: Planned, around: Circumstances) -> Table:
 def _waits(waits: Waits) -> str:
     """Say how uneven micro-batches are, and what the slowest rank then takes."""
     each, once = (f"{waits.factor(meets) - 1:.1%}" for meets in (True, False))
-    return f"{waits.source}: the slowest rank computes {each} longer than the mean in a micro-batch, {once} in a step"
+    fill = f"the mean sample is {waits.fill:.0%} as long as the longest, " if waits.fill < 1 else ""
+    return (f"{waits.source}: {fill}the slowest rank computes {each} longer than the mean in a micro-batch, {once} in "
+            "a step")  # fmt: skip
 
 
 def _choices_title(planned: Planned) -> str:
@@ -211,9 +212,6 @@ def _footer(planned: Planned, around: Circumstances) -> str:
         "micro-batches. Plans outside it may be faster.",
         f"Took {planned.trace_s:.2f} s to trace, {found.search_s:.2f} s to search, {around.total_s:.2f} s since start.",
     ]
-    if planned.not_run_yet:
-        names = ", ".join(planned.not_run_yet)
-        lines.append(f"Note: the plan takes {names}, which {REFUSED}.")
     lines += [f"Note: {note}" for note in planned.graph.notes]
     if around.written_to:
         lines.append(f"Written to {around.written_to}")

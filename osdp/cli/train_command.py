@@ -30,9 +30,9 @@ def train(
     ] = None,
     model: Annotated[str | None, typer.Option(help="As in `osdp plan`.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, those before a resumed checkpoint too.")] = None,
-    task: Annotated[str | None, typer.Option(help="addition or bytes.")] = None,
+    task: Annotated[str | None, typer.Option(help="addition, bytes or sentences.")] = None,
     digits: Annotated[int | None, typer.Option(help="Digits of each number of a sum.")] = None,
-    data: Annotated[str | None, typer.Option(help="Text file; its bytes are the tokens (task bytes).")] = None,
+    data: Annotated[str | None, typer.Option(help="Text file; its bytes are the tokens.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per sample.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of parameters, order of samples, dropout.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adam, adamw or sgd.")] = None,
@@ -50,8 +50,13 @@ def train(
     fsdp_type: Annotated[
         str | None, typer.Option("--fsdp-type", "--fsdp_type", help="OSDP, or FSDP or DDP to compare with.")
     ] = None,
+    fsdp_args: Annotated[
+        str | None,
+        typer.Option("--fsdp-args", "--fsdp_args", help="group_sharding, communication_with_groups or none: FSDP."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help="Default: one for each GPU, or 2 on a CPU.")] = None,
+    emulated_nodes: Annotated[int | None, typer.Option(help="Nodes that one machine's ranks stand for.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="How long a rank waits for the others.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Folder of checkpoints.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between two checkpoints.")] = None,
@@ -61,6 +66,9 @@ def train(
     ] = None,
     resume: Annotated[str | None, typer.Option(help="auto, never, or the path of a checkpoint.")] = None,
     tensorboard: Annotated[str | None, typer.Option(help="Folder of TensorBoard's files.")] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="Folder for a picture of each rank's memory in step 3, and a trace of step 4.")
+    ] = None,
     log_every: Annotated[int | None, typer.Option(help="Steps between two lines of progress.")] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Nodes; run the same command on each.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this node, from 0.")] = 0,
@@ -89,7 +97,7 @@ def _launch(config: TrainConfig, nodes: Nodes) -> None:
 
     job, ranks = prepare(config), ranks_to_start(config)
     if job.plan is not None:
-        check_ranks(job.plan, nodes.count, ranks)
+        check_ranks(job.plan, nodes.count * config.emulated_nodes, ranks // config.emulated_nodes)
     try:
         with launched():
             launch(sys.argv[1:], ranks, nodes, job.device, config.timeout_s)

@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING
 from osdp.cli.figures import format_count, format_seconds
 from osdp.cli.terminal import note
 from osdp.training.events import Start, Step, Summary
-from planner.plan import Plan
 from profiler.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-RESERVE = "reserve"
-"""Category of a prediction that is not PyTorch's to allocate."""
 
 
 class TrainReport:
@@ -86,7 +82,7 @@ def start_lines(start: Start) -> list[str]:
         f"step       micro-batch {plan.micro_batch} x {ranks} ranks x {plan.accumulation} a step = "
         f"{ranks * plan.micro_batch * plan.accumulation} samples",
         f"predicted  peak {format_bytes(predicted.peak_memory_bytes)} a rank of {format_bytes(plan.limit_bytes)}, "
-        f"{format_bytes(_reserve_bytes(plan))} of it for what is not PyTorch's; "
+        f"{format_bytes(plan.predicted.reserve_bytes)} of it for what is not PyTorch's; "
         f"{format_count(predicted.samples_per_s)} samples/s on {plan.cluster.name}",
     ]
     if start.resumed is not None:
@@ -107,14 +103,14 @@ def step_line(step: Step, steps: int) -> str:
 def summary_lines(summary: Summary) -> list[str]:
     """Return what is said at the end. MB are 2^20 bytes, as in the limit."""
     plan, lines = summary.plan, [f"done: {summary.steps} steps in this run"]
-    predicted_bytes = plan.predicted.peak_memory_bytes - _reserve_bytes(plan)
+    predicted_bytes = plan.predicted.tensors_bytes
     if summary.memory is not None:
         memory = summary.memory
         taken = f", allocator took {_megabytes(memory.reserved_bytes)} MB" if memory.reserved_bytes else ""
         lines.append(
             f"device memory utilization: {_megabytes(memory.peak_bytes)} MB / {plan.limit_bytes / MIB:.0f} MB "
             f"(measured: {memory.how}{taken}; predicted {_megabytes(predicted_bytes)} MB, and "
-            f"{_megabytes(_reserve_bytes(plan))} MB for what is not PyTorch's)"
+            f"{_megabytes(plan.predicted.reserve_bytes)} MB for what is not PyTorch's)"
         )
     if summary.timed_steps:
         lines.append(
@@ -122,15 +118,10 @@ def summary_lines(summary: Summary) -> list[str]:
             f"{summary.timed_steps} steps of {format_seconds(summary.step_s)}; {summary.tokens_per_s:,.0f} tokens/s; "
             f"predicted {plan.predicted.samples_per_s:.1f} seq/sec on {plan.cluster.name})"
         )
-    if summary.accuracy is not None:
-        right, total = summary.accuracy.right, summary.accuracy.total
-        lines.append(f"sums held out of training: {right} of {total} right ({right / total:.1%})")
+    for accuracy in summary.accuracies:
+        right, total = accuracy.right, accuracy.total
+        lines.append(f"{accuracy.what} held out of training: {right} of {total} right ({right / total:.1%})")
     return lines
-
-
-def _reserve_bytes(plan: Plan) -> int:
-    """Return the part of the predicted peak that no tensor takes."""
-    return plan.predicted.memory_by_category.get(RESERVE, 0)
 
 
 def _megabytes(size_bytes: float) -> str:

@@ -109,12 +109,14 @@ class Bert(nn.Module):
         token_type_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         next_sentence_labels: Tensor | None = None,
-    ) -> Tensor:
+        both_heads: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """(batch, sequence) -> the scalar loss, or the token logits without `labels`.
 
         `labels` (batch, sequence) hold the token where it was masked and -100 elsewhere;
         `attention_mask` (batch, sequence) is not 0 where there is a token;
-        `next_sentence_labels` (batch,), if given, adds the loss of the second head.
+        `next_sentence_labels` (batch,), if given, adds the loss of the second head.  With `both_heads`
+        its logits (batch, 2) come beside the token logits.
         """
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
@@ -123,12 +125,16 @@ class Bert(nn.Module):
             x = layer(x, mask)
         logits: Tensor = self.token_head(x)
         if labels is None:
-            return logits
+            return (logits, self._is_next(x)) if both_heads else logits
         loss = token_loss(logits, labels)
         if next_sentence_labels is None:
             return loss
-        pooled = torch.tanh(self.pooler(x[:, 0]))
-        return loss + F.cross_entropy(self.next_sentence_head(pooled).float(), next_sentence_labels)
+        return loss + F.cross_entropy(self._is_next(x).float(), next_sentence_labels)
+
+    def _is_next(self, x: Tensor) -> Tensor:
+        """(batch, sequence, hidden) -> (batch, 2), from the first token."""
+        logits: Tensor = self.next_sentence_head(torch.tanh(self.pooler(x[:, 0])))
+        return logits
 
     def example_inputs(
         self, batch: int, sequence_length: int | None = None

@@ -120,7 +120,7 @@ class Timer:
         self.request, self.device = request, device
         self.meshes = Meshes(device.type, request.nodes, request.ranks_per_node)
         # Rings are for gloo: NCCL's own reduce-scatter is one.
-        self.lines = lines_on(request.nodes, request.ranks_per_node, rings=device.type == "cpu")
+        self.lines = lines_on(request.nodes, request.ranks_per_node, on_cpu=device.type == "cpu")
         # Sizes double, so that a line takes about twice as long as its largest size, which may be timed twice.
         share_s = FIRST_PASS_SHARE * request.budget_s / (3 * max(1, len(self.lines)))
         self.longest_s = min(POINT_S, share_s)

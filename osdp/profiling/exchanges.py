@@ -9,6 +9,9 @@ A unit's flat tensor of S bytes is cut into a few parameters, all fp32:
     all_reduce       averaged in place (`foreach_reduce` across copies, and DistributedDataParallel's buckets)
     broadcast        the owner copies its parameters into the flat tensor and sends it (`runtime.owner`)
     reduce           gradients copied into the flat tensor, summed at the owner, divided, and copied there
+    pull, push       as all_gather and reduce_scatter, through windows in shared memory (`runtime.odc`)
+    publish          a rank's shard copied into its window, and its accumulator read and cleared: S bytes read
+                     and written in all, on each rank alone
 
 Read in torch 2.13; public operations stand for FSDP2's own, which move the same bytes.  What is allocated
 anew for each of them there is allocated inside here too.
@@ -16,6 +19,7 @@ anew for each of them there is allocated inside here too.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -23,11 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from osdp.profiling.lines import Line
+from runtime.odc.shared_memory import SharedMemoryTransport
+from runtime.odc.windows import Window, WindowSpec
 from runtime.ring import ring_reduce_scatter
 from runtime.torch_compat import all_gather, reduce_scatter
 
 PARAMETERS = 4
 """Into which a flat tensor is cut: a linear layer's and a norm's weight and bias."""
+PUBLISH_PASSES = 5
+"""Tensors of a shard's size that publishing and taking read and write, as `planner.strategy` counts them."""
 MAX_ROOTS = 4
 """Owners that take turns, spread over the group: where the tree of a broadcast begins decides what crosses nodes."""
 
@@ -58,6 +66,12 @@ def prepare(line: Line, group: dist.ProcessGroup, numel: int, device: torch.devi
 
 def _prepare_all_gather(line: Line, group: dist.ProcessGroup, numel: int, value: float,
                         device: torch.device) -> Exchange:  # fmt: skip
+    return _gathering(lambda flat, mine: all_gather(flat, mine, group), group, numel, value, device)
+
+
+def _gathering(gather: Callable[[Tensor, Tensor], None], group: dist.ProcessGroup, numel: int, value: float,
+               device: torch.device) -> Exchange:  # fmt: skip
+    """Return what FSDP2 does around a gather of (the flat tensor, this rank's part of it)."""
     ranks, each = group.size(), numel // group.size() // PARAMETERS
     shards = [torch.full((each,), value, device=device) for _ in range(PARAMETERS)]
 
@@ -66,7 +80,7 @@ def _prepare_all_gather(line: Line, group: dist.ProcessGroup, numel: int, value:
         mine = flat.view(ranks, -1)[group.rank()]
         for part, shard in zip(torch.split(mine, each), shards, strict=True):
             part.copy_(shard)
-        all_gather(flat, mine, group)
+        gather(flat, mine)
         whole = [torch.empty(ranks, each, device=device) for _ in shards]
         torch.split_with_sizes_copy(flat.view(ranks, -1), [each] * PARAMETERS, dim=1, out=whole)
         return whole
@@ -76,14 +90,20 @@ def _prepare_all_gather(line: Line, group: dist.ProcessGroup, numel: int, value:
 
 def _prepare_reduce_scatter(line: Line, group: dist.ProcessGroup, numel: int, value: float,
                             device: torch.device) -> Exchange:  # fmt: skip
-    ranks, scatter = group.size(), ring_reduce_scatter if line.algorithm == "ring" else reduce_scatter
-    gradients = _parameters(numel, value, device)
+    scatter = ring_reduce_scatter if line.algorithm == "ring" else reduce_scatter
+    return _reducing(lambda mine, flat: scatter(mine, flat, dist.ReduceOp.AVG, group), group, numel, value, device)
+
+
+def _reducing(scatter: Callable[[Tensor, Tensor], None], group: dist.ProcessGroup, numel: int, value: float,
+              device: torch.device) -> Exchange:  # fmt: skip
+    """Return what FSDP2 does around a reduction to (this rank's part, of the flat tensor)."""
+    ranks, gradients = group.size(), _parameters(numel, value, device)
 
     def run(_: int) -> list[Tensor]:
         flat = torch.empty(numel, device=device)
         torch.cat([gradient.view(ranks, -1) for gradient in gradients], dim=1, out=flat.view(ranks, -1))
         mine = torch.empty(numel // ranks, device=device)
-        scatter(mine, flat, dist.ReduceOp.AVG, group)
+        scatter(mine, flat)
         return list(torch.split(mine, mine.numel() // PARAMETERS))
 
     return run
@@ -130,12 +150,63 @@ def _prepare_reduce(line: Line, group: dist.ProcessGroup, numel: int, value: flo
     return run
 
 
+def _prepare_pull(line: Line, group: dist.ProcessGroup, numel: int, value: float,
+                  device: torch.device) -> Exchange:  # fmt: skip
+    def make(window: Window) -> Exchange:
+        return _gathering(lambda flat, mine: window.pull(flat), group, numel, value, device)
+
+    return _through_window(make, group, numel // group.size(), value)
+
+
+def _prepare_push(line: Line, group: dist.ProcessGroup, numel: int, value: float,
+                  device: torch.device) -> Exchange:  # fmt: skip
+    def make(window: Window) -> Exchange:
+        def push(mine: Tensor, flat: Tensor) -> None:
+            mine.zero_()  # FSDP2 gets zeros until the ranks have met
+            window.push(flat)
+
+        return _reducing(push, group, numel, value, device)
+
+    return _through_window(make, group, numel // group.size(), value)
+
+
+def _prepare_publish(line: Line, group: dist.ProcessGroup, numel: int, value: float,
+                     device: torch.device) -> Exchange:  # fmt: skip
+    shard = torch.full((max(1, numel // PUBLISH_PASSES),), value, device=device)
+
+    def make(window: Window) -> Exchange:
+        def run(_: int) -> list[Tensor]:
+            window.publish(shard)
+            return [window.take_gradient()]
+
+        return run
+
+    return _through_window(make, group, shard.numel(), value)
+
+
+def _through_window(make: Callable[[Window], Exchange], group: dist.ProcessGroup, shard_numel: int,
+                    value: float) -> Exchange:  # fmt: skip
+    """Return an exchange through a window that goes with it; shards hold the ranks' values. A collective call."""
+    transport = SharedMemoryTransport(group, [WindowSpec("profile", shard_numel, torch.float32)])
+    (window,) = transport.windows
+    window.publish(torch.full((shard_numel,), value))
+    transport.meet()
+    window.push(torch.zeros(group.size() * shard_numel))  # touches the memory, which takes time once
+    transport.meet()
+    run = make(window)
+    weakref.finalize(run, transport.close)
+    return run
+
+
 _PREPARE = {
     "all_gather": _prepare_all_gather,
     "reduce_scatter": _prepare_reduce_scatter,
     "all_reduce": _prepare_all_reduce,
     "broadcast": _prepare_broadcast,
     "reduce": _prepare_reduce,
+    "pull": _prepare_pull,
+    "push": _prepare_push,
+    "publish": _prepare_publish,
 }
 
 

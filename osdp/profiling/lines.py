@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypedDict
 
+from planner.collectives import ONE_SIDED
 from planner.strategy import STRATEGIES, Volume
 from profiler.cluster import Cluster, Device, Link
 from profiler.figure import Figure
 
-ORDER = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
-"""Collectives; one-sided operations are measured elsewhere."""
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+ORDER = (*COLLECTIVES, *ONE_SIDED)
+"""What is measured, in this order; a barrier is not, which takes no longer than the latency of a link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,8 @@ def by_line(points: Sequence[Timings]) -> dict[Line, list[Timings]]:
     return found
 
 
-def lines_on(nodes: int, ranks_per_node: int, rings: bool) -> tuple[Line, ...]:
-    """Return the lines of a grid, whole levels first; `rings`: also reduce-scatter in rings."""
+def lines_on(nodes: int, ranks_per_node: int, on_cpu: bool) -> tuple[Line, ...]:
+    """Return the lines of a grid, whole levels first; `on_cpu`: also reduce-scatter in rings, and shared windows."""
     grid = _grid(nodes, ranks_per_node)
     volume = Volume(*(grid.world_size,) * 3)
     found = {
@@ -107,9 +109,9 @@ def lines_on(nodes: int, ranks_per_node: int, rings: bool) -> tuple[Line, ...]:
         for kind in STRATEGIES.values()
         for strategy in kind.on(grid)
         for sent in kind.collectives(volume, strategy, grid)
-        if sent.kind in ORDER and sent.ranks > 1
+        if sent.kind in (ORDER if on_cpu else COLLECTIVES) and sent.ranks > 1
     }
-    if rings:
+    if on_cpu:
         found |= {Line(one.operation, "ring", one.ranks, one.stride) for one in found
                   if one.operation == "reduce_scatter"}  # fmt: skip
 

@@ -41,8 +41,8 @@ class Board(Silent):
         if summary.memory is not None:
             self._write("peak_memory_bytes", summary.memory.peak_bytes)
             self._write("predicted_peak_memory_bytes", summary.plan.predicted.peak_memory_bytes)
-        if summary.accuracy is not None:
-            self._write("accuracy", summary.accuracy.right / summary.accuracy.total)
+        for accuracy in summary.accuracies:
+            self._write(f"accuracy/{accuracy.what.replace(' ', '_')}", accuracy.right / accuracy.total)
         if self._writer is not None:
             self._writer.close()
 

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
+from osdp.groups import SETTINGS
 from osdp.resources import resource_dir
 from planner.unit_memory import OPTIMIZERS
 from profiler.errors import OsdpError
@@ -19,16 +20,18 @@ DEFAULT = "gpt2"
 """Configuration that is taken where the user names none."""
 
 CHOICES = {
-    "task": ("addition", "bytes"),
+    "task": ("addition", "bytes", "sentences"),
     "optimizer": tuple(OPTIMIZERS),
     "schedule": ("constant", "cosine"),
     "precision": ("fp32", "bf16"),
     "fsdp_type": ("OSDP", "FSDP", "DDP"),
+    "fsdp_args": (None, *SETTINGS),
     "device": ("auto", "cpu", "cuda"),
 }
 """What fields may say that have a few values."""
 _AT_LEAST_ONE = (
-    "seq", "steps", "batch", "global_batch", "ranks_per_node", "checkpoint_every", "checkpoint_keep", "log_every"
+    "seq", "steps", "batch", "global_batch", "ranks_per_node", "emulated_nodes", "checkpoint_every", "checkpoint_keep",
+    "log_every",
 )  # fmt: skip
 _NOT_NEGATIVE = ("seed", "weight_decay", "warmup_steps")
 _POSITIVE = ("lr", "clip", "timeout_s")
@@ -48,11 +51,12 @@ class TrainConfig:
     steps: int
     """Optimizer steps, those before a resumed checkpoint included."""
     task: str = "addition"
-    """`addition`: sums made on the spot. `bytes`: the bytes of the file `data`."""
+    """`addition`: sums made on the spot. `bytes`: the bytes of the file `data`. `sentences`: BERT's two tasks, on
+    pairs made on the spot or read from the file `data`."""
     digits: int = 2
     """Digits of each number of a sum."""
     data: str | None = None
-    """File whose bytes are the tokens of the task `bytes`."""
+    """Text file: its bytes are the tokens. For `sentences` one on each line, and blank lines between documents."""
     seq: int | None = None
     """Tokens per sample; None: of one sum, or the model's."""
     seed: int = 0
@@ -83,10 +87,15 @@ class TrainConfig:
     """Plan file to run, instead of planning."""
     fsdp_type: str = "OSDP"
     """`OSDP`: the plan. `FSDP`, `DDP`: everything sharded, or replicated, by the same runtime."""
+    fsdp_args: str | None = None
+    """With `fsdp_type: FSDP`: `group_sharding` shards inside nodes, `communication_with_groups` gathers across nodes
+    and then inside, `none` (the same as nothing) is plain FSDP."""
     device: str = "auto"
     """`cpu` (gloo), `cuda` (NCCL) or `auto`: GPUs if there are any."""
     ranks_per_node: int | None = None
     """Ranks that are started on each node; None: one for each GPU, or two on a CPU."""
+    emulated_nodes: int = 1
+    """Nodes that the ranks of one machine stand for, `ranks_per_node` each: to try groups without a second machine."""
     timeout_s: float = 600.0
     """How long a rank waits for the others before it gives up."""
     checkpoint: str | None = None
@@ -101,22 +110,31 @@ class TrainConfig:
     """`auto`: from the newest whole checkpoint if there is one. `never`, or the path of a checkpoint."""
     tensorboard: str | None = None
     """Folder of TensorBoard's files; None: none are written."""
+    trace: str | None = None
+    """Folder for a picture of a step's memory and a trace of another step, of every rank; None: neither."""
     log_every: int = 50
     """Steps between two lines of progress."""
+
+    @property
+    def sharding(self) -> str:
+        """What decides how the model is sharded."""
+        return f"FSDP with {self.fsdp_args}" if self.fsdp_args not in (None, "none") else self.fsdp_type
 
 
 def load_config(spec: str | None, options: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration that `spec` names (a file or one of OSDP's) with `options` put in.
 
     `options` are fields by name; None leaves what the file says. `data` alone also means the task
-    `bytes`. Raises OsdpError.
+    `bytes`, unless the file says `sentences`; `fsdp_type` and `fsdp_args` replace each other. Raises OsdpError.
     """
     config = read_yaml(_path(spec or DEFAULT), TrainConfig, schema=TrainConfig.SCHEMA, check=_problems)
     given = {name: value for name, value in options.items() if value is not None}
-    if "data" in given:
+    if "data" in given and config.task != "sentences":
         given.setdefault("task", "bytes")
     if "fsdp_type" in given:
-        given["fsdp_type"] = given["fsdp_type"].upper()
+        given = {"fsdp_args": None} | given | {"fsdp_type": given["fsdp_type"].upper()}
+    elif "fsdp_args" in given:
+        given["fsdp_type"] = "FSDP"
     config = dataclasses.replace(config, **given)
     for problem in _problems(config):
         option = f"--{problem.location[0].replace('_', '-')}"
@@ -147,14 +165,21 @@ def _problems(config: TrainConfig) -> Iterator[Problem]:
     """Find values that have the right type and yet cannot be."""
     for name, known in CHOICES.items():
         if (value := getattr(config, name)) not in known:
-            yield Problem((name,), "is not known", repr(value), f"one of {', '.join(known)}")
+            yield Problem((name,), "is not known", repr(value), f"one of {', '.join(filter(None, known))}")
     yield from _range_problems(config)
-    if config.data is not None and config.task != "bytes":
-        yield Problem(("data",), f"has no effect on the task {config.task}", config.data, "", "task bytes")
+    if config.data is not None and config.task == "addition":
+        yield Problem(("data",), "has no effect on the task addition", config.data, "", "task bytes or sentences")
     if config.data is None and config.task == "bytes":
         yield Problem(("data",), "is missing", "", "a file whose bytes are learned", "data, or the task addition")
     if config.plan is not None and config.fsdp_type != "OSDP":
         yield Problem(("plan",), f"cannot be run as {config.fsdp_type}", config.plan, "fsdp_type OSDP")
+    if config.trace is not None:
+        from osdp.tracing import TRACE_STEP
+
+        if config.steps < TRACE_STEP:
+            yield Problem(("steps",), "are too few for a trace", str(config.steps), f"at least {TRACE_STEP}")
+    if config.fsdp_args is not None and config.fsdp_type != "FSDP":
+        yield Problem(("fsdp_args",), f"has no effect on {config.fsdp_type}", config.fsdp_args, "fsdp_type FSDP")
 
 
 def _range_problems(config: TrainConfig) -> Iterator[Problem]:

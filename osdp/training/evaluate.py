@@ -1,36 +1,50 @@
-"""How well the addition task was learned: greedy answers to sums that were held out of training."""
+"""How well a task was learned: answers to what was held out of training."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from osdp.api import OSDP
 from osdp.training.events import Accuracy
 from osdp.training.group import Ranks
-from osdp.training.tasks import Addition
+from osdp.training.sentences import SentencePairs
+from osdp.training.tasks import IGNORED, Addition, Task, stack
 
-TEST_SUMS = 256
-"""Sums that are asked."""
+TEST_SAMPLES = 256
+"""Samples that are asked."""
 
 
 @torch.no_grad()
-def addition_accuracy(model: nn.Module, task: Addition, ranks: Ranks, batch: int, count: int = TEST_SUMS) -> Accuracy:
-    """Return how many held-out sums the model gets right, all digits of them. A collective call.
+def held_out_accuracies(model: OSDP, task: Task, ranks: Ranks, batch: int,
+                        count: int = TEST_SAMPLES) -> tuple[Accuracy, ...]:  # fmt: skip
+    """Return how much the model gets right of `count` samples; nothing if the task has no test. A collective call.
 
     Each rank answers its share, and all run forward equally often.
     """
     share = -(-count // ranks.world_size)
-    sums = torch.from_numpy(task.held_out(share * ranks.world_size))[ranks.rank :: ranks.world_size]
     was_training = model.training
     model.eval()
+    accuracies: tuple[Accuracy, ...] = ()
+    if isinstance(task, Addition):
+        accuracies = (_sums(model, task, ranks, batch, share),)
+    elif isinstance(task, SentencePairs) and task.corpus.has_held_out and _tells_both(model.module):
+        accuracies = _pairs(model, task, ranks, batch, share)
+    model.train(was_training)
+    return accuracies
+
+
+def _sums(model: nn.Module, task: Addition, ranks: Ranks, batch: int, share: int) -> Accuracy:
+    """Ask for sums greedily; one is right if all its digits are."""
+    sums = torch.from_numpy(task.held_out(share * ranks.world_size))[ranks.rank :: ranks.world_size]
     right = 0
     for asked in torch.split(sums.to(ranks.device), batch):
         answered = _continue(model, asked[:, : 2 * task.digits], task.digits + 1)
         right += int((answered == asked).all(dim=1).sum())
-    model.train(was_training)
-    return Accuracy(*ranks.total([right, share]))
+    return Accuracy("sums", *ranks.total([right, share]))
 
 
 def _continue(model: nn.Module, tokens: Tensor, count: int) -> Tensor:
@@ -40,3 +54,23 @@ def _continue(model: nn.Module, tokens: Tensor, count: int) -> Tensor:
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
     return tokens
+
+
+def _tells_both(module: nn.Module) -> bool:
+    """Whether a model gives the logits of both heads when asked, as the zoo's BERT does."""
+    return "both_heads" in inspect.signature(module.forward).parameters
+
+
+def _pairs(model: nn.Module, task: SentencePairs, ranks: Ranks, batch: int, share: int) -> tuple[Accuracy, ...]:
+    """Ask for the masked tokens, and whether the second sentence is the next one."""
+    found = torch.zeros(3, dtype=torch.int64)
+    numbers = range(ranks.rank, share * ranks.world_size, ranks.world_size)
+    for start in range(0, share, batch):
+        tokens, keywords = ranks.tensors(stack(task.held_out(number) for number in numbers[start : start + batch]))
+        labels, is_random = keywords.pop("labels"), keywords.pop("next_sentence_labels")
+        token_logits, next_logits = model(tokens, **keywords, both_heads=True)
+        masked = labels != IGNORED
+        right = (token_logits.argmax(-1) == labels) & masked, next_logits.argmax(-1) == is_random, masked
+        found += torch.tensor([int(each.sum()) for each in right])
+    tokens_right, next_right, asked, pairs = ranks.total([*found.tolist(), share])
+    return Accuracy("masked tokens", tokens_right, asked), Accuracy("next sentences", next_right, pairs)

@@ -69,8 +69,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How many sums that were held out of training came out right."""
+    """How much of what was held out of training came out right."""
 
+    what: str
+    """What is counted, in the plural."""
     right: int
     total: int
 
@@ -90,8 +92,8 @@ class Summary:
     tokens_per_s: float
     memory: Memory | None
     """None where no step was run."""
-    accuracy: Accuracy | None
-    """None where the task has no test."""
+    accuracies: tuple[Accuracy, ...]
+    """Empty where the task has no test."""
     checkpoint: Path | None
     """Last checkpoint."""
 

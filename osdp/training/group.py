@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from osdp.training.tasks import Sample
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -23,6 +25,12 @@ class Ranks:
     world_size: int
     device: torch.device
     """Where this rank computes."""
+
+    def tensors(self, sample: Sample) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a sample's arrays as tensors on this rank's device."""
+        tokens, keywords = sample
+        there = {name: torch.from_numpy(array).to(self.device) for name, array in keywords.items()}
+        return torch.from_numpy(tokens).to(self.device), there
 
     def mean(self, value: Tensor) -> float:
         """Return the mean over all ranks of a scalar."""

@@ -64,8 +64,11 @@ def is_rank() -> bool:
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
-def launch(command: Sequence[str], ranks: int, nodes: Nodes, device: str, timeout_s: float) -> None:
+def launch(command: Sequence[str], ranks: int, nodes: Nodes, device: str, timeout_s: float,
+           program: Sequence[str] = ("-m", "osdp")) -> None:  # fmt: skip
     """Run `command`, the arguments of `osdp`, as `ranks` ranks on this node until all are done.
+
+    `program` is what Python runs in place of `osdp`: a script that ends as `osdp.cli.rank_process` says.
 
     Raises OsdpError as a rank did, RankError if one died, BrokenPipeError where nobody reads the output,
     and KeyboardInterrupt on SIGINT or SIGTERM; no rank is left then.
@@ -75,13 +78,14 @@ def launch(command: Sequence[str], ranks: int, nodes: Nodes, device: str, timeou
     from torch.distributed.launcher.api import elastic_launch
 
     os.environ[LAUNCHED] = "1"
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says when it starts and stops, on every rank
     if device == "cpu":
         # As many threads as there are cores, all ranks together; torchrun gives every rank one.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     # The agent's own words about a failure would stand around ours.
     logging.disable(logging.NOTSET if os.environ.get("LOGLEVEL") else logging.CRITICAL)
     try:
-        elastic_launch(_settings(ranks, nodes, timeout_s), sys.executable)("-m", "osdp", *command)
+        elastic_launch(_settings(ranks, nodes, timeout_s), sys.executable)(*program, *command)
     except ChildFailedError as error:
         raise _cause(error) from None
     except SignalException:

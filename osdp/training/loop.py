@@ -9,6 +9,7 @@ so all ranks together take the samples [position, position + M * world_size * b)
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from osdp.api import OSDP
+from osdp.tracing import MEMORY_STEP, TRACE_STEP, Tracer
 from osdp.training.events import Reporter, Step
 from osdp.training.group import Ranks
 from osdp.training.measure import Measurements
@@ -70,13 +72,17 @@ class Trainer:
         """Train until the configuration's last step; return what was measured."""
         config = self.config
         measured = Measurements(self.ranks, config.steps - self.position.step)
+        tracer = Tracer(config.trace, self.model, self.optimizer)
         self.model.train()
         while self.position.step < config.steps:
             rate = learning_rate(config, self.position.step)
             with (
                 naming_faults(f"step {self.position.step + 1}", config.timeout_s),
                 measured.step(self.model, self.optimizer),
+                tracer.step(),
             ):
+                if tracer.slows:
+                    measured.leave_out()
                 loss, norm = self._step(rate)
             self.position.step += 1
             self.position.sample += self.samples_per_step
@@ -86,6 +92,9 @@ class Trainer:
         if config.checkpoint and self.position.step % config.checkpoint_every and measured.count:
             self._save()
         self._settle()
+        if config.trace is not None and tracer.steps < TRACE_STEP:
+            warnings.warn(f"only {tracer.steps} steps were left: --trace looks into steps {MEMORY_STEP} and "
+                          f"{TRACE_STEP} of a run", stacklevel=2)  # fmt: skip
         return measured
 
     def _step(self, rate: float) -> tuple[Tensor, Tensor | None]:
@@ -112,9 +121,8 @@ class Trainer:
         """Return the loss of this rank's samples of a micro-batch."""
         size = self.plan.micro_batch
         first = self.position.sample + (micro_batch * self.ranks.world_size + self.ranks.rank) * size
-        arrays = batch(self.job.task, range(first, first + size))
-        tokens, labels = (torch.from_numpy(array).to(self.ranks.device) for array in arrays)
-        output: Any = self.model(tokens, labels=labels)
+        tokens, keywords = self.ranks.tensors(batch(self.job.task, range(first, first + size)))
+        output: Any = self.model(tokens, **keywords)
         found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if not isinstance(found, Tensor) or found.numel() != 1:
             raise OsdpError("the model returns no loss", got=type(output).__name__,

@@ -35,6 +35,7 @@ class Measurements:
         self.count = 0
         """Steps so far."""
         self._live_bytes = 0
+        self._left_out = False
         self._recent_s: list[float] = []
         if ranks.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -43,6 +44,7 @@ class Measurements:
     def step(self, module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         """Measure the step that runs inside."""
         self.count += 1
+        self._left_out = False
         started = time.perf_counter()
         if self.count == self._tracked:
             with LiveBytes() as live:
@@ -55,8 +57,12 @@ class Measurements:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         self._recent_s.append(seconds)
-        if self.count > WARM_UP_STEPS:
+        if self.count > WARM_UP_STEPS and not self._left_out:
             self.timed_s.append(seconds)
+
+    def leave_out(self) -> None:
+        """Do not time the step that runs: something slows it down."""
+        self._left_out = True
 
     def recent_s(self) -> float:
         """Return the median step since the last call."""

@@ -1,7 +1,7 @@
 """Which plan a run takes: the one in a file, the fastest that fits, or one strategy for everything.
 
-`FSDP` and `DDP` take the micro-batch that OSDP would take unless the user gives one, so that runs
-compare like with like; the memory limit does not bind them, and it is said if they exceed it.
+`FSDP`, with groups or without, and `DDP` take the micro-batch that OSDP would take unless the user gives one, so that
+runs compare like with like; the memory limit does not bind them, and it is said if they exceed it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import time
 import warnings
 from dataclasses import dataclass
 
+from osdp.groups import grouped_strategy
 from osdp.planning import Request, memory_limit, plan_model
 from osdp.ranks import cluster_of_ranks, grid
+from osdp.training.config import TrainConfig
 from osdp.training.prepare import Job, check_ranks
 from planner.baselines import uniform
 from planner.memory import peak_memory
 from planner.plan import Plan, make_plan
 from planner.search import Progress, Task, micro_batches
 from planner.space import Space
-from planner.strategy import strategies_on
+from planner.strategy import known_strategies, parse_strategy
 from planner.workload import Workload
 from profiler.cluster import Cluster
 from profiler.graph import ModelGraph
@@ -46,12 +48,12 @@ def choose_plan(job: Job, progress: Progress) -> Chosen:
     """
     config, started = job.config, time.perf_counter()
     if job.plan is not None:
-        check_ranks(job.plan, *grid())
+        check_ranks(job.plan, *grid(config.emulated_nodes))
         for name in ("mem", "cluster"):
             if getattr(config, name) is not None:
                 warnings.warn(f"{name} has no effect: the plan file says it", stacklevel=2)
         return Chosen(job.plan, _fits(job.plan), 0.0)
-    cluster, _ = cluster_of_ranks(config.cluster)
+    cluster, _ = cluster_of_ranks(config.cluster, config.emulated_nodes)
     wanted_bytes = None if config.mem is None else parse_bytes(config.mem)
     request = Request(memory_limit(cluster, wanted_bytes), config.precision, config.optimizer, config.batch,
                       config.global_batch)  # fmt: skip
@@ -69,11 +71,18 @@ def _planned(job: Job, cluster: Cluster, request: Request, progress: Progress) -
         return plan_model(job.source, cluster, request, progress).plan
     if config.batch is None:
         found = plan_model(job.source, cluster, request, progress)
-        return uniform_plan(found.graph, found.found.load, request, UNIFORM[config.fsdp_type])
+        return uniform_plan(found.graph, found.found.load, request, _choice(config, cluster))
     from profiler.trace import trace_model
 
     graph = trace_model(job.source, config.precision, cluster.device.kind)
-    return uniform_plan(graph, _load(graph, cluster, request), request, UNIFORM[config.fsdp_type])
+    return uniform_plan(graph, _load(graph, cluster, request), request, _choice(config, cluster))
+
+
+def _choice(config: TrainConfig, cluster: Cluster) -> str:
+    """Return the strategy that everything has, as plans write it."""
+    if config.fsdp_args is None:
+        return UNIFORM[config.fsdp_type]
+    return str(grouped_strategy(config.fsdp_args, cluster.nodes, cluster.gpus_per_node))
 
 
 def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:
@@ -85,15 +94,17 @@ def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:
                     task.waits(micro_batch, accumulation))  # fmt: skip
 
 
-def uniform_plan(graph: ModelGraph, load: Workload, request: Request, strategy_name: str) -> Plan:
-    """Return the plan with one strategy everywhere; it recomputes every block only if it would not fit otherwise."""
-    space, known = Space(graph), strategies_on(load.cluster)
-    # One rank has nothing to shard over, and knows one strategy only.
-    strategy = next((strategy for strategy in known if strategy.name == strategy_name), known[0])
+def uniform_plan(graph: ModelGraph, load: Workload, request: Request, choice: str) -> Plan:
+    """Return the plan with one strategy everywhere; it recomputes every block only if it would not fit otherwise.
+
+    `choice` is the strategy as plans write it; one rank has nothing to shard over, and takes its only one.
+    Raises OsdpError for a strategy that the cluster does not know.
+    """
+    space, cluster = Space(graph), load.cluster
+    strategy = known_strategies(cluster)[0] if cluster.world_size == 1 else parse_strategy(choice, cluster)
     candidates = [uniform(space, load, strategy, recompute) for recompute in (False, True)]
     fitting = [options for options in candidates if peak_memory(options, load).total_bytes <= request.limit_bytes]
     options = (fitting or candidates)[0]
     spanning = strategy if space.model.spanning else None
     # Of the space that holds this one plan it is the best: no gap.
     return make_plan(options, spanning, space, load, limit_bytes=request.limit_bytes, gap=0.0)
-

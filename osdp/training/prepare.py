@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from osdp.folders import make_folder
 from osdp.planning import read_plan
 from osdp.training.config import TrainConfig
-from osdp.training.tasks import Addition, Bytes, Task
-from osdp.zoo import load_model
+from osdp.training.model_and_task import model_and_task
+from osdp.training.tasks import Task
 from planner.plan import Plan
 from profiler.errors import OsdpError
 from profiler.source import ModelSource
@@ -45,31 +44,42 @@ class Job:
 def prepare(config: TrainConfig) -> Job:
     """Load what a configuration names and check that it fits together; raises OsdpError."""
     plan = None if config.plan is None else _plan(config, Path(config.plan))
-    source, task = _model_and_task(config)
-    hollow = _build_hollow(config.model, source, task)
+    source, task, hollow = model_and_task(config)
     if plan is not None and plan.model.sequence_length != task.sequence_length:
         raise OsdpError("the plan is for samples of another length", got=f"{plan.model.sequence_length} tokens",
                         expected=f"{task.sequence_length}, as the task {task.name} has",
                         advice=f"--seq {plan.model.sequence_length}, or another plan")  # fmt: skip
     resume = _checkpoints(config)
+    if config.trace is not None:
+        from osdp.tracing import ready_folder
+
+        ready_folder(config.trace)
     if config.tensorboard is not None:
-        _check_folder(Path(config.tensorboard))
+        make_folder(Path(config.tensorboard))
         if importlib.util.find_spec("tensorboard") is None:
             raise OsdpError("TensorBoard is not installed", advice="pip install tensorboard, or no --tensorboard")
     return Job(config, source, hollow, task, plan, _device(config), resume)
 
 
 def ranks_to_start(config: TrainConfig) -> int:
-    """Return how many ranks this node gets; raises OsdpError for more than it has GPUs."""
+    """Return how many ranks this machine gets, for all nodes that it stands for.
+
+    Raises OsdpError for more than it has GPUs, or GPUs that do not divide evenly.
+    """
     import torch
 
     if _device(config) == "cpu":
-        return config.ranks_per_node or CPU_RANKS
+        return (config.ranks_per_node or CPU_RANKS) * config.emulated_nodes
     available = torch.cuda.device_count()
-    if config.ranks_per_node is not None and config.ranks_per_node > available:
-        raise OsdpError("there are fewer GPUs than ranks", got=f"{config.ranks_per_node} ranks",
+    if config.ranks_per_node is None and available % config.emulated_nodes:
+        raise OsdpError("the GPUs do not divide evenly into nodes", got=f"{available} GPUs",
+                        expected=f"a multiple of {config.emulated_nodes}, the emulated nodes",
+                        advice="--ranks-per-node says how many each node gets")  # fmt: skip
+    ranks = available if config.ranks_per_node is None else config.ranks_per_node * config.emulated_nodes
+    if ranks > available:
+        raise OsdpError("there are fewer GPUs than ranks", got=f"{ranks} ranks",
                         expected=f"at most {available}, one for each GPU", advice="--device cpu")  # fmt: skip
-    return config.ranks_per_node or available
+    return ranks
 
 
 def check_ranks(plan: Plan, nodes: int, ranks_per_node: int) -> None:
@@ -90,56 +100,6 @@ def _device(config: TrainConfig) -> str:
     if config.device == "cuda" and not has_gpu:
         raise OsdpError("torch sees no GPU", got="device cuda", advice="--device cpu, or check nvidia-smi")
     return config.device if config.device != "auto" else "cuda" if has_gpu else "cpu"
-
-
-def _model_and_task(config: TrainConfig) -> tuple[ModelSource, Task]:
-    if config.task == "addition":
-        of_one_sum = 3 * config.digits + 1
-        length = config.seq or of_one_sum
-        if length < of_one_sum:
-            raise OsdpError("a sum does not go into a sample", got=f"{length} tokens",
-                            expected=f"at least {of_one_sum} for numbers of {config.digits} digits",
-                            advice="a larger --seq, or fewer --digits")  # fmt: skip
-        return load_model(config.model, sequence_length=length), Addition(config.digits, length, config.seed)
-    assert config.data is not None, "the configuration is checked"
-    source = load_model(config.model, sequence_length=config.seq)
-    if source.sequence_length < 2:
-        raise OsdpError("a sample needs two tokens at least: one to predict the next from",
-                        got=f"{source.sequence_length}", advice="a larger --seq")  # fmt: skip
-    return source, Bytes(Path(config.data), source.sequence_length, config.seed)
-
-
-def _build_hollow(spec: str, source: ModelSource, task: Task) -> nn.Module:
-    """Build the model without data; raises OsdpError if it does not predict tokens, or lacks some of them."""
-    import torch
-
-    with torch.device("meta"):
-        module = source.build()
-    known = inspect.signature(module.forward).parameters
-    positional = [name for name, parameter in known.items() if parameter.kind is not parameter.KEYWORD_ONLY]
-    _, keywords = source.example_inputs(module, 1)
-    if not positional or set(keywords) not in ({"labels"}, {"input_ids", "labels"}):
-        raise OsdpError(f"{spec} is no language model that this command can train",
-                        got=f"forward({', '.join(known)})",
-                        expected="forward(tokens, labels=...) that returns the loss of the next token",
-                        advice="another model, or osdp.OSDP(your model) in a loop of your own")  # fmt: skip
-    size = _vocabulary(module)
-    if size is not None and size < task.vocabulary_size:
-        raise OsdpError(f"{spec} knows too few tokens for the task {task.name}", got=f"{size}",
-                        expected=f"at least {task.vocabulary_size}")  # fmt: skip
-    return module
-
-
-def _vocabulary(module: nn.Module) -> int | None:
-    """Return how many tokens a model knows, or None if it does not say."""
-    from torch import nn
-
-    config = getattr(module, "config", None)
-    for name in ("vocabulary_size", "vocab_size"):
-        if isinstance(size := getattr(config, name, None), int):
-            return size
-    tables = (part for part in module.modules() if isinstance(part, nn.Embedding))
-    return next((table.num_embeddings for table in tables), None)
 
 
 def _plan(config: TrainConfig, path: Path) -> Plan:
@@ -165,7 +125,7 @@ def _checkpoints(config: TrainConfig) -> Path | None:
     from runtime.checkpoint import latest
 
     if config.checkpoint is not None:
-        _check_folder(Path(config.checkpoint))
+        make_folder(Path(config.checkpoint))
     if config.resume not in ("auto", "never"):
         path = Path(config.resume)
         if not path.is_dir():
@@ -178,14 +138,3 @@ def _checkpoints(config: TrainConfig) -> Path | None:
                         expected="an empty folder where nothing is resumed",
                         advice="--resume auto, or another --checkpoint")  # fmt: skip
     return newest
-
-
-def _check_folder(path: Path) -> None:
-    """Make a folder unless it is there; raises OsdpError if nothing can be written into it."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OsdpError(f"the folder {path} cannot be made", got=error.strerror or str(error),
-                        advice="another folder") from None  # fmt: skip
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise OsdpError(f"nothing can be written into {path}", got="no permission", advice="another folder")

@@ -9,7 +9,7 @@ whose counter is g.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +22,10 @@ from profiler.errors import OsdpError
 IGNORED = -100
 """Label that adds nothing to the loss; PyTorch's default."""
 Tokens = npt.NDArray[np.int64]
+Sample = tuple[Tokens, dict[str, Tokens]]
+"""What a model's forward gets: the tokens, and by name `labels` and whatever else a task has."""
 
-_TRAINING, _HELD_OUT = 0, 1
+TRAINING, HELD_OUT = 0, 1
 """Second word of the generator's key."""
 _HELD_OUT_SHARE = 0.1
 _LOOKED_AT_BYTES = 1 << 20
@@ -45,8 +47,8 @@ class Task(Protocol):
     def sequence_length(self) -> int:
         """Tokens per sample."""
 
-    def sample(self, index: int) -> tuple[Tokens, Tokens]:
-        """Return tokens and labels of sample `index`; labels are unshifted, IGNORED where nothing is learned."""
+    def sample(self, index: int) -> Sample:
+        """Return sample `index`; `labels` are unshifted, IGNORED where nothing is learned."""
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal for a run to continue with this task; JSON-able."""
@@ -58,10 +60,15 @@ def generator(seed: int, purpose: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, index], dtype=np.uint64)))
 
 
-def batch(task: Task, indices: Sequence[int]) -> tuple[Tokens, Tokens]:
-    """Return tokens and labels of some samples, (batch, sequence) each."""
-    tokens, labels = zip(*(task.sample(index) for index in indices), strict=True)
-    return np.stack(tokens), np.stack(labels)
+def batch(task: Task, indices: Sequence[int]) -> Sample:
+    """Return some samples as one, every array with a first dimension (batch,) more."""
+    return stack(task.sample(index) for index in indices)
+
+
+def stack(samples: Iterable[Sample]) -> Sample:
+    """Return samples as one, every array with a first dimension (batch,) more."""
+    tokens, keywords = zip(*samples, strict=True)
+    return np.stack(tokens), {name: np.stack([each[name] for each in keywords]) for name in keywords[0]}
 
 
 @dataclass(frozen=True)
@@ -86,16 +93,16 @@ class Addition:
         """Tokens of one sum."""
         return 3 * self.digits + 1
 
-    def sample(self, index: int) -> tuple[Tokens, Tokens]:
-        """Return tokens and labels, (sequence,) each."""
-        random = generator(self.seed, _TRAINING, index)
+    def sample(self, index: int) -> Sample:
+        """Return tokens and `labels`, (sequence,) each."""
+        random = generator(self.seed, TRAINING, index)
         tokens = np.zeros(self.sequence_length, dtype=np.int64)
         labels = np.full(self.sequence_length, IGNORED, dtype=np.int64)
         for start in range(0, self.sequence_length - self.sum_length + 1, self.sum_length):
             stop, learned = start + self.sum_length, start + 2 * self.digits
             tokens[start:stop] = self.encode(*self._pair(random, held_out=False))
             labels[learned:stop] = tokens[learned:stop]
-        return tokens, labels
+        return tokens, {"labels": labels}
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the samples."""
@@ -108,7 +115,7 @@ class Addition:
 
     def held_out(self, count: int) -> Tokens:
         """Return `count` sums that are never trained on, (count, tokens of a sum)."""
-        pairs = (self._pair(generator(self.seed, _HELD_OUT, index), held_out=True) for index in range(count))
+        pairs = (self._pair(generator(self.seed, HELD_OUT, index), held_out=True) for index in range(count))
         return np.stack([self.encode(*pair) for pair in pairs])
 
     def is_held_out(self, a: int, b: int) -> bool:
@@ -134,25 +141,25 @@ class Bytes:
         self.path = path
         self.sequence_length = sequence_length
         self.seed = seed
-        self._data = _open(path)
+        self._data = open_text(path)
         if len(self._data) < sequence_length:
             raise OsdpError(f"{path} is shorter than one sample", got=f"{len(self._data)} bytes",
                             expected=f"at least {sequence_length}, the sequence length",
                             advice="a longer file, or a smaller --seq")  # fmt: skip
 
-    def sample(self, index: int) -> tuple[Tokens, Tokens]:
-        """Return tokens and labels, (sequence,) each; all bytes are learned."""
-        random = generator(self.seed, _TRAINING, index)
+    def sample(self, index: int) -> Sample:
+        """Return tokens and `labels`, (sequence,) each; all bytes are learned."""
+        random = generator(self.seed, TRAINING, index)
         start = int(random.integers(len(self._data) - self.sequence_length + 1))
         tokens = self._data[start : start + self.sequence_length].astype(np.int64)
-        return tokens, tokens
+        return tokens, {"labels": tokens}
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the samples; of the file, its size."""
         return {"task": self.name, "file_bytes": len(self._data), "seq": self.sequence_length, "seed": self.seed}
 
 
-def _open(path: Path) -> npt.NDArray[np.uint8]:
+def open_text(path: Path) -> npt.NDArray[np.uint8]:
     """Map a file into memory; raises OsdpError for one that is no text."""
     if path.is_dir():
         raise OsdpError(f"{path} is a directory", expected="a text file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from osdp.api import OSDP
-from osdp.training.evaluate import addition_accuracy
+from osdp.training.evaluate import held_out_accuracies
 from osdp.training.events import Reporter, Silent, Start, Summary
 from osdp.training.group import Ranks, joined
 from osdp.training.loop import Trainer
@@ -13,7 +13,6 @@ from osdp.training.measure import Measurements
 from osdp.training.optimizers import make_optimizer
 from osdp.training.plans import Chosen, choose_plan
 from osdp.training.prepare import Job
-from osdp.training.tasks import Addition
 from planner.plan import Plan
 from runtime.agreement import from_rank_0
 
@@ -36,7 +35,7 @@ def run_rank(job: Job, reporter: Reporter) -> None:
 
 def _limit_memory(plan: Plan, device: torch.device) -> None:
     """Have torch's allocator refuse more than the limit, less what is counted for everything that is not torch's."""
-    limit_bytes = plan.limit_bytes - plan.predicted.memory_by_category.get("reserve", 0)
+    limit_bytes = plan.limit_bytes - plan.predicted.reserve_bytes
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
 
@@ -55,7 +54,7 @@ def _trainer(job: Job, chosen: Chosen, ranks: Ranks, reporter: Reporter) -> Trai
 def _start(job: Job, chosen: Chosen, trainer: Trainer) -> Start:
     return Start(
         plan=chosen.plan,
-        fsdp_type=job.config.fsdp_type,
+        fsdp_type=job.config.sharding,
         planned_s=chosen.seconds,
         fits=chosen.fits,
         device=f"{job.device} ({'NCCL' if job.device == 'cuda' else 'gloo'})",
@@ -67,11 +66,9 @@ def _start(job: Job, chosen: Chosen, trainer: Trainer) -> Start:
 
 
 def _summary(job: Job, trainer: Trainer, measured: Measurements) -> Summary:
-    """Sum up, and ask the held-out sums. A collective call."""
+    """Sum up, and ask what was held out. A collective call."""
     memory, step_s = measured.memory(), measured.step_s
-    accuracy = None
-    if isinstance(job.task, Addition):
-        accuracy = addition_accuracy(trainer.model, job.task, trainer.ranks, trainer.plan.micro_batch)
+    accuracies = held_out_accuracies(trainer.model, job.task, trainer.ranks, trainer.plan.micro_batch)
     samples_per_s = trainer.samples_per_step / step_s if step_s else 0.0
     return Summary(
         plan=trainer.plan,
@@ -81,6 +78,6 @@ def _summary(job: Job, trainer: Trainer, measured: Measurements) -> Summary:
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * job.task.sequence_length,
         memory=memory,
-        accuracy=accuracy,
+        accuracies=accuracies,
         checkpoint=trainer.saved,
     )

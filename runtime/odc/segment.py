@@ -45,8 +45,8 @@ LIFE = (0, 1)
 """Range that the owner keeps locked while it lives: offset and length."""
 FLAGS = (64, 24)
 """Range of the meetings' flags."""
-MEETINGS, STATE = 64 // 8, 128 // 8
-"""Indices of 8-byte integers: meetings that the owner came to; its state."""
+MEETINGS, STATE, LEFT = 64 // 8, 128 // 8, 136 // 8
+"""Indices of 8-byte integers: meetings that the owner came to; its state; whether it lets go of what peers own."""
 NOTES = 72 // 8
 """Index of two doubles, what the owner said at the last even and the last odd meeting."""
 OPEN, CLOSED = 0, -1
@@ -116,6 +116,8 @@ class Segment:
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor (numel,) that lies at `offset` bytes."""
+        if not numel:  # which `frombuffer` refuses
+            return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     # --- locks
@@ -148,6 +150,15 @@ class Segment:
     @state.setter
     def state(self, state: int) -> None:
         self._integers[STATE] = state
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the owner uses nothing of its peers any more."""
+        return bool(self._integers[LEFT])
+
+    @has_left.setter
+    def has_left(self, has_left: bool) -> None:
+        self._integers[LEFT] = has_left
 
     def come(self, meeting: int, note: float, patience: Patience) -> bool:
         """Say that the owner has come to a meeting; False if nobody could, because a peer stopped at a bad moment."""

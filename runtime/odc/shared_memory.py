@@ -26,8 +26,9 @@ from torch import Tensor
 from profiler.errors import OsdpError
 from runtime.agreement import Ranks
 from runtime.faults import PeerLost
-from runtime.odc.segment import CLOSED, FLAGS, FOLDER, HEADER_BYTES, OPEN, Patience, Segment
-from runtime.odc.windows import Transport, WindowSpec, names
+from runtime.odc.meeting import MeetingPlace
+from runtime.odc.segment import FOLDER, HEADER_BYTES, Patience
+from runtime.odc.windows import Transport, WindowSpec
 
 CHUNK_NUMEL = 1 << 18
 """Elements that are added under one lock: 1 MiB of fp32, some twenty times the time of the lock itself."""
@@ -49,7 +50,7 @@ class Region:
     def at(cls, start: int, spec: WindowSpec, accumulators: int) -> Region:
         """Lay out a window from `start` on."""
         first = start + _whole_pages(spec.shard_numel * spec.dtype.itemsize)
-        return cls(start, first, first + _whole_pages(accumulators * spec.shard_numel * FP32_BYTES))
+        return cls(start, first, first + _whole_pages(accumulators * spec.gradient_numel * FP32_BYTES))
 
 
 class SharedMemoryTransport(Transport):
@@ -70,48 +71,23 @@ class SharedMemoryTransport(Transport):
             raise OsdpError(f"these ranks cannot share memory: {reason}",
                             advice="keep an ODC group inside one machine, or choose another strategy")  # fmt: skip
         self._regions: list[Region] = []
-        self._segments: list[Segment] = []
-        """Of all ranks, in order of rank."""
         size_bytes = HEADER_BYTES
         for spec in specs:
             self._regions.append(Region.at(size_bytes, spec, self._accumulators))
             size_bytes = self._regions[-1].end
-        self._pids = self._map_all(size_bytes)
+        self._place = MeetingPlace(self.agreement, self.ranks, self.rank, size_bytes)
+        self._segments = self._place.segments
         self._published = [[segment.tensor(region.published, spec.shard_numel, spec.dtype)
                             for segment in self._segments]
                            for region, spec in zip(self._regions, specs, strict=True)]  # fmt: skip
-        self._sums = [[segment.tensor(region.accumulators, self._accumulators * spec.shard_numel, torch.float32)
-                       .view(self._accumulators, spec.shard_numel)
+        self._sums = [[segment.tensor(region.accumulators, self._accumulators * spec.gradient_numel, torch.float32)
+                       .view(self._accumulators, spec.gradient_numel)
                        for segment in self._segments]
                       for region, spec in zip(self._regions, specs, strict=True)]  # fmt: skip
 
     @property
     def _accumulators(self) -> int:
         return len(self.ranks) if self.ordered else 1
-
-    def _map_all(self, size_bytes: int) -> list[int]:
-        """Fill `_segments`; return the processes that own them. No file has a name any more when this ends."""
-        mine: list[Segment] = []
-
-        def make() -> tuple[str, int]:
-            mine.append(Segment.create(size_bytes))
-            return str(mine[0].path), os.getpid()
-
-        def attach() -> None:
-            for rank, (path, _) in enumerate(told):
-                is_mine = rank == self.rank
-                self._segments.append(mine[0] if is_mine else Segment.attach(Path(path), size_bytes))
-
-        try:
-            told = self.agreement.gather("make shared memory", make)
-            self.agreement.together("map the shared memory of the others", attach)
-        except BaseException:
-            for segment in {*mine, *self._segments}:
-                segment.unlink()
-                segment.close()
-            raise
-        mine[0].unlink()
-        return [pid for _, pid in told]
 
     def publish(self, index: int, shards: Sequence[Tensor]) -> None:
         target = self._published[index][self.rank]
@@ -121,28 +97,29 @@ class SharedMemoryTransport(Transport):
 
     def pull(self, index: int, out: Tensor) -> None:
         parts = out.view(len(self.ranks), -1)
-        for rank in self._others_first():
+        for rank in self._place.others_first():
             parts[rank].copy_(self._published[index][rank])
 
     def push(self, index: int, full: Tensor) -> None:
         parts = full.detach().view(len(self.ranks), -1)
         sums = self._sums[index]
         if self.ordered:
-            for rank in self._others_first():
+            for rank in self._place.others_first():
                 # In chunks, as a sum of different dtypes makes a copy first, which is to fit into the cache.
                 chunks = torch.split(sums[rank][self.rank], CHUNK_NUMEL)
                 for chunk, part in zip(chunks, torch.split(parts[rank], CHUNK_NUMEL), strict=True):
                     chunk.add_(part)
             return
         starts = range(0, parts.size(1), CHUNK_NUMEL)
-        pending = [(rank, start) for rank in self._others_first() for start in starts]
+        pending = [(rank, start) for rank in self._place.others_first() for start in starts]
         patience = Patience(self.timeout_s)
         while pending:
             busy = [(rank, start) for rank, start in pending if not self._add(index, rank, start, parts[rank])]
             if len(busy) < len(pending):
                 patience = Patience(self.timeout_s)
             elif not patience.sleep():
-                raise self._held(busy[0][0], self._range(index, *busy[0]))
+                self.give_up()
+                raise self._place.held(busy[0][0], self._range(index, *busy[0]), self.timeout_s)
             pending = busy
 
     def take_gradient(self, index: int) -> Tensor:
@@ -154,42 +131,20 @@ class SharedMemoryTransport(Transport):
         return gradient
 
     def wait_for_all(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
-        own, patience = self._segments[self.rank], Patience(timeout_s)
-        if not own.come(number, note, patience):
-            raise self._held(self.rank, FLAGS)
-        missing = [rank for rank in self._others_first() if rank != self.rank]
-        while missing := [rank for rank in missing if not self._segments[rank].has_come(number)]:
-            lost = {rank: how for rank in missing if (how := self._fate(rank, number))}
-            if not lost and not patience.sleep():
-                lost = dict.fromkeys(missing, "did not come")
-            if lost:
-                raise self._lost(lost, number, timeout_s)
-        # One that is gone from a later meeting was at this one.
-        gave_up = [rank for rank, segment in enumerate(self._segments) if OPEN < segment.state <= number]
-        if gave_up:
-            raise self._lost(dict.fromkeys(gave_up, "gave up waiting"), number, timeout_s)
-        return tuple(segment.note(number) for segment in self._segments)
+        try:
+            return self._place.wait(number, note, timeout_s)
+        except PeerLost:
+            self.give_up()
+            raise
 
     def give_up(self) -> None:
         super().give_up()
-        self._segments[self.rank].state = self.meetings + 1
+        self._place.give_up(self.meetings + 1)
 
     def release(self) -> None:
-        if not self._segments:
-            return
-        own = self._segments[self.rank]
-        if own.state == OPEN:
-            own.state = CLOSED
         self._published.clear()
         self._sums.clear()
-        for segment in self._segments:
-            segment.close()
-        self._segments.clear()
-
-    def _others_first(self) -> list[int]:
-        """Return all ranks from the next one on, so that they do not all go to the same one."""
-        ranks = len(self.ranks)
-        return [(self.rank + hop) % ranks for hop in range(1, ranks + 1)]
+        self._place.release()
 
     def _range(self, index: int, rank: int, start: int) -> tuple[int, int]:
         """Return the bytes of a chunk in a rank's segment: offset and length."""
@@ -207,36 +162,6 @@ class SharedMemoryTransport(Transport):
         finally:
             segment.unlock(*place)
         return True
-
-    def _fate(self, rank: int, number: int) -> str:
-        """Return what became of a rank that has not come to a meeting; empty if it may still come."""
-        segment = self._segments[rank]
-        if OPEN < segment.state <= number:
-            return "gave up waiting"
-        # A rank may come and then leave, so whether it came is asked last.
-        if segment.is_alive() or segment.has_come(number):
-            return ""
-        return "closed its windows" if segment.state == CLOSED else "died"
-
-    def _lost(self, lost: dict[int, str], number: int, timeout_s: float) -> PeerLost:
-        """Leave word that this rank gives up, and return what to raise."""
-        self.give_up()
-        told = "; ".join(f"rank {self.ranks[rank]} {how}" for rank, how in sorted(lost.items()))
-        here = f"rank {self.ranks[self.rank]} waited at meeting {number}"
-        return PeerLost(f"the ranks could not meet: {told}", got=here,
-                        expected=f"{names(self.ranks)} within {timeout_s:g} s",
-                        advice=f"the log of {names([self.ranks[rank] for rank in sorted(lost)])} (out of memory? "
-                               "killed? a longer step?), then resume the last checkpoint")  # fmt: skip
-
-    def _held(self, rank: int, place: tuple[int, int]) -> PeerLost:
-        """Leave word that this rank gives up, and return what to raise when bytes of a rank's segment stay locked."""
-        self.give_up()
-        pid = self._segments[rank].holder(*place)
-        who = f"rank {self.ranks[self._pids.index(pid)]}" if pid in self._pids else "another rank"
-        return PeerLost(f"{who} stands still in the middle of a push or a meeting",
-                        got=f"memory of rank {self.ranks[rank]} locked for {self.timeout_s:g} s",
-                        expected="a fraction of a millisecond",
-                        advice=f"the log of {who} (stopped? swapping?), then resume the last checkpoint")  # fmt: skip
 
 
 def can_share(group: dist.ProcessGroup) -> str:

@@ -56,6 +56,13 @@ class WindowSpec:
     """Elements of a rank's shard, the same on all ranks (padded)."""
     dtype: torch.dtype
     """In which shards are published: fp32 or bf16."""
+    frozen_numel: int = 0
+    """Elements of the shard that get no gradient; pushes leave them out."""
+
+    @property
+    def gradient_numel(self) -> int:
+        """Elements of a rank's part of the gradient."""
+        return self.shard_numel - self.frozen_numel
 
     def __post_init__(self) -> None:
         if self.dtype not in PUBLISHED_DTYPES:
@@ -65,9 +72,13 @@ class WindowSpec:
         if self.shard_numel < 1:
             raise OsdpError(f"window {self.name!r} is empty", got=f"shards of {self.shard_numel} elements",
                             expected="at least one element", advice="leave out units without parameters")  # fmt: skip
+        if not 0 <= self.frozen_numel <= self.shard_numel:
+            raise OsdpError(f"window {self.name!r} cannot have so many frozen elements", got=str(self.frozen_numel),
+                            expected=f"0 to {self.shard_numel}")  # fmt: skip
 
     def __str__(self) -> str:
-        return f"{self.name!r}: shards of {self.shard_numel} x {self.dtype}"
+        frozen = f", {self.frozen_numel} of them frozen" if self.frozen_numel else ""
+        return f"{self.name!r}: shards of {self.shard_numel} x {self.dtype}{frozen}"
 
 
 class Window:
@@ -78,6 +89,11 @@ class Window:
         self._transport, self._index = transport, index
         self._last: dict[str, int] = {}
         """After how many meetings each thing was last done."""
+
+    @property
+    def device_type(self) -> str:
+        """Of the tensors that it takes."""
+        return self._transport.device_type
 
     def publish(self, *shards: Tensor) -> None:
         """Pack and cast this rank's tensors, s elements together, into its window; seen after the next meeting."""
@@ -91,22 +107,18 @@ class Window:
         if out.dtype != self.spec.dtype:
             raise OsdpError(f"window {self.spec.name!r} is of another dtype", got=str(out.dtype),
                             expected=str(self.spec.dtype))  # fmt: skip
-        self._check("pull", out.numel(), self._full_numel, out)
+        self._check("pull", out.numel(), len(self._transport.ranks) * self.spec.shard_numel, out)
         self._transport.pull(self._index, out)
 
     def push(self, full: Tensor) -> None:
         """Add each rank's part of a gradient (n s,), of any floating-point dtype, to its accumulator."""
-        self._check("push", full.numel(), self._full_numel, full)
+        self._check("push", full.numel(), len(self._transport.ranks) * self.spec.gradient_numel, full)
         self._transport.push(self._index, full)
 
     def take_gradient(self) -> Tensor:
         """Return this rank's sum of all pushes (s,), in fp32, and clear it for the next step."""
         self._check("take_gradient", 0, 0)
         return self._transport.take_gradient(self._index)
-
-    @property
-    def _full_numel(self) -> int:
-        return len(self._transport.ranks) * self.spec.shard_numel
 
     def _check(self, action: str, got: int, expected: int, *tensors: Tensor) -> None:
         """Raise OsdpError for what does not fit or comes too early; note the action."""

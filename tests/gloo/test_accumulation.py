@@ -81,7 +81,7 @@ def train(rank: int) -> None:
         optimizer.zero_grad()
     wanted = dict(reference.state_dict())
     for name, (loop, accumulation) in LOOPS.items():
-        for strategy in ("replicate", "shard_grad", "group_shard:2", "owner"):
+        for strategy in ("replicate", "shard_grad", "group_shard:2", "owner", "odc:2"):
             if strategy == "replicate" and name == "forwards first":
                 continue  # refused, see below
             choices = {"head": "split(owner, replicate)"} if strategy != "replicate" else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ SAVED_AFTER, STEPS, SHARES = 2, 5, 4
 def mixture(family: str, nodes: int, ranks_per_node: int, seed: int) -> Case:
     """Return a random strategy for every operator, some in slices."""
     draw = random.Random(seed)
-    known = [strategy for strategy in known_strategies(cluster_of(nodes, ranks_per_node)) if strategy.kind.runs]
+    known = known_strategies(cluster_of(nodes, ranks_per_node))
     choices = {}
     for operator in graph_of(family).operators:
         cut = operator.kind == "Linear" and len(operator.modules) == 1 and draw.random() < 0.5
@@ -80,3 +81,15 @@ def test_a_run_continues_under_another_plan_on_other_ranks(
     got: Trained = run_ranks(run, after, resuming, str(tmp_path), SAVED_AFTER, STEPS, ranks_per_node=2)[0]
     wanted = reference(family, SHARES, 1)
     compare(got, Trained([], wanted.norms[SAVED_AFTER:], wanted.parameters))
+
+
+def test_a_run_under_odc_continues_under_shard_on_other_ranks_and_back(tmp_path: Path) -> None:
+    """Optimizer states too: Adam's moments decide the later steps."""
+    plans = (("odc:2", 2, 2, 0, 2), ("shard", 1, 2, 2, 3), ("odc_ordered:4", 1, 4, 3, STEPS))
+    norms: list[float] = []
+    for choice, nodes, ranks_per_node, first, last in plans:
+        ranks = nodes * ranks_per_node
+        case = Case("gpt2", {}, choice, (), "fp32", SHARES // ranks, nodes, ranks_per_node)
+        got: Trained = run_ranks(run, ranks, case, str(tmp_path), first, last, ranks_per_node=ranks_per_node)[0]
+        norms += got.norms
+    compare(Trained([], norms, got.parameters), replace(reference("gpt2", SHARES, 1), losses=[]))

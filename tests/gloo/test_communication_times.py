@@ -25,6 +25,7 @@ TWO_BY_TWO = {
     Line("all_gather", "native", 2, 1), Line("reduce_scatter", "native", 2, 1), Line("reduce_scatter", "ring", 2, 1),
     Line("all_gather", "native", 2, 2), Line("reduce_scatter", "native", 2, 2), Line("reduce_scatter", "ring", 2, 2),
     Line("all_reduce", "native", 2, 2),
+    Line("pull", "native", 2, 1), Line("push", "native", 2, 1), Line("publish", "native", 2, 1),
 }  # fmt: skip
 """Counted off from the table at the top of `planner.strategy`."""
 
@@ -42,8 +43,8 @@ def test_every_point_is_timed_in_every_round(nodes: int, ranks_per_node: int) ->
     states = results[0]
     assert [rounds_done(state) for state in states] == [0, 1, 2, 3]
     lines = by_line(states[-1]["points"])
-    expected = TWO_BY_TWO if nodes == 2 else {
-        Line(line.operation, line.algorithm, 2, 1) for line in TWO_BY_TWO if line.ranks == 4}  # fmt: skip
+    on_one_node = {Line(line.operation, line.algorithm, 2, 1) for line in TWO_BY_TWO if line.stride == 1}
+    expected = TWO_BY_TWO if nodes == 2 else on_one_node
     assert set(lines) == expected
     for line, points in lines.items():
         assert [point["size_bytes"] for point in points] == ROUNDED, line
@@ -75,7 +76,13 @@ def exchange_values(rank: int) -> int:
         for turn in range(5):
             got = exchange(turn)
             root = turn % len(members)  # owners take turns
-            if line.operation == "all_gather":
+            if line.operation == "publish":
+                assert got[0].unique().tolist() == [0.0]  # nobody pushed anything
+                continue
+            if line.operation == "push":
+                assert torch.cat(got).unique().tolist() == [0.0]  # until they meet
+                continue
+            if line.operation in ("all_gather", "pull"):
                 assert len(got) == PARAMETERS
                 assert all(row.unique().tolist() == [value]
                            for whole in got for row, value in zip(whole, values, strict=True))  # fmt: skip
@@ -141,7 +148,7 @@ def resume_finished(rank: int) -> tuple[bool, int]:
 
 
 def test_a_finished_profile_measures_nothing_more() -> None:
-    assert run_ranks(resume_finished, 2) == [(True, 6 * len(SIZES_BYTES))] * 2
+    assert run_ranks(resume_finished, 2) == [(True, 9 * len(SIZES_BYTES))] * 2
 
 
 def measure_on_slow_link(rank: int) -> tuple[set[int], str, str]:

@@ -58,7 +58,8 @@ def test_everything_is_measured(profiled: tuple[Path, str]) -> None:
     assert not cluster.overlaps  # gloo's collectives block
     operations = {(one.operation, one.algorithm, one.ranks) for one in measured.collectives}
     assert operations == {
-        (name, "native", 2) for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+        (name, "native", 2) for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "pull",
+                                         "push", "publish")
     } | {("reduce_scatter", "ring", 2)}
     graph = trace_model(load_model("gpt2-tiny"))
     assert {one.key for one in measured.calls} == {call_key(graph, call) for call in graph.calls}

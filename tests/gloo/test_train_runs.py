@@ -66,10 +66,10 @@ def reference() -> dict[int, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     task, found = Addition(2, 7, 0), {}
     for step in range(STEPS):
-        tokens, labels = (torch.from_numpy(array) for array in batch(task, range(step * BATCH, (step + 1) * BATCH)))
+        tokens, keywords = batch(task, range(step * BATCH, (step + 1) * BATCH))
         for group in optimizer.param_groups:
             group["lr"] = 4e-3 * (step + 1) / 50  # the configuration's warm-up
-        loss = model(tokens, labels=labels)
+        loss = model(torch.from_numpy(tokens), labels=torch.from_numpy(keywords["labels"]))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -128,8 +128,8 @@ def test_what_is_measured(tmp_path: Path) -> None:
     (summary,) = collected.summaries
     assert summary.timed_steps == STEPS - 2
     assert summary.samples_per_s == pytest.approx(BATCH / summary.step_s)
-    assert summary.accuracy is not None
-    assert summary.accuracy.total == 256
+    (accuracy,) = summary.accuracies
+    assert (accuracy.what, accuracy.total) == ("sums", 256)
     assert summary.memory is not None
     # Parameters, gradients and two moments of every parameter at least, in fp32, and little more at this size.
     assert 4 * 4 * 241_024 < summary.memory.peak_bytes < 1.5 * 4 * 4 * 241_024
@@ -154,3 +154,14 @@ def test_baselines_take_the_micro_batch_of_the_plan_and_say_if_they_do_not_fit()
     assert planned.fits
     assert not replicated.fits
     assert replicated.plan.micro_batch == planned.plan.micro_batch
+
+
+def test_looking_into_steps_changes_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is optional and not installed")
+    seen, plain = train(2, trace=str(tmp_path / "traces")), train(2)
+    assert losses(seen) == losses(plain)
+    names = {f"{name}-rank{rank}.{suffix}" for rank in (0, 1)
+             for name, suffix in (("memory", "png"), ("trace", "json"))}  # fmt: skip
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == names
+    # Steps 3 and 4 were slower, and so were not timed: of 6, those and two to warm up are left out.
+    assert [run.summaries[0].timed_steps for run in (seen, plain)] == [STEPS - 4, STEPS - 2]

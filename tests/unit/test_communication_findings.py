@@ -49,7 +49,7 @@ def notes(ranks_per_node: int, *lines: list[Timings]) -> tuple[str, ...]:
 
 def test_lines_of_eight_ranks_on_two_nodes() -> None:
     """By hand: groups of 2, 4 and 8 neighbours; all-reduces across 4, 2 and 8; one rank of each node."""
-    lines = lines_on(2, 4, rings=False)
+    lines = lines_on(2, 4, on_cpu=False)
     assert {(line.ranks, line.stride) for line in lines if line.operation == "all_gather"} == {
         (8, 1), (4, 1), (2, 1), (2, 4)}  # fmt: skip
     assert {(line.ranks, line.stride) for line in lines if line.operation == "all_reduce"} == {(8, 1), (4, 2), (2, 4)}
@@ -60,12 +60,12 @@ def test_lines_of_eight_ranks_on_two_nodes() -> None:
 
 
 def test_rings_stand_beside_every_reduce_scatter() -> None:
-    lines = lines_on(2, 2, rings=True)
+    lines = lines_on(2, 2, on_cpu=True)
     groups = {algorithm: {(line.ranks, line.stride) for line in lines if line.operation == "reduce_scatter"
                           and line.algorithm == algorithm} for algorithm in ("native", "ring")}  # fmt: skip
     assert groups["ring"] == groups["native"] == {(4, 1), (2, 1), (2, 2)}
     assert {line.operation for line in lines if line.algorithm == "ring"} == {"reduce_scatter"}
-    assert lines_on(1, 1, rings=True) == ()
+    assert lines_on(1, 1, on_cpu=True) == ()
 
 
 def trial(line: Line, index: int, seconds: float, whole: bool) -> Trial:

@@ -16,7 +16,8 @@ from profiler.files import write_yaml
 
 
 def test_every_form_of_the_same(tmp_path: Path) -> None:
-    wanted = Description(precision="bf16", optimizer="sgd", micro_batch=3, global_batch=24, sequence_length=5, name="x")
+    wanted = Description(precision="bf16", optimizer="sgd", micro_batch=3, global_batch=24, sequence_length=5, name="x",
+                         pins=["*=owner", "blocks.*=recompute"])  # fmt: skip
     fields = {key: value for key, value in asdict(wanted).items() if key != "schema"}
     path = tmp_path / "description.yaml"
     write_yaml(path, wanted, "")
@@ -52,6 +53,8 @@ def test_plans_are_told_from_descriptions(tmp_path: Path) -> None:
         ({"precision": "fp8"}, ["precision", "fp8"]),
         ({"optimizer": "lion", "micro_batch": 0}, ["optimizer", "lion", "micro_batch", "0"]),
         ({"micro_batch": "many"}, ["micro_batch"]),
+        ({"pins": ["owner"]}, ["pins.0", "'owner'"]),
+        ({"pins": "*=owner"}, ["pins"]),
         ({"schema": "osdp.plan/1"}, ["choices"]),
         (3, ["int", "YAML"]),
         ("/nowhere/description.yaml", ["/nowhere/description.yaml"]),

@@ -163,6 +163,20 @@ def test_one_unit_that_meets_makes_the_whole_plan_wait(names: tuple[str, ...], f
     assert sum(waiting_s(option, load, meet(options)) for option in options) == pytest.approx(time.waiting_s)
 
 
+def test_the_longest_sample_is_full_and_the_mean_one_computes_less() -> None:
+    """Lengths 10, 10, 10 and 20 have a mean of 12.5, five eighths of the longest."""
+    waits = Imbalance(lengths=histogram([10, 10, 10, 20])).waits(8, 1, 4)
+    assert waits.fill == pytest.approx(0.625)
+    options, load = priced(("shard", "shard"), waits=waits)
+    full, balanced = priced(("shard", "shard"), waits=Waits())
+    time, of_full = step_time(options, load), step_time(full, balanced)
+    assert time.compute_s == pytest.approx(0.625 * of_full.compute_s)
+    assert time.waiting_s == pytest.approx((waits.per_micro_batch - 1) * time.compute_s)
+    assert time.exposed_communication_s >= of_full.exposed_communication_s  # less of it is hidden
+    # Memory must hold the longest.
+    assert [option.saved for option in options] == [option.saved for option in full]
+
+
 def test_recomputation_waits_too() -> None:
     segment = Segment(1.0, 3.0, recompute_s=1.0, forward_gather_s=0.1, backward_gather_s=0.1, reduce_s=0.1,
                       step_reduce_s=0.0)  # fmt: skip

@@ -39,8 +39,8 @@ RULES = {
     "runtime": Rule(PLAIN_DATA | PLANS, frozenset({"torch", "numpy"}), frozenset({"cupy"})),
     "osdp": Rule(
         frozenset({"profiler", "planner", "runtime"}),
-        frozenset({"torch", "networkx", "numpy", "pulp", "pydantic", "yaml", "typer", "rich"}),
-        frozenset({"cupy", "fairscale", "matplotlib", "plotly", "tensorboard", "transformers"}),
+        frozenset({"torch", "networkx", "numpy", "pulp", "pydantic", "yaml", "typer", "rich", "fairscale"}),
+        frozenset({"cupy", "matplotlib", "plotly", "tensorboard", "transformers"}),
     ),
 }
 

@@ -247,7 +247,8 @@ def test_stages_run_in_order(sandbox: Sandbox) -> None:
     sandbox.add_python("python3")
     result = sandbox.run("test.sh", "-k", "one and two")
     assert result.returncode == 0
-    assert result.stdout.splitlines() == ["ran -m ruff check", "ran -m mypy", "ran -m pytest -k one and two"]
+    pytest_ran = "ran -m pytest -n 2 --dist loadfile -k one and two"
+    assert result.stdout.splitlines() == ["ran -m ruff check", "ran -m mypy", pytest_ran]
 
 
 @pytest.mark.parametrize(("fails", "ran"), [("ruff", 1), ("mypy", 2), ("pytest", 3)])

@@ -12,7 +12,7 @@ import pytest
 from osdp.cli.train_command import train
 from osdp.training.config import TrainConfig, config_names, load_config
 from osdp.training.optimizers import learning_rate
-from osdp.training.prepare import prepare
+from osdp.training.prepare import prepare, ranks_to_start
 from profiler.errors import OsdpError
 
 SMALLEST = "schema: osdp.train/1\nmodel: gpt2-tiny\nsteps: 10\n"
@@ -25,10 +25,13 @@ def written(tmp_path: Path, more: str = "") -> str:
 
 
 def test_every_configuration_that_comes_with_osdp_is_read() -> None:
-    assert config_names() == ["gpt2", "gpt2-1.5b"]
+    assert config_names() == ["bert", "bert-large", "gpt2", "gpt2-1.5b"]
     large = load_config("gpt2-1.5b", {})
     assert (large.model, large.mem, large.seq) == ("gpt2-1.5b", "8GB", 1024)
     assert load_config(None, {}) == load_config("gpt2", {})
+    small, bert = load_config("bert", {}), load_config("bert-large", {})
+    assert (small.emulated_nodes, small.ranks_per_node, ranks_to_start(small)) == (2, 2, 4)
+    assert (bert.model, bert.task, bert.sharding) == ("bert-large", "sentences", "FSDP with group_sharding")
 
 
 def test_options_are_the_fields() -> None:
@@ -48,6 +51,30 @@ def test_data_means_bytes_and_the_type_may_be_lower_case(tmp_path: Path) -> None
     assert (config.task, config.fsdp_type) == ("bytes", "FSDP")
 
 
+def test_data_of_sentences_stays_a_text_of_sentences() -> None:
+    config = load_config("bert", {"data": "corpus.txt"})
+    assert (config.task, config.data) == ("sentences", "corpus.txt")
+
+
+@pytest.mark.parametrize(
+    ("options", "fsdp_type", "fsdp_args", "sharding"),
+    [
+        ({}, "FSDP", "group_sharding", "FSDP with group_sharding"),
+        ({"fsdp_args": "none"}, "FSDP", "none", "FSDP"),
+        ({"fsdp_args": "communication_with_groups"}, "FSDP", "communication_with_groups",
+         "FSDP with communication_with_groups"),
+        ({"fsdp_type": "osdp"}, "OSDP", None, "OSDP"),
+        ({"fsdp_type": "FSDP"}, "FSDP", None, "FSDP"),
+        ({"fsdp_type": "FSDP", "fsdp_args": "group_sharding"}, "FSDP", "group_sharding", "FSDP with group_sharding"),
+    ],
+)  # fmt: skip
+def test_type_and_groups_replace_each_other(options: dict[str, Any], fsdp_type: str, fsdp_args: str | None,
+                                            sharding: str) -> None:  # fmt: skip
+    config = load_config("bert", options)
+    assert (config.fsdp_type, config.fsdp_args, config.sharding) == (fsdp_type, fsdp_args, sharding)
+    assert load_config("gpt2", {"fsdp_args": "none"}).fsdp_type == "FSDP"
+
+
 @pytest.mark.parametrize(
     ("more", "line", "told"),
     [
@@ -61,6 +88,8 @@ def test_data_means_bytes_and_the_type_may_be_lower_case(tmp_path: Path) -> None
         ("data: x.txt\n", 4, "`data` has no effect on the task addition"),
         ("plan: p.yaml\nfsdp_type: DDP\n", 4, "`plan` cannot be run as DDP"),
         ("digits: 10\n", 4, "`digits` is wrong"),
+        ("fsdp_args: none\n", 4, "`fsdp_args` has no effect on OSDP"),
+        ("fsdp_type: FSDP\nfsdp_args: groups\n", 5, "`fsdp_args` is not known"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, more: str, line: int, told: str) -> None:
@@ -79,6 +108,9 @@ def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, more: str, line: 
         ({"fsdp_type": "zero"}, "--fsdp-type is not known"),
         ({"lr": float("inf")}, "--lr is wrong"),
         ({"task": "addition", "data": "x"}, "--data has no effect"),
+        ({"fsdp_args": "groups"}, "--fsdp-args is not known"),
+        ({"fsdp_args": "none", "fsdp_type": "DDP"}, "--fsdp-args has no effect on DDP"),
+        ({"emulated_nodes": 0}, "--emulated-nodes is wrong"),
     ],
 )
 def test_a_wrong_option_is_refused_by_its_name(tmp_path: Path, options: dict[str, Any], told: str) -> None:
@@ -101,6 +133,9 @@ def refused(spec: str, **options: Any) -> str:
 def test_what_does_not_fit_together_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     spec = written(tmp_path)
     assert "no language model" in refused(spec, model="bert-large")
+    assert "cannot learn the task sentences" in refused(spec, task="sentences")
+    assert "too short for a pair of sentences" in refused("bert", seq=15)
+    assert "does not exist" in refused("bert", data=str(tmp_path / "none.txt"))
     assert "does not exist" in refused(spec, data=str(tmp_path / "none.txt"))
     assert "a sum does not go into a sample" in refused(spec, seq=6)
     assert "gpt2-tiny cannot take sequences this long" in refused(spec, seq=1000)

@@ -18,7 +18,8 @@ def test_a_sum_is_written_as_in_mingpt() -> None:
 
 
 def test_only_the_digits_of_the_sum_are_learned() -> None:
-    tokens, labels = Addition(2, 7, 0).sample(5)
+    tokens, keywords = Addition(2, 7, 0).sample(5)
+    (labels,) = keywords.values()
     assert labels[:4].tolist() == [IGNORED] * 4
     assert labels[4:].tolist() == tokens[4:].tolist()
     a, b = 10 * tokens[0] + tokens[1], 10 * tokens[2] + tokens[3]
@@ -27,7 +28,8 @@ def test_only_the_digits_of_the_sum_are_learned() -> None:
 
 def test_a_long_sequence_holds_as_many_sums_as_go_in() -> None:
     """Three sums of 7 tokens in 23, and two tokens left over."""
-    tokens, labels = Addition(2, 23, 0).sample(0)
+    tokens, keywords = Addition(2, 23, 0).sample(0)
+    labels = keywords["labels"]
     assert (labels != IGNORED).sum() == 3 * 3
     assert tokens[21:].tolist() == [0, 0]
     assert labels[21:].tolist() == [IGNORED] * 2
@@ -61,10 +63,10 @@ def test_bytes_are_windows_of_the_file(tmp_path: Path) -> None:
     task = Bytes(path, 16, 0)
     starts = set()
     for index in range(2000):
-        tokens, labels = task.sample(index)
+        tokens, keywords = task.sample(index)
         start = int(tokens[0])
         assert tokens.tolist() == list(range(start, start + 16))
-        assert labels.tolist() == tokens.tolist()
+        assert keywords["labels"].tolist() == tokens.tolist()
         starts.add(start)
     assert starts == set(range(1, 186))  # the last window too
     assert task.sample(7)[0].tolist() == Bytes(path, 16, 0).sample(7)[0].tolist()
@@ -93,6 +95,6 @@ def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes | None, told:
 
 def test_a_batch_stacks_samples_in_order() -> None:
     task = Addition(2, 7, 0)
-    tokens, labels = batch(task, range(4, 7))
-    assert tokens.shape == labels.shape == (3, 7)
+    tokens, keywords = batch(task, range(4, 7))
+    assert tokens.shape == keywords["labels"].shape == (3, 7)
     assert np.array_equal(tokens[2], task.sample(6)[0])

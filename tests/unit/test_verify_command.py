@@ -182,12 +182,6 @@ def test_no_gpu_to_measure_on(cli: Cli, uniform: Callable[..., Plan]) -> None:
     assert "no GPU" in cli.refused("verify", written(uniform("shard")), "--device", "cuda")
 
 
-def test_a_plan_that_the_runtime_does_not_run(cli: Cli, uniform: Callable[..., Plan]) -> None:
-    err = cli.refused("verify", written(uniform("odc:8")))
-    assert "odc:8" in err
-    assert "cannot be run" in err or "not run" in err
-
-
 def test_a_file_that_is_no_plan(cli: Cli) -> None:
     Path("notes.yaml").write_text("a: 1\n")
     cli.refused("verify", "notes.yaml")

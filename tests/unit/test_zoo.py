@@ -93,7 +93,7 @@ def test_the_sequence_length_is_the_users_within_the_positions() -> None:
 def test_unknown_names_get_a_hint(spec: str, part: str) -> None:
     message = refused(spec)
     assert part in message
-    assert "bert-large, gpt2, gpt2-1.5b" in message
+    assert "bert-large, bert-tiny, gpt2, gpt2-1.5b" in message
 
 
 CARD = """\

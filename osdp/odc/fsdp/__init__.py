@@ -1,0 +1,1 @@
+"""On-demand communication for FSDP1 (`fsdp1`) and FSDP2 (`fsdp2`)."""

@@ -1,0 +1,218 @@
+"""A model whose units pull and push, from its first `pre_minibatch_start` to `stop`.
+
+    pre_minibatch_start    meet, forget what no step has used, publish, meet
+    forward, backward      pulls and pushes; the first pull after a step publishes anew, if nothing else has
+    pre_optimizer_step     meet, and the sum of all pushes becomes the gradient
+
+Parameters are taken to have changed whenever gradients were completed or an optimizer has stepped, so the
+next pull of any rank is preceded by a meeting at which all publish: nobody pulls old values, in whatever loop
+these calls stand.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from osdp.odc.options import Options, forget
+from planner.strategy import Strategy
+from profiler.errors import OsdpError
+from runtime.meshes import Meshes
+from runtime.odc.exchange import Exchange, Unit
+from runtime.odc.transports import why_none_anywhere
+from runtime.optimizer_hooks import unwatch_optimizers, watch_optimizers
+from runtime.outputs import tensors_in
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A model as FSDP1 or FSDP2 has wrapped it."""
+
+    face: str
+    """`fsdp1` or `fsdp2`, for messages."""
+    model: nn.Module
+    units: Sequence[Unit]
+    device: torch.device
+    """Where parameters are."""
+    shards: int
+    """Ranks over which each unit is split."""
+    reshard: Callable[[], None]
+    """Frees parameters that a forward left gathered; their values are about to change."""
+    restore: Callable[[], None]
+    """Gives the model back to FSDP's own communication."""
+    check: Callable[[], None]
+    """Raises OsdpError if gradients were pushed that nobody can attribute."""
+
+
+class Session:
+    """Has the ranks of one model meet."""
+
+    def __init__(self, wrapped: Wrapped, options: Options) -> None:
+        """Open windows. A collective call."""
+        self.wrapped, self.accumulation = wrapped, options.accumulation
+        self.parts = {id(part) for part in wrapped.model.modules()}
+        self._own = {id(parameter) for parameter in wrapped.model.parameters()}
+        self._done = 0
+        """Micro-batches whose backward has begun since the last `finish`."""
+        self.exchange = _open(wrapped, options)
+        self._hook = wrapped.model.register_forward_hook(self._after_forward)
+        _sessions.add(self)
+        watch_optimizers(self)
+
+    def start(self) -> None:
+        """Publish parameters; give up what was pushed since the last `finish`. A collective call."""
+        self.wrapped.reshard()
+        if self.exchange is not None:
+            self.exchange.renew(self._is_pending)
+        self._done = 0
+
+    def finish(self, micro_batches: int | None) -> None:
+        """Complete the gradients. A collective call; raises PeerLost, naming ranks, if some do not come."""
+        done = self._done if micro_batches is None else micro_batches
+        self._check_count(done, micro_batches)
+        self.wrapped.check()
+        self.wrapped.reshard()
+        if self.exchange is None:
+            self._average(done)
+        elif self.accumulation is None:
+            self.exchange.settle(1)  # as if all ranks had done the same: the sum, divided by the number of ranks
+        else:
+            self.exchange.settle(done, is_mean=True)
+        self._done = 0
+        self._expire()
+
+    @torch.no_grad()
+    def _average(self, done: int) -> None:
+        """Make gradients that FSDP has reduced, on ranks that all did the same number, the mean over micro-batches."""
+        if self.accumulation is None or not done:
+            return
+        for parameter in self.wrapped.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.accumulation / done)
+
+    def _check_count(self, done: int, given: int | None) -> None:
+        if given is not None and self.accumulation is None:
+            raise OsdpError("micro_batches has no effect", got=f"micro_batches={given}",
+                            expected="odc.init(accumulation=...), by which losses are divided")  # fmt: skip
+        if done < 0 or (done == 0 and self.accumulation is not None and self._is_pending):
+            raise OsdpError("the micro-batches of the step are not known", got=f"{done}, and gradients were pushed",
+                            advice="call the model itself, not a part of it, or pass "
+                            "pre_optimizer_step(model, micro_batches=...)")  # fmt: skip
+
+    @property
+    def _is_pending(self) -> bool:
+        """Whether this rank has begun a backward whose gradients are not complete."""
+        return self._done > 0 or any(any(unit.pushed) for unit in self.wrapped.units)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Count the micro-batch when its backward begins."""
+        counted = False
+
+        def count(gradient: Tensor) -> None:
+            nonlocal counted
+            self._done += not counted
+            counted = True
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(count)  # type: ignore[no-untyped-call]
+
+    def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has parameters of this model."""
+        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
+
+    def before_step(self, has_closure: bool) -> None:
+        """Free what is gathered, as its values change. Raises OsdpError if gradients are not complete."""
+        if has_closure:
+            raise OsdpError("an optimizer's step cannot run a closure under odc, whose ranks meet before the step",
+                            advice="run forward and backward before step()")  # fmt: skip
+        if self._is_pending:
+            call = f"{self.wrapped.face}.pre_optimizer_step(model)"
+            raise OsdpError("the optimizer steps before gradients are complete", got="gradients of this rank alone",
+                            expected=f"{call} on every rank, between the last backward and step()")  # fmt: skip
+        self.wrapped.reshard()
+
+    def after_step(self) -> None:
+        """Take note of a step."""
+        self._expire()
+
+    def _expire(self) -> None:
+        """Have parameters be published before the next pull."""
+        if self.exchange is not None:
+            self.exchange.expire()
+
+    def close(self) -> None:
+        """Close the windows and give the model back to FSDP."""
+        self._hook.remove()
+        _sessions.discard(self)
+        unwatch_optimizers(self)
+        if self.exchange is not None:
+            self.exchange.close()
+            self.wrapped.restore()
+
+
+def _open(wrapped: Wrapped, options: Options) -> Exchange | None:
+    """Open windows; None, with one warning, where ranks cannot have any and FSDP's own communication goes on."""
+    exchange = None
+    try:
+        exchange = _open_windows(wrapped, options)
+    finally:
+        if exchange is None:
+            wrapped.restore()
+    return exchange
+
+
+def _open_windows(wrapped: Wrapped, options: Options) -> Exchange | None:
+    meshes = Meshes(wrapped.device.type, 1, dist.get_world_size())
+    if meshes.world_size == 1:
+        return None
+    if reason := why_none_anywhere([meshes.group(wrapped.shards)], wrapped.device.type):
+        if dist.get_rank() == 0:
+            warnings.warn(f"{wrapped.face}: no on-demand communication, since {reason}. FSDP's own collectives give "
+                          "the same, and need equal numbers of micro-batches on all ranks", stacklevel=5)  # fmt: skip
+        return None
+    strategy = Strategy("odc_ordered" if options.ordered else "odc", wrapped.shards)
+    units = [(strategy, unit) for unit in wrapped.units]
+    return Exchange(units, meshes, options.accumulation or 1, options.timeout_s)
+
+
+_sessions: WeakSet[Session] = WeakSet()
+"""Held by their models."""
+
+
+def session_of(module: nn.Module) -> Session | None:
+    """Return the open session of the model that a module is, or is a part of."""
+    return next((session for session in list(_sessions) if id(module) in session.parts), None)
+
+
+def check_neighbours(ranks: Sequence[int], world_size: int) -> None:
+    """Raise OsdpError unless a model is on all ranks, and split over neighbours."""
+    first = ranks[0] - ranks[0] % len(ranks)
+    is_whole = len(ranks) == 1 < world_size
+    if is_whole or world_size != dist.get_world_size() or tuple(ranks) != tuple(range(first, first + len(ranks))):
+        raise OsdpError("on-demand communication needs a model on all ranks, split over neighbours",
+                        got=f"split over ranks {', '.join(map(str, ranks))}; {world_size} ranks in its mesh",
+                        expected=f"{dist.get_world_size()} ranks; groups of two or more consecutive ones")  # fmt: skip
+
+
+def finish(face: str, model: nn.Module, micro_batches: int | None) -> None:
+    """Do what `pre_optimizer_step` says."""
+    session = session_of(model)
+    if session is None:
+        raise OsdpError("pre_optimizer_step of a model that no minibatch was started for",
+                        expected=f"{face}.pre_minibatch_start(model) before the first forward")  # fmt: skip
+    session.finish(micro_batches)
+
+
+def stop() -> None:
+    """Close all windows, of FSDP1 and FSDP2 alike. Not collective; may be called again."""
+    for session in list(_sessions):
+        session.close()
+    forget()

@@ -1,0 +1,76 @@
+"""What holds for all models that use on-demand communication: set once, by `init`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from profiler.errors import OsdpError
+from runtime.agreement import Ranks, agree
+from runtime.meshes import check_process_group
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `init`."""
+
+    ordered: bool
+    """Whether gradients are the same in every run, bit by bit."""
+    timeout_s: float | None
+    """How long a rank waits for another; None: as long as the process group."""
+    accumulation: int | None
+    """By what losses are divided; None: gradients are left as they are summed up."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise OsdpError("timeout_s must be positive", got=f"{self.timeout_s} s",
+                            advice="leave it out for the process group's timeout")  # fmt: skip
+        if self.accumulation is not None and self.accumulation < 1:
+            raise OsdpError("accumulation must be at least 1", got=str(self.accumulation),
+                            expected="the number of micro-batches that losses are divided by")  # fmt: skip
+
+
+_options: Options | None = None
+
+
+def init(*, ordered: bool = False, timeout_s: float | None = None, accumulation: int | None = None) -> None:
+    """Prepare on-demand communication. A collective call, after `init_process_group`.
+
+    Args:
+        ordered: whether gradients are summed up in the order of ranks: the same bits in every run, for one
+            accumulator per rank in place of one.
+        timeout_s: after how long a rank that does not come to a meeting is lost; by default the process group's.
+        accumulation: M, if losses are divided by M, however many micro-batches a rank does in a step.  With S the
+            sum of what all ranks pushed, the gradient is then the mean over all their micro-batches, S M / C where
+            C is how many these were.  By default it is S / N on N ranks, as FSDP gives it.
+
+    Raises:
+        OsdpError: without a process group; if ranks differ in what they say; if other options are in force,
+            before `stop`.
+    """
+    global _options
+    check_process_group("odc.init()")
+    options = Ranks.all().together("check what odc.init() was given", lambda: Options(ordered, timeout_s, accumulation))
+    agree("what odc.init() was given", str(options), "the same options on every rank")
+    if _options not in (None, options):
+        raise OsdpError("odc.init() was called before with other options", got=str(options), expected=str(_options),
+                        advice="call stop() first")  # fmt: skip
+    _options = options
+
+
+init_nvshmem = init
+"""The name that the library ODC has for it; no NVSHMEM is needed."""
+
+
+def options() -> Options:
+    """Return the options in force. Raises OsdpError before `init` and after `stop`."""
+    if _options is None:
+        raise OsdpError("on-demand communication was not prepared", expected="odc.init() before, on every rank",
+                        advice="call it after init_process_group, and again after stop()")  # fmt: skip
+    return _options
+
+
+def forget() -> None:
+    """Let `init` be called anew."""
+    global _options
+    _options = None

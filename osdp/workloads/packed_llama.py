@@ -1,0 +1,88 @@
+"""A Llama whose sequences may be packs: several samples one after another, none of which sees another.
+
+Every sample attends to itself, as if it stood alone; all other layers take the whole pack at once.  Where a sample
+begins makes no difference, as rotary positions count relative to each other.  Attention runs sample by sample,
+so that a pack costs what its samples cost: a block-diagonal mask over the whole pack would compute what it then
+masks.  Parameters have Llama's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from osdp.models.config import LlamaConfig
+from osdp.models.layers import IGNORED, merge_heads, split_heads
+from osdp.models.llama import Attention, Block, Llama, rotary_angles, rotate
+
+
+class PackedAttention(Attention):
+    """Causal self-attention of each sample to itself."""
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """(batch, sequence, hidden) -> the same shape; `lengths` are those of the samples in the sequence."""
+        query = rotate(split_heads(self.query(x), self.heads), cosine, sine)
+        key = rotate(split_heads(self.key(x), self.key_value_heads), cosine, sine)
+        value = split_heads(self.value(x), self.key_value_heads)
+        shared = self.heads // self.key_value_heads
+        key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
+        parts = [torch.split(part, list(lengths or x.shape[1:2]), dim=2) for part in (query, key, value)]
+        samples = zip(*parts, strict=True)
+        mixed = torch.cat([F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in samples], dim=2)
+        out: Tensor = self.output(merge_heads(mixed))
+        return out
+
+
+class PackedBlock(Block):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.attention = PackedAttention(config)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """(batch, sequence, hidden) -> the same shape."""
+        x = x + self.attention(self.attention_norm(x), cosine, sine, lengths)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class PackedLlama(Llama):
+    """A Llama that can be told which samples a sequence is made of."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.blocks = nn.ModuleList(PackedBlock(config) for _ in range(config.layers))
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None,
+                lengths: Sequence[int] | None = None) -> Tensor:  # fmt: skip
+        """(batch, sequence) -> the summed loss of the next token in each sample, or logits without `labels`.
+
+        `lengths` are those of the samples in every sequence, one after another; None: each is one sample.
+        The last token of a sample has no next one, so that a sample of one token has a loss of 0.
+        """
+        config = self.config
+        of_samples = list(lengths or input_ids.shape[1:2])
+        head_size = config.hidden_size // config.heads
+        angles = rotary_angles(input_ids.shape[1], head_size, config.rope_base, input_ids.device)
+        cosine, sine = angles.cos(), angles.sin()
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x, cosine, sine, of_samples)
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits if labels is None else summed_loss(logits, labels, of_samples)
+
+
+def summed_loss(logits: Tensor, labels: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the cross-entropy, summed in fp32, of each sample's labels given what comes before them in it.
+
+    `logits` are (batch, sequence, vocabulary), `labels` (batch, sequence) and unshifted.
+    """
+    targets = labels.clone()
+    targets[:, list(accumulate(lengths[:-1], initial=0))] = IGNORED
+    predicted = logits[:, :-1].float().flatten(0, 1)
+    return F.cross_entropy(predicted, targets[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")

@@ -1,0 +1,173 @@
+"""A GPU as CuPy drives it: memory outside of PyTorch's pool, CUDA IPC, and the kernels of `cuda/`.
+
+CuPy is an extra of osdp and is imported when a device is made.  Its calls were read and run, as far as they go
+without a GPU, in CuPy 14.2.
+
+Compiled kernels are cached by CuPy itself, in `~/.cupy/kernel_cache` or `CUPY_CACHE_DIR`: under a hash of the
+source, the options, the architecture and the versions of CuPy and of the compiler, written to a temporary
+file and renamed, with a hash of the contents that a damaged file does not pass.  `CUPY_CACHE_IN_MEMORY=1` does
+without the folder.  CuPy adds `-ftz=true`: in sums, subnormal numbers count as zero, as in `red` anyway.
+
+Allocations are whole multiples of 2 MiB.  Smaller ones the driver cuts out of common blocks, which
+would be exported whole, from their start (CUDA C++ Programming Guide, interprocess communication).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from profiler.errors import OsdpError
+from profiler.units import format_bytes
+from runtime.odc.device import Device
+from runtime.odc.kernels import SOURCES, source_of
+
+BLOCK_BYTES = 2 << 20
+"""What is exported is a multiple of it."""
+OPTIONS = ("--std=c++17",)
+BLOCKS_AT_ONCE = 8
+"""Of 256 threads, on a multiprocessor of an A100, H100 or B200, which have room for 2048 threads."""
+NATIVE_ATOMICS = 3
+"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuda.h; CuPy has no call for it."""
+
+
+class CupyDevice(Device):
+    """The GPU that is PyTorch's current one when it is made."""
+
+    def __init__(self) -> None:
+        """Load CuPy and compile the kernels. Raises OsdpError, saying why, if that cannot be."""
+        self._cupy = load_cupy()
+        if not torch.cuda.is_available():
+            raise OsdpError("PyTorch finds no GPU")
+        index = torch.cuda.current_device()
+        self.torch_device = torch.device("cuda", index)
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        """Those on which something was launched since the last `join`, by their handles."""
+        try:
+            self.identity: str = self._cupy.cuda.runtime.deviceGetPCIBusId(index)
+            with self._here():
+                modules = {file: self._cupy.RawModule(code=source_of(file), options=OPTIONS)
+                           for file in set(SOURCES.values())}  # fmt: skip
+                self._kernels = {kernel: modules[file].get_function(kernel) for kernel, file in SOURCES.items()}
+        except Exception as error:
+            raise OsdpError("CuPy cannot compile and load the kernels", got=first_line(error),
+                            advice="a CuPy for this driver; CUPY_CACHE_DIR, if its folder cannot be written"
+                            ) from error  # fmt: skip
+        properties = torch.cuda.get_device_properties(index)
+        self.room = BLOCKS_AT_ONCE * properties.multi_processor_count
+
+    def _here(self) -> Any:
+        return self._cupy.cuda.Device(self.torch_device.index)
+
+    @property
+    def _runtime(self) -> Any:
+        return self._cupy.cuda.runtime
+
+    def allocate(self, size_bytes: int) -> int:
+        size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        with self._here():
+            address = self._malloc(size_bytes)
+            self._runtime.memset(address, 0, size_bytes)
+            self._runtime.deviceSynchronize()
+        return address
+
+    def _malloc(self, size_bytes: int) -> int:
+        failure: type[Exception] = self._runtime.CUDARuntimeError
+        with suppress(failure):
+            return int(self._runtime.malloc(size_bytes))
+        torch.cuda.empty_cache()  # what PyTorch keeps for itself
+        try:
+            return int(self._runtime.malloc(size_bytes))
+        except failure as error:
+            free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+            raise OsdpError("the GPU has no room for the windows", got=f"{format_bytes(free_bytes)} free",
+                            expected=format_bytes(size_bytes), advice="a smaller limit of memory, or another strategy"
+                            ) from error  # fmt: skip
+
+    def free(self, address: int) -> None:
+        with suppress(self._runtime.CUDARuntimeError), self._here():  # after a fault the driver frees all
+            self._runtime.free(address)
+
+    def export(self, address: int) -> bytes:
+        with self._here():
+            return bytes(self._runtime.ipcGetMemHandle(address))
+
+    def open(self, handle: bytes) -> int:
+        with self._here():
+            return int(self._runtime.ipcOpenMemHandle(handle))
+
+    def close(self, address: int) -> None:
+        with suppress(self._runtime.CUDARuntimeError), self._here():
+            self._runtime.ipcCloseMemHandle(address)
+
+    def obstacle(self, identity: str) -> str:
+        if identity == self.identity:
+            return ""
+        try:
+            other = self._runtime.deviceGetByPCIBusId(identity)
+        except self._runtime.CUDARuntimeError:
+            return f"does not see GPU {identity} (CUDA_VISIBLE_DEVICES?)"
+        here = self.torch_device.index
+        if not self._runtime.deviceCanAccessPeer(here, other):
+            return f"has no peer access from GPU {self.identity} to {identity}"
+        if not native_atomics(here, other):
+            return f"has no atomic operations from GPU {self.identity} on {identity} (NVLink has)"
+        return ""
+
+    def launch(self, kernel: str, grid: tuple[int, int], threads: int, arguments: Sequence[int]) -> None:
+        stream = torch.cuda.current_stream(self.torch_device)
+        self._streams[stream.cuda_stream] = stream
+        with self._here(), self._on(stream):
+            self._kernels[kernel](grid, (threads,), tuple(map(np.uint64, arguments)))
+
+    def _on(self, stream: torch.cuda.Stream) -> Any:
+        """Return CuPy's face of a stream: by the protocol that CuPy 14 and torch 2.13 have, or by its handle."""
+        streams = self._cupy.cuda
+        if hasattr(streams.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
+            return streams.Stream.from_external(stream)
+        return streams.ExternalStream(stream.cuda_stream, self.torch_device.index)
+
+    def join(self) -> None:
+        current = torch.cuda.current_stream(self.torch_device)
+        for stream in self._streams.values():
+            current.wait_stream(stream)
+        self._streams.clear()
+
+    def synchronise(self) -> None:
+        # After a fault every call fails, with an error that was raised already.
+        with suppress(RuntimeError):
+            for stream in self._streams.values():
+                stream.synchronize()
+        self._streams.clear()
+
+
+@lru_cache(maxsize=1)
+def load_cupy() -> Any:
+    """Return CuPy, which has no types. Raises OsdpError if it is not there or does not load."""
+    try:
+        return import_module("cupy")
+    except ImportError as error:
+        raise OsdpError("CuPy cannot be loaded", got=first_line(error),
+                        advice="pip install 'osdp[cuda13]', or [cuda12]") from error  # fmt: skip
+
+
+def native_atomics(here: int, other: int) -> bool:
+    """Whether kernels on one GPU, by its number, may add atomically into the memory of another."""
+    driver, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    devices = []
+    for number in (here, other):
+        driver.cuDeviceGet(ctypes.byref(value), number)
+        devices.append(value.value)
+    return driver.cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, *devices) == 0 and value.value == 1
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

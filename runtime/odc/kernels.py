@@ -1,0 +1,46 @@
+"""The kernels of `cuda/`: in which source each is, and how many blocks it is worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from profiler.errors import OsdpError
+
+SOURCES = {
+    "pack_cast_bf16": "pack_cast.cu",
+    "pack_cast_fp32": "pack_cast.cu",
+    "gather": "gather.cu",
+    "scatter_accumulate_bf16": "scatter_accumulate.cu",
+    "scatter_accumulate_fp32": "scatter_accumulate.cu",
+    "take_gradient": "scatter_accumulate.cu",
+    "barrier": "barrier.cu",
+}
+"""File of each kernel."""
+FOLDERS = tuple(Path(__file__).resolve().parents[2] / folder for folder in ("cuda", "osdp/cuda"))
+"""Of a checkout, and of an installation."""
+THREADS = 256
+"""Of a block, as the launch notes of the sources have it."""
+MOST_BLOCKS = 65535
+"""Along y."""
+
+
+def source_of(file: str) -> str:
+    """Return a CUDA source. Raises OsdpError if it was not installed."""
+    for folder in FOLDERS:
+        if (folder / file).is_file():
+            return (folder / file).read_text()
+    raise OsdpError(f"the CUDA source {file} is missing", expected=f"it in {' or '.join(map(str, FOLDERS))}",
+                    advice="install osdp again")  # fmt: skip
+
+
+def grid_for(numel: int, per_block: int, rows: int, room: int) -> tuple[int, int]:
+    """Return a grid (x, y) for rows of equal length, as the launch notes of the sources advise.
+
+    Args:
+        numel: of a row.
+        per_block: how much of a row a block does at once.
+        rows: peers or segments.
+        room: blocks that the GPU runs at once.
+    """
+    blocks = max(1, min(-(-numel // per_block), room))
+    return blocks, max(1, min(rows, room // blocks))

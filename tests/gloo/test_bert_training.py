@@ -1,0 +1,190 @@
+"""BERT with groups on four CPU ranks that stand for two nodes, against a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from osdp.training.config import load_config
+from osdp.training.evaluate import held_out_accuracies
+from osdp.training.events import Silent, Start, Step, Summary
+from osdp.training.group import Ranks
+from osdp.training.prepare import prepare
+from osdp.training.sentences import MadeUp, SentencePairs
+from osdp.training.tasks import batch
+from osdp.training.worker import run_rank
+from osdp.zoo import load_model
+from profiler.errors import OsdpError
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+STEPS, BATCH = 4, 16
+FIXED = {"steps": STEPS, "global_batch": BATCH, "log_every": 1, "timeout_s": 60.0}
+Told = tuple[Start, list[Step], Summary]
+
+
+class Collected(Silent):
+    """Keeps what it is told."""
+
+    def started(self, start: Start) -> None:
+        self.start, self.steps = start, list[Step]()
+
+    def stepped(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def finished(self, summary: Summary) -> None:
+        self.summary = summary
+
+
+def train_here(rank: int, options: dict[str, Any]) -> Told | None:
+    """Be one rank of a run; rank 0 returns what it was told."""
+    collected = Collected()
+    run_rank(prepare(load_config("bert", FIXED | options)), collected)
+    return (collected.start, collected.steps, collected.summary) if rank == 0 else None
+
+
+def train(**options: Any) -> Told:
+    found: Told = run_ranks(train_here, 4, options, joins=False)[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[float]:
+    """Losses of a loop on one process that knows nothing of OSDP."""
+    torch.manual_seed(0)
+    model, task, losses = load_model("bert-tiny").build(), SentencePairs(MadeUp(), 32, 0), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    for step in range(STEPS):
+        tokens, keywords = batch(task, range(step * BATCH, (step + 1) * BATCH))
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * (step + 1) / 30  # the configuration's warm-up
+        loss = model(torch.from_numpy(tokens), **{name: torch.from_numpy(array) for name, array in keywords.items()})
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy", "parts"),
+    [
+        ({"fsdp_args": "group_sharding"}, "group_shard:2", 2),
+        ({"fsdp_args": "communication_with_groups", "batch": 2}, "hierarchical", 4),  # two micro-batches a step
+        ({"fsdp_args": "none"}, "shard", 4),
+    ],
+)
+def test_losses_are_those_of_one_process(options: dict[str, Any], strategy: str, parts: int,
+                                         reference: list[float]) -> None:  # fmt: skip
+    start, steps, summary = train(**options)
+    assert [step.loss for step in steps] == pytest.approx(reference, rel=2e-5)
+    assert set(start.plan.choices.values()) == {strategy}
+    assert (start.plan.cluster.nodes, start.plan.cluster.gpus_per_node) == (2, 2)
+    assert summary.memory is not None
+    # Parameters, gradients and two moments in fp32, a part of each; micro-batches of a few samples add little.
+    states_bytes = 16 * 183_878 / parts
+    assert states_bytes < summary.memory.peak_bytes < states_bytes + 2.5e6
+    predicted = summary.plan.predicted
+    tensors_bytes = predicted.peak_memory_bytes - predicted.memory_by_category["reserve"]
+    assert summary.memory.peak_bytes == pytest.approx(tensors_bytes, rel=0.1)
+    assert [(accuracy.what, accuracy.total) for accuracy in summary.accuracies] == [
+        ("masked tokens", 4 * 256),
+        ("next sentences", 256),
+    ]
+
+
+def test_text_is_learned_too(tmp_path: Path) -> None:
+    """Of 40 documents 4 are held out."""
+    text = tmp_path / "text"
+    text.write_text("\n\n".join(f"this is document {n}\nand this its end" for n in range(40)))
+    _, steps, summary = train(data=str(text), steps=2)
+    assert len(steps) == 2
+    assert [accuracy.what for accuracy in summary.accuracies] == ["masked tokens", "next sentences"]
+
+
+class Oracle(nn.Module):
+    """Knows the made-up corpus: the topics of both sentences by the words that are seen, a word by its place."""
+
+    def __init__(self, lies: bool) -> None:
+        super().__init__()
+        self.lies = lies
+
+    @property
+    def module(self) -> nn.Module:
+        return self
+
+    def forward(self, tokens: Tensor, token_type_ids: Tensor, both_heads: bool) -> tuple[Tensor, Tensor]:
+        topics = torch.where(tokens >= 4, (tokens - 4) // 16, -1)
+        of_segment = [self._commonest(topics, token_type_ids == segment) for segment in (0, 1)]
+        places = torch.arange(tokens.shape[1]) - 1 - token_type_ids
+        topic = torch.where(token_type_ids == 0, of_segment[0][:, None], of_segment[1][:, None])
+        words = 4 + 16 * topic + places % 16 + int(self.lies)
+        is_random = (of_segment[0] != of_segment[1]) ^ self.lies
+        return nn.functional.one_hot(words, 133), nn.functional.one_hot(is_random.long(), 2)
+
+    def _commonest(self, topics: Tensor, here: Tensor) -> Tensor:
+        counts = [((topics == topic) & here).sum(1) for topic in range(8)]
+        return torch.stack(counts).argmax(0)
+
+
+def ask_oracles(rank: int) -> list[list[tuple[int, int]]]:
+    """Return (right, total) of both accuracies, of one that is always right and one that never is."""
+    ranks, task = Ranks(rank, 3, torch.device("cpu")), SentencePairs(MadeUp(), 32, 0)
+    return [
+        [(found.right, found.total) for found in held_out_accuracies(Oracle(lies), task, ranks, 7, 30)]  # type: ignore[arg-type]
+        for lies in (False, True)
+    ]
+
+
+def test_accuracies_of_an_oracle() -> None:
+    """30 pairs over 3 ranks with batches of 7 and 3, four masked tokens in each."""
+    assert run_ranks(ask_oracles, 3) == [[[(120, 120), (30, 30)], [(0, 120), (0, 30)]]] * 3
+
+
+def test_the_command_prints_what_the_groups_did(tmp_path: Path) -> None:
+    done = osdp_train("bert", "--fsdp_args", "communication_with_groups", "--steps", "3", "--global-batch", "16")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(
+        "FSDP with communication_with_groups trains bert-tiny (183,878 parameters) on 4 ranks (2 x 2), cpu (gloo)"
+    )
+    assert "operators: hierarchical 32;" in lines[1]
+    assert sum("device memory utilization: " in line and " MB / 512 MB (measured" in line for line in lines) == 1
+    assert sum("overall system throughput: " in line and " seq/sec (measured" in line for line in lines) == 1
+    assert "masked tokens held out of training: " in lines[-2]
+    assert "next sentences held out of training: " in lines[-1]
+
+
+def on_one_node(rank: int) -> Told | None:
+    """Train where there are no groups; rank 0, which plans, warns."""
+    with pytest.warns(UserWarning, match="no effect on one node") if rank == 0 else nullcontext():
+        return train_here(rank, {"emulated_nodes": 1, "steps": 1})
+
+
+def test_groups_on_one_node_are_told_to_have_no_effect() -> None:
+    start, _, _ = run_ranks(on_one_node, 2, joins=False)[0]
+    assert set(start.plan.choices.values()) == {"shard"}
+
+
+def osdp_train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
+    command = (sys.executable, "-m", "osdp", "train", *arguments)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+
+
+def uneven(rank: int) -> None:
+    with pytest.raises(OsdpError, match="do not divide evenly into nodes"):
+        train_here(rank, {"emulated_nodes": 2, "fsdp_args": "none"})
+
+
+def test_ranks_that_do_not_divide_are_refused() -> None:
+    run_ranks(uneven, 3, joins=False)

@@ -1,0 +1,253 @@
+"""Windows in GPUs' memory: all but the GPU itself, with the kernels on CPU threads and memory that ranks map."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from host_device import FOLDER, HostDevice, build_kernels, no_device
+from ranks import run_ranks
+from windows import integers
+
+from profiler.errors import OsdpError
+from runtime.faults import PeerLost
+from runtime.odc import cupy_device, device_windows, transports
+from runtime.odc.device_windows import DeviceTransport
+from runtime.odc.transports import open_transport, why_no_windows, why_none
+from runtime.odc.windows import WindowSpec
+
+SIZES = (1, 7, 999, 4097)
+SPECS = tuple(WindowSpec(f"layer {size} {dtype}", size, dtype, size // 3)
+              for size in SIZES for dtype in (torch.float32, torch.bfloat16))  # fmt: skip
+FROZEN = (WindowSpec("frozen", 8, torch.float32, 8),)
+ONE = (WindowSpec("a", 300, torch.float32),)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def prefix() -> str:
+    """Begin the names of all memory of a test."""
+    return f"osdp-test-{os.getpid()}-{time.monotonic_ns()}"
+
+
+def left(prefix: str) -> list[str]:
+    """Return the names of memory that was not freed."""
+    return [path.name for path in FOLDER.glob(f"{prefix}*")]
+
+
+def open_windows(device: HostDevice, specs: tuple[WindowSpec, ...] = ONE, timeout_s: float = 60.0,
+                 ordered: bool = False) -> DeviceTransport:  # fmt: skip
+    """Open windows over all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return DeviceTransport(group, specs, device, timeout_s, ordered)
+
+
+# --- what collectives do
+
+
+def _as_collectives(rank: int, ranks: int, library: Path, prefix: str, ordered: bool) -> tuple[int, int, set[str]]:
+    """Publish, pull and push all windows, twice; return what is open and was freed in the end, and the kernels used."""
+    device = HostDevice(library, prefix)
+    with open_windows(device, SPECS + FROZEN, ordered=ordered) as transport:
+        assert device.opened == ranks
+        for step in range(2):
+            shards = [[torch.randn(spec.shard_numel, generator=torch.Generator().manual_seed(100 * step + other))
+                       for spec in SPECS + FROZEN] for other in range(ranks)]  # fmt: skip
+            for window, shard in zip(transport.windows, shards[rank], strict=True):
+                window.publish(*torch.split(shard, max(1, shard.numel() // 3)))
+            assert transport.meet(10.0 * rank) == tuple(10.0 * other for other in range(ranks))
+            for index, window in enumerate(transport.windows):
+                out = torch.full((ranks * window.spec.shard_numel,), float("nan"), dtype=window.spec.dtype)
+                window.pull(out)
+                assert torch.equal(out, torch.cat([of[index].to(window.spec.dtype) for of in shards]))
+                for dtype in (torch.float32, torch.bfloat16, torch.float64):
+                    window.push(integers(ranks * window.spec.gradient_numel, rank, step, index, dtype=dtype))
+            transport.meet()
+            for index, window in enumerate(transport.windows):
+                numel = window.spec.gradient_numel
+                pushed = sum(integers(ranks * numel, other, step, index) for other in range(ranks))
+                assert isinstance(pushed, torch.Tensor)
+                assert torch.equal(window.take_gradient(), 3 * pushed.view(ranks, numel)[rank])
+    return device.opened, device.frees, set(device.launched)
+
+
+@pytest.mark.parametrize(("ranks", "ordered"), [(1, False), (2, False), (3, True)])
+def test_windows_do_what_collectives_do(ranks: int, ordered: bool, library: Path, prefix: str) -> None:
+    kernels = {"pack_cast_bf16", "pack_cast_fp32", "gather", "scatter_accumulate_bf16", "scatter_accumulate_fp32",
+               "take_gradient", "barrier"}  # fmt: skip
+    assert run_ranks(_as_collectives, ranks, ranks, library, prefix, ordered) == [(0, 1, kernels)] * ranks
+    assert left(prefix) == []
+
+
+def _trains(rank: int, library: Path, prefix: str) -> int:
+    """Do different numbers of micro-batches, with random pauses; every pull and every sum has to be exact."""
+    pauses, pulls = Random(rank), 0
+    with open_windows(HostDevice(library, prefix), (WindowSpec("a", 301, torch.float32),)) as transport:
+        (window,) = transport.windows
+        for step in range(8):
+            window.publish(integers(301, rank, step))
+            transport.meet()
+            counts = [Random(f"{other} {step}").randrange(4) for other in range(2)]
+            for micro_batch in range(counts[rank]):
+                time.sleep(pauses.random() * 2e-3)
+                out = torch.empty(602)
+                window.pull(out)
+                assert torch.equal(out, torch.cat([integers(301, other, step) for other in range(2)]))
+                window.push(integers(602, rank, step, micro_batch))
+                pulls += 1
+            assert transport.meet(counts[rank]) == tuple(counts)
+            wanted = torch.zeros(602)
+            for other in range(2):
+                for micro_batch in range(counts[other]):
+                    wanted += integers(602, other, step, micro_batch)
+            assert torch.equal(window.take_gradient(), wanted.view(2, 301)[rank])
+    return pulls
+
+
+def test_uneven_ranks(library: Path, prefix: str) -> None:
+    assert run_ranks(_trains, 2, library, prefix) == [
+        sum(Random(f"{rank} {step}").randrange(4) for step in range(8)) for rank in range(2)
+    ]
+
+
+def _ordered(rank: int, library: Path, prefix: str, seed: int) -> bytes:
+    """Return the bits of a sum that three ranks push with pauses; it is that in the order of ranks."""
+    given = [torch.randn(2, 3, 300, generator=torch.Generator().manual_seed(other)) for other in range(3)]
+    with open_windows(HostDevice(library, prefix), ordered=True) as transport:
+        for full in given[rank]:
+            time.sleep(Random(f"{rank} {seed}").random() * 5e-3)
+            transport.windows[0].push(full)
+        transport.meet()
+        gradient = transport.windows[0].take_gradient()
+    first, second, third = (full[0][rank] + full[1][rank] for full in given)
+    assert torch.equal(gradient, first + second + third)
+    return gradient.numpy().tobytes()
+
+
+def test_ordered_sums_have_the_same_bits_in_every_run(library: Path, prefix: str) -> None:
+    assert run_ranks(_ordered, 3, library, prefix, 1) == run_ranks(_ordered, 3, library, prefix, 2)
+
+
+# --- faults
+
+
+class Stalled(HostDevice):
+    """Does not come to barriers: dies at one, or hangs."""
+
+    dies = False
+
+    def launch(self, kernel: str, *arguments: object) -> None:
+        if kernel == "barrier":
+            if self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(30.0)
+        super().launch(kernel, *arguments)  # type: ignore[arg-type]
+
+
+def _is_told(rank: int, library: Path, prefix: str, how: str) -> tuple[str, float, int, int]:
+    """Lose rank 1 at the first meeting; return what rank 0 is told, after how long, and what it has open and freed."""
+    device = (Stalled if rank else HostDevice)(library, prefix)
+    transport = open_windows(device, timeout_s=1.0 if how in ("hangs", "is late") else 60.0)
+    device_windows.LEAVE_S = 0.5
+    Stalled.dies = how == "dies on the GPU"
+    if rank and how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank and how == "is late":
+        time.sleep(30.0)
+    began_s = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        transport.meet()
+    took_s = time.monotonic() - began_s
+    with pytest.raises(OsdpError, match="cannot be used any more"):
+        transport.windows[0].push(torch.ones(600))
+    transport.close()
+    return caught.value.what, took_s, device.opened, device.frees
+
+
+@pytest.mark.parametrize(("how", "told", "frees"), [
+    ("dies", "rank 1 died", 1), ("dies on the GPU", "rank 1 died", 1),
+    ("is late", "rank 1 did not come", 0), ("hangs", "rank 1 came, but its GPU did not", 0),
+])  # fmt: skip
+def test_a_lost_rank_is_named(how: str, told: str, frees: int, library: Path, prefix: str) -> None:
+    """Memory that a rank that hangs may still use stays; the dead use none. A next run is none the worse."""
+    what, took_s, opened, freed = run_ranks(_is_told, 2, library, prefix, how, lost=(1,))[0]
+    assert told in what
+    assert took_s < (3.0 if frees else 1.0 + 2 * device_windows.SLICE_S + 1.0)
+    assert (opened, freed) == (1 - frees, frees)
+    for name in left(prefix):  # a driver would have freed it
+        (FOLDER / name).unlink()
+    run_ranks(_as_collectives, 2, 2, library, prefix, False)
+    assert left(prefix) == []
+
+
+def _cannot_open(rank: int, library: Path, prefix: str) -> tuple[str, int]:
+    device = HostDevice(library, prefix, refuses="open" if rank else "")
+    with pytest.raises(OsdpError) as caught:
+        open_windows(device)
+    return str(caught.value), device.opened
+
+
+def test_what_one_rank_cannot_open_none_keeps(library: Path, prefix: str) -> None:
+    for told, opened in run_ranks(_cannot_open, 2, library, prefix):
+        assert "rank 1 could not open the windows of the others" in told
+        assert "invalid device context" in told
+        assert opened == 0
+    assert left(prefix) == []
+
+
+# --- whether there can be windows
+
+
+def _without_cupy(rank: int) -> tuple[str, str]:
+    """Return why there are no windows on GPUs, asked before and told by who opens them, if only rank 1 lacks CuPy."""
+    group = dist.group.WORLD
+    assert group is not None
+    if rank == 1:
+        vars(cupy_device)["import_module"] = no_device
+    else:
+        vars(transports)["CupyDevice"] = object
+    reason = why_none(group, "cuda")
+    with pytest.raises(OsdpError) as caught:
+        open_transport(group, ONE, "cuda", 60.0)
+    return reason, caught.value.what
+
+
+def test_one_rank_without_cupy_stops_all() -> None:
+    told = ("rank 1: CuPy cannot be loaded (No module named 'cupy')", "CuPy cannot be loaded")
+    assert run_ranks(_without_cupy, 2) == [told] * 2
+
+
+def _asks(rank: int, library: Path, prefix: str) -> list[str]:
+    """Ask about GPUs of which that of rank 1 is missing, out of reach, not open or broken; then about good ones."""
+    group = dist.group.WORLD
+    assert group is not None
+    reasons = [why_no_windows(group, no_device if rank else lambda: HostDevice(library, prefix))]
+    for refuses in ("peers", "open", "gather", ""):
+        device = HostDevice(library, prefix, f"gpu {rank}", refuses if rank else "")
+        reasons.append(why_no_windows(group, partial(HostDevice.itself, device)))
+        assert device.opened == 0
+    return reasons
+
+
+def test_all_ranks_agree_on_why_there_can_be_no_windows(library: Path, prefix: str) -> None:
+    here, there = run_ranks(_asks, 2, library, prefix)
+    assert here == there
+    missing, peers, ipc, kernel, nothing = here
+    assert missing == "rank 1: CuPy cannot be loaded (No module named 'cupy')"
+    assert peers == "rank 1: cannot reach gpu 0"
+    assert "invalid device context" in ipc
+    assert kernel == "rank 1: windows cannot be made: an illegal memory access was encountered"
+    assert nothing == ""
+    assert left(prefix) == []

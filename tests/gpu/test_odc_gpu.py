@@ -1,0 +1,209 @@
+"""One-sided communication on a GPU that ranks share: windows, faults, leaks, a model, and the cache of kernels."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import MAX_NORM, Case, Trained, batches, cluster_of, compare, graph_of, initial, optimizer_of, reference
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from windows import integers
+
+from profiler.errors import OsdpError
+from runtime.accumulation import Accumulation
+from runtime.compiler import compile_plan
+from runtime.faults import PeerLost
+from runtime.gradients import clip
+from runtime.odc.transports import open_transport, why_none
+from runtime.odc.windows import Transport, WindowSpec
+from runtime.sharded import apply_schedule
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SIZES = (1, 7, 999, (1 << 20) + 3)
+SPECS = tuple(WindowSpec(f"layer {size} {dtype}", size, dtype)
+              for size in SIZES for dtype in (torch.float32, torch.bfloat16))  # fmt: skip
+
+
+def missing() -> str:
+    """Return why nothing can be run here; empty if it can."""
+    if not torch.cuda.is_available():
+        return "no GPU (torch.cuda.is_available() is False)"
+    return "" if find_spec("cupy") else "CuPy is not installed: pip install 'osdp[cuda13]' or [cuda12]"
+
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+def open_windows(kind: str, specs: tuple[WindowSpec, ...], timeout_s: float = 60.0,
+                 ordered: bool = False) -> Transport:  # fmt: skip
+    """Open windows over all ranks, for tensors of a kind of device."""
+    group = dist.group.WORLD
+    assert group is not None
+    assert why_none(group, kind) == ""
+    return open_transport(group, specs, kind, timeout_s, ordered)
+
+
+def _as_collectives(rank: int, ranks: int, kind: str, ordered: bool) -> int:
+    """Publish, pull and push every window twice; return how many were compared."""
+    compared = 0
+    with open_windows(kind, SPECS, ordered=ordered) as transport:
+        for step in range(2):
+            shards = [[torch.randn(spec.shard_numel, generator=torch.Generator().manual_seed(100 * step + other))
+                       for spec in SPECS] for other in range(ranks)]  # fmt: skip
+            for window, shard in zip(transport.windows, shards[rank], strict=True):
+                window.publish(*torch.split(shard.to(kind), max(1, shard.numel() // 3)))
+            assert transport.meet(rank) == tuple(range(ranks))
+            for index, window in enumerate(transport.windows):
+                out = torch.full((ranks * window.spec.shard_numel,), float("nan"), dtype=window.spec.dtype, device=kind)
+                window.pull(out)
+                assert torch.equal(out.cpu(), torch.cat([of[index].to(window.spec.dtype) for of in shards]))
+                for dtype in (torch.float32, torch.bfloat16):
+                    window.push(integers(out.numel(), rank, step, index, dtype=dtype).to(kind))
+            transport.meet()
+            for index, window in enumerate(transport.windows):
+                wanted = torch.zeros(window.spec.shard_numel)
+                for other in range(ranks):
+                    wanted += 2 * integers(ranks * wanted.numel(), other, step, index).view(ranks, -1)[rank]
+                assert torch.equal(window.take_gradient().cpu(), wanted)
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize(("ranks", "ordered"), [(1, False), (2, False), (3, True), (4, False), (4, True)])
+def test_windows_do_what_collectives_do(ranks: int, ordered: bool) -> None:
+    assert run_ranks(_as_collectives, ranks, ranks, "cuda", ordered) == [2 * len(SPECS)] * ranks
+
+
+def _ordered(rank: int, kind: str, seed: int) -> bytes:
+    """Return the bits of what four ranks pushed, in another order of time for each seed and on streams of their own."""
+    given = [torch.randn(3, 4, 5003, generator=torch.Generator().manual_seed(other)) for other in range(4)]
+    with open_windows(kind, (WindowSpec("a", 5003, torch.float32),), ordered=True) as transport:
+        for full in given[rank].to(kind):
+            time.sleep(((rank + 1) * seed % 5) * 3e-3)
+            with torch.cuda.stream(torch.cuda.Stream() if kind == "cuda" else None):  # type: ignore[no-untyped-call]
+                transport.windows[0].push(full.clone())
+        transport.meet()
+        gradient = transport.windows[0].take_gradient().cpu()
+    first, *others = (full[0][rank] + full[1][rank] + full[2][rank] for full in given)
+    for other in others:
+        first = first + other
+    assert torch.equal(gradient, first)
+    return gradient.numpy().tobytes()
+
+
+def test_ordered_sums_have_the_same_bits_in_every_run() -> None:
+    assert run_ranks(_ordered, 4, "cuda", 2) == run_ranks(_ordered, 4, "cuda", 3)
+
+
+# --- faults and leaks
+
+
+def _is_told(rank: int, kind: str, how: str) -> str:
+    transport = open_windows(kind, SPECS[:1], timeout_s=60.0 if how == "dies" else 1.0)
+    transport.meet(timeout_s=60.0)
+    if rank and how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank and how == "is late":
+        time.sleep(60.0)
+    if rank and how == "hangs":
+        torch.cuda._sleep(20 * 10**9)  # type: ignore[no-untyped-call]  # ten seconds and more of the GPU
+    with pytest.raises(PeerLost) as caught:
+        transport.meet()
+    with pytest.raises(OsdpError, match="cannot be used any more"):
+        transport.windows[0].take_gradient()
+    transport.close()
+    return caught.value.what
+
+
+@pytest.mark.parametrize(("how", "told"), [
+    ("dies", "rank 1 died"), ("is late", "rank 1 did not come"), ("hangs", "rank 1 came, but its GPU did not"),
+])  # fmt: skip
+def test_a_lost_rank_is_named_and_a_next_run_works(how: str, told: str) -> None:
+    assert told in run_ranks(_is_told, 2, "cuda", how, lost=(1,))[0]
+    assert run_ranks(_as_collectives, 2, 2, "cuda", False) == [2 * len(SPECS)] * 2
+
+
+def _free_bytes_before_and_after(rank: int) -> tuple[int, int]:
+    large = (WindowSpec("large", 16 << 20, torch.float32),)  # 128 MiB on each rank, with its accumulator
+    free = []
+    for _ in range(10):
+        open_windows("cuda", large).close()
+        dist.barrier()
+        free.append(torch.cuda.mem_get_info()[0])
+        dist.barrier()
+    return free[0], free[-1]
+
+
+def test_windows_leave_no_memory_behind() -> None:
+    for first, last in run_ranks(_free_bytes_before_and_after, 2):
+        assert last >= first - (64 << 20)
+
+
+# --- a model
+
+
+def _trains(rank: int, case: Case, kind: str) -> Trained | None:
+    """Train through windows on ranks that NCCL would not let share a GPU."""
+    graph, cluster = graph_of(case.family, case.precision), cluster_of(case.nodes, case.ranks_per_node)
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    sharded = apply_schedule(initial(case.family), compile_plan(case.plan(), graph, cluster), device)
+    assert sharded.exchange is not None
+    run, losses, norms = Accumulation(sharded, case.accumulation), [], []
+    optimizer = optimizer_of(sharded.module.parameters())
+    for step in batches(case.family, case.world_size, case.accumulation):
+        for micro_batch in step:
+            args, kwargs = micro_batch[rank]
+            loss = run.run(*(arg.to(device) for arg in args), **{name: kwargs[name].to(device) for name in kwargs})
+            (loss / case.accumulation).backward()
+            mean = loss.detach().cpu()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / case.world_size)
+        run.settle()
+        norms.append(clip(sharded.pieces, MAX_NORM, 2.0, device, False).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {name: _whole(tensor, case.world_size) for name, tensor in sharded.module.state_dict().items()}
+    return Trained(losses, norms, whole) if rank == 0 else None
+
+
+def _whole(tensor: Tensor, ranks: int) -> Tensor:
+    """Return a sharded tensor whole, on the CPU."""
+    if not isinstance(tensor, DTensor):
+        return tensor.cpu()
+    parts: list[Tensor] = [torch.empty(0)] * ranks
+    dist.all_gather_object(parts, tensor.to_local().cpu())
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("choice", "accumulation"), [("odc:2", 1), ("odc_ordered:2", 2)])
+def test_a_model_trains_as_in_one_process(choice: str, accumulation: int) -> None:
+    case = Case("gpt2", {}, choice, nodes=1, accumulation=accumulation)
+    result = run_ranks(_trains, 2, case, "cuda")[0]
+    compare(result, reference("gpt2", 2, accumulation, "fp32"), 1e-4, 2e-5)
+
+
+# --- compiled kernels
+
+
+def test_kernels_are_compiled_once_for_all(tmp_path: Path) -> None:
+    code = "from runtime.odc.cupy_device import CupyDevice; CupyDevice()"
+    found = []
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, check=True,
+                       env={**os.environ, "CUPY_CACHE_DIR": str(tmp_path)})  # fmt: skip
+        found.append({path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.cubin")})
+        if len(found) == 2:
+            next(tmp_path.glob("*.cubin")).write_bytes(b"damaged")
+    assert found[0] == found[1]
+    assert found[0].keys() == found[2].keys()
+    assert len(found[0]) >= 4  # one for each source

@@ -1,0 +1,229 @@
+"""What CuPy is asked for, by a stand-in that takes notes; and how kernels are laid out and launched."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from host_kernels import CUDA
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profiler.errors import OsdpError
+from runtime.odc import cupy_device
+from runtime.odc.cupy_device import CupyDevice, load_cupy
+from runtime.odc.device_windows import Region
+from runtime.odc.kernels import SOURCES, grid_for, source_of
+from runtime.odc.windows import WindowSpec
+
+MIB = 1 << 20
+
+
+# --- layout and launches
+
+
+def test_every_kernel_is_in_its_source() -> None:
+    for kernel, file in SOURCES.items():
+        assert source_of(file) == (CUDA / file).read_text()
+        assert re.search(rf'extern "C" __global__ void [^;]*?\b{kernel}\(', source_of(file)), kernel
+    assert set(SOURCES.values()) == {path.name for path in CUDA.glob("*.cu")}
+
+
+def test_a_source_that_is_missing_is_named() -> None:
+    with pytest.raises(OsdpError, match=r"the CUDA source nothing\.cu is missing"):
+        source_of("nothing.cu")
+
+
+def test_windows_by_hand() -> None:
+    # 1000 bf16 are 2000 bytes -> 2048; 900 fp32 are 3600 -> 3840, or 960 elements, thrice.
+    region = Region.at(256, WindowSpec("a", 1000, torch.bfloat16, 100), 3)
+    assert region == Region(published=256, accumulators=256 + 2048, stride_numel=960, end=256 + 2048 + 3 * 3840)
+    assert Region.at(0, WindowSpec("b", 64, torch.float32, 64), 2) == Region(0, 256, 0, 256)
+
+
+def test_grids_by_hand() -> None:
+    # 132 multiprocessors of 8 blocks: large shards fill them along x, small ones along y, up to one row per peer.
+    assert grid_for(64 * MIB, 4096, 8, 1056) == (1056, 1)
+    assert grid_for(1 * MIB, 4096, 8, 1056) == (256, 4)
+    assert grid_for(4096, 4096, 8, 1056) == (1, 8)
+    assert grid_for(1, 4096, 1, 1056) == (1, 1)
+
+
+@given(st.integers(1, 1 << 34), st.integers(1, 4096), st.integers(1, 64), st.integers(1, 2000))
+def test_grids_are_within_what_a_gpu_runs_at_once(numel: int, per_block: int, rows: int, room: int) -> None:
+    x, y = grid_for(numel, per_block, rows, room)
+    assert 1 <= x * y <= room
+    assert y <= rows
+    assert (x - 1) * per_block < numel
+
+
+# --- CuPy
+
+
+class CudaError(Exception):
+    """In place of CUDARuntimeError."""
+
+
+class StandIn:
+    """CuPy with a GPU 0 and a GPU 1, as far as the device asks."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails: dict[str, int] = {}
+        """How often a call fails before it works."""
+        self.modules: list[tuple[str, tuple[str, ...]]] = []
+        names = ("malloc", "memset", "free", "ipcGetMemHandle", "ipcOpenMemHandle", "ipcCloseMemHandle",
+                 "deviceSynchronize", "deviceCanAccessPeer", "deviceGetByPCIBusId")  # fmt: skip
+        self.results: dict[str, Any] = {"malloc": 4096, "ipcGetMemHandle": b"handle", "ipcOpenMemHandle": 8192,
+                                        "deviceCanAccessPeer": 1, "deviceGetByPCIBusId": 1}  # fmt: skip
+        runtime = {name: self._noting(name) for name in names}
+        self.cuda = SimpleNamespace(
+            runtime=SimpleNamespace(CUDARuntimeError=CudaError, deviceGetPCIBusId="0000:0{}:00.0".format, **runtime),
+            Device=lambda index: _Context(self, "device", index),
+            Stream=SimpleNamespace(),
+            ExternalStream=lambda handle, index: _Context(self, "stream", handle),
+        )
+
+    def _noting(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls.append((name, *args))
+            if self.fails.get(name, 0):
+                self.fails[name] -= 1
+                raise CudaError(name)
+            return self.results.get(name)
+
+        return call
+
+    def RawModule(self, code: str, options: tuple[str, ...]) -> Any:  # noqa: N802 - CuPy's name
+        self.modules.append((code, options))
+        return SimpleNamespace(get_function=lambda kernel: self._noting(kernel))
+
+
+class _Context:
+    """Notes when it is entered."""
+
+    def __init__(self, owner: StandIn, *what: Any) -> None:
+        self.owner, self.what = owner, what
+
+    def __enter__(self) -> None:
+        self.owner.calls.append(self.what)
+
+    def __exit__(self, *_: Any) -> None:
+        return
+
+
+class Stream:
+    """One of PyTorch's, by its handle."""
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream, self.waited, self.synchronised = handle, [], 0  # type: ignore[var-annotated]
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other.cuda_stream)
+
+    def synchronize(self) -> None:
+        self.synchronised += 1
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    stand_in = StandIn()
+    monkeypatch.setattr(cupy_device, "load_cupy", lambda: stand_in)
+    answers = {
+        "is_available": lambda: True, "current_device": lambda: 0, "mem_get_info": lambda device: (3 * MIB, 8 * MIB),
+        "get_device_properties": lambda index: SimpleNamespace(multi_processor_count=132),
+        "empty_cache": lambda: stand_in.calls.append(("empty_cache",)),
+    }  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return stand_in
+
+
+def test_sources_are_compiled_as_they_are(cupy: StandIn) -> None:
+    """CuPy's cache goes by these very texts and options."""
+    device = CupyDevice()
+    assert sorted(cupy.modules) == sorted((path.read_text(), ("--std=c++17",)) for path in CUDA.glob("*.cu"))
+    assert (device.identity, device.room, device.torch_device) == ("0000:00:00.0", 8 * 132, torch.device("cuda", 0))
+
+
+def test_memory_is_in_blocks_of_its_own_and_zero(cupy: StandIn) -> None:
+    device = CupyDevice()
+    cupy.calls.clear()
+    assert device.allocate(2 * MIB + 1) == 4096
+    assert cupy.calls == [("device", 0), ("malloc", 4 * MIB), ("memset", 4096, 0, 4 * MIB), ("deviceSynchronize",)]
+    cupy.calls.clear()
+    assert (device.export(4096), device.open(b"peer's")) == (b"handle", 8192)
+    device.close(8192)
+    device.free(4096)
+    assert [call for call in cupy.calls if call[0] != "device"] == [
+        ("ipcGetMemHandle", 4096), ("ipcOpenMemHandle", b"peer's"), ("ipcCloseMemHandle", 8192), ("free", 4096),
+    ]  # fmt: skip
+
+
+def test_what_pytorch_keeps_for_itself_is_used_before_memory_is_short(cupy: StandIn) -> None:
+    device = CupyDevice()
+    cupy.fails["malloc"] = 1
+    assert device.allocate(1) == 4096
+    assert ("empty_cache",) in cupy.calls
+    cupy.fails["malloc"] = 2
+    with pytest.raises(OsdpError, match=r"no room for the windows\n  got: 3.0 MiB free\n  expected: 4.0 MiB"):
+        device.allocate(3 * MIB)
+
+
+def test_letting_go_never_fails(cupy: StandIn) -> None:
+    device = CupyDevice()
+    cupy.fails.update(free=1, ipcCloseMemHandle=1)
+    device.free(4096)
+    device.close(8192)
+
+
+def test_kernels_go_to_the_current_stream(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes after a meeting waits for all of them."""
+    device, streams = CupyDevice(), [Stream(handle) for handle in (0, 70, 71)]
+    cupy.calls.clear()
+    for stream in (streams[1], streams[2], streams[1], streams[0]):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, stream=stream: stream)
+        device.launch("gather", (5, 2), 256, (4096, (1 << 64) - 1))
+    words = (np.uint64(4096), np.uint64((1 << 64) - 1))
+    assert cupy.calls[:3] == [("device", 0), ("stream", 70), ("gather", (5, 2), (256,), words)]
+    assert all(type(word) is np.uint64 for word in cupy.calls[2][3])
+    assert [call[1] for call in cupy.calls if call[0] == "stream"] == [70, 71, 70, 0]
+    device.join()
+    assert sorted(set(streams[0].waited) - {0}) == [70, 71]
+    device.launch("gather", (1, 1), 256, ())
+    device.synchronise()
+    assert [stream.synchronised for stream in streams] == [1, 0, 0]
+
+
+def test_gpus_that_cannot_reach_each_other(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, other = CupyDevice(), "0000:01:00.0"
+    assert device.obstacle(device.identity) == ""
+    monkeypatch.setattr(cupy_device, "native_atomics", lambda here, there: (here, there) == (0, 1))
+    assert device.obstacle(other) == ""
+    monkeypatch.setattr(cupy_device, "native_atomics", lambda here, there: False)
+    assert "no atomic operations" in device.obstacle(other)
+    cupy.results["deviceCanAccessPeer"] = 0
+    assert "no peer access" in device.obstacle(other)
+    cupy.fails["deviceGetByPCIBusId"] = 1
+    assert "does not see GPU 0000:01:00.0" in device.obstacle(other)
+
+
+def test_what_is_missing_is_said(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy, "RawModule", lambda **_: (_ for _ in ()).throw(OSError("libnvrtc.so.13: cannot open")))
+    with pytest.raises(OsdpError, match=r"cannot compile and load the kernels\n  got: libnvrtc.so.13: cannot open"):
+        CupyDevice()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OsdpError, match="PyTorch finds no GPU"):
+        CupyDevice()
+
+
+def test_cupy_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    load_cupy.cache_clear()
+    with pytest.raises(OsdpError, match=r"pip install 'osdp\[cuda13\]'"):
+        load_cupy()
