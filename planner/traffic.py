@@ -21,7 +21,7 @@ such reductions hide under nothing (`UnitTraffic.add_s`).  On a cluster without 
 of this takes no time.
 
 On a cluster that was measured, each gather and each reduction that communicates takes
-`Measured.unit_overhead_s` more.  Communication in two phases permutes the whole tensor once, which reads
+`Measured.overhead_s` more.  Communication in two phases permutes the whole tensor once, which reads
 and writes it on the device (`runtime.two_phase`).
 """
 
@@ -70,7 +70,7 @@ def unit_traffic(parameters: Iterable[Parameter], strategy: Strategy, precision:
             seconds[collective.phase] += 2 * collective.size_bytes / cluster.device.memory_bytes_per_s.value
     if cluster.measured is not None:
         for phase in ("forward", "backward", "reduce"):
-            seconds[phase] += cluster.measured.unit_overhead_s if seconds[phase] else 0.0
+            seconds[phase] += cluster.measured.overhead_s(strategy.kind.one_sided) if seconds[phase] else 0.0
     add_s = 0.0
     if strategy.offload and cluster.host:
         rested = MASTER_BYTES * padded_numel(parameters, strategy.parts) // strategy.parts

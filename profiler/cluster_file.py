@@ -57,6 +57,7 @@ def _measured_problems(measured: Measured) -> Iterator[Problem]:
         at = ("measured", "overlapped_slowdown")
         yield Problem(at, "is wrong", str(measured.overlapped_slowdown), "at least 1: a factor of time")
     yield from _not_negative(("measured", "unit_overhead_s"), measured.unit_overhead_s)
+    yield from _not_negative(("measured", "one_sided_overhead_s"), measured.one_sided_overhead_s or 0.0)
     seen = set()
     for number, times in enumerate(measured.collectives):
         place = ("measured", "collectives", str(number))

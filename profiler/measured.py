@@ -139,6 +139,8 @@ class Measured:
     """Whether a collective that is waited for later (as DistributedDataParallel's are) runs under computation."""
     unit_overhead_s: float = 0.0
     """What each gather and each reduction of a unit of FSDP2 takes beyond its collectives."""
+    one_sided_overhead_s: float | None = None
+    """The same of each pull and each push of `odc`; None: not measured, and taken for as much."""
     notes: tuple[str, ...] = ()
     """What the user should know of them: what does not fit together, and what was done about it."""
 
@@ -146,6 +148,12 @@ class Measured:
     def interference(self) -> float:
         """Fraction of the time of communication under computation that computation loses to it."""
         return 1.0 - 1.0 / self.overlapped_slowdown
+
+    def overhead_s(self, one_sided: bool) -> float:
+        """Return what each gather and reduction of a unit takes beyond what it communicates."""
+        if one_sided and self.one_sided_overhead_s is not None:
+            return self.one_sided_overhead_s
+        return self.unit_overhead_s
 
     def times_of(self, operation: str, ranks: int, stride: int, algorithm: str) -> CollectiveTimes | None:
         """Return the times of a collective in a group, if they were measured."""

@@ -60,6 +60,8 @@ def _rates(cluster: Cluster) -> Table:
     table.add_row("the same with FSDP2", "yes" if cluster.overlaps else "no", "")
     table.add_row("each gather and reduction of a unit", format_seconds(measured.unit_overhead_s),
                   "beside its collectives: hooks, waiting for who is late")  # fmt: skip
+    if measured.one_sided_overhead_s is not None:
+        table.add_row("each pull and push of a unit", format_seconds(measured.one_sided_overhead_s), "likewise, of odc")
     for one in measured.optimizers:
         table.add_row(f"{one.name}, 100 tensors, 1 GB", format_seconds(one.step_s(100, 1e9)), "")
     return table

@@ -66,6 +66,7 @@ def assemble(found: Findings, name: str) -> Cluster:
             overlapped_slowdown=overlap.slowdown,
             asynchronous=overlap.asynchronous,
             unit_overhead_s=found.unit.overhead_s,
+            one_sided_overhead_s=found.unit.one_sided_overhead_s,
             notes=tuple(_notes(found)),
         ),
     )

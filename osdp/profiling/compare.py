@@ -90,6 +90,9 @@ def _calls(before: Cluster, after: Cluster) -> Iterator[Row]:
             yield Row("calls", f"{name}, {direction}, micro-batch {key[1]}", "s", *seconds)
     overheads = [one.measured.unit_overhead_s if one.measured else None for one in (before, after)]
     yield Row("units", "each gather and reduction", "s", *overheads)
+    pulled = [one.measured.one_sided_overhead_s if one.measured else None for one in (before, after)]
+    if any(one is not None for one in pulled):
+        yield Row("units", "each pull and push", "s", *pulled)
     steps = [{one.name: one.step_s(100, 1e9) for one in _measured(cluster).optimizers} for cluster in (before, after)]
     for name in dict.fromkeys((*steps[0], *steps[1])):
         yield Row("optimizers", f"{name}, 100 tensors, 1 GB", "s", *(found.get(name) for found in steps))

@@ -29,7 +29,7 @@ from osdp.profiling.lines import CommunicationState, rounds_done
 from osdp.profiling.overlap import Overlap, measure_overlap
 from osdp.profiling.state import State
 from osdp.profiling.together import meet
-from osdp.profiling.units import measure_unit_overhead_s
+from osdp.profiling.units import UnitTimes, measure_units
 from osdp.ranks import grid
 from planner.strategy import padded_rows
 from profiler.compute_times import ComputeTimes, measure_calls
@@ -70,14 +70,6 @@ class Wanted:
     """`cpu` or `cuda`."""
     sizes_bytes: tuple[int, ...] = SIZES_BYTES
     """Of collectives."""
-
-
-@dataclass(frozen=True)
-class UnitTimes:
-    """What was measured of units of FSDP2."""
-
-    overhead_s: float
-    """Of each gather and each reduction."""
 
 
 @dataclass(frozen=True)
@@ -234,9 +226,7 @@ class _Session:
     def unit_times(self, times: tuple[CollectiveTimes, ...]) -> UnitTimes:
         """Return what units cost beside their collectives."""
         repetitions = UNIT_REPETITIONS * self.wanted.repetitions
-        return UnitTimes(
-            measure_unit_overhead_s(times, self.nodes, self.ranks_per_node, repetitions, self.device, self.meet)
-        )
+        return measure_units(times, self.nodes, self.ranks_per_node, repetitions, self.device, self.meet)
 
     def model(self) -> tuple[ModelGraph | None, ModelTimes]:
         """Return the trace of the model and its times; those that were kept only if they are of the same trace."""

@@ -61,6 +61,8 @@ def test_everything_is_measured(profiled: tuple[Path, str]) -> None:
         (name, "native", 2) for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "pull",
                                          "push", "publish")
     } | {("reduce_scatter", "ring", 2)}
+    assert measured.one_sided_overhead_s is not None
+    assert 0 <= measured.one_sided_overhead_s < 0.1
     graph = trace_model(load_model("gpt2-tiny"))
     assert {one.key for one in measured.calls} == {call_key(graph, call) for call in graph.calls}
     assert all(one.micro_batches == (1, 2) for one in measured.calls)

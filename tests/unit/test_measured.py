@@ -65,6 +65,18 @@ def test_a_measured_group_wins_over_the_links_and_others_keep_them() -> None:
     assert collective_s("all_gather", 0, machine, 8) == 0.0
 
 
+@pytest.mark.parametrize(("one_sided_s", "of_pulls_s"), [(1e-4, 1e-4), (None, 3e-3)])
+def test_units_take_longer_than_what_they_send(one_sided_s: float | None, of_pulls_s: float) -> None:
+    plain = cluster(1, 4)
+    machine = measured(plain, unit_overhead_s=3e-3, one_sided_overhead_s=one_sided_s)
+    parameters = [Parameter("weight", (64, 64), True)]
+    for name, overhead_s in (("shard", 3e-3), ("odc", of_pulls_s)):
+        before, after = (unit_traffic(parameters, Strategy(name, 4), "fp32", one) for one in (plain, machine))
+        for phase in ("forward_gather_s", "backward_gather_s", "reduce_s"):
+            assert getattr(after, phase) == pytest.approx(getattr(before, phase) + overhead_s)
+        assert after.step_reduce_s == before.step_reduce_s
+
+
 def test_a_group_that_was_not_measured_is_off_as_the_nearest_one_was() -> None:
     plain = cluster(2, 4)
     derived_s = collective_s("all_gather", 1e6, plain, 8)
