@@ -42,8 +42,7 @@ class Accumulation:
         self._postpones = False
         self._in_backward = False
         """Whether a backward has begun and not ended; at a forward: it failed."""
-        self._own = {id(piece.parameter) for piece in sharded.pieces}
-        watch_optimizers(self)
+        watch_optimizers(self, (piece.parameter for piece in sharded.pieces))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -139,10 +138,6 @@ class Accumulation:
 
     def _end_backward(self) -> None:
         self._in_backward = False
-
-    def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has parameters of this model."""
-        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
 
     def before_step(self, has_closure: bool) -> None:
         """Free what is still gathered, whose values the optimizer's step changes, and complete the gradients.

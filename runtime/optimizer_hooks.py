@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 class Trained(Protocol):
     """What wants to know of steps."""
-
-    def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has parameters of this model."""
 
     def before_step(self, has_closure: bool) -> None:
         """Prepare for a step; `has_closure` says that the optimizer will run forward and backward."""
@@ -23,19 +22,24 @@ class Trained(Protocol):
         """Take note of a step."""
 
 
-_watched: weakref.WeakSet[Trained] = weakref.WeakSet()
-"""The models of this process."""
+_watched: weakref.WeakKeyDictionary[Trained, frozenset[int]] = weakref.WeakKeyDictionary()
+"""The models of this process, each with the identities of its parameters, which live as long as it does."""
 
 
-def watch_optimizers(model: Trained) -> None:
-    """Tell a model of all steps from now on, for as long as it lives or until `unwatch_optimizers`."""
-    _watched.add(model)
+def watch_optimizers(model: Trained, parameters: Iterable[nn.Parameter]) -> None:
+    """Tell a model of all steps of its parameters from now on, until it is gone or `unwatch_optimizers` is called."""
+    _watched[model] = frozenset(map(id, parameters))
     _watch()
 
 
 def unwatch_optimizers(model: Trained) -> None:
     """Tell a model of no more steps."""
-    _watched.discard(model)
+    _watched.pop(model, None)
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[Trained]:
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [model for model, parameters in list(_watched.items()) if parameters & trained]
 
 
 @cache
@@ -44,14 +48,12 @@ def _watch() -> None:
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         has_closure = any(callable(argument) for argument in (*args[1:], *kwargs.values()))  # the first is itself
-        for model in list(_watched):
-            if model.is_trained_by(optimizer):
-                model.before_step(has_closure)
+        for model in _trained_by(optimizer):
+            model.before_step(has_closure)
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for model in list(_watched):
-            if model.is_trained_by(optimizer):
-                model.after_step()
+        for model in _trained_by(optimizer):
+            model.after_step()
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from osdp.clusters import load_cluster
@@ -26,6 +27,8 @@ STEPS = 5
 BATCH = 2
 MAX_NORM = 0.05
 """Low enough that every step is clipped (checked)."""
+TOLERANCE = {"fp32": (1e-5, 2e-6), "bf16": (2e-3, 2e-4)}
+"""Relative and absolute; of bf16 a mantissa has 8 bits, so that 2e-3 is half a unit in the last place."""
 
 
 def build(family: str) -> nn.Module:
@@ -209,6 +212,20 @@ def compare(got: Trained, wanted: Trained, rtol: float = 1e-5, atol: float = 2e-
     torch.testing.assert_close(got.norms, wanted.norms, rtol=10 * rtol, atol=atol)
     assert list(got.parameters) == list(wanted.parameters)
     torch.testing.assert_close(got.parameters, wanted.parameters, rtol=rtol, atol=10 * atol)
+
+
+def check(cases: Sequence[Case]) -> None:
+    """Train the cases, all for as many ranks, and compare each with the single process."""
+    first = cases[0]
+    results: list[Trained] = run_ranks(
+        train_all, first.world_size, cases, ranks_per_node=first.ranks_per_node, timeout_s=60 + 10 * len(cases)
+    )[0]
+    for case, result in zip(cases, results, strict=True):
+        wanted = reference(case.family, case.world_size, case.accumulation, case.precision)
+        try:
+            compare(result, wanted, *TOLERANCE[case.precision])
+        except AssertionError as error:
+            raise AssertionError(f"{case}\n{error}") from error
 
 
 def blocks_of(family: str) -> Sequence[str]:

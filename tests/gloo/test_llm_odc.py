@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkouts import stub_checkout
 from ranks import run_ranks
 from torch import Tensor, nn
 from toys import Blocks, batch_of, loss_of, plan_of, seeded
@@ -263,23 +263,9 @@ def test_losses_that_differ_are_a_failure(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_script_passes_its_options_on(tmp_path: Path) -> None:
-    root = tmp_path / "a checkout"
-    shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    for name in ("setup.cfg", "constraints.txt"):
-        shutil.copy(ROOT / name, root)
+    root = stub_checkout(tmp_path)
     (root / "examples").mkdir()
     (root / "examples" / "train_llm_odc.py").write_text("import sys\nprint(sys.argv[1:])\n")
-    programs = root / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    (programs / "python").symlink_to(sys.executable)
-    (programs / "osdp").write_text("#!/bin/sh\n")
-    (programs / "osdp").chmod(0o755)
-    version = ".".join(map(str, sys.version_info[:3]))
-    stamp = subprocess.run(
-        ["sh", "-c", f'root=$1; . "$root/scripts/_environment.sh"; stamp_for {version} ""', "sh", str(root)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    (root / ".venv" / "osdp-stamp").write_text(stamp.stdout)
     done = subprocess.run(["sh", str(root / "scripts" / "script_llm_odc_training.sh"), "--lengths", "a file"],
                           capture_output=True, text=True)  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

@@ -14,31 +14,13 @@ from parity import (
     Trained,
     batches,
     blocks_of,
-    compare,
+    check,
     graph_of,
     initial,
     optimizer_of,
     reference,
-    train_all,
 )
 from ranks import run_ranks
-
-TOLERANCE = {"fp32": (1e-5, 2e-6), "bf16": (2e-3, 2e-4)}
-"""Relative and absolute; of bf16 a mantissa has 8 bits, so that 2e-3 is half a unit in the last place."""
-
-
-def check(cases: list[Case]) -> None:
-    """Train the cases, all on as many ranks, and compare each with the single process."""
-    first = cases[0]
-    results: list[Trained] = run_ranks(
-        train_all, first.world_size, cases, ranks_per_node=first.ranks_per_node, timeout_s=60 + 10 * len(cases)
-    )[0]
-    for case, result in zip(cases, results, strict=True):
-        wanted = reference(case.family, case.world_size, case.accumulation, case.precision)
-        try:
-            compare(result, wanted, *TOLERANCE[case.precision])
-        except AssertionError as error:
-            raise AssertionError(f"{case}\n{error}") from error
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from checkouts import stub_checkout
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -16,22 +15,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A checkout whose environment counts as installed, and whose `osdp` says what it was called with."""
-    root = tmp_path / "a checkout"
-    shutil.copytree(CHECKOUT / "scripts", root / "scripts")
-    for name in ("setup.cfg", "constraints.txt"):
-        shutil.copy(CHECKOUT / name, root)
-    programs = root / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    (programs / "python").symlink_to(sys.executable)
-    (programs / "osdp").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (programs / "osdp").chmod(0o755)
-    version = ".".join(map(str, sys.version_info[:3]))
-    stamp = subprocess.run(
-        ["sh", "-c", f'root=$1; . "$root/scripts/_environment.sh"; stamp_for {version} ""', "sh", str(root)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    (root / ".venv" / "osdp-stamp").write_text(stamp.stdout)
-    return root
+    return stub_checkout(tmp_path)
 
 
 def run(root: Path, model: str, nvidia_smi: str, *arguments: str) -> list[str]:

@@ -58,13 +58,12 @@ class Session:
         """Open windows. A collective call."""
         self.wrapped, self.accumulation = wrapped, options.accumulation
         self.parts = {id(part) for part in wrapped.model.modules()}
-        self._own = {id(parameter) for parameter in wrapped.model.parameters()}
         self._done = 0
         """Micro-batches whose backward has begun since the last `finish`."""
         self.exchange = _open(wrapped, options)
         self._hook = wrapped.model.register_forward_hook(self._after_forward)
         _sessions.add(self)
-        watch_optimizers(self)
+        watch_optimizers(self, wrapped.model.parameters())
 
     def start(self) -> None:
         """Publish parameters; give up what was pushed since the last `finish`. A collective call."""
@@ -123,10 +122,6 @@ class Session:
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(count)  # type: ignore[no-untyped-call]
-
-    def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has parameters of this model."""
-        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
 
     def before_step(self, has_closure: bool) -> None:
         """Free what is gathered, as its values change. Raises OsdpError if gradients are not complete."""
