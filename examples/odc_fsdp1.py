@@ -45,4 +45,5 @@ for step in range(1, 41):
         print(f"step {step}: loss {loss.item():.3f}")
 
 fsdp1.stop()  # 4. closes the windows; the model is FSDP1's own again
+dist.barrier()  # nobody leaves while another still needs its answer
 dist.destroy_process_group()

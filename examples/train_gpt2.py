@@ -35,4 +35,5 @@ for step in range(1, 61):
         print(f"step {step}: loss {loss.item():.3f}")
 
 weights = model.full_state_dict()  # whole tensors under the names of GPT2, on rank 0
+dist.barrier()  # nobody leaves while another still needs its answer
 dist.destroy_process_group()

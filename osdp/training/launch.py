@@ -14,8 +14,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,13 +87,50 @@ def launch(command: Sequence[str], ranks: int, nodes: Nodes, device: str, timeou
     # The agent's own words about a failure would stand around ours.
     logging.disable(logging.NOTSET if os.environ.get("LOGLEVEL") else logging.CRITICAL)
     try:
-        elastic_launch(_settings(ranks, nodes, timeout_s), sys.executable)(*program, *command)
+        with _left_together(nodes, timeout_s):
+            elastic_launch(_settings(ranks, nodes, timeout_s), sys.executable)(*program, *command)
     except ChildFailedError as error:
         raise _cause(error) from None
     except SignalException:
         raise KeyboardInterrupt from None
     finally:
         logging.disable(logging.NOTSET)
+
+
+@contextmanager
+def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[None]:
+    """Keep the store of several nodes, which is in the process of node 0, until all have left it.
+
+    The agent of node 0 would close it once all have come to the end, while another may still wait to be told
+    so, and be answered by a warning with a stack trace (seen with torch 2.13).
+    """
+    if nodes.count == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    host, _, port = nodes.endpoint.partition(":")
+    left = [f"osdp/left/{node}" for node in range(1, nodes.count)]
+
+    def store(limit_s: float) -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), is_master=nodes.index == 0, timeout=timedelta(seconds=limit_s), wait_for_workers=False,
+            multi_tenant=True,
+        )  # fmt: skip
+
+    if nodes.index == 0:
+        try:
+            kept = store(timeout_s)
+        except dist.DistNetworkError as error:
+            raise OsdpError("node 0 cannot listen where the nodes are to meet", got=f"{nodes.endpoint}: {error}",
+                            expected="a free port of this machine", advice="another port") from None  # fmt: skip
+        yield
+        with suppress(dist.DistError):  # a node that was lost at the very end
+            kept.wait(left, timedelta(seconds=_SHUTDOWN_S))
+    else:
+        yield
+        with suppress(dist.DistError):
+            store(_SHUTDOWN_S).set(left[nodes.index - 1], "1")
 
 
 def _settings(ranks: int, nodes: Nodes, timeout_s: float) -> LaunchConfig:

@@ -31,7 +31,7 @@ from profiler.trace import trace_model
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
 PATIENCE_S = 100.0
-QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budget-s", "12", "--device", "cpu")
+QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budget-s", "30", "--device", "cpu")
 
 
 def osdp(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -125,7 +125,10 @@ def test_two_profiles_side_by_side(profiled: tuple[Path, str]) -> None:
     figures = json.loads(done.stdout)["figures"]
     ratios = {figure["what"]: figure["ratio"] for figure in figures}
     assert ratios.pop("memory rate") == pytest.approx(2.0)
-    assert set(ratios.values()) == {1.0}
+    # A fit may find a latency of 0, to which nothing has a ratio.
+    none = {figure["what"] for figure in figures if figure["before"] == 0}
+    assert ratios == {what: None if what in none else 1.0 for what in ratios}
+    assert len(none) < len(ratios) / 2
     assert {figure["part"] for figure in figures} == {"device", "links", "collectives", "calls", "units", "optimizers"}
     # A cluster that was not measured has rates and links only.
     write_yaml(folder / "preset.yaml", load_cluster("cpu-gloo"))

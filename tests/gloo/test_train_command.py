@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -92,8 +93,6 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
 
 def test_two_nodes_meet() -> None:
     """Two commands on one machine, with a rank each."""
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -107,6 +106,17 @@ def test_two_nodes_meet() -> None:
     assert (nodes[0].returncode, nodes[1].returncode, first_told, second_told) == (0, 0, "", "")
     assert "on 2 ranks (2 x 1)" in first
     assert second == ""  # rank 0 reports
+
+
+def test_a_place_to_meet_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = train("--nnodes", "2", "--ranks-per-node", "1", "--rdzv-endpoint", endpoint, "--node-rank", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("osdp: error: node 0 cannot listen where the nodes are to meet\n")
+    assert endpoint in done.stderr
 
 
 def test_several_nodes_need_a_place_to_meet() -> None:

@@ -32,6 +32,7 @@ x = torch.tensor([10.0 ** dist.get_rank()])
 dist.all_reduce(x)
 text = f"rank {dist.get_rank()} of node {os.environ['GROUP_RANK']} on {os.uname().nodename}: {x.item()}\\n"
 os.write(1, text.encode())  # at once: print writes in pieces, between which another rank's may come
+dist.barrier()
 dist.destroy_process_group()
 """
 
