@@ -1,5 +1,6 @@
 """FSDP2 with on-demand communication, ranks with uneven work: torchrun --nproc_per_node 2 examples/odc_fsdp2.py"""
 
+import argparse
 import os
 from pathlib import Path
 
@@ -11,6 +12,11 @@ from osdp import odc
 from osdp.models.config import GPT2Config
 from osdp.models.gpt2 import GPT2
 from osdp.odc.fsdp import fsdp2
+from osdp.tracing import Tracer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--trace", help="folder for each rank's memory over a step, and a Chrome trace of another")
+options = parser.parse_args()
 
 MICRO_BATCHES = 2  # of a step on average; a rank may do fewer or more
 
@@ -27,21 +33,23 @@ for block in model.blocks:
     fully_shard(block)
 fully_shard(model)
 fsdp2.patch_lazy_init(model)  # 2. after fully_shard
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 text = torch.tensor(list(Path(__file__).read_bytes()))
+tracer = Tracer(options.trace, model, optimizer)
 draw = torch.Generator().manual_seed(dist.get_rank())  # every rank its own samples, and as many as it draws
 for step in range(1, 41):
-    fsdp2.pre_minibatch_start(model)  # 3. publishes the parameters
-    for _ in range(int(torch.randint(1, 4, (), generator=draw))):
-        starts = torch.randint(len(text) - 64, (8,), generator=draw)
-        tokens = torch.stack([text[start : start + 64] for start in starts]).to(device)
-        loss = model(tokens, labels=tokens)
-        (loss / MICRO_BATCHES).backward()
-    fsdp2.pre_optimizer_step(model)  # 4. ranks meet here and nowhere else; gradients are complete
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    with tracer.step():
+        fsdp2.pre_minibatch_start(model)  # 3. publishes the parameters
+        for _ in range(int(torch.randint(1, 4, (), generator=draw))):
+            starts = torch.randint(len(text) - 64, (8,), generator=draw)
+            tokens = torch.stack([text[start : start + 64] for start in starts]).to(device)
+            loss = model(tokens, labels=tokens)
+            (loss / MICRO_BATCHES).backward()
+        fsdp2.pre_optimizer_step(model)  # 4. ranks meet here and nowhere else; gradients are complete
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
     if dist.get_rank() == 0 and step % 20 == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 

@@ -305,6 +305,9 @@ def parse_strategy(text: str, cluster: Cluster) -> Strategy:
     if given is not None and (free := known.get(f"owner{given[2]}")) is not None:
         return _owned_by(free, int(given[1]), cluster)
     if text not in known:
+        if cluster.world_size == 1 and text.partition("+")[0].partition(":")[0] in STRATEGIES:
+            raise OsdpError(f"{text} needs several ranks", got="1 rank", expected=", ".join(known),
+                            advice="two ranks or more: torchrun --nproc_per_node, or --gpus-per-node")  # fmt: skip
         plain = [name for name, strategy in known.items() if not strategy.offload]
         raise OsdpError(f"no such strategy on {cluster.nodes} x {cluster.gpus_per_node} ranks", got=text or "nothing",
                         expected=f"{', '.join(plain)}; each also with +offload")  # fmt: skip

@@ -98,7 +98,8 @@ class LabelledBytes(LiveBytes):  # type: ignore[no-untyped-call]
                 self.label(parameter, "unsharded_parameters")
 
     def _watch_gradient(self, parameter: Tensor) -> None:
-        if parameter.requires_grad and parameter not in self._hooked:
+        # What FSDP1 computes with is a view of what it gathered, to which autograd adds nothing up.
+        if parameter.requires_grad and parameter.is_leaf and parameter not in self._hooked:
             hook: Any = parameter.register_post_accumulate_grad_hook
             self._hooked[parameter] = hook(self._label_gradient)
 

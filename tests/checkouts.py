@@ -1,4 +1,4 @@
-"""A checkout whose environment counts as installed, for the tests of shell scripts."""
+"""Checkouts whose environment counts as installed, for the tests of shell scripts and of documented commands."""
 
 from __future__ import annotations
 
@@ -10,17 +10,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def working_checkout(folder: Path) -> Path:
+    """Return a copy in which the commands of the documents run, on the Python and the installed OSDP of the tests."""
+    root = _checkout(folder, f'exec "{sys.executable}" -m osdp "$@"')
+    for name in ("configs", "examples"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "profiles"))
+    shutil.copy(ROOT / "LICENSE", root)
+    return root
+
+
 def stub_checkout(folder: Path) -> Path:
     """Return a copy of the scripts, with an `osdp` that says what it was called with; its Python is this one."""
+    return _checkout(folder, 'printf "%s\\n" "$@"')
+
+
+def _checkout(folder: Path, osdp: str) -> Path:
     root = folder / "a checkout"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     for name in ("setup.cfg", "constraints.txt"):
         shutil.copy(ROOT / name, root)
     programs = root / ".venv" / "bin"
     programs.mkdir(parents=True)
-    (programs / "python").symlink_to(sys.executable)
-    (programs / "osdp").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (programs / "osdp").chmod(0o755)
+    for name, command in (("python", f'exec "{sys.executable}" "$@"'), ("osdp", osdp)):
+        (programs / name).write_text(f"#!/bin/sh\n{command}\n")
+        (programs / name).chmod(0o755)
     version = ".".join(map(str, sys.version_info[:3]))
     stamp = subprocess.run(
         ["sh", "-c", f'root=$1; . "$root/scripts/_environment.sh"; stamp_for {version} ""', "sh", str(root)],

@@ -53,7 +53,7 @@ def strategies(
     from osdp.zoo import load_model
     from profiler.errors import OsdpError
 
-    names = tuple(dict.fromkeys(strategy or STRATEGIES))
+    names = tuple(dict.fromkeys(strategy or ()))
     if measure and nodes is not None:
         raise OsdpError("only this machine can be measured", got=f"--nodes {nodes}", advice="--gpus-per-node N")
     if measure and not is_rank():
@@ -93,12 +93,18 @@ def _cluster(name: str | None, nodes: int | None, gpus_per_node: int | None) -> 
     return load_cluster(name, nodes, gpus_per_node) if name else default_cluster(nodes, gpus_per_node)[0]
 
 
+def _default_names(cluster: Cluster) -> tuple[str, ...]:
+    """Return the strategies that are compared by default; one rank has but one of them."""
+    return STRATEGIES if cluster.world_size > 1 else STRATEGIES[:1]
+
+
 def _predicted(source: ModelSource, cluster: Cluster, request: Request, names: tuple[str, ...], as_json: bool) -> None:
     from osdp.cli.strategies_report import print_strategies, strategies_json
     from osdp.strategies import predict
     from planner.strategy import parse_strategy
     from profiler.trace import trace_model
 
+    names = names or _default_names(cluster)
     for name in names:
         parse_strategy(name, cluster)  # refuses before the trace takes its seconds
     with progress_bar() as progress:
@@ -124,7 +130,7 @@ def _measured(source: ModelSource, name: str | None, request: Request, names: tu
     with joined("cuda" if torch.cuda.is_available() else "cpu", TIMEOUT_S) as ranks:
         cluster, _ = cluster_of_ranks(name)
         graph = trace_model(source, request.precision, cluster.device.kind)
-        predicted = [predict(graph, cluster, strategy, request) for strategy in names]
+        predicted = [predict(graph, cluster, strategy, request) for strategy in names or _default_names(cluster)]
         found = counted(source, predicted, cluster, ranks)
     if os.environ["RANK"] != "0":
         return

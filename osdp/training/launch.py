@@ -80,7 +80,6 @@ def launch(command: Sequence[str], ranks: int, nodes: Nodes, device: str, timeou
     from torch.distributed.launcher.api import elastic_launch
 
     os.environ[LAUNCHED] = "1"
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says when it starts and stops, on every rank
     if device == "cpu":
         # As many threads as there are cores, all ranks together; torchrun gives every rank one.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))

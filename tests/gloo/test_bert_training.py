@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from collected import Collected
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from osdp.training.config import load_config
 from osdp.training.evaluate import held_out_accuracies
-from osdp.training.events import Silent, Start, Step, Summary
+from osdp.training.events import Start, Step, Summary
 from osdp.training.group import Ranks
 from osdp.training.prepare import prepare
 from osdp.training.sentences import MadeUp, SentencePairs
@@ -25,30 +23,16 @@ from osdp.training.worker import run_rank
 from osdp.zoo import load_model
 from profiler.errors import OsdpError
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 STEPS, BATCH = 4, 16
 FIXED = {"steps": STEPS, "global_batch": BATCH, "log_every": 1, "timeout_s": 60.0}
 Told = tuple[Start, list[Step], Summary]
-
-
-class Collected(Silent):
-    """Keeps what it is told."""
-
-    def started(self, start: Start) -> None:
-        self.start, self.steps = start, list[Step]()
-
-    def stepped(self, step: Step) -> None:
-        self.steps.append(step)
-
-    def finished(self, summary: Summary) -> None:
-        self.summary = summary
 
 
 def train_here(rank: int, options: dict[str, Any]) -> Told | None:
     """Be one rank of a run; rank 0 returns what it was told."""
     collected = Collected()
     run_rank(prepare(load_config("bert", FIXED | options)), collected)
-    return (collected.start, collected.steps, collected.summary) if rank == 0 else None
+    return (collected.starts[0], collected.steps, collected.summaries[0]) if rank == 0 else None
 
 
 def train(**options: Any) -> Told:
@@ -150,20 +134,6 @@ def test_accuracies_of_an_oracle() -> None:
     assert run_ranks(ask_oracles, 3) == [[[(120, 120), (30, 30)], [(0, 120), (0, 30)]]] * 3
 
 
-def test_the_command_prints_what_the_groups_did(tmp_path: Path) -> None:
-    done = osdp_train("bert", "--fsdp_args", "communication_with_groups", "--steps", "3", "--global-batch", "16")
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith(
-        "FSDP with communication_with_groups trains bert-tiny (183,878 parameters) on 4 ranks (2 x 2), cpu (gloo)"
-    )
-    assert "operators: hierarchical 32;" in lines[1]
-    assert sum("device memory utilization: " in line and " MB / 512 MB (measured" in line for line in lines) == 1
-    assert sum("overall system throughput: " in line and " seq/sec (measured" in line for line in lines) == 1
-    assert "masked tokens held out of training: " in lines[-2]
-    assert "next sentences held out of training: " in lines[-1]
-
-
 def on_one_node(rank: int) -> Told | None:
     """Train where there are no groups; rank 0, which plans, warns."""
     with pytest.warns(UserWarning, match="no effect on one node") if rank == 0 else nullcontext():
@@ -173,12 +143,6 @@ def on_one_node(rank: int) -> Told | None:
 def test_groups_on_one_node_are_told_to_have_no_effect() -> None:
     start, _, _ = run_ranks(on_one_node, 2, joins=False)[0]
     assert set(start.plan.choices.values()) == {"shard"}
-
-
-def osdp_train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
-    command = (sys.executable, "-m", "osdp", "train", *arguments)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
 
 
 def uneven(rank: int) -> None:

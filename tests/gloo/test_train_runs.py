@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from collected import Collected
 from ranks import run_ranks
 
 from osdp.training.config import TrainConfig, load_config
-from osdp.training.events import Silent, Start, Step, Summary
 from osdp.training.prepare import prepare
 from osdp.training.tasks import Addition, batch
 from osdp.training.worker import run_rank
@@ -19,24 +19,6 @@ from osdp.zoo import load_model
 
 STEPS = 6
 BATCH = 8
-
-
-class Collected(Silent):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.starts: list[Start] = []
-        self.steps: list[Step] = []
-        self.summaries: list[Summary] = []
-
-    def started(self, start: Start) -> None:
-        self.starts.append(start)
-
-    def stepped(self, step: Step) -> None:
-        self.steps.append(step)
-
-    def finished(self, summary: Summary) -> None:
-        self.summaries.append(summary)
 
 
 def train_here(rank: int, config: TrainConfig) -> Collected:

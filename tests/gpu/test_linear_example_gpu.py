@@ -1,4 +1,4 @@
-"""The linear example at full size on one GPU: the memory that the tutorial shows."""
+"""The linear example on one GPU: the memory that the tutorial shows, and what offload takes off the GPU."""
 
 from __future__ import annotations
 
@@ -26,19 +26,31 @@ def missing() -> str:
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
+def stages(folder: Path, *flags: str) -> list[dict[str, float]]:
+    """Run the example on one rank; return what it tells after data, model and warm-up."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [str(EXAMPLES / "linear_example" / "train.py"), *flags, "--warmup_steps", "2", "--steps", "1"]
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [ast.literal_eval(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_offload_keeps_parameters_and_gradients_off_the_gpu(tmp_path: Path) -> None:
+    """Eight layers of 2048 x 2048 and 2048 in fp32, and as many gradients."""
+    flags = ("--data_parallel", "fsdp", "--hidden", "2048", "--batch_size", "256")
+    kept, offloaded = (stages(tmp_path, *flags, *more)[-1] for more in ((), ("--cpu_offload",)))
+    difference = kept["cuda_memory_allocated_GB"] - offloaded["cuda_memory_allocated_GB"]
+    assert difference == pytest.approx(2 * 8 * (2048 + 1) * 2048 * 4 / 2**30, rel=0.05)
+
+
 def test_ddp_takes_what_the_tutorial_shows(tmp_path: Path) -> None:
     """Its figures do not depend on the number of ranks.
 
     After the warm-up there are parameters, gradients and DDP's buckets of 8 GiB + 512 KiB each, 1 GiB of data,
     and cuBLAS's workspaces: 16.25 MiB where the tutorial ran, at most 32 MiB for each handle on other GPUs.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [str(EXAMPLES / "linear_example" / "train.py"), "--data_parallel", "ddp", "--batch_size", "8192"]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES)}
-    done = subprocess.run([*command, "--warmup_steps", "2", "--steps", "1"], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True, timeout=600)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    data, model, warm = (ast.literal_eval(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    data, model, warm = stages(tmp_path, "--data_parallel", "ddp", "--batch_size", "8192")
     assert data["cuda_memory_allocated_GB"] == 1.0
     assert model["cuda_memory_allocated_GB"] == model["cuda_max_memory_allocated_GB"] == 9.00048828125
     assert 25.0014 < warm["cuda_memory_allocated_GB"] < 25.0015 + 3 * 32 / 1024

@@ -220,7 +220,7 @@ def test_more_bandwidth_is_never_slower(graph: ModelGraph, overlaps: bool, facto
 def test_memory_limits_of_a_real_size_are_monotone() -> None:
     graph, machine = transformer(24, 1024), cluster(1, 8, intra=5e9)
     least = smallest_limit(graph, machine)
-    found = [search(Task(graph, machine, int(least * (1 + step / 4)))) for step in range(9)]
+    found = [search(Task(graph, machine, int(least * (1 + step / 2)))) for step in range(5)]
     for smaller, larger in pairwise(found):
         # A certified gap is what the search may be off by.
         assert larger.samples_per_s >= smaller.samples_per_s * (1 - larger.gap) - 1e-9

@@ -12,6 +12,7 @@ from torch import nn
 from osdp.zoo import load_model
 from profiler.errors import OsdpError
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tiny-fsdp.md"
 ON_TWO = ("--cluster", "cpu-gloo", "--gpus-per-node", "2")
 NUMEL = 241_024
 """Parameters of gpt2-tiny, as its file derives; all first dimensions are even, so that halves need no padding."""
@@ -66,6 +67,11 @@ def test_the_optimizers_states_are_the_optimizers(cli: Cli) -> None:
     assert [one["predicted"]["optimizer_bytes"] for one in told["strategies"]] == [0, 0, 0]
 
 
+def test_one_rank_has_one_strategy(cli: Cli) -> None:
+    told = cli.json("strategies", "--model", "gpt2-tiny", "--cluster", "cpu-gloo", "--gpus-per-node", "1")
+    assert [one["strategy"] for one in told["strategies"]] == ["replicate"]
+
+
 def test_the_tables(cli: Cli) -> None:
     out = cli.done("strategies", "--model", "gpt2-tiny", *ON_TWO)
     assert "all-gather 0.9 MiB, reduce-scatter 0.9 MiB" in out
@@ -77,6 +83,9 @@ def test_the_tables(cli: Cli) -> None:
     ("arguments", "words"),
     [
         (("--strategy", "sharp"), "no such strategy"),
+        (("--strategy", "shard", "--gpus-per-node", "1"), "shard needs several ranks"),
+        (("--strategy", "group_shard:2+offload", "--gpus-per-node", "1"), "group_shard:2+offload needs several ranks"),
+        (("--strategy", "sharp", "--gpus-per-node", "1"), "no such strategy"),
         (("--measure", "--nodes", "2"), "only this machine"),
         (("--precision", "fp8"), "precision"),
         (("--optimizer", "lion"), "optimizer"),
@@ -117,10 +126,18 @@ def test_the_balance_of_owners(cli: Cli) -> None:
     assert f"{rows[0]['max_over_mean']:.4f} (1)" in cli.done("partition", "--model", "gpt2-tiny")
 
 
-def test_the_page_shows_what_is_printed(cli: Cli) -> None:
+def test_the_page_shows_what_is_predicted(cli: Cli) -> None:
+    """Without the lines of what was measured beside."""
+    table = cli.done("strategies", "--model", "gpt2", "--seq", "64", *ON_TWO)
+    page = [line.rstrip() for line in PAGE.read_text().splitlines()]
+    rows = [line.rstrip() for line in table.splitlines() if "predicted" in line]
+    assert len(rows) == 6
+    assert [row for row in rows if row not in page] == []
+
+
+def test_the_page_shows_the_balance(cli: Cli) -> None:
     printed = [line.rstrip() for line in cli.done("partition", "--model", "gpt2").splitlines()]
-    page = (Path(__file__).resolve().parents[2] / "docs" / "tiny-fsdp.md").read_text()
-    assert "\n".join(printed) in page
+    assert "\n".join(printed) in PAGE.read_text()
 
 
 def test_owners_that_are_given_hold_what_is_predicted(cli: Cli) -> None:

@@ -1,0 +1,62 @@
+"""BERT sharded with groups by fairscale's auto_wrap: torchrun --nproc_per_node 4 examples/bert_auto_wrap.py"""
+
+import argparse
+import functools
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from osdp.fairscale import FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap, gen_fsdp_args
+from osdp.models.bert import Bert
+from osdp.models.config import BertConfig
+from osdp.tracing import Tracer
+
+LENGTH, HIDDEN = 32, 0  # bytes of a sentence; the token in place of a masked one
+parser = argparse.ArgumentParser()
+parser.add_argument("--fsdp_args", default="group_sharding",
+                    choices=("group_sharding", "communication_with_groups", "none"))  # fmt: skip
+parser.add_argument("--nnodes", type=int, default=2, help="machines, which the ranks of one may stand for (default 2)")
+parser.add_argument("--steps", type=int, default=40)
+parser.add_argument("--trace", help="folder for each rank's memory over a step, and a Chrome trace of another")
+options = parser.parse_args()
+
+backend, device = "gloo", torch.device("cpu")
+if torch.cuda.is_available():
+    backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+dist.init_process_group(backend)
+
+torch.manual_seed(0)
+model = Bert(BertConfig(vocabulary_size=256, maximum_positions=2 * LENGTH, token_types=2, hidden_size=64, layers=2,
+                        heads=4, intermediate_size=256)).to(device)  # fmt: skip
+ranks_of_a_node = dist.get_world_size() // options.nnodes
+fsdp_args = gen_fsdp_args(options.nnodes, ranks_of_a_node, gsdp_type=options.fsdp_args, model_type="my-bert")
+with enable_wrap(wrapper_cls=FSDP, **fsdp_args):
+    my_auto_wrap_policy = functools.partial(default_auto_wrap_policy, min_num_params=4000)
+    model = auto_wrap(model, auto_wrap_policy=my_auto_wrap_policy)
+optim = torch.optim.Adam(model.parameters(), lr=0.001)
+
+text = torch.tensor(list(Path(__file__).read_bytes()))
+tracer = Tracer(options.trace, model, optim)
+draw = torch.Generator().manual_seed(dist.get_rank())  # every rank its own samples
+types = torch.tensor([0] * LENGTH + [1] * LENGTH).expand(8, -1)
+for step in range(1, options.steps + 1):
+    first, other = torch.randint(len(text) - 2 * LENGTH, (2, 8), generator=draw)
+    is_random = torch.randint(2, (8,), generator=draw)
+    second = torch.where(is_random.bool(), other, first + LENGTH)
+    pairs = torch.cat([text.unfold(0, LENGTH, 1)[starts] for starts in (first, second)], dim=1)
+    masked = torch.rand(pairs.shape, generator=draw) < 0.15
+    inputs = {"input_ids": pairs.masked_fill(masked, HIDDEN), "labels": pairs.masked_fill(~masked, -100),
+              "token_type_ids": types, "next_sentence_labels": is_random}  # fmt: skip
+    with tracer.step():
+        loss = model(**{name: tensor.to(device) for name, tensor in inputs.items()})
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+    if dist.get_rank() == 0 and step % 20 == 0:
+        print(f"step {step}: loss {loss.item():.3f}")
+
+dist.barrier()  # nobody leaves while another still needs its answer
+dist.destroy_process_group()

@@ -1,0 +1,189 @@
+"""Every command of docs/from-the-seeds.md, run as it stands with options after it that make it small."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from checkouts import working_checkout
+from torch import Tensor, nn
+
+from osdp.models.config import GPT2Config
+from osdp.models.gpt2 import GPT2
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "from-the-seeds.md").read_text()
+COMMANDS = [
+    re.sub(r"\s+#.*", "", line)
+    for block in re.findall(r"^```sh\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)
+    for line in block.splitlines()
+]
+TRAINED = {"examples/train_gpt2.py": 60, "examples/odc_fsdp1.py": 40, "examples/odc_fsdp2.py": 40}
+"""Steps of the examples that are compared with one process in plain PyTorch."""
+LINEAR = "--hidden 16 --steps 1 --warmup_steps 2"
+PLAN = r"gpt2-1\.5b.*peak .* of 8\.00 GiB"
+RUN = r"device memory utilization: [\d.]+ MB / 512 MB .*overall system throughput: [\d.]+ seq/sec"
+TINY = r"^step 1: loss 6\.2114$.*^step 2: loss 5\.8317$.*^step 3: loss 5\.6100$.*^step 4: loss 5\.3568$"
+"""In plain PyTorch, as `test_tiny_examples.py` finds on one device."""
+BERT = RUN + ".*masked tokens held out of training: .*next sentences held out of training: "
+MEMORY = r"('stage': 'after model creation'.*){%d}"
+
+SMALL: dict[str, tuple[str, str]] = {
+    "osdp plan --model gpt2-1.5b --mem 8GB": ("", PLAN),
+    "osdp plan --model gpt2-1.5b --mem 8GB --pin 'blocks.*.mlp.up=split(4*shard)'":
+        ("--batch 2", r"Block: mlp\.up +30 +split\(4\*shard\), pinned.*peak .* of 8\.00 GiB"),
+    "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args group_sharding":
+        ("--steps 20", r"^step 20: loss 4\.\d+$"),
+    "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args communication_with_groups":
+        ("--steps 20", r"^step 20: loss 4\.\d+$"),
+    "sh scripts/script_gpt2_training.sh": ("--steps 3", "^OSDP trains gpt2-tiny.*" + RUN),
+    "sh scripts/script_gpt2_training.sh --fsdp_type FSDP": ("--steps 3", "^FSDP trains gpt2-tiny.*" + RUN),
+    "sh scripts/script_bert_training.sh --fsdp_args group_sharding":
+        ("--steps 3", "operators: group_shard:2 32;.*" + BERT),
+    "sh scripts/script_bert_training.sh --fsdp_args communication_with_groups":
+        ("--steps 3", "operators: hierarchical 32;.*" + BERT),
+    "sh scripts/script_bert_training.sh --fsdp_args none": ("--steps 3", "operators: shard 32;.*" + BERT),
+    "sh scripts/script_llm_odc_training.sh --packing kk --timeline steps.png":
+        ("--model tiny --steps 3 --samples 4 --max-length 32", r"ODC .* times"),
+    "python examples/tiny/single.py":
+        ("--steps 4 --trace traces/single", TINY),
+    "torchrun --nproc_per_node=2 examples/tiny/ddp.py":
+        ("--steps 4 --trace traces/ddp", TINY),
+    "torchrun --nproc_per_node=2 examples/tiny/zero3.py --evenness-priority 0":
+        ("--steps 4 --trace traces/zero3", r"cpu:1 keeps 0\.\d+ MiB; the fullest rank has 1\.0\d+.*" + TINY),
+    "torchrun --nproc_per_node=2 examples/tiny/fsdp.py --half --recompute":
+        ("--steps 4 --trace traces/fsdp", r"^step 1: loss 6\.2.*^step 4: loss 5\.3"),
+    "osdp partition --model gpt2": ("", r"^ +2 +237\.4 MiB +1\.0032 \(1\)"),
+    "osdp strategies --model gpt2 --cluster rtx4090-2": ("", r"shard +predicted +237\.4 MiB \(0\.50 P\)"),
+    "osdp strategies --model gpt2 --seq 64 --measure": ("--model gpt2-tiny --seq 16", r"(measured.*){6}"),
+    "cd examples; PYTHONPATH=. torchrun linear_example/train.py --data_parallel ddp --batch_size 8192":
+        (LINEAR, MEMORY % 1),
+    "cd examples; PYTHONPATH=. torchrun linear_example/train.py --data_parallel fsdp --batch_size 8192":
+        (LINEAR, MEMORY % 1),
+    "cd examples; PYTHONPATH=. torchrun linear_example/train.py --data_parallel fsdp --batch_size 8192 --cpu_offload":
+        (LINEAR, "warning: --cpu_offload has no effect on CPU"),
+    "cd examples; PYTHONPATH=. torchrun --nproc_per_node 2 linear_example/train.py --data_parallel fsdp "
+    "--batch_size 8192 --forward_prefetch --backward_prefetch BACKWARD_POST": (LINEAR, MEMORY % 2),
+    "cd examples; PYTHONPATH=. torchrun --nproc_per_node 2 linear_example/train.py --data_parallel fsdp "
+    "--batch_size 8192 --auto_wrap_policy size_based --min_num_params 1000": (LINEAR, MEMORY % 2),
+    "cd examples; PYTHONPATH=. torchrun --nproc_per_node 2 linear_example/train.py --compare --batch_size 8192":
+        (LINEAR, r"^ddp .*^fsdp .*^osdp "),
+}  # fmt: skip
+"""What is put after a command, and what it must say then."""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return working_checkout(tmp_path_factory.mktemp("seeds"))
+
+
+@cache
+def told(checkout: Path, command: str, small: str) -> str:
+    """Run a command as a shell does; return what it wrote."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                                "COLUMNS": "100"}  # fmt: skip
+    done = subprocess.run(["sh", "-c", f"{command} {small}"], cwd=checkout, env=environment, capture_output=True,
+                          text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def program_of(command: str) -> str:
+    """Return the last word of a command."""
+    return shlex.split(command)[-1]
+
+
+def test_the_page_has_these_commands_and_no_others() -> None:
+    compared = [command for command in COMMANDS if program_of(command) in TRAINED]
+    assert sorted(map(program_of, compared)) == sorted(TRAINED)
+    assert [command for command in COMMANDS if command not in compared] == list(SMALL)
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_a_command_does_what_the_page_says(command: str, checkout: Path) -> None:
+    small, said = SMALL[command]
+    output = told(checkout, command, small)
+    assert re.search(said, output, re.MULTILINE | re.DOTALL), output
+
+
+def test_what_the_commands_leave(checkout: Path) -> None:
+    """A timeline and traces where it was said, and TensorBoard's beside the linear example."""
+    for command, (small, _) in SMALL.items():
+        if folder := re.search(r"--trace (\S+)", small):
+            told(checkout, command, small)
+            ranks = 1 if command.startswith("python") else 2
+            names = {name for rank in range(ranks) for name in (f"memory-rank{rank}.png", f"trace-rank{rank}.json")}
+            assert {path.name for path in (checkout / folder[1]).iterdir()} == names
+    command = next(command for command in SMALL if "--timeline" in command)
+    told(checkout, command, SMALL[command][0])
+    assert (checkout / "steps.png").read_bytes().startswith(b"\x89PNG")
+    command = next(command for command in SMALL if "--compare" in command)
+    told(checkout, command, SMALL[command][0])
+    traces = (checkout / "examples" / "profiles").glob("*/rank1.*.pt.trace.json")
+    assert {trace.parent.name.partition("-")[0] for trace in traces} >= {"ddp", "fsdp", "osdp"}
+
+
+def test_groups_change_no_loss(checkout: Path) -> None:
+    outputs = [told(checkout, command, SMALL[command][0]) for command in SMALL if "bert_auto_wrap" in command]
+    losses = [re.findall(r"^step 20: loss (\S+)$", output, re.MULTILINE) for output in outputs]
+    assert len(losses) == 2
+    assert losses[0] == losses[1] != []
+
+
+# ---- The examples that train what one process trains ---------------------------------------------
+
+
+def reference(text: Tensor, layers: int, steps: int, micro_batches: Callable[[torch.Generator], int]) -> list[float]:
+    """Train in plain PyTorch on the micro-batches of both ranks; return rank 0's last loss every 20 steps."""
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(vocabulary_size=256, maximum_positions=64, hidden_size=64, layers=layers, heads=4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    found = []
+    for step in range(1, steps + 1):
+        losses: list[list[Tensor]] = []
+        for generator in generators:
+            losses.append([])
+            for _ in range(micro_batches(generator)):
+                starts = torch.randint(len(text) - 64, (8,), generator=generator)
+                tokens = torch.stack([text[start : start + 64] for start in starts])
+                losses[-1].append(model(tokens, labels=tokens))
+        torch.stack([loss for of_rank in losses for loss in of_rank]).mean().backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 0:
+            found.append(losses[0][-1].item())
+    return found
+
+
+@pytest.mark.parametrize("program", TRAINED)
+def test_an_example_trains_what_one_process_trains(program: str, checkout: Path) -> None:
+    command = next(command for command in COMMANDS if program_of(command) == program)
+    output = told(checkout, command, f"--trace traces/{Path(program).stem}")
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", output, re.MULTILINE)]
+    text = torch.tensor(list((ROOT / program).read_bytes()))
+    if program == "examples/train_gpt2.py":
+        wanted = reference(text, 4, TRAINED[program], lambda generator: 1)
+    else:
+        wanted = reference(text, 2, TRAINED[program],
+                           lambda generator: int(torch.randint(1, 4, (), generator=generator)))  # fmt: skip
+    assert losses == pytest.approx(wanted, abs=1e-3)  # of which the print rounds away half
+    assert losses[-1] < losses[0]
+    assert losses[-1] < 4.0  # of ln 256 = 5.5 at the start
+    files = {path.name for path in (checkout / "traces" / Path(program).stem).iterdir()}
+    assert files == {"memory-rank0.png", "memory-rank1.png", "trace-rank0.json", "trace-rank1.json"}
+
+
+def test_the_readme_shows_the_file() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert (ROOT / "examples" / "train_gpt2.py").read_text() in blocks
