@@ -11,16 +11,22 @@ import torch.distributed as dist
 from osdp.fairscale import FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap, gen_fsdp_args
 from osdp.models.bert import Bert
 from osdp.models.config import BertConfig
-from osdp.tracing import Tracer
+from osdp.tracing import TRACE_STEP, Tracer
 
 LENGTH, HIDDEN = 32, 0  # bytes of a sentence; the token in place of a masked one
 parser = argparse.ArgumentParser()
 parser.add_argument("--fsdp_args", default="group_sharding",
                     choices=("group_sharding", "communication_with_groups", "none"))  # fmt: skip
-parser.add_argument("--nnodes", type=int, default=2, help="machines, which the ranks of one may stand for (default 2)")
+parser.add_argument("--nnodes", type=int, help="machines; the ranks of one may stand for several, by default for 2")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--trace", help="folder for each rank's memory over a step, and a Chrome trace of another")
 options = parser.parse_args()
+ranks, machines = int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
+nnodes = (machines if machines > 1 else 2) if options.nnodes is None else options.nnodes
+if nnodes < 1 or ranks % nnodes:
+    parser.error(f"{ranks} ranks do not divide evenly into {nnodes} machines: torchrun --nproc_per_node, or --nnodes")
+if options.trace and options.steps < TRACE_STEP:
+    parser.error(f"--trace needs --steps {TRACE_STEP} or more")
 
 backend, device = "gloo", torch.device("cpu")
 if torch.cuda.is_available():
@@ -31,8 +37,7 @@ dist.init_process_group(backend)
 torch.manual_seed(0)
 model = Bert(BertConfig(vocabulary_size=256, maximum_positions=2 * LENGTH, token_types=2, hidden_size=64, layers=2,
                         heads=4, intermediate_size=256)).to(device)  # fmt: skip
-ranks_of_a_node = dist.get_world_size() // options.nnodes
-fsdp_args = gen_fsdp_args(options.nnodes, ranks_of_a_node, gsdp_type=options.fsdp_args, model_type="my-bert")
+fsdp_args = gen_fsdp_args(nnodes, ranks // nnodes, gsdp_type=options.fsdp_args, model_type="my-bert")
 with enable_wrap(wrapper_cls=FSDP, **fsdp_args):
     my_auto_wrap_policy = functools.partial(default_auto_wrap_policy, min_num_params=4000)
     model = auto_wrap(model, auto_wrap_policy=my_auto_wrap_policy)
@@ -58,5 +63,5 @@ for step in range(1, options.steps + 1):
     if dist.get_rank() == 0 and step % 20 == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 
-dist.barrier()  # nobody leaves while another still needs its answer
+dist.barrier()  # gloo's threads end what they do; one that is still at it when Python ends aborts the process
 dist.destroy_process_group()

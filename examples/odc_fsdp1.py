@@ -53,5 +53,5 @@ for step in range(1, 41):
         print(f"step {step}: loss {loss.item():.3f}")
 
 fsdp1.stop()  # 4. closes the windows; the model is FSDP1's own again
-dist.barrier()  # nobody leaves while another still needs its answer
+dist.barrier()  # gloo's threads end what they do; one that is still at it when Python ends aborts the process
 dist.destroy_process_group()

@@ -43,5 +43,5 @@ for step in range(1, 61):
         print(f"step {step}: loss {loss.item():.3f}")
 
 weights = model.full_state_dict()  # whole tensors under the names of GPT2, on rank 0
-dist.barrier()  # nobody leaves while another still needs its answer
+dist.barrier()  # gloo's threads end what they do; one that is still at it when Python ends aborts the process
 dist.destroy_process_group()

@@ -23,7 +23,7 @@ from profiler.errors import OsdpError
 from profiler.graph import ModelGraph
 from profiler.source import ModelSource
 from profiler.trace import trace_model
-from runtime.agreement import Ranks, agree, from_rank_0
+from runtime.agreement import Agreement, agree, from_rank_0
 from runtime.compiler import compile_plan
 from runtime.meshes import check_process_group, check_world
 from runtime.schedule import Schedule
@@ -44,7 +44,7 @@ def prepare(model: nn.Module | Callable[[], Any], description: Described, device
             example_inputs: Callable[..., Any] | None) -> tuple[Plan, Schedule]:  # fmt: skip
     """Return the plan and its schedule, the same on all ranks. A collective call; raises OsdpError."""
     check_process_group()
-    ranks = Ranks.all()
+    ranks = Agreement.all()
     traced = ranks.together("trace the model", lambda: _trace(model, description, device_info, example_inputs))
     given = ranks.gather("tell whether it has a plan", lambda: isinstance(traced.wish, Plan))
     if len(set(given)) > 1:

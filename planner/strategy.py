@@ -305,7 +305,8 @@ def parse_strategy(text: str, cluster: Cluster) -> Strategy:
     if given is not None and (free := known.get(f"owner{given[2]}")) is not None:
         return _owned_by(free, int(given[1]), cluster)
     if text not in known:
-        if cluster.world_size == 1 and text.partition("+")[0].partition(":")[0] in STRATEGIES:
+        name = re.fullmatch(r"([a-z_]+)(?:[:@][0-9]+)?(?:\+offload)?", text)
+        if cluster.world_size == 1 and name is not None and name[1] in STRATEGIES and name[1] not in known:
             raise OsdpError(f"{text} needs several ranks", got="1 rank", expected=", ".join(known),
                             advice="two ranks or more: torchrun --nproc_per_node, or --gpus-per-node")  # fmt: skip
         plain = [name for name, strategy in known.items() if not strategy.offload]

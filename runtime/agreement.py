@@ -26,8 +26,8 @@ class _Outcome(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """The ranks that agree: all of the default process group, or this process alone."""
+class Agreement:
+    """Ranks that agree: all of the default process group, or this process alone."""
 
     group: dist.ProcessGroup | None
     """A gloo group of its own, so that a background thread may use it while the model trains."""
@@ -35,7 +35,7 @@ class Ranks:
     count: int
 
     @classmethod
-    def all(cls) -> Ranks:
+    def all(cls) -> Agreement:
         """Return all ranks; the first call is collective, because it makes the group."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls(None, 0, 1)
@@ -78,13 +78,13 @@ class Ranks:
 
 def from_rank_0(doing: str, make: Callable[[], T]) -> T:
     """Return on every rank what `make` returns on rank 0, or raise what it raises there. Collective."""
-    ranks = Ranks.all()
+    ranks = Agreement.all()
     return cast(T, ranks.gather(doing, lambda: make() if ranks.rank == 0 else None)[0])
 
 
 def agree(what: str, value: str, advice: str) -> None:
     """Raise OsdpError on every rank if the ranks' values differ. Collective."""
-    values = Ranks.all().gather(f"tell {what}", lambda: value)
+    values = Agreement.all().gather(f"tell {what}", lambda: value)
     odd = [str(rank) for rank, other in enumerate(values) if other != values[0]]
     if odd:
         raise OsdpError(f"{what} is not the same on all ranks", got=f"ranks {', '.join(odd[:8])} differ from rank 0",

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from profiler.errors import OsdpError
 from runtime import checkpoint_folder as folders
-from runtime.agreement import Ranks, peer_errors
+from runtime.agreement import Agreement, peer_errors
 from runtime.checkpoint_folder import latest, prune
 from runtime.checkpoint_format import (
     Manifest,
@@ -109,7 +109,7 @@ def save(
     global _under_way
     path = Path(path)
     _settle()
-    ranks = Ranks.all()
+    ranks = Agreement.all()
     with torch.no_grad():
         state = ranks.together(f"save {path}", lambda: _take(module, pieces, optimizer, extra, ranks, asynchronous))
     if asynchronous:
@@ -137,7 +137,7 @@ def load(
     """
     path = Path(path)
     _settle()
-    ranks = Ranks.all()
+    ranks = Agreement.all()
     targets = model_tensors(module, pieces)
     manifest = ranks.together(f"load {path}", lambda: _checked_manifest(path, targets, pieces, optimizer))
     ranks.together(f"check {path}", lambda: _check_share(path, manifest, ranks))
@@ -155,7 +155,7 @@ def _settle() -> None:
 
 
 def _take(module: nn.Module, pieces: Sequence[Piece], optimizer: Optimizer | None,
-          extra: Mapping[str, Any] | None, ranks: Ranks, copies: bool) -> _State:  # fmt: skip
+          extra: Mapping[str, Any] | None, ranks: Agreement, copies: bool) -> _State:  # fmt: skip
     """Return this rank's contribution, sharing the model's memory or as copies on the host."""
     extra = dict(extra or {})
     _check_plain(extra, "extra")
@@ -187,7 +187,7 @@ def _check_plain(value: object, at: str) -> None:
         raise OsdpError(f"{at} cannot be saved", got=f"a {type(value).__name__}", expected=expected)
 
 
-def _write(path: Path, state: _State, ranks: Ranks) -> None:
+def _write(path: Path, state: _State, ranks: Agreement) -> None:
     """Write what all ranks have taken, and put it in its place."""
     partial = path.with_name(path.name + folders.PARTIAL)
     try:
@@ -204,7 +204,7 @@ def _write(path: Path, state: _State, ranks: Ranks) -> None:
         raise
 
 
-def _write_tensors(folder: Path, tensors: dict[str, GlobalTensor], ranks: Ranks) -> Metadata:
+def _write_tensors(folder: Path, tensors: dict[str, GlobalTensor], ranks: Agreement) -> Metadata:
     """Have DCP write the tensors, each part by one of the ranks that hold it."""
     with peer_errors(f"write to {folder}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -255,7 +255,7 @@ def _checked_manifest(path: Path, targets: Mapping[str, GlobalTensor], pieces: S
     return manifest
 
 
-def _check_share(path: Path, manifest: Manifest, ranks: Ranks) -> None:
+def _check_share(path: Path, manifest: Manifest, ranks: Agreement) -> None:
     """Check the contents of every `count`-th file."""
     try:
         folders.check_contents(path, manifest, sorted(manifest.files)[ranks.rank :: ranks.count])
@@ -263,7 +263,7 @@ def _check_share(path: Path, manifest: Manifest, ranks: Ranks) -> None:
         raise folders.refusal(path, fault) from fault
 
 
-def _read(path: Path, manifest: Manifest, targets: dict[str, GlobalTensor], ranks: Ranks) -> None:
+def _read(path: Path, manifest: Manifest, targets: dict[str, GlobalTensor], ranks: Agreement) -> None:
     """Have DCP read what this rank holds of the tensors, in place."""
     with peer_errors(f"read {path}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -11,8 +11,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def working_checkout(folder: Path) -> Path:
-    """Return a copy in which the commands of the documents run, on the Python and the installed OSDP of the tests."""
+    """Return a copy in which the commands of the documents run if its `.venv/bin` is first on `PATH`.
+
+    They run on the Python and the installed OSDP of the tests, and see no GPU.
+    """
     root = _checkout(folder, f'exec "{sys.executable}" -m osdp "$@"')
+    for name, command in (("torchrun", f'exec "{sys.executable}" -m torch.distributed.run "$@"'),
+                          ("nvidia-smi", "exit 9")):  # fmt: skip
+        _program(root / ".venv" / "bin" / name, command)
     for name in ("configs", "examples"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "profiles"))
     shutil.copy(ROOT / "LICENSE", root)
@@ -31,9 +37,8 @@ def _checkout(folder: Path, osdp: str) -> Path:
         shutil.copy(ROOT / name, root)
     programs = root / ".venv" / "bin"
     programs.mkdir(parents=True)
-    for name, command in (("python", f'exec "{sys.executable}" "$@"'), ("osdp", osdp)):
-        (programs / name).write_text(f"#!/bin/sh\n{command}\n")
-        (programs / name).chmod(0o755)
+    _program(programs / "python", f'exec "{sys.executable}" "$@"')
+    _program(programs / "osdp", osdp)
     version = ".".join(map(str, sys.version_info[:3]))
     stamp = subprocess.run(
         ["sh", "-c", f'root=$1; . "$root/scripts/_environment.sh"; stamp_for {version} ""', "sh", str(root)],
@@ -41,3 +46,8 @@ def _checkout(folder: Path, osdp: str) -> Path:
     )  # fmt: skip
     (root / ".venv" / "osdp-stamp").write_text(stamp.stdout)
     return root
+
+
+def _program(path: Path, command: str) -> None:
+    path.write_text(f"#!/bin/sh\n{command}\n")
+    path.chmod(0o755)

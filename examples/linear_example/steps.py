@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -124,6 +125,7 @@ def _timed(step: Callable[[], None], device: torch.device) -> float:
 
 def _profile(step: Callable[[], None], device: torch.device, folder: Path, rank: int) -> None:
     """Run a few steps and leave their trace in the folder, in the form that TensorBoard's plugin reads."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler says on every rank when it starts and stops
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(
         activities=activities,

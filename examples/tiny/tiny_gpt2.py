@@ -92,5 +92,5 @@ def train(name: str, model: nn.Module, options: argparse.Namespace, device: torc
     if rank == 0 and options.json:
         print(json.dumps({"program": name, "ranks": ranks, "losses": losses}))
     if dist.is_initialized():
-        dist.barrier()  # nobody leaves while another still needs its answer
+        dist.barrier()  # gloo's threads end what they do; one that is still at it when Python ends aborts the process
         dist.destroy_process_group()

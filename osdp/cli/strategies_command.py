@@ -35,7 +35,8 @@ def strategies(
     nodes: options.Nodes = None,
     gpus_per_node: options.GpusPerNode = None,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="As plans write them; repeatable. Default: replicate, owner, shard.")
+        list[str] | None,
+        typer.Option(help="As plans write them; repeatable. Default: replicate, owner, shard; on one rank replicate."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples of a rank.")] = 1,
     seq: options.SequenceLength = None,

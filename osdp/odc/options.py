@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from profiler.errors import OsdpError
-from runtime.agreement import Ranks, agree
+from runtime.agreement import Agreement, agree
 from runtime.meshes import check_process_group
 
 
@@ -50,7 +50,9 @@ def init(*, ordered: bool = False, timeout_s: float | None = None, accumulation:
     """
     global _options
     check_process_group("odc.init()")
-    options = Ranks.all().together("check what odc.init() was given", lambda: Options(ordered, timeout_s, accumulation))
+    options = Agreement.all().together(
+        "check what odc.init() was given", lambda: Options(ordered, timeout_s, accumulation)
+    )
     agree("what odc.init() was given", str(options), "the same options on every rank")
     if _options not in (None, options):
         raise OsdpError("odc.init() was called before with other options", got=str(options), expected=str(_options),

@@ -40,7 +40,7 @@ from profiler.measured import CallTimes, CollectiveTimes, OptimizerTimes, call_k
 from profiler.optimizer_times import optimizer_times
 from profiler.source import ModelSource
 from profiler.trace import trace_model
-from runtime.agreement import Ranks
+from runtime.agreement import Agreement
 from runtime.optimizers import OPTIMIZERS
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class _Session:
 
     def __init__(self, wanted: Wanted, device: torch.device, state: State, progress: Progress) -> None:
         self.wanted, self.device, self.state, self.progress = wanted, device, state, progress
-        self.ranks = Ranks.all()
+        self.ranks = Agreement.all()
         self.nodes, self.ranks_per_node = grid()
 
     def run(self) -> Findings:

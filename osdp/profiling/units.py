@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from osdp.profiling.device import timed_s
 from planner.strategy import Strategy
 from profiler.measured import CollectiveTimes
-from runtime.agreement import Ranks
+from runtime.agreement import Agreement
 from runtime.meshes import Meshes
 from runtime.odc.exchange import Exchange
 from runtime.odc.unit import OneSidedUnit
@@ -91,7 +91,7 @@ def measure_units(times: tuple[CollectiveTimes, ...], nodes: int, ranks_per_node
             seconds.append(timed_s(partial(stack.run, x), device))
             stack.finish()
         found.append(seconds)
-    everyone = Ranks.all().gather("measure units", lambda: found[WARM_UP_ROUNDS:])
+    everyone = Agreement.all().gather("measure units", lambda: found[WARM_UP_ROUNDS:])
     rounds = list(zip(*everyone, strict=True))
     plain_s = median(fmean(one[0] for one in of_ranks) for of_ranks in rounds)
 

@@ -56,7 +56,8 @@ class Nodes:
         if not 0 <= self.index < self.count:
             raise OsdpError("there is no such node", got=f"--node-rank {self.index}",
                             expected=f"from 0 to {self.count - 1}")  # fmt: skip
-        if self.count > 1 and not self.endpoint.partition(":")[2].isdecimal():
+        port = self.endpoint.partition(":")[2]
+        if self.count > 1 and not (port.isdecimal() and 0 < int(port) < 2**16):
             raise OsdpError("several nodes need a place to meet", got=self.endpoint or "no --rdzv-endpoint",
                             expected="--rdzv-endpoint HOST:PORT of node 0, the same on every node")  # fmt: skip
 
@@ -122,7 +123,7 @@ def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[None]:
             kept = store(timeout_s)
         except dist.DistNetworkError as error:
             raise OsdpError("node 0 cannot listen where the nodes are to meet", got=f"{nodes.endpoint}: {error}",
-                            expected="a free port of this machine", advice="another port") from None  # fmt: skip
+                            expected="an address of this machine and a free port") from None  # fmt: skip
         yield
         with suppress(dist.DistError):  # a node that was lost at the very end
             kept.wait(left, timedelta(seconds=_SHUTDOWN_S))

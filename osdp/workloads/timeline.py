@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from osdp.api import OSDP
 from profiler.errors import OsdpError
-from runtime.agreement import Ranks
+from runtime.agreement import Agreement
 from runtime.torch_compat import AllGather, ReduceScatter, communication_of
 
 Kind = Literal["compute", "communication", "waiting"]
@@ -140,7 +140,7 @@ def record_step(model: OSDP) -> Iterator[Recorder]:
 
 def gather_recordings(recording: Recording) -> list[Recording]:
     """Return the recordings of all ranks. A collective call; raises OsdpError if ranks have different clocks."""
-    told = Ranks.all().gather("tell what it did", lambda: (_machine(), recording))
+    told = Agreement.all().gather("tell what it did", lambda: (_machine(), recording))
     machines = {machine for machine, _ in told}
     if len(machines) > 1:
         raise OsdpError("a timeline cannot compare the clocks of several machines", got=f"{len(machines)} machines",

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.strategy import Strategy
-from runtime.agreement import Ranks
+from runtime.agreement import Agreement
 from runtime.faults import PeerLost, naming_peers
 from runtime.liveness import announce
 from runtime.meshes import Meshes
@@ -158,7 +158,7 @@ class Exchange:
         if rehearses():
             open_windows()
         else:  # What is refused in one group is refused in all, which would else wait for it.
-            Ranks.all().together("open windows", open_windows)
+            Agreement.all().together("open windows", open_windows)
         transport = self._opened[-1]
         for unit, window in zip(units, transport.windows, strict=False):
             unit.use(window, self.open)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from runtime.agreement import Ranks
+from runtime.agreement import Agreement
 from runtime.faults import PeerLost
 from runtime.odc.segment import CLOSED, FLAGS, HEADER_BYTES, OPEN, Patience, Segment
 from runtime.odc.windows import names
@@ -19,7 +19,7 @@ from runtime.odc.windows import names
 class MeetingPlace:
     """The segments of all ranks of a group, as this rank has them mapped."""
 
-    def __init__(self, agreement: Ranks, ranks: tuple[int, ...], rank: int, size_bytes: int = HEADER_BYTES) -> None:
+    def __init__(self, agreement: Agreement, ranks: tuple[int, ...], rank: int, size_bytes: int = HEADER_BYTES) -> None:
         """Make this rank's segment and map those of the others. Collective; no file has a name when it ends.
 
         Args:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
-from runtime.agreement import Ranks
+from runtime.agreement import Agreement
 from runtime.faults import PeerLost
 from runtime.odc.meeting import MeetingPlace
 from runtime.odc.segment import FOLDER, HEADER_BYTES, Patience
@@ -167,7 +167,7 @@ class SharedMemoryTransport(Transport):
 def can_share(group: dist.ProcessGroup) -> str:
     """Return why the ranks of a group cannot share memory; empty if they can. Collective."""
     ranks = dist.get_process_group_ranks(group)
-    places = Ranks(group, dist.get_rank(), group.size()).gather("look for shared memory", _shared_place)
+    places = Agreement(group, dist.get_rank(), group.size()).gather("look for shared memory", _shared_place)
     for rank, (place, reason) in zip(ranks, places, strict=True):
         if reason:
             return f"rank {rank} {reason}"

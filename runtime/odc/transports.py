@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from profiler.errors import OsdpError
-from runtime.agreement import Ranks
+from runtime.agreement import Agreement
 from runtime.faults import PeerLost
 from runtime.odc.cupy_device import CupyDevice, first_line
 from runtime.odc.device import Device
@@ -44,7 +44,7 @@ def open_transport(group: dist.ProcessGroup, specs: Sequence[WindowSpec], device
         return RehearsedTransport(group, specs, timeout_s, ordered)
     if device_type == "cpu":
         return SharedMemoryTransport(group, specs, timeout_s, ordered)
-    device = Ranks(group, dist.get_rank(), group.size()).together("find its GPU", CupyDevice)
+    device = Agreement(group, dist.get_rank(), group.size()).together("find its GPU", CupyDevice)
     return DeviceTransport(group, specs, device, timeout_s, ordered)
 
 
@@ -65,7 +65,7 @@ def why_none_anywhere(groups: Sequence[dist.ProcessGroup], device_type: str) -> 
     def look() -> str:
         return next(filter(None, [why_none(group, device_type) for group in groups]), "")
 
-    return next(filter(None, Ranks.all().gather("look for windows", look)), "")
+    return next(filter(None, Agreement.all().gather("look for windows", look)), "")
 
 
 def why_no_windows(group: dist.ProcessGroup, find: Callable[[], Device]) -> str:
@@ -73,7 +73,7 @@ def why_no_windows(group: dist.ProcessGroup, find: Callable[[], Device]) -> str:
 
     `find` returns this rank's GPU or raises OsdpError.
     """
-    agreement = Ranks(group, dist.get_rank(), group.size())
+    agreement = Agreement(group, dist.get_rank(), group.size())
     ranks = dist.get_process_group_ranks(group)
     found: list[Device] = []
 

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
-from runtime.agreement import Ranks
+from runtime.agreement import Agreement
 
 FORMAT = 1
 """Of the shared memory; ranks must have the same."""
@@ -156,7 +156,7 @@ class Transport(ABC):
         """Numbers in the world, for messages."""
         self.rank, self.timeout_s, self.ordered, self.meetings = group.rank(), timeout_s, ordered, 0
         self.windows = tuple(Window(self, index, spec) for index, spec in enumerate(specs))
-        self.agreement = Ranks(group, dist.get_rank(), group.size())
+        self.agreement = Agreement(group, dist.get_rank(), group.size())
         self._unusable = ""
         self._check_same(specs)
 

@@ -1,4 +1,4 @@
-"""The memory tracker on FSDP2 with real tensors: shards at rest, gathered parameters in between."""
+"""The memory tracker on FSDP with real tensors: shards at rest, gathered parameters in between."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from osdp.tracing import recorded
 from runtime.memory_tracker import LiveBytes
 
 SHARD = 64 * 256 * 4
@@ -43,3 +44,27 @@ def test_shards_at_rest_and_gathered_parameters_at_the_peak() -> None:
         assert phase == "backward"
         # Two layers gathered (prefetch), a third one's gradient whole, one reduced: 13 shards at the least.
         assert parameters_and_gradients + 3 * 4 * SHARD <= peak_bytes <= parameters_and_gradients + 6 * 4 * SHARD
+
+
+def _step_of_fsdp1(rank: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Return a second step's first and last moment, and the most of every category."""
+    model = FullyShardedDataParallel(nn.Linear(256, 256, bias=False), device_id=torch.device("cpu"),
+                                     use_orig_params=True)  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        with recorded(model, optimizer) as moments:
+            model(torch.ones(1, 256)).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    names = {name for moment in moments for name in moment.categories}
+    most = {name: max(moment.categories.get(name, 0) for moment in moments) for name in names}
+    return moments[0].categories, moments[-1].categories, most
+
+
+def test_fsdp1_computes_with_a_view_of_what_it_gathers() -> None:
+    half = 2 * SHARD
+    for first, last, most in run_ranks(_step_of_fsdp1, 2):
+        assert first == {"parameters": half, "optimizer": half}
+        assert (last["parameters"], last["optimizer"], last["gradients"]) == (half, half, half)
+        assert most["unsharded_parameters"] == 2 * half
+        assert most["gradients"] == half

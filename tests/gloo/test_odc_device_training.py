@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from host_device import FOLDER, HostDevice, build_kernels
-from parity import Case, Trained, compare, reference, train
+from parity import TOLERANCE, Case, Trained, compare, reference, train
 from ranks import run_ranks
 
 from runtime.odc import exchange
@@ -19,7 +19,6 @@ CASES = (
     Case("uneven", {}, "odc:2", nodes=1, precision="bf16"),
     Case("llama", {}, "odc_ordered:2", nodes=1, accumulation=2),
 )
-TOLERANCE = {"fp32": (1e-5, 2e-6), "bf16": (2e-3, 2e-4)}
 
 
 def _trains(rank: int, library: Path, prefix: str) -> list[tuple[Trained | None, int]]:

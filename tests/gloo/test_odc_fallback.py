@@ -6,7 +6,7 @@ import warnings
 from functools import partial
 
 import torch
-from parity import Case, compare, graph_of, reference, train
+from parity import TOLERANCE, Case, compare, graph_of, reference, train
 from ranks import run_ranks
 from toys import Blocks, batch_of, loss_of, plan_of, seeded
 
@@ -17,7 +17,6 @@ CASES = (
     Case("gpt2", {}, "odc_ordered:2", accumulation=2),
     Case("gpt2", {graph_of("gpt2").operators[0].name: "shard"}, "odc:2", precision="bf16"),
 )
-TOLERANCE = {"fp32": (1e-5, 2e-6), "bf16": (2e-3, 2e-4)}
 
 
 def lacks_memory(rank: int) -> None:

@@ -6,8 +6,7 @@ import os
 import re
 import shlex
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -21,61 +20,74 @@ from osdp.models.gpt2 import GPT2
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "from-the-seeds.md").read_text()
-COMMANDS = [
-    re.sub(r"\s+#.*", "", line)
-    for block in re.findall(r"^```sh\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)
-    for line in block.splitlines()
-]
+
+
+def commands() -> Iterator[str]:
+    """Yield the page's commands; a line that goes to a folder is for all that come after it in its block."""
+    for block in re.findall(r"^```sh\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE):
+        there = ""
+        for line in block.splitlines():
+            command = re.sub(r"\s+#.*", "", line)
+            if command.startswith("cd "):
+                there = f"{command}; "
+            else:
+                yield there + command
+
+
+COMMANDS = tuple(commands())
 TRAINED = {"examples/train_gpt2.py": 60, "examples/odc_fsdp1.py": 40, "examples/odc_fsdp2.py": 40}
 """Steps of the examples that are compared with one process in plain PyTorch."""
+TUTORIAL, TUTORIAL_OF_TWO = (
+    f"cd examples; export PYTHONPATH=.; torchrun {ranks}linear_example/train.py"
+    for ranks in ("", "--nproc_per_node 2 ")
+)
 LINEAR = "--hidden 16 --steps 1 --warmup_steps 2"
 PLAN = r"gpt2-1\.5b.*peak .* of 8\.00 GiB"
-RUN = r"device memory utilization: [\d.]+ MB / 512 MB .*overall system throughput: [\d.]+ seq/sec"
-TINY = r"^step 1: loss 6\.2114$.*^step 2: loss 5\.8317$.*^step 3: loss 5\.6100$.*^step 4: loss 5\.3568$"
-"""In plain PyTorch, as `test_tiny_examples.py` finds on one device."""
+RUN = r"memory utilization: [\d.]+ MB / 512 MB \(measured.*overall system throughput: [\d.]+ seq/sec \(measured"
+TINY = ("single", "ddp", "zero3")
+"""Programs whose losses are those in docs/tiny-fsdp.md, which are plain PyTorch's (`test_tiny_examples.py`)."""
+TRAINS = r" trains bert-tiny \(183,878 parameters\) on 4 ranks \(2 x 2\), cpu \(gloo\).*"
 BERT = RUN + ".*masked tokens held out of training: .*next sentences held out of training: "
-MEMORY = r"('stage': 'after model creation'.*){%d}"
+MEMORY = r"('log_key': 'memory'.*){%d}"
 
 SMALL: dict[str, tuple[str, str]] = {
     "osdp plan --model gpt2-1.5b --mem 8GB": ("", PLAN),
     "osdp plan --model gpt2-1.5b --mem 8GB --pin 'blocks.*.mlp.up=split(4*shard)'":
         ("--batch 2", r"Block: mlp\.up +30 +split\(4\*shard\), pinned.*peak .* of 8\.00 GiB"),
     "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args group_sharding":
-        ("--steps 20", r"^step 20: loss 4\.\d+$"),
+        ("--steps 20 --trace traces/bert", r"^step 20: loss 4\.\d+$"),
     "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args communication_with_groups":
         ("--steps 20", r"^step 20: loss 4\.\d+$"),
     "sh scripts/script_gpt2_training.sh": ("--steps 3", "^OSDP trains gpt2-tiny.*" + RUN),
     "sh scripts/script_gpt2_training.sh --fsdp_type FSDP": ("--steps 3", "^FSDP trains gpt2-tiny.*" + RUN),
     "sh scripts/script_bert_training.sh --fsdp_args group_sharding":
-        ("--steps 3", "operators: group_shard:2 32;.*" + BERT),
+        ("--steps 3", "^FSDP with group_sharding" + TRAINS + "operators: group_shard:2 32;.*" + BERT),
     "sh scripts/script_bert_training.sh --fsdp_args communication_with_groups":
-        ("--steps 3", "operators: hierarchical 32;.*" + BERT),
-    "sh scripts/script_bert_training.sh --fsdp_args none": ("--steps 3", "operators: shard 32;.*" + BERT),
+        ("--steps 3", "^FSDP with communication_with_groups" + TRAINS + "operators: hierarchical 32;.*" + BERT),
+    "sh scripts/script_bert_training.sh --fsdp_args none":
+        ("--steps 3", "^FSDP" + TRAINS + "operators: shard 32;.*" + BERT),
     "sh scripts/script_llm_odc_training.sh --packing kk --timeline steps.png":
         ("--model tiny --steps 3 --samples 4 --max-length 32", r"ODC .* times"),
     "python examples/tiny/single.py":
-        ("--steps 4 --trace traces/single", TINY),
+        ("--steps 4 --trace traces/single", "^step 4: "),
     "torchrun --nproc_per_node=2 examples/tiny/ddp.py":
-        ("--steps 4 --trace traces/ddp", TINY),
+        ("--steps 4 --trace traces/ddp", "^step 4: "),
     "torchrun --nproc_per_node=2 examples/tiny/zero3.py --evenness-priority 0":
-        ("--steps 4 --trace traces/zero3", r"cpu:1 keeps 0\.\d+ MiB; the fullest rank has 1\.0\d+.*" + TINY),
+        ("--steps 4 --trace traces/zero3", r"cpu:1 keeps 0\.\d+ MiB; the fullest rank has 1\.0\d+"),
     "torchrun --nproc_per_node=2 examples/tiny/fsdp.py --half --recompute":
-        ("--steps 4 --trace traces/fsdp", r"^step 1: loss 6\.2.*^step 4: loss 5\.3"),
+        ("--steps 4 --trace traces/fsdp", r"^step 4: loss 5\.3"),
     "osdp partition --model gpt2": ("", r"^ +2 +237\.4 MiB +1\.0032 \(1\)"),
     "osdp strategies --model gpt2 --cluster rtx4090-2": ("", r"shard +predicted +237\.4 MiB \(0\.50 P\)"),
     "osdp strategies --model gpt2 --seq 64 --measure": ("--model gpt2-tiny --seq 16", r"(measured.*){6}"),
-    "cd examples; PYTHONPATH=. torchrun linear_example/train.py --data_parallel ddp --batch_size 8192":
-        (LINEAR, MEMORY % 1),
-    "cd examples; PYTHONPATH=. torchrun linear_example/train.py --data_parallel fsdp --batch_size 8192":
-        (LINEAR, MEMORY % 1),
-    "cd examples; PYTHONPATH=. torchrun linear_example/train.py --data_parallel fsdp --batch_size 8192 --cpu_offload":
+    f"{TUTORIAL} --data_parallel ddp --batch_size 8192": (LINEAR, MEMORY % 3),
+    f"{TUTORIAL} --data_parallel fsdp --batch_size 8192": (LINEAR, MEMORY % 3),
+    f"{TUTORIAL} --data_parallel fsdp --batch_size 8192 --cpu_offload":
         (LINEAR, "warning: --cpu_offload has no effect on CPU"),
-    "cd examples; PYTHONPATH=. torchrun --nproc_per_node 2 linear_example/train.py --data_parallel fsdp "
-    "--batch_size 8192 --forward_prefetch --backward_prefetch BACKWARD_POST": (LINEAR, MEMORY % 2),
-    "cd examples; PYTHONPATH=. torchrun --nproc_per_node 2 linear_example/train.py --data_parallel fsdp "
-    "--batch_size 8192 --auto_wrap_policy size_based --min_num_params 1000": (LINEAR, MEMORY % 2),
-    "cd examples; PYTHONPATH=. torchrun --nproc_per_node 2 linear_example/train.py --compare --batch_size 8192":
-        (LINEAR, r"^ddp .*^fsdp .*^osdp "),
+    f"{TUTORIAL_OF_TWO} --data_parallel fsdp --batch_size 8192 --forward_prefetch --backward_prefetch BACKWARD_POST":
+        (LINEAR, MEMORY % 6),
+    f"{TUTORIAL_OF_TWO} --data_parallel fsdp --batch_size 8192 --auto_wrap_policy size_based --min_num_params 1000":
+        (LINEAR, MEMORY % 6),
+    f"{TUTORIAL_OF_TWO} --compare --batch_size 8192": (LINEAR, r"^ddp .*^fsdp .*^osdp "),
 }  # fmt: skip
 """What is put after a command, and what it must say then."""
 
@@ -87,13 +99,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def told(checkout: Path, command: str, small: str) -> str:
-    """Run a command as a shell does; return what it wrote."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """Run a command as a shell does; return what it printed. It may say how far it is, and warn in OSDP's own words."""
+    path = f"{checkout / '.venv' / 'bin'}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                                 "COLUMNS": "100"}  # fmt: skip
     done = subprocess.run(["sh", "-c", f"{command} {small}"], cwd=checkout, env=environment, capture_output=True,
                           text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if not line.startswith(("osdp: ", "warning: "))] == []
     return done.stdout + done.stderr
 
 
@@ -120,7 +133,7 @@ def test_what_the_commands_leave(checkout: Path) -> None:
     for command, (small, _) in SMALL.items():
         if folder := re.search(r"--trace (\S+)", small):
             told(checkout, command, small)
-            ranks = 1 if command.startswith("python") else 2
+            ranks = 1 if command.startswith("python") else int(command.partition("nproc_per_node")[2][1])
             names = {name for rank in range(ranks) for name in (f"memory-rank{rank}.png", f"trace-rank{rank}.json")}
             assert {path.name for path in (checkout / folder[1]).iterdir()} == names
     command = next(command for command in SMALL if "--timeline" in command)
@@ -130,6 +143,18 @@ def test_what_the_commands_leave(checkout: Path) -> None:
     told(checkout, command, SMALL[command][0])
     traces = (checkout / "examples" / "profiles").glob("*/rank1.*.pt.trace.json")
     assert {trace.parent.name.partition("-")[0] for trace in traces} >= {"ddp", "fsdp", "osdp"}
+
+
+@pytest.mark.parametrize("program", TINY)
+def test_the_small_programs_lose_what_their_page_says(program: str, checkout: Path) -> None:
+    page = (ROOT / "docs" / "tiny-fsdp.md").read_text()
+    command = next(command for command in SMALL if f"tiny/{program}.py" in command)
+    shown, found = (
+        [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", text, re.MULTILINE)]
+        for text in (page, told(checkout, command, SMALL[command][0]))
+    )
+    assert len(shown) == 4
+    assert found == pytest.approx(shown, abs=1e-4)
 
 
 def test_groups_change_no_loss(checkout: Path) -> None:

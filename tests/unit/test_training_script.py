@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from checkouts import stub_checkout
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
