@@ -32,7 +32,7 @@ from profiler.trace import trace_model
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
 PATIENCE_S = 100.0
-QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budget-s", "30", "--device", "cpu")
+QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budget-s", "20", "--device", "cpu")
 
 
 def osdp(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
