@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from profiler.errors import OsdpError
+
+FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_drawing(what: str, otherwise: str = "") -> None:
@@ -12,3 +16,13 @@ def check_drawing(what: str, otherwise: str = "") -> None:
     except ImportError:
         advice = "pip install 'osdp[plot]' or matplotlib" + (f"; or {otherwise}" if otherwise else "")
         raise OsdpError(f"{what} needs matplotlib, which is not installed", advice=advice) from None
+
+
+def check_picture(path: Path, what: str, otherwise: str) -> None:
+    """Raise OsdpError if no picture can be drawn into `path`; the others are as in `check_drawing`."""
+    check_drawing(what, otherwise)
+    if path.suffix not in FORMATS:
+        raise OsdpError(f"{path} is no picture that can be drawn", got=path.suffix or "no suffix",
+                        expected=", ".join(FORMATS))  # fmt: skip
+    if not path.parent.is_dir():
+        raise OsdpError(f"{path} cannot be written", got="no such directory", advice=f"mkdir -p {path.parent}")

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from osdp.drawing import check_drawing
+from osdp.drawing import check_picture
 from osdp.questions import FrontierRow
-from profiler.errors import OsdpError
 from profiler.units import GIB
-
-FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
     """Raise OsdpError if no picture can be drawn into `path`."""
-    check_drawing("--plot", "no --plot, as the report has bars")
-    if path.suffix not in FORMATS:
-        raise OsdpError(f"{path} is no picture that can be drawn", got=path.suffix or "no suffix",
-                        expected=", ".join(FORMATS))  # fmt: skip
-    if not path.parent.is_dir():
-        raise OsdpError(f"{path} cannot be written", got="no such directory", advice=f"mkdir -p {path.parent}")
+    check_picture(path, "--plot", "no --plot, as the report has bars")
 
 
 def plot_frontier(path: Path, rows: Sequence[FrontierRow]) -> None:

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from osdp.drawing import check_drawing
-from profiler.errors import OsdpError
+from osdp.drawing import check_picture
 
 if TYPE_CHECKING:  # The process that starts ranks checks the path without waiting for torch.
     from osdp.workloads.timeline import Kind, Timeline
 
-FORMATS = (".png", ".svg", ".pdf")
 COLOURS: dict[Kind, str] = {"compute": "#4c78a8", "communication": "#f2a93b", "waiting": "#d9d9d9"}
 HEIGHT = 0.8
 """Of a bar, where rows are 1 apart."""
@@ -20,12 +18,7 @@ HEIGHT = 0.8
 
 def check_plot(path: Path) -> None:
     """Raise OsdpError if no picture can be drawn into `path`."""
-    check_drawing("--timeline", "no --timeline, as waiting is printed too")
-    if path.suffix not in FORMATS:
-        raise OsdpError(f"{path} is no picture that can be drawn", got=path.suffix or "no suffix",
-                        expected=", ".join(FORMATS))  # fmt: skip
-    if not path.parent.is_dir():
-        raise OsdpError(f"{path} cannot be written", got="no such directory", advice=f"mkdir -p {path.parent}")
+    check_picture(path, "--timeline", "no --timeline, as waiting is printed too")
 
 
 def plot_timelines(path: Path, found: Mapping[str, Sequence[Timeline]], title: str) -> None:

@@ -183,9 +183,8 @@ class Exchange:
         """Meet, and add to gradients what was accumulated, unless that was done. A collective call.
 
         `micro_batches` is the number whose gradients this rank has pushed; `is_mean` makes the gradient S M / sum c_r
-        though all are equal. Returns by how much the model's
-        other gradients, which are means over ranks, must be scaled. Raises PeerLost, naming ranks, if some
-        do not come.
+        though all are equal. Returns by how much the model's other gradients, which are means over ranks, must be
+        scaled. Raises PeerLost, naming ranks, if some do not come.
         """
         scale = 1.0
         if self._state == "taken":
