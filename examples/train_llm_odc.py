@@ -19,9 +19,9 @@ from osdp.cli.exits import FAULT, guarded
 from osdp.cli.rank_process import end_of_rank, launched
 from osdp.models.config import LlamaConfig
 from osdp.training.launch import Nodes, is_rank, launch
-from osdp.workloads.lengths import LONGALIGN, LogNormal, read_lengths, scale_lengths
-from osdp.workloads.packing import METHODS
-from osdp.workloads.timeline_plot import check_plot, plot_timelines
+from osdp.uneven_lengths.lengths import LONGALIGN, LogNormal, read_lengths, scale_lengths
+from osdp.uneven_lengths.packing import METHODS
+from osdp.uneven_lengths.timeline_plot import check_plot, plot_timelines
 from osdp.zoo import model_card, read_model_card
 from profiler.errors import OsdpError
 
@@ -109,7 +109,7 @@ def main() -> None:
 
 def check_trace(options: argparse.Namespace) -> None:
     """Raise OsdpError if traces cannot be made."""
-    from osdp.tracing import TRACE_STEP, ready_folder
+    from osdp.training.trace_step import TRACE_STEP, ready_folder
 
     if options.steps <= TRACE_STEP:
         raise OsdpError("too few steps for a trace, which are not timed", got=f"--steps {options.steps}",
@@ -119,8 +119,8 @@ def check_trace(options: argparse.Namespace) -> None:
 
 def train(options: argparse.Namespace) -> None:
     """Be one rank; the first one prints."""
-    from osdp.training.group import joined
-    from osdp.workloads.comparison import Setting, compare
+    from osdp.training.process_group import joined
+    from osdp.uneven_lengths.fsdp_vs_odc import Setting, compare
 
     setting = Setting(sizes(options.model), lengths(options), options.max_length, options.samples, options.steps,
                       options.packing, CONTESTANTS[options.only], options.seed, trace=options.trace)  # fmt: skip

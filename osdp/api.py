@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from osdp.description import Described, factory_of
-from osdp.preparation import prepare
-from osdp.ranks import DeviceInfo
+from osdp.planning.rank_grid import DeviceInfo
+from osdp.prepare import prepare
 from planner.plan import Plan
 from profiler.errors import OsdpError
-from runtime import checkpoint
-from runtime.accumulation import Accumulation
-from runtime.gradients import clip
-from runtime.initialise import fill, share_rank_0
-from runtime.materialise import is_meta, record
+from runtime.apply_schedule import ShardedModel, apply_schedule, default_device
+from runtime.deferred_init.deferred_init import is_meta, record
+from runtime.deferred_init.initialise import fill, share_rank_0
 from runtime.schedule import Schedule
-from runtime.sharded import ShardedModel, apply_schedule, default_device
-from runtime.state_dict import full_state_dict, load_state_dict, sharded_state_dict
+from runtime.state import checkpoint
+from runtime.state.state_dict import full_state_dict, load_state_dict, sharded_state_dict
+from runtime.step.grad_norm import clip
+from runtime.step.gradient_accumulation import Accumulation
 
 
 class OSDP(nn.Module):
@@ -150,7 +150,7 @@ class OSDP(nn.Module):
     ) -> checkpoint.Saving:
         """Save model, optimizer and `extra` (what JSON can hold) to the folder `path`, whole or not at all. Collective.
 
-        Can be loaded under any plan and number of ranks. See `runtime.checkpoint.save`.
+        Can be loaded under any plan and number of ranks. See `runtime.state.checkpoint.save`.
         """
         pieces = self.sharded.pieces
         return checkpoint.save(path, self.module, pieces, optimizer, extra, asynchronous=asynchronous)
@@ -158,7 +158,7 @@ class OSDP(nn.Module):
     def load_checkpoint(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """Load what `save_checkpoint` saved, under whatever plan; return `extra`. Collective.
 
-        See `runtime.checkpoint.load`.
+        See `runtime.state.checkpoint.load`.
         """
         extra = checkpoint.load(path, self.module, self.sharded.pieces, optimizer)
         self.sharded.changed()

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from osdp.planning import read_plan
+from osdp.planning.request import read_plan
+from planner.cost.unit_memory import OPTIMIZERS
 from planner.pins import parse_pin
 from planner.plan import Plan
-from planner.strategy import COMPUTE_BYTES
-from planner.unit_memory import OPTIMIZERS
+from planner.strategies.registry import COMPUTE_BYTES
 from profiler.errors import OsdpError
-from profiler.files import Problem, read_text, read_yaml, validate
+from profiler.yaml_files import Problem, read_text, read_yaml, validate
 
 
 @dataclass(frozen=True)

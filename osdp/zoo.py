@@ -3,8 +3,8 @@
 spec                        what it is                              built by
 gpt2-1.5b                   a model of the zoo (configs/models)     osdp.models
 path/to/model.yaml          a file of the same form                 osdp.models
-package.module:factory      your own function or class              osdp.user_model
-hf:path/to/config.json      a Hugging Face configuration            osdp.hf
+package.module:factory      your own function or class              osdp.models.user_factory
+hf:path/to/config.json      a Hugging Face configuration            osdp.models.huggingface
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from osdp.clusters import cluster_names, load_cluster
 from osdp.models.config import FAMILIES, STRICT, ModelConfig, check_length
+from osdp.planning.clusters import cluster_names, load_cluster
 from osdp.resources import resource_file, resource_names
 from profiler.errors import OsdpError
-from profiler.files import Problem, read_yaml, validate
-from profiler.source import Inputs, ModelSource
+from profiler.model_source import Inputs, ModelSource
+from profiler.yaml_files import Problem, read_yaml, validate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,13 +85,13 @@ def load_model(spec: str, *, sequence_length: int | None = None) -> ModelSource:
     if sequence_length is not None and sequence_length < 1:
         raise OsdpError("the sequence length must be at least 1", got=str(sequence_length))
     if spec.startswith("hf:"):
-        from osdp.hf import load_hf
+        from osdp.models.huggingface import load_hf
 
         return load_hf(spec, sequence_length)
     if spec.endswith((".yaml", ".yml")):
         return _source(spec, read_model_card(Path(spec)), sequence_length)
     if ":" in spec:
-        from osdp.user_model import load_user_model
+        from osdp.models.user_factory import load_user_model
 
         return load_user_model(spec, sequence_length)
     return _source(spec, model_card(spec), sequence_length)

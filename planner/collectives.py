@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from profiler.cluster import Cluster
-from profiler.measured import CollectiveTimes
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.measurements import CollectiveTimes
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "pull", "push", "barrier",
                     "publish"]  # fmt: skip

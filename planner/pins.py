@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from planner.names import matches, unknown_name
-from planner.space import Pins
-from planner.strategy import Strategy, format_choice, parse_choice
-from planner.units import check_split
-from profiler.cluster import Cluster
+from planner.model.fsdp_units import check_split
+from planner.name_patterns import matches, unknown_name
+from planner.search.search_space import Pins
+from planner.strategies.registry import Strategy, format_choice, parse_choice
+from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.graph import ModelGraph
+from profiler.model_graph import ModelGraph
 
 RECOMPUTE = {"recompute": True, "keep": False}
 """Choices of blocks: whether their forward runs again in backward."""

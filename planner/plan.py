@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
-from planner.data_parallel import as_run, can_replicate, fits_replicated
-from planner.imbalance import NO_WAITS, Waits
-from planner.memory import peak_memory
-from planner.option import Option
-from planner.simulate import simulated_s
-from planner.space import Choice, Space, Spanning
-from planner.strategy import Strategy, format_choice, parse_choice
-from planner.timing import step_time
-from planner.units import check_scalars
-from planner.workload import Workload
-from profiler.cluster import Cluster
+from planner.cost.ddp import as_run, can_replicate, fits_replicated
+from planner.cost.peak_memory import peak_memory
+from planner.cost.simulator import simulated_s
+from planner.cost.stage_option import Option
+from planner.cost.step_time import step_time
+from planner.cost.stragglers import NO_WAITS, Waits
+from planner.cost.workload import Workload
+from planner.model.fsdp_units import check_scalars
+from planner.search.search_space import Choice, Space, Spanning
+from planner.strategies.registry import Strategy, format_choice, parse_choice
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.measurements import RingRule
 from profiler.errors import OsdpError
-from profiler.graph import ModelGraph
-from profiler.measured import RingRule
+from profiler.model_graph import ModelGraph
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
 
@@ -123,7 +123,7 @@ class Plan:
     gap: float
     """No plan of the searched space has more than samples_per_s / (1 - gap)."""
     choices: dict[str, str]
-    """Strategy of every operator, or of its slices, by its name (`planner.strategy.parse_choice`)."""
+    """Strategy of every operator, or of its slices, by its name (`planner.strategies.registry.parse_choice`)."""
     recomputed_blocks: list[str]
     """Names of the blocks whose forward runs again in backward."""
     headroom_bytes: int = 0

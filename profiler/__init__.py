@@ -1,1 +1,1 @@
-"""Measures models and machines. `profiler.graph` and `profiler.cluster` hold the plain results."""
+"""Measures models and machines. `profiler.model_graph` and `profiler.cluster.cluster` hold the plain results."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from planner.strategy import Collective, Strategy, format_choice
-from profiler.units import format_bytes
-from runtime.pieces import Origin
+from planner.strategies.registry import Collective, Strategy, format_choice
+from profiler.byte_sizes import format_bytes
+from runtime.state.local_shards import Origin
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from runtime.pieces import Origin, Piece, piece_of, whole
+from runtime.state.local_shards import Origin, Piece, piece_of, whole
 
 LAYOUTS = ("replicate", "shard", "group_shard", "owner", "slices", "mixed")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from osdp.training.events import Silent, Start, Step, Summary
+from osdp.training.reporters import Silent, Start, Step, Summary
 
 
 class Collected(Silent):

@@ -14,7 +14,7 @@ import torch
 from host_kernels import build
 
 from profiler.errors import OsdpError
-from runtime.odc.device import Device
+from runtime.odc.gpu_device import Device
 from runtime.odc.kernels import SOURCES
 
 HARNESS = """

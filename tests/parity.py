@@ -12,15 +12,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from osdp.clusters import load_cluster
 from osdp.models.config import BertConfig, GPT2Config, LlamaConfig, UnevenConfig
+from osdp.planning.clusters import load_cluster
 from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, model_ref
-from planner.strategy import known_strategies
-from profiler.cluster import Cluster
-from profiler.graph import ModelGraph
-from profiler.measured import RingRule
-from profiler.source import ModelSource
-from profiler.trace import trace_model
+from planner.strategies.registry import known_strategies
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.measurements import RingRule
+from profiler.model_graph import ModelGraph
+from profiler.model_source import ModelSource
+from profiler.trace.trace import trace_model
 
 LENGTH = 8
 STEPS = 5

@@ -35,7 +35,7 @@ import torch.distributed as dist
 PRELOADED = (
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict",
     "torch.distributed._composable.replicate", "torch._dynamo", "numpy", "pytest", "hypothesis",
-    "osdp.api", "osdp.training.worker",
+    "osdp.api", "osdp.training.rank_main",
 )  # fmt: skip
 """What every rank imports, and would for 0.6 s each time."""
 GRACE_S = 0.3

@@ -12,15 +12,15 @@ from typing import Any
 from synthetic import cluster
 
 from osdp.models.config import FAMILIES
-from planner.explain import open_plan
+from planner.analysis.explain import open_plan
 from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, model_ref
-from profiler.cluster import Cluster
-from profiler.graph import ModelGraph
-from profiler.passes import find_loss
-from profiler.source import ModelSource
-from profiler.trace import trace_model
-from runtime.compiler import compile_plan
-from runtime.rehearsal import Script, rehearse
+from profiler.cluster.cluster import Cluster
+from profiler.model_graph import ModelGraph
+from profiler.model_source import ModelSource
+from profiler.trace.metered_pass import find_loss
+from profiler.trace.trace import trace_model
+from runtime.compile_plan import compile_plan
+from runtime.observe.dry_run import Script, rehearse
 
 SIZES = {
     "gpt2": {"maximum_positions": 256, "hidden_size": 256, "layers": 3, "heads": 4},

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from profiler.cluster import Cluster, Device, Link
-from profiler.figure import Figure
-from profiler.graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
+from profiler.cluster.cluster import Cluster, Device, Link
+from profiler.cluster.figure import Figure
+from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
 
 MB = 1 << 20
 

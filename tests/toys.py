@@ -10,12 +10,12 @@ import torch
 from parity import cluster_of
 from torch import Tensor, nn
 
-from osdp.live_model import source_of
+from osdp.models.live_model import source_of
 from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, model_ref
-from planner.strategy import known_strategies
+from planner.strategies.registry import known_strategies
 from profiler.errors import OsdpError
-from profiler.graph import ModelGraph
-from profiler.trace import trace_model
+from profiler.model_graph import ModelGraph
+from profiler.trace.trace import trace_model
 
 STRATEGIES = [str(s) for s in known_strategies(cluster_of(2, 2)) if not s.offload]
 WITH_OFFLOAD = [*STRATEGIES, "shard+offload", "owner+offload", "replicate+offload"]

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from profiler.byte_sizes import parse_bytes
 from profiler.errors import OsdpError
-from profiler.units import parse_bytes
 
 FULL_HIDDEN, CPU_HIDDEN = 16384, 256
 """Features of a layer: as in the tutorial on GPUs, and scaled down on CPU ranks."""

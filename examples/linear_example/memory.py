@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from osdp.profiling.device import resident_bytes
-from profiler.units import GIB
-from runtime.memory_tracker import LiveBytes
+from profiler.byte_sizes import GIB
+from profiler.timing.device_rates import resident_bytes
+from runtime.observe.live_bytes import LiveBytes
 
 
 def memory_at(stage: str, rank: int, device: torch.device) -> dict[str, str | int | float]:

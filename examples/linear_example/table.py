@@ -15,18 +15,18 @@ from linear_example.flags import DEFAULT_PREFETCH, Options
 from linear_example.fsdp import group_layers
 from linear_example.model import LinearStack
 from linear_example.steps import Result
-from osdp.live_model import source_of
+from osdp.models.live_model import source_of
 from osdp.planning import Request
-from osdp.ranks import cluster_of_ranks
-from osdp.strategies import NO_LIMIT_BYTES
-from osdp.training.plans import UNIFORM, uniform_plan
+from osdp.planning.rank_grid import cluster_of_ranks
+from osdp.planning.strategy_footprint import NO_LIMIT_BYTES
+from osdp.training.choose_plan import UNIFORM, uniform_plan
+from planner.cost.workload import Workload
+from planner.model.fsdp_units import units_of
+from planner.model.stages import cut
 from planner.plan import Plan, read_choices
-from planner.stage import cut
-from planner.strategy import MASTER_BYTES
-from planner.units import units_of
-from planner.workload import Workload
-from profiler.trace import trace_model
-from profiler.units import format_bytes
+from planner.strategies.registry import MASTER_BYTES
+from profiler.byte_sizes import format_bytes
+from profiler.trace.trace import trace_model
 
 COLUMNS = ("run", "peak memory", "predicted", "step", "predicted", "last loss")
 

@@ -12,8 +12,8 @@ from linear_example.flags import DATA_PARALLEL, FULL_HIDDEN, Options, parse, wit
 from linear_example.steps import Result, run
 from linear_example.table import table
 from osdp.cli.exits import status_of
-from osdp.training.group import Ranks, joined
 from osdp.training.launch import is_rank
+from osdp.training.process_group import Ranks, joined
 from profiler.errors import OsdpError
 
 TIMEOUT_S = 600

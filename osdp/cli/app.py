@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from osdp.cli.commands.plan import plan
+from osdp.cli.commands.profile import profile
+from osdp.cli.commands.strategies import partition, strategies
+from osdp.cli.commands.train import train
+from osdp.cli.commands.verify import verify
 from osdp.cli.exits import guarded
 from osdp.cli.options import CLUSTER_HELP, AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
-from osdp.cli.plan_command import plan
-from osdp.cli.profile_command import profile
-from osdp.cli.strategies_command import partition, strategies
 from osdp.cli.terminal import make_console, progress_bar
-from osdp.cli.train_command import train
-from osdp.cli.verify_command import verify
 
 if TYPE_CHECKING:
-    from planner.explain import OpenPlan
-    from planner.whatif import WhatIf
+    from planner.analysis.explain import OpenPlan
+    from planner.analysis.what_if import WhatIf
 
 app = typer.Typer(
     name="osdp",
@@ -53,7 +53,7 @@ app.command()(plan)
 
 def _reopened(path: Path, model: str | None, cluster: str | None) -> OpenPlan:
     """Read a plan and trace its model again."""
-    from osdp.planning import read_plan, reopen
+    from osdp.planning.request import read_plan, reopen
 
     with progress_bar() as progress:
         found = read_plan(path)
@@ -76,8 +76,8 @@ def explain(
     ] = True,
 ) -> None:
     """Say why a plan is as it is, what every other choice would cost, and what more memory or faster links would."""
-    from osdp.cli.explain_report import print_plan_reasons, print_target_reasons
-    from planner.explain import find_target
+    from osdp.cli.reports.explain import print_plan_reasons, print_target_reasons
+    from planner.analysis.explain import find_target
 
     view = _reopened(path, model, cluster)
     if operator is not None:
@@ -89,7 +89,7 @@ def explain(
 
 def _what_if(view: OpenPlan) -> tuple[WhatIf | None, str]:
     """Return what binds a plan and what more would buy, or why that cannot be told."""
-    from osdp.questions import what_if_open
+    from osdp.planning.plan_questions import what_if_open
     from profiler.errors import OsdpError
 
     try:
@@ -107,9 +107,9 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Say how two plans differ in choices, memory and time, from their files alone."""
-    from osdp.cli.diff_report import diff_json, print_diff
-    from osdp.planning import read_plan
-    from planner.compare import compare
+    from osdp.cli.reports.diff import diff_json, print_diff
+    from osdp.planning.request import read_plan
+    from planner.analysis.plan_diff import compare
 
     found = compare(read_plan(before), read_plan(after))
     if as_json:
@@ -126,7 +126,7 @@ def schedule(
     cluster: ClusterOfPlan = None,
 ) -> None:
     """Print what the runtime would do: the units, what they communicate, and when."""
-    from runtime.compiler import compile_plan
+    from runtime.compile_plan import compile_plan
 
     view = _reopened(path, model, cluster)
     print(compile_plan(view.plan, view.space.graph, view.load.cluster))
@@ -143,7 +143,7 @@ app.command()(partition)
 @guarded
 def models() -> None:
     """List the models that come with OSDP."""
-    from osdp.cli.list_reports import print_models
+    from osdp.cli.reports.lists import print_models
 
     print_models(make_console())
 
@@ -155,6 +155,6 @@ def clusters(
     sources: Annotated[bool, typer.Option("--sources", help="Every figure, and where it comes from.")] = False,
 ) -> None:
     """List the clusters that come with OSDP."""
-    from osdp.cli.list_reports import print_clusters
+    from osdp.cli.reports.lists import print_clusters
 
     print_clusters(make_console(), name, sources)

@@ -25,8 +25,8 @@ def launched() -> Iterator[None]:
 @contextmanager
 def end_of_rank() -> Iterator[None]:
     """Be one of the ranks inside; an error goes to the process that started them, or to stderr."""
-    from osdp.training.group import end_at_once_on_signals
     from osdp.training.launch import LAUNCHED, leave_error
+    from osdp.training.process_group import end_at_once_on_signals
     from profiler.errors import OsdpError
 
     end_at_once_on_signals()
@@ -48,6 +48,6 @@ def end_of_rank() -> Iterator[None]:
 def is_fault_of_machine(error: Exception) -> bool:
     """Whether an error is no fault of what the user asked for: a lost peer, or a mistake of ours."""
     from profiler.errors import OsdpError
-    from runtime.faults import PeerLost
+    from runtime.failures.peer_faults import PeerLost
 
     return isinstance(error, PeerLost) or not isinstance(error, OsdpError)

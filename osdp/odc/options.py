@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from profiler.errors import OsdpError
-from runtime.agreement import Agreement, agree
+from runtime.failures.rank_agreement import Agreement, agree
 from runtime.meshes import check_process_group
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osdp.training.events import Silent, Start, Step, Summary
+from osdp.training.reporters import Silent, Start, Step, Summary
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

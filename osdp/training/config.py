@@ -9,12 +9,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
-from osdp.groups import SETTINGS
+from osdp.compat.seed_groups import SETTINGS
 from osdp.resources import resource_dir
-from planner.unit_memory import OPTIMIZERS
+from planner.cost.unit_memory import OPTIMIZERS
+from profiler.byte_sizes import parse_bytes
 from profiler.errors import OsdpError
-from profiler.files import Problem, read_yaml
-from profiler.units import parse_bytes
+from profiler.yaml_files import Problem, read_yaml
 
 DEFAULT = "gpt2"
 """Configuration that is taken where the user names none."""
@@ -174,7 +174,7 @@ def _problems(config: TrainConfig) -> Iterator[Problem]:
     if config.plan is not None and config.fsdp_type != "OSDP":
         yield Problem(("plan",), f"cannot be run as {config.fsdp_type}", config.plan, "fsdp_type OSDP")
     if config.trace is not None:
-        from osdp.tracing import TRACE_STEP
+        from osdp.training.trace_step import TRACE_STEP
 
         if config.steps < TRACE_STEP:
             yield Problem(("steps",), "are too few for a trace", str(config.steps), f"at least {TRACE_STEP}")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from osdp.api import OSDP
-from osdp.training.events import Accuracy
-from osdp.training.group import Ranks
-from osdp.training.sentences import SentencePairs
+from osdp.training.process_group import Ranks
+from osdp.training.reporters import Accuracy
+from osdp.training.sentence_pairs import SentencePairs
 from osdp.training.tasks import IGNORED, Addition, Task, stack
 
 TEST_SAMPLES = 256

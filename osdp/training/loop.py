@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from osdp.api import OSDP
-from osdp.tracing import MEMORY_STEP, TRACE_STEP, Tracer
-from osdp.training.events import Reporter, Step
-from osdp.training.group import Ranks
+from osdp.training.job import Job
+from osdp.training.lr_schedule import learning_rate, set_learning_rate
 from osdp.training.measure import Measurements
-from osdp.training.optimizers import learning_rate, set_learning_rate
-from osdp.training.prepare import Job
+from osdp.training.process_group import Ranks
+from osdp.training.reporters import Reporter, Step
 from osdp.training.tasks import batch
+from osdp.training.trace_step import MEMORY_STEP, TRACE_STEP, Tracer
 from profiler.errors import OsdpError
-from runtime import checkpoint
-from runtime.faults import check_finite, naming_faults
+from runtime.failures.peer_faults import check_finite, naming_faults
+from runtime.state import checkpoint
 
 
 @dataclass

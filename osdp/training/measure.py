@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from osdp.training.events import Memory
-from osdp.training.group import Ranks
-from runtime.memory_tracker import LiveBytes
+from osdp.training.process_group import Ranks
+from osdp.training.reporters import Memory
+from runtime.observe.live_bytes import LiveBytes
 
 WARM_UP_STEPS = 2
 """First steps of a run that are not timed: they allocate, and their kernels are chosen."""

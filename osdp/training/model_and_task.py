@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osdp.training.config import TrainConfig
-from osdp.training.sentences import Corpus, MadeUp, SentencePairs, TextFile
+from osdp.training.sentence_pairs import Corpus, MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import Addition, Bytes, Task
 from osdp.zoo import load_model
 from profiler.errors import OsdpError
-from profiler.source import Inputs, ModelSource
+from profiler.model_source import Inputs, ModelSource
 
 if TYPE_CHECKING:
     from torch import nn

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from profiler.byte_sizes import format_bytes
 from profiler.errors import OsdpError
-from profiler.units import format_bytes
-from runtime.odc.device import Device
+from runtime.odc.gpu_device import Device
 from runtime.odc.kernels import SOURCES, source_of
 
 BLOCK_BYTES = 2 << 20

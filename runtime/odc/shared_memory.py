@@ -1,6 +1,6 @@
 """Windows in POSIX shared memory, for ranks on the CPU of one machine.
 
-Every rank has one file for all windows, each peer maps all of them (`runtime.odc.segment`):
+Every rank has one file for all windows, each peer maps all of them (`runtime.odc.shared_segment`):
 
     header | published 0 | accumulators 0 | published 1 | accumulators 1 | ..
 
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
-from runtime.agreement import Agreement
-from runtime.faults import PeerLost
-from runtime.odc.meeting import MeetingPlace
-from runtime.odc.segment import FOLDER, HEADER_BYTES, Patience
+from runtime.failures.peer_faults import PeerLost
+from runtime.failures.rank_agreement import Agreement
+from runtime.odc.rendezvous import MeetingPlace
+from runtime.odc.shared_segment import FOLDER, HEADER_BYTES, Patience
 from runtime.odc.windows import Transport, WindowSpec
 
 CHUNK_NUMEL = 1 << 18

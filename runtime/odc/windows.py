@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
-from runtime.agreement import Agreement
+from runtime.failures.rank_agreement import Agreement
 
 FORMAT = 1
 """Of the shared memory; ranks must have the same."""

@@ -105,7 +105,7 @@ def test_every_loop_trains_as_one_process() -> None:
 def count(rank: int) -> None:
     """Once-per-step collectives are sent once; the others in every micro-batch."""
     from osdp import OSDP
-    from runtime.recorder import record_collectives
+    from runtime.observe.collective_log import record_collectives
 
     for loop, accumulation in (LOOPS["counted"], LOOPS["by hand"], LOOPS["forwards first"]):
         for strategy in ("replicate", "group_shard:2"):

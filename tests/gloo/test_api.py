@@ -20,7 +20,7 @@ from toys import STRATEGIES, WITH_OFFLOAD, Blocks, InPlace, Irregular, Toy, batc
 
 from osdp.models.config import GPT2Config
 from planner.plan import Plan
-from profiler.files import write_yaml
+from profiler.yaml_files import write_yaml
 
 SMALL = GPT2Config(vocabulary_size=29, maximum_positions=8, hidden_size=12, layers=2, heads=2)
 

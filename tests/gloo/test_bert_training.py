@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from osdp.training.config import load_config
 from osdp.training.evaluate import held_out_accuracies
-from osdp.training.events import Start, Step, Summary
-from osdp.training.group import Ranks
-from osdp.training.prepare import prepare
-from osdp.training.sentences import MadeUp, SentencePairs
+from osdp.training.job import prepare
+from osdp.training.process_group import Ranks
+from osdp.training.rank_main import run_rank
+from osdp.training.reporters import Start, Step, Summary
+from osdp.training.sentence_pairs import MadeUp, SentencePairs
 from osdp.training.tasks import batch
-from osdp.training.worker import run_rank
 from osdp.zoo import load_model
 from profiler.errors import OsdpError
 

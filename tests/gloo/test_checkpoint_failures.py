@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from profiler.errors import OsdpError
-from runtime.checkpoint import latest, load, save
-from runtime.pieces import Piece, piece_of, whole
+from runtime.state.checkpoint import latest, load, save
+from runtime.state.local_shards import Piece, piece_of, whole
 
 
 def complaint(action: object) -> str:

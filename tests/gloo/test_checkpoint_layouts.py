@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from runtime.checkpoint import latest, load, save
-from runtime.pieces import Piece, piece_of, whole
+from runtime.state.checkpoint import latest, load, save
+from runtime.state.local_shards import Piece, piece_of, whole
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95)}
 

@@ -23,7 +23,7 @@ from parity import (
 )
 from ranks import run_ranks
 
-from planner.strategy import format_choice, known_strategies
+from planner.strategies.registry import format_choice, known_strategies
 
 SAVED_AFTER, STEPS, SHARES = 2, 5, 4
 """Every step's data is in 4 shares: one a rank, or two a rank one after the other."""
@@ -45,7 +45,7 @@ def mixture(family: str, nodes: int, ranks_per_node: int, seed: int) -> Case:
 def run(rank: int, case: Case, folder: str, first: int, last: int) -> Trained | None:
     """Train the steps from `first` to `last`; continue from, or leave, a checkpoint."""
     from osdp import OSDP
-    from runtime.checkpoint import load, save
+    from runtime.state.checkpoint import load, save
 
     model = OSDP(initial(case.family), case.plan())
     optimizer = optimizer_of(model.parameters())

@@ -14,7 +14,7 @@ from mixtures import mixtures
 from parity import FAMILIES, Case, alone, batches, blocks_of, graph_of, initial
 from ranks import run_ranks
 
-from planner.data_parallel import buckets
+from planner.cost.ddp import buckets
 
 Sent = Counter[tuple[str, int, int, int]]
 """How often: kind, ranks, stride between them, bytes of the whole tensor."""
@@ -30,7 +30,7 @@ def step(model: Any, case: Case, rank: int) -> None:
 def record_buckets(rank: int, cases: Sequence[Case]) -> list[tuple[list[int], list[int]]]:
     """Return the bytes of every all-reduce of a second step under DDP, and of the planner's buckets."""
     from osdp import OSDP
-    from runtime.recorder import record_collectives
+    from runtime.observe.collective_log import record_collectives
 
     found = []
     for case in cases:
@@ -47,7 +47,7 @@ def record_buckets(rank: int, cases: Sequence[Case]) -> list[tuple[list[int], li
 def record(rank: int, cases: Sequence[Case]) -> list[tuple[Sent, Sent, bool]]:
     """Return what was sent in a step, what the schedule says, and whether DDP ran it."""
     from osdp import OSDP
-    from runtime.recorder import record_collectives
+    from runtime.observe.collective_log import record_collectives
 
     found = []
     for case in cases:

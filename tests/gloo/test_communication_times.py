@@ -11,8 +11,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from osdp.profiling.findings import collective_times, derived_links, middle_size_bytes
-from osdp.profiling.lines import CommunicationState, Line, by_line, rounds_done
+from osdp.profile.findings import collective_times, derived_links, middle_size_bytes
+from osdp.profile.lines import CommunicationState, Line, by_line, rounds_done
 
 SIZES_BYTES = (2048, 8192, 20010, 65536)
 ROUNDED = [2048, 8192, 20032, 65536]
@@ -27,11 +27,11 @@ TWO_BY_TWO = {
     Line("all_reduce", "native", 2, 2),
     Line("pull", "native", 2, 1), Line("push", "native", 2, 1), Line("publish", "native", 2, 1),
 }  # fmt: skip
-"""Counted off from the table at the top of `planner.strategy`."""
+"""Counted off from the table at the top of `planner.strategies.registry`."""
 
 
 def measure(rank: int, nodes: int, ranks_per_node: int) -> list[CommunicationState]:
-    from osdp.profiling.communication import Request, measure_rounds
+    from osdp.profile.time_collectives import Request, measure_rounds
 
     return list(measure_rounds(Request(nodes, ranks_per_node, SIZES_BYTES, repetitions=3), CPU))
 
@@ -63,7 +63,7 @@ def test_every_point_is_timed_in_every_round(nodes: int, ranks_per_node: int) ->
 
 def exchange_values(rank: int) -> int:
     """Run every collective on 2 x 2 ranks and check what it leaves; return how many."""
-    from osdp.profiling.exchanges import PARAMETERS, prepare
+    from osdp.profile.runtime_exchanges import PARAMETERS, prepare
     from runtime.meshes import Meshes
 
     meshes = Meshes("cpu", 2, 2)
@@ -104,24 +104,24 @@ def test_every_collective_leaves_the_right_values() -> None:
 
 def interrupt_and_resume(rank: int) -> tuple[CommunicationState, list[CommunicationState], int]:
     """Stop after the first round, go on from what rank 0 kept, and count the rounds that were run then."""
-    from osdp.profiling import communication
+    from osdp.profile import time_collectives
 
-    request = communication.Request(1, 2, SIZES_BYTES, repetitions=3)
-    rounds = communication.measure_rounds(request, CPU)
+    request = time_collectives.Request(1, 2, SIZES_BYTES, repetitions=3)
+    rounds = time_collectives.measure_rounds(request, CPU)
     next(rounds)
     kept = next(rounds)
     rounds.close()
     saved = json.loads(json.dumps(kept)) if rank == 0 else None
     run = 0
-    original = communication.Timer.round
+    original = time_collectives.Timer.round
 
     def counted(timer: Any, state: CommunicationState) -> list[float]:
         nonlocal run
         run += 1
         return original(timer, state)
 
-    communication.Timer.round = counted  # type: ignore[method-assign]
-    return kept, list(communication.measure_rounds(request, CPU, saved)), run
+    time_collectives.Timer.round = counted  # type: ignore[method-assign]
+    return kept, list(time_collectives.measure_rounds(request, CPU, saved)), run
 
 
 def test_an_interrupted_profile_goes_on() -> None:
@@ -138,12 +138,12 @@ def test_an_interrupted_profile_goes_on() -> None:
 
 def resume_finished(rank: int) -> tuple[bool, int]:
     """Resume what is done already."""
-    from osdp.profiling import communication
+    from osdp.profile import time_collectives
 
-    request = communication.Request(1, 2, SIZES_BYTES, repetitions=1)
-    done = list(communication.measure_rounds(request, CPU))[-1]
-    communication.Timer.round = None  # type: ignore[assignment]  # must not be called
-    again = list(communication.measure_rounds(request, CPU, done))
+    request = time_collectives.Request(1, 2, SIZES_BYTES, repetitions=1)
+    done = list(time_collectives.measure_rounds(request, CPU))[-1]
+    time_collectives.Timer.round = None  # type: ignore[assignment]  # must not be called
+    again = list(time_collectives.measure_rounds(request, CPU, done))
     return again == [done], len(done["points"])
 
 
@@ -153,15 +153,16 @@ def test_a_finished_profile_measures_nothing_more() -> None:
 
 def measure_on_slow_link(rank: int) -> tuple[set[int], str, str]:
     """Let every size look as if it took too long; ask for too little time, and for too few sizes."""
-    from osdp.profiling import communication
+    from osdp.profile import time_collectives
     from profiler.errors import OsdpError
 
-    communication.POINT_S = 0.0
-    *_, state = communication.measure_rounds(communication.Request(1, 2, SIZES_BYTES, repetitions=1), CPU)
+    time_collectives.POINT_S = 0.0
+    *_, state = time_collectives.measure_rounds(time_collectives.Request(1, 2, SIZES_BYTES, repetitions=1), CPU)
     errors = []
-    for request in (communication.Request(1, 2, SIZES_BYTES, budget_s=0.0), communication.Request(1, 2, (1, 2, 3))):
+    for change in ({"budget_s": 0.0}, {"sizes_bytes": (1, 2, 3)}):
+        request = time_collectives.Request(**{"nodes": 1, "ranks_per_node": 2, "sizes_bytes": SIZES_BYTES} | change)
         with pytest.raises(OsdpError) as caught:
-            list(communication.measure_rounds(request, CPU))
+            list(time_collectives.measure_rounds(request, CPU))
         errors.append(caught.value.what)
     return {len(points) for points in by_line(state["points"]).values()}, errors[0], errors[1]
 
@@ -174,7 +175,7 @@ def test_slow_links_are_measured_at_the_smallest_sizes() -> None:
 
 
 def overlap(rank: int) -> Any:
-    from osdp.profiling.overlap import measure_overlap
+    from profiler.timing.overlap import measure_overlap
 
     return measure_overlap(1 << 20, 3, CPU)
 
@@ -203,7 +204,7 @@ class Pending:
 
 def overlap_of_sleepers(rank: int, blocks: bool, slowdown: float) -> Any:
     """Measure with computation and communication that sleep; the first is slower while the second runs."""
-    from osdp.profiling import overlap
+    from profiler.timing import overlap
 
     pending: list[Pending] = []
 

@@ -18,11 +18,11 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from osdp.fairscale import FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap, gen_fsdp_args
+from osdp.compat.fairscale import FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap, gen_fsdp_args
 from osdp.models.bert import Bert
 from osdp.models.config import BertConfig
 from profiler.errors import OsdpError
-from runtime.recorder import record_collectives
+from runtime.observe.collective_log import record_collectives
 
 STEPS, BATCH, LENGTH = 3, 2, 8
 CONFIG = BertConfig(vocabulary_size=29, maximum_positions=LENGTH, token_types=2, hidden_size=16, layers=2, heads=2,
@@ -214,7 +214,7 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     checkout = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    command = (sys.executable, str(checkout / "scripts" / "bench_fairscale.py"), *arguments)
+    command = (sys.executable, str(checkout / "scripts" / "bench" / "fairscale.py"), *arguments)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from profiler.errors import OsdpError
-from runtime.faults import PeerLost, check_finite, naming_faults
+from runtime.failures.peer_faults import PeerLost, check_finite, naming_faults
 
 TIMEOUT_S = 3.0
 """Timeout of the process group in these tests."""

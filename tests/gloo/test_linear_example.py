@@ -24,8 +24,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from osdp.training.group import Ranks
-from runtime.recorder import record_collectives
+from osdp.training.process_group import Ranks
+from runtime.observe.collective_log import record_collectives
 
 RANKS = 2
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from osdp.tracing import recorded
-from runtime.memory_tracker import LiveBytes
+from osdp.training.trace_step import recorded
+from runtime.observe.live_bytes import LiveBytes
 
 SHARD = 64 * 256 * 4
 """Bytes of this rank's quarter of a float weight of 256 x 256."""

@@ -23,11 +23,11 @@ from toys import Blocks, batch_of, loss_of, plan_of, seeded
 
 from osdp.models.config import LlamaConfig
 from osdp.models.llama import Llama
-from osdp.workloads.comparison import Outcome, Round, Setting, lengths_of, make_contestants, sample_tokens
-from osdp.workloads.lengths import LogNormal
-from osdp.workloads.packed_llama import PackedLlama
-from osdp.workloads.packing import METHODS, Cost, Deal, deal
-from osdp.workloads.timeline import Timeline, gather_recordings, record_step, timelines
+from osdp.models.packed_llama import PackedLlama
+from osdp.uneven_lengths.fsdp_vs_odc import Outcome, Round, Setting, lengths_of, make_contestants, sample_tokens
+from osdp.uneven_lengths.lengths import LogNormal
+from osdp.uneven_lengths.packing import METHODS, Cost, Deal, deal
+from osdp.uneven_lengths.timeline import Timeline, gather_recordings, record_step, timelines
 from runtime.torch_compat import communication_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,8 @@ from host_device import FOLDER, HostDevice, build_kernels
 from parity import TOLERANCE, Case, Trained, compare, reference, train
 from ranks import run_ranks
 
-from runtime.odc import exchange
-from runtime.odc.device_windows import DeviceTransport
+from runtime.odc import step_protocol
+from runtime.odc.gpu_windows import DeviceTransport
 from runtime.odc.windows import Transport
 
 CASES = (
@@ -28,7 +28,7 @@ def _trains(rank: int, library: Path, prefix: str) -> list[tuple[Trained | None,
                        ordered: bool) -> Transport:  # fmt: skip
         return DeviceTransport(group, specs, device, timeout_s, ordered)
 
-    vars(exchange)["open_transport"] = open_on_device
+    vars(step_protocol)["open_transport"] = open_on_device
     HostDevice.most = (1, 1)
     done = []
     for case in CASES:

@@ -17,10 +17,10 @@ from ranks import run_ranks
 from windows import integers
 
 from profiler.errors import OsdpError
-from runtime.faults import PeerLost
-from runtime.odc import cupy_device, device_windows, transports
-from runtime.odc.device_windows import DeviceTransport
-from runtime.odc.transports import open_transport, why_no_windows, why_none
+from runtime.failures.peer_faults import PeerLost
+from runtime.odc import choose_transport, cupy_device, gpu_windows
+from runtime.odc.choose_transport import open_transport, why_no_windows, why_none
+from runtime.odc.gpu_windows import DeviceTransport
 from runtime.odc.windows import WindowSpec
 
 SIZES = (1, 7, 999, 4097)
@@ -160,7 +160,7 @@ def _is_told(rank: int, library: Path, prefix: str, how: str) -> tuple[str, floa
     """Lose rank 1 at the first meeting; return what rank 0 is told, after how long, and what it has open and freed."""
     device = (Stalled if rank else HostDevice)(library, prefix)
     transport = open_windows(device, timeout_s=1.0 if how in ("hangs", "is late") else 60.0)
-    device_windows.LEAVE_S = 0.5
+    gpu_windows.LEAVE_S = 0.5
     Stalled.dies = how == "dies on the GPU"
     if rank and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -184,7 +184,7 @@ def test_a_lost_rank_is_named(how: str, told: str, frees: int, library: Path, pr
     """Memory that a rank that hangs may still use stays; the dead use none. A next run is none the worse."""
     what, took_s, opened, freed = run_ranks(_is_told, 2, library, prefix, how, lost=(1,))[0]
     assert told in what
-    assert took_s < (3.0 if frees else 1.0 + 2 * device_windows.SLICE_S + 1.0)
+    assert took_s < (3.0 if frees else 1.0 + 2 * gpu_windows.SLICE_S + 1.0)
     assert (opened, freed) == (1 - frees, frees)
     for name in left(prefix):  # a driver would have freed it
         (FOLDER / name).unlink()
@@ -217,7 +217,7 @@ def _without_cupy(rank: int) -> tuple[str, str]:
     if rank == 1:
         vars(cupy_device)["import_module"] = no_device
     else:
-        vars(transports)["CupyDevice"] = object
+        vars(choose_transport)["CupyDevice"] = object
     reason = why_none(group, "cuda")
     with pytest.raises(OsdpError) as caught:
         open_transport(group, ONE, "cuda", 60.0)

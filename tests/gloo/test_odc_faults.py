@@ -14,8 +14,8 @@ from ranks import RankError, run_ranks
 from windows import open_transport, sums_large_windows
 
 from profiler.errors import OsdpError
-from runtime.faults import PeerLost
-from runtime.odc import segment, shared_memory
+from runtime.failures.peer_faults import PeerLost
+from runtime.odc import shared_memory, shared_segment
 from runtime.odc.shared_memory import can_share
 from runtime.odc.windows import WindowSpec
 
@@ -24,7 +24,7 @@ ONE = (WindowSpec("a", 3500, torch.float32),)
 
 def names_left(*pids: int) -> list[Path]:
     """Return the files that some processes have left."""
-    return [path for pid in pids for path in segment.FOLDER.glob(f"{segment.PREFIX}{pid}-*")]
+    return [path for pid in pids for path in shared_segment.FOLDER.glob(f"{shared_segment.PREFIX}{pid}-*")]
 
 
 def all_pids() -> list[int]:
@@ -248,7 +248,7 @@ def test_misuse_is_refused() -> None:
 
 def mapped() -> int:
     """Return how many windows' files are part of this process' memory."""
-    return Path("/proc/self/maps").read_text().count(f"{segment.FOLDER}/{segment.PREFIX}")
+    return Path("/proc/self/maps").read_text().count(f"{shared_segment.FOLDER}/{shared_segment.PREFIX}")
 
 
 def _lets_go(rank: int, fails: bool) -> None:
@@ -280,7 +280,7 @@ def _killed(rank: int, folder: Path, when: str) -> None:
     dist.barrier()
     if when == "at the start":
         if rank == 0:
-            segment.Segment.create(1 << 20)
+            shared_segment.Segment.create(1 << 20)
             os.kill(os.getpid(), signal.SIGKILL)
         open_transport(ONE)
     open_transport(ONE).windows[0].push(torch.ones(7000))

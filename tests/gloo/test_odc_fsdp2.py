@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from toys import Blocks, Toy, batch_of, loss_of, plan_of, refusal, seeded
 
 from osdp import OSDP
-from osdp.live_model import source_of
+from osdp.models.live_model import source_of
 from planner.plan import Plan, model_ref
-from profiler.trace import trace_model
-from runtime.odc.unit import OneSidedUnit
+from profiler.trace.trace import trace_model
+from runtime.strategies.one_sided import OneSidedUnit
 
 RANKS = 4
 STEPS = 3

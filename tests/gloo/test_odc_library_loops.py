@@ -32,8 +32,8 @@ from toys import Irregular, batch_of, loss_of, refusal, seeded
 
 from osdp import odc
 from osdp.odc.fsdp import fsdp1, fsdp2
-from runtime.faults import PeerLost
-from runtime.odc import segment, transports
+from runtime.failures.peer_faults import PeerLost
+from runtime.odc import choose_transport, shared_segment
 
 BOTH = ("fsdp2", "fsdp1, original")
 
@@ -54,7 +54,7 @@ def assert_as(model: Any, reference: nn.Module) -> None:
 
 def mapped() -> int:
     """Return how many windows' files are part of this process' memory."""
-    return Path("/proc/self/maps").read_text().count(f"{segment.FOLDER}/{segment.PREFIX}")
+    return Path("/proc/self/maps").read_text().count(f"{shared_segment.FOLDER}/{shared_segment.PREFIX}")
 
 
 # --- loops
@@ -169,7 +169,7 @@ def test_a_model_stops_and_begins_anew() -> None:
 
 def _falls_back(rank: int) -> None:
     """Have FSDP's own collectives where ranks cannot have windows, with one warning."""
-    transports.why_none = lambda group, device_type: "rank 1 is on another machine than rank 0"
+    choose_transport.why_none = lambda group, device_type: "rank 1 is on another machine than rank 0"
     for way in BOTH:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

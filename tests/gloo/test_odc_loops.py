@@ -290,7 +290,7 @@ def test_gradients_can_be_read_and_closures_are_refused() -> None:
 
 def _sent(rank: int) -> tuple[Counter[int], Counter[int]]:
     """Return the bytes of the all-reduces in an optimizer's step, and those that the schedule has."""
-    from runtime.recorder import record_collectives
+    from runtime.observe.collective_log import record_collectives
 
     model = osdp("odc:2", (2, 2))
     optimizer = sgd(model)

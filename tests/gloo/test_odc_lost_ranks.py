@@ -18,8 +18,8 @@ from torch import nn
 from toys import Blocks, batch_of, loss_of, plan_of, refusal, seeded
 
 from osdp import OSDP
-from runtime.faults import PeerLost, naming_faults
-from runtime.odc import segment, windows
+from runtime.failures.peer_faults import PeerLost, naming_faults
+from runtime.odc import shared_segment, windows
 
 TIMEOUT_S = 4.0
 """Timeout of the process group, and so of meetings."""
@@ -81,7 +81,7 @@ def files_of(folder: Path) -> list[Path]:
     """Return the files in shared memory that the ranks of a run have left."""
     pids = [file.read_text() for file in folder.iterdir()]
     assert len(pids) == 4
-    return [path for pid in pids for path in segment.FOLDER.glob(f"{segment.PREFIX}{pid}-*")]
+    return [path for pid in pids for path in shared_segment.FOLDER.glob(f"{shared_segment.PREFIX}{pid}-*")]
 
 
 def trains(rank: int) -> dict[str, torch.Tensor]:
@@ -160,7 +160,7 @@ def test_ranks_that_differ_are_refused_on_all() -> None:
 def mapped_bytes() -> int:
     """Return how much of windows' files is part of this process' memory."""
     ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
-              if f"{segment.FOLDER}/{segment.PREFIX}" in line]  # fmt: skip
+              if f"{shared_segment.FOLDER}/{shared_segment.PREFIX}" in line]  # fmt: skip
     return sum(int(end, 16) - int(start, 16) for start, end in ranges)
 
 
@@ -174,7 +174,7 @@ def _comes_and_goes(rank: int, times: int) -> None:
         if step % 5 == 0:
             step_of(model, sgd(model), rank, step)
         assert mapped_bytes() > 0
-        assert not list(segment.FOLDER.glob(f"{segment.PREFIX}{os.getpid()}-*"))
+        assert not list(shared_segment.FOLDER.glob(f"{shared_segment.PREFIX}{os.getpid()}-*"))
         del model
         gc.collect()
         held.append((len(os.listdir("/proc/self/fd")), mapped_bytes()))

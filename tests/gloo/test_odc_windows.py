@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from windows import SPECS, integers, open_transport, sums_large_windows
 
-from runtime.faults import PeerLost
+from runtime.failures.peer_faults import PeerLost
 from runtime.odc.shared_memory import SharedMemoryTransport
 from runtime.odc.windows import WindowSpec
 from runtime.torch_compat import all_gather, reduce_scatter

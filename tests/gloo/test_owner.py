@@ -183,7 +183,7 @@ def gathered(model: Any) -> int:
 
 def sent(run: Callable[[], Any]) -> Counter[tuple[str, int]]:
     """Return how often what kind of collective of how many bytes is issued."""
-    from runtime.recorder import record_collectives
+    from runtime.observe.collective_log import record_collectives
 
     with record_collectives() as recorded:
         run()

@@ -17,17 +17,17 @@ import torch
 from command_line import Cli
 from ranks import children, run_ranks
 
-from osdp.clusters import load_cluster
-from osdp.profiling.state import State
+from osdp.planning.clusters import load_cluster
+from osdp.profile.state import State
 from osdp.zoo import load_model
-from planner.baselines import uniform
-from planner.space import Space
-from planner.strategy import Strategy
-from planner.workload import Workload
-from profiler.cluster_file import read_cluster
-from profiler.files import write_yaml
-from profiler.measured import call_key
-from profiler.trace import trace_model
+from planner.cost.workload import Workload
+from planner.search.baselines import uniform
+from planner.search.search_space import Space
+from planner.strategies.registry import Strategy
+from profiler.cluster.measurements import call_key
+from profiler.cluster.read_cluster import read_cluster
+from profiler.trace.trace import trace_model
+from profiler.yaml_files import write_yaml
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
@@ -168,7 +168,7 @@ Told = list[tuple[str, float]]
 
 def measure_three_times(rank: int) -> list[Told]:
     """Measure, take everything up again, and then as if the model had been another; return what was told each time."""
-    from osdp.profiling.session import Wanted, measure
+    from osdp.profile.session import Wanted, measure
 
     wanted = Wanted(load_model("gpt2-tiny"), "fp32", (1,), 1, 30.0, "cpu", (4096, 16384, 65536))
     state, tellings = State({}), list[Told]()

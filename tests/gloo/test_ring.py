@@ -12,11 +12,11 @@ from parity import Case, Trained, compare, graph_of, reference, train
 from ranks import run_ranks
 from torch import Tensor
 
+from profiler.cluster.measurements import RingRule
 from profiler.errors import OsdpError
-from profiler.measured import RingRule
-from runtime.ring import ring_reduce_scatter
+from runtime.strategies.hierarchical import TwoPhaseReduceScatter
+from runtime.strategies.ring_reduce_scatter import ring_reduce_scatter
 from runtime.torch_compat import reduce_scatter
-from runtime.two_phase import TwoPhaseReduceScatter
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 SIZES = (1, 7, 1001)
@@ -115,7 +115,7 @@ def test_calls_without_a_barrier_in_between() -> None:
 
 def _bytes_sent(rank: int, world_size: int) -> tuple[Counter[str], int]:
     """Return how often what was called, and the bytes that this rank sent."""
-    from runtime.recorder import record_collectives
+    from runtime.observe.collective_log import record_collectives
 
     output = torch.empty(1000)
     with record_collectives() as recorded:
@@ -161,7 +161,7 @@ def test_two_phases_in_rings() -> None:
 
 def _train_in_rings(rank: int, cases: list[Case]) -> list[tuple[Trained | None, set[tuple[str, int, int]]]]:
     """Train; return also what was called, in groups of how many ranks, how far apart."""
-    from runtime.recorder import record_collectives
+    from runtime.observe.collective_log import record_collectives
 
     results = []
     for case in cases:
@@ -201,7 +201,7 @@ def test_training_in_rings_in_bf16() -> None:
 
 
 def _kinds(rank: int, case: Case) -> Counter[str]:
-    from runtime.recorder import record_collectives
+    from runtime.observe.collective_log import record_collectives
 
     with record_collectives() as recorded:
         train(rank, case, steps=1)

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from toys import plan_of
 
-from runtime.memory_tracker import LiveBytes
+from runtime.observe.live_bytes import LiveBytes
 
 LAYERS, WIDTH = 32, 64
 LAYER_BYTES = 2 * 4 * (WIDTH * WIDTH + WIDTH)

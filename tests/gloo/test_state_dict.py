@@ -63,7 +63,7 @@ def round_trips(rank: int) -> None:
 
 def clone(value: Any) -> Any:
     """Return a copy of an entry of a sharded state dict."""
-    from runtime.global_tensor import GlobalTensor
+    from runtime.state.dcp_tensor import GlobalTensor
 
     return value.copy_to_cpu() if isinstance(value, GlobalTensor) else value.clone()
 

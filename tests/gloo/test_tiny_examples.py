@@ -215,7 +215,7 @@ def train_custom(rank: int, pins: dict[str, list[str]]) -> dict[str, tuple[list[
 
 
 def test_custom_modules_need_no_registration() -> None:
-    from osdp.partition import owner_pins, zero3_partition_tensors
+    from osdp.compat.zero3_partition import owner_pins, zero3_partition_tensors
 
     model, batches = custom()
     parts, _ = zero3_partition_tensors(dict(model.named_parameters()), ["cpu:0", "cpu:1"], 0.5, by_module=True)

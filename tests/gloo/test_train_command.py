@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ranks import children
 
-from runtime.checkpoint import latest
+from runtime.state.checkpoint import latest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "osdp", "train")

@@ -12,9 +12,9 @@ from collected import Collected
 from ranks import run_ranks
 
 from osdp.training.config import TrainConfig, load_config
-from osdp.training.prepare import prepare
+from osdp.training.job import prepare
+from osdp.training.rank_main import run_rank
 from osdp.training.tasks import Addition, batch
-from osdp.training.worker import run_rank
 from osdp.zoo import load_model
 
 STEPS = 6

@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 from windows import integers
 
 from profiler.errors import OsdpError
-from runtime.accumulation import Accumulation
-from runtime.compiler import compile_plan
-from runtime.faults import PeerLost
-from runtime.gradients import clip
-from runtime.odc.transports import open_transport, why_none
+from runtime.apply_schedule import apply_schedule
+from runtime.compile_plan import compile_plan
+from runtime.failures.peer_faults import PeerLost
+from runtime.odc.choose_transport import open_transport, why_none
 from runtime.odc.windows import Transport, WindowSpec
-from runtime.sharded import apply_schedule
+from runtime.step.grad_norm import clip
+from runtime.step.gradient_accumulation import Accumulation
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SIZES = (1, 7, 999, (1 << 20) + 3)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rehearsals import plan_of
 
-from osdp.planning import write_plan
+from osdp.planning.request import write_plan
 from osdp.zoo import load_cluster, load_model
-from profiler.trace import trace_model
+from profiler.trace.trace import trace_model
 
 NEEDED_BYTES = 12 * 2**30
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""The arithmetic of `scripts/bench_cluster.py`."""
+"""The arithmetic of `scripts/bench/cluster.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_cluster.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "cluster.py"
 
 
 @pytest.fixture(scope="module")

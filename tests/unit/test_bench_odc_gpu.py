@@ -11,15 +11,15 @@ import pytest
 import torch
 from host_device import HostDevice, build_kernels
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 sys.path.insert(0, str(SCRIPTS))
-import bench_odc_gpu  # noqa: E402
+import odc_gpu  # noqa: E402
 
 
 def test_contestants_do_the_same(tmp_path: Path) -> None:
     device = HostDevice(build_kernels(tmp_path), "unused")
-    one, other = (bench_odc_gpu.Buffers.make(3, 1000, device.torch_device) for _ in range(2))
-    run = bench_odc_gpu.contestants(device, [one, other])
+    one, other = (odc_gpu.Buffers.make(3, 1000, device.torch_device) for _ in range(2))
+    run = odc_gpu.contestants(device, [one, other])
     for name in ("gather", "copies"):
         one.full.zero_()
         run[name](0)
@@ -36,8 +36,8 @@ def test_contestants_do_the_same(tmp_path: Path) -> None:
 def test_rates_and_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathers take 2 s, all else 1 s."""
     device = HostDevice(build_kernels(tmp_path), "unused")
-    monkeypatch.setattr(bench_odc_gpu, "seconds_of", lambda run, *_: 2.0 if run.__name__ == "gather" else 1.0)
-    found = {one.contestant: one for one in bench_odc_gpu.measure(device, 2, 4000, 5, 1)}
+    monkeypatch.setattr(odc_gpu, "seconds_of", lambda run, *_: 2.0 if run.__name__ == "gather" else 1.0)
+    found = {one.contestant: one for one in odc_gpu.measure(device, 2, 4000, 5, 1)}
     assert found["gather"].share == (0.5, 0.5, 0.5)
     assert found["gather"].gb_per_s == pytest.approx(2 * 4000 / 2.0 / 1e9)
     assert found["adds"].share == (1.0, 1.0, 1.0)
@@ -45,7 +45,7 @@ def test_rates_and_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.skipif(torch.cuda.is_available() and find_spec("cupy") is not None, reason="there is a GPU")
 def test_it_says_what_is_missing() -> None:
-    done = subprocess.run([sys.executable, SCRIPTS / "bench_odc_gpu.py"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, SCRIPTS / "odc_gpu.py"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "CuPy cannot be loaded" in done.stderr or "PyTorch finds no GPU" in done.stderr
     assert "Traceback" not in done.stderr

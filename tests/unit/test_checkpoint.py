@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from profiler.errors import OsdpError
-from profiler.files import validate
-from runtime.checkpoint import latest, load, prune, save
-from runtime.checkpoint_format import Manifest, StoredTensor, describe_file, read_manifest, write_manifest
-from runtime.global_tensor import GlobalTensor
-from runtime.pieces import Piece, piece_of, whole
+from profiler.yaml_files import validate
+from runtime.state.checkpoint import latest, load, prune, save
+from runtime.state.checkpoint_manifest import Manifest, StoredTensor, describe_file, read_manifest, write_manifest
+from runtime.state.dcp_tensor import GlobalTensor
+from runtime.state.local_shards import Piece, piece_of, whole
 
 TESTS = Path(__file__).parents[1]
 
@@ -312,17 +312,17 @@ KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
 from torch import nn
-from runtime import checkpoint, checkpoint_folder
-from runtime.pieces import piece_of, whole
+from runtime.state import checkpoint, checkpoint_files
+from runtime.state.local_shards import piece_of, whole
 net = nn.Linear(3, 2)
 pieces = [piece_of(whole(n, p.shape), p) for n, p in net.named_parameters()]
 checkpoint.save(Path(sys.argv[1]) / "step-1", net, pieces)
 die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "before the manifest":
-    checkpoint_folder.write_manifest = die
+    checkpoint_files.write_manifest = die
 else:
-    checkpoint_folder.sync_folder = die
-    checkpoint_folder.Path.rename = die
+    checkpoint_files.sync_folder = die
+    checkpoint_files.Path.rename = die
 checkpoint.save(Path(sys.argv[1]) / "step-2", net, pieces)
 """
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from command_line import Cli, Outcome
 
-import osdp.planning
-from osdp.planning import memory_limit, read_plan, write_plan
+import osdp.planning.request
+from osdp.planning.request import memory_limit, read_plan, write_plan
 from osdp.zoo import load_cluster, load_model
-from profiler.files import write_yaml
-from profiler.units import GIB
+from profiler.byte_sizes import GIB
+from profiler.yaml_files import write_yaml
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "4")
@@ -32,8 +32,8 @@ def tiny_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan for gpt2-tiny, in a file; tests copy it before they change it."""
     path = tmp_path_factory.mktemp("plans") / "plan.yaml"
     cluster = load_cluster("titan-rtx-8")
-    request = osdp.planning.Request(memory_limit(cluster, None), micro_batch=4)
-    write_plan(path, osdp.planning.plan_model(load_model("gpt2-tiny"), cluster, request).plan)
+    request = osdp.planning.request.Request(memory_limit(cluster, None), micro_batch=4)
+    write_plan(path, osdp.planning.request.plan_model(load_model("gpt2-tiny"), cluster, request).plan)
     return path
 
 
@@ -90,7 +90,7 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys; sys.argv = ['osdp', 'plan', '--help']\n"
         "from osdp.cli import main\n"
         "status = main()\n"
-        "heavy = {'torch', 'pulp', 'networkx', 'numpy', 'rich', 'planner.search', 'yaml'} & set(sys.modules)\n"
+        "heavy = {'torch', 'pulp', 'networkx', 'numpy', 'rich', 'planner.search.search', 'yaml'} & set(sys.modules)\n"
         "print(status, sorted(heavy))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True)
@@ -291,7 +291,7 @@ def test_an_interrupted_write_leaves_no_half_file(
 
 
 def test_a_pressed_key_ends_quietly(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(osdp.planning, "plan_model", key_pressed)
+    monkeypatch.setattr(osdp.planning.request, "plan_model", key_pressed)
     assert cli(*TINY) == Outcome(130, "", "interrupted\n")
 
 
@@ -299,7 +299,7 @@ def test_a_fault_of_ours_points_at_the_traceback(cli: Cli, monkeypatch: pytest.M
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("here")
 
-    monkeypatch.setattr(osdp.planning, "plan_model", fail)
+    monkeypatch.setattr(osdp.planning.request, "plan_model", fail)
     done = cli(*TINY)
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("osdp: error: unexpected ZeroDivisionError: here")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 
-from osdp.planning import read_plan
-from profiler.units import GIB, MIB
+from osdp.planning.request import read_plan
+from profiler.byte_sizes import GIB, MIB
 
 TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "2")
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from osdp.resources import resource_file
 from osdp.zoo import cluster_names, load_cluster
-from profiler.cluster import Cluster
-from profiler.cluster_file import read_cluster
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.figure import Figure
+from profiler.cluster.read_cluster import read_cluster
 from profiler.errors import OsdpError
-from profiler.figure import Figure
-from profiler.files import write_yaml
+from profiler.yaml_files import write_yaml
 
 GIB = 1024**3
 SHAPES = {

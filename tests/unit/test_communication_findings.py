@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from osdp.profiling.communication import Trial, affordable
-from osdp.profiling.contradictions import contradictions
-from osdp.profiling.findings import collective_times, derived_links, middle_size_bytes, ring_rules
-from osdp.profiling.lines import CommunicationState, Line, Timings, lines_on
-from osdp.profiling.overlap import Overlap
+from osdp.profile.consistency import contradictions
+from osdp.profile.findings import collective_times, derived_links, middle_size_bytes, ring_rules
+from osdp.profile.lines import CommunicationState, Line, Timings, lines_on
+from osdp.profile.time_collectives import Trial, affordable
 from planner.collectives import collective_s
-from profiler.cluster import Cluster, Device, Link
+from profiler.cluster.cluster import Cluster, Device, Link
+from profiler.cluster.figure import Figure
+from profiler.cluster.measurements import RingRule
 from profiler.errors import OsdpError
-from profiler.figure import Figure
-from profiler.measured import RingRule
+from profiler.timing.overlap import Overlap
 
 KIB = 1024
 SIZES = [4 * KIB, 64 * KIB, 1024 * KIB, 4096 * KIB]

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from parity import Case, cluster_of, graph_of
 
-from planner.strategy import Collective, Strategy
+from planner.strategies.registry import Collective, Strategy
 from profiler.errors import OsdpError
-from runtime.compiler import compile_plan, verify
-from runtime.pieces import Origin
+from runtime.apply_schedule import inside_out
+from runtime.compile_plan import compile_plan, verify
 from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit
-from runtime.sharded import inside_out
+from runtime.state.local_shards import Origin
 
 # GPT-2 of 2 blocks, hidden 12, 29 tokens, 8 positions; head and embedding are tied.
 OPERATORS = [operator.name for operator in graph_of("gpt2").operators]

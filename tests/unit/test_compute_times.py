@@ -19,14 +19,14 @@ from osdp.models.bert import Bert
 from osdp.models.config import BertConfig, GPT2Config, LlamaConfig
 from osdp.models.gpt2 import GPT2
 from osdp.models.llama import Llama
-from profiler.compute_times import ComputeTimes, measure_calls, spread
+from profiler.cluster.measurements import CallTimes, call_key
 from profiler.errors import OsdpError
-from profiler.graph import ModelGraph
-from profiler.measured import CallTimes, call_key
-from profiler.source import ModelSource
-from profiler.stand_ins import build, stand_ins
-from profiler.trace import trace_model
-from runtime.memory_tracker import LiveBytes
+from profiler.model_graph import ModelGraph
+from profiler.model_source import ModelSource
+from profiler.timing.operator_times import ComputeTimes, measure_calls, spread
+from profiler.timing.shared_weights import build, stand_ins
+from profiler.trace.trace import trace_model
+from runtime.observe.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 

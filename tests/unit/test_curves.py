@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.curves import BAD_RESIDUAL, describe, fit, is_bad
+from profiler.cluster.measurements import CollectiveTimes, Piece
+from profiler.cluster.piecewise_fit import BAD_RESIDUAL, describe, fit, is_bad
 from profiler.errors import OsdpError
-from profiler.measured import CollectiveTimes, Piece
 
 SIZES = [4096.0 * 2**power for power in range(14)]
 LATENCIES_S = st.floats(1e-7, 1e-2)

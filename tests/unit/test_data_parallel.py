@@ -22,19 +22,19 @@ from synthetic import chain, cluster, transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.baselines import uniform
-from planner.data_parallel import BUCKET_BYTES, COPY, FIRST_BUCKET_BYTES, Replica, as_run, buckets, reductions
-from planner.memory import peak_memory
+from planner.cost.ddp import BUCKET_BYTES, COPY, FIRST_BUCKET_BYTES, Replica, as_run, buckets, reductions
+from planner.cost.peak_memory import peak_memory
+from planner.cost.simulator import simulated_s
+from planner.cost.step_time import step_time
+from planner.cost.workload import Workload
 from planner.plan import make_plan, options_of, runs_by_ddp
-from planner.replicas import fastest_replicated
-from planner.search import Task, search
-from planner.simulate import simulated_s
-from planner.space import Space
-from planner.strategy import Strategy
-from planner.timing import step_time
-from planner.workload import Workload
-from profiler.graph import ModelGraph
-from runtime.memory_tracker import LiveBytes
+from planner.search.baselines import uniform
+from planner.search.ddp_search import fastest_replicated
+from planner.search.search import Task, search
+from planner.search.search_space import Space
+from planner.strategies.registry import Strategy
+from profiler.model_graph import ModelGraph
+from runtime.observe.live_bytes import LiveBytes
 from runtime.torch_compat import data_parallel
 
 MIB = 2**20

@@ -12,7 +12,7 @@ from parity import Case
 from osdp.description import Description, factory_of, read_description
 from planner.plan import Plan
 from profiler.errors import OsdpError
-from profiler.files import write_yaml
+from profiler.yaml_files import write_yaml
 
 
 def test_every_form_of_the_same(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.compare import ChoiceChange, Delta, SettingChange, compare
+from planner.analysis.plan_diff import ChoiceChange, Delta, SettingChange, compare
 from planner.plan import Asked, ClusterRef, ModelRef, Plan, Prediction
 
 INSIDE = ("norm", "attn.qkv", "mlp.up")

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from synthetic import MB, chain, cluster, transformer
 
-from planner.baselines import uniform
-from planner.explain import Alternative, OpenPlan, Target, alternatives, find_target, open_plan, parts
+from planner.analysis.explain import Alternative, OpenPlan, Target, alternatives, find_target, open_plan, parts
+from planner.cost.workload import Workload
 from planner.plan import Plan, make_plan, options_of, predict
-from planner.space import Choice, Space
-from planner.strategy import Strategy
-from planner.workload import Workload
-from profiler.cluster import Cluster
+from planner.search.baselines import uniform
+from planner.search.search_space import Choice, Space
+from planner.strategies.registry import Strategy
+from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.graph import ModelGraph
+from profiler.model_graph import ModelGraph
 
 SHARD = Strategy("shard", 4)
 STAGES = 24

@@ -14,11 +14,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler import files, strict_yaml
+from profiler import strict_yaml, yaml_files
+from profiler.byte_sizes import format_bytes, parse_bytes
 from profiler.errors import OsdpError
-from profiler.files import Problem, read_yaml, to_yaml, write_text_atomic, write_yaml
-from profiler.graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
-from profiler.units import format_bytes, parse_bytes
+from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
+from profiler.yaml_files import Problem, read_yaml, to_yaml, write_text_atomic, write_yaml
 
 FORBID = {"extra": "forbid"}
 
@@ -257,9 +257,9 @@ def test_bytes_that_are_not_utf_8_name_their_line(tmp_path: Path) -> None:
 
 
 def test_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LARGEST_FILE_BYTES", len(GOOD))
+    monkeypatch.setattr(yaml_files, "LARGEST_FILE_BYTES", len(GOOD))
     read(tmp_path, GOOD)
-    monkeypatch.setattr(files, "LARGEST_FILE_BYTES", len(GOOD) - 1)
+    monkeypatch.setattr(yaml_files, "LARGEST_FILE_BYTES", len(GOOD) - 1)
     assert "is too large" in refused(tmp_path, GOOD)
 
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
 
-import planner.frontier
-from planner.frontier import frontier
+import planner.analysis.frontier
+from planner.analysis.frontier import frontier
 from planner.plan import make_plan
-from planner.search import Found, Task, search
-from profiler.cluster import Cluster
+from planner.search.search import Found, Task, search
+from profiler.byte_sizes import GIB, MIB
+from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.graph import ModelGraph
-from profiler.units import GIB, MIB
+from profiler.model_graph import ModelGraph
 
 LIMITS = (100 * MIB, 300 * MIB, 350 * MIB, 450 * MIB, 1 * GIB, 4 * GIB)
 
@@ -73,7 +73,7 @@ def test_a_faster_plan_of_a_smaller_limit_is_taken_over(
         # Found for the smaller limit what is good, and for the larger one what is bad with an honest bound.
         return good if task.limit_bytes == 400 * MIB else replace(bad, bound_samples_per_s=2 * good.samples_per_s)
 
-    monkeypatch.setattr(planner.frontier, "search", unlucky)
+    monkeypatch.setattr(planner.analysis.frontier, "search", unlucky)
     points = frontier(Task(graph, machine, 0), [400 * MIB, 500 * MIB, 600 * MIB])
     assert [point.taken_from_bytes for point in points] == [None, 400 * MIB, 400 * MIB]
     assert [point.found.samples_per_s for point in points if point.found] == [good.samples_per_s] * 3
@@ -92,7 +92,7 @@ def test_a_bound_of_a_larger_limit_holds_for_smaller_ones(
     def loose(task: Task, *_: object, **__: object) -> Found:
         return replace(found, bound_samples_per_s=bounds[task.limit_bytes] * found.samples_per_s)
 
-    monkeypatch.setattr(planner.frontier, "search", loose)
+    monkeypatch.setattr(planner.analysis.frontier, "search", loose)
     points = frontier(Task(graph, machine, 0), list(bounds))
     told = [point.found.bound_samples_per_s / found.samples_per_s for point in points if point.found]
     assert told == pytest.approx([1.5, 1.5, 2.0])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from osdp.fairscale import FSDP, gen_fsdp_args
-from osdp.groups import SETTINGS, grouped_strategy
-from osdp.wrapping import Wish, schedule_of
-from planner.strategy import Strategy
+from osdp.compat.fairscale import FSDP, gen_fsdp_args
+from osdp.compat.seed_groups import SETTINGS, grouped_strategy
+from osdp.compat.wrapping import Wish, schedule_of
+from planner.strategies.registry import Strategy
 from profiler.errors import OsdpError
 
 

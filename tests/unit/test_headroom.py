@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import cluster, transformer
 
-from osdp.headroom import NO_HEADROOM, Headroom, check_headroom, parse_headroom
-from osdp.planning import Request, read_plan, task_of, write_plan, written
-from planner.explain import alternatives, find_target, open_plan
+from osdp.planning.headroom import NO_HEADROOM, Headroom, check_headroom, parse_headroom
+from osdp.planning.request import Request, read_plan, task_of, write_plan, written
+from planner.analysis.explain import alternatives, find_target, open_plan
 from planner.plan import Plan, runs_by_ddp
-from planner.search import search
-from profiler.cluster import Cluster
+from planner.search.search import search
+from profiler.byte_sizes import GIB, MIB
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.figure import Figure
 from profiler.errors import OsdpError
-from profiler.figure import Figure
-from profiler.files import write_yaml
-from profiler.graph import ModelGraph
-from profiler.units import GIB, MIB
+from profiler.model_graph import ModelGraph
+from profiler.yaml_files import write_yaml
 
 
 def test_amounts_and_shares() -> None:

@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import chain, cluster
 
-from osdp.imbalance import read_imbalance
-from planner.imbalance import BALANCED, Imbalance, Waits, histogram, lengths_slowest, lognormal_slowest
-from planner.option import Option, Segment
+from osdp.planning.imbalance_option import read_imbalance
+from planner.cost.simulator import simulate, simulated_s
+from planner.cost.stage_option import Option, Segment
+from planner.cost.step_time import meet, step_time, waiting_s
+from planner.cost.stragglers import BALANCED, Imbalance, Waits, histogram, lengths_slowest, lognormal_slowest
+from planner.cost.unit_communication import unit_traffic
+from planner.cost.workload import Workload
 from planner.plan import make_plan, options_of, predict
-from planner.simulate import simulate, simulated_s
-from planner.space import Choice, Space
-from planner.strategy import Strategy, strategies_on
-from planner.timing import meet, step_time, waiting_s
-from planner.traffic import unit_traffic
-from planner.workload import Workload
+from planner.search.search_space import Choice, Space
+from planner.strategies.registry import Strategy, strategies_on
 from profiler.errors import OsdpError
 
 VARIATIONS = st.floats(0.01, 3.0)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 
-from osdp.planning import read_plan
-from planner.imbalance import Waits, lognormal_slowest
+from osdp.planning.request import read_plan
+from planner.cost.stragglers import Waits, lognormal_slowest
 from profiler.errors import OsdpError
 
 TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "2", "--global-batch", "64")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from osdp.workloads.lengths import LONGALIGN, LogNormal, draw_lengths, fit_range, read_lengths, scale_lengths
+from osdp.uneven_lengths.lengths import LONGALIGN, LogNormal, draw_lengths, fit_range, read_lengths, scale_lengths
 from profiler.errors import OsdpError
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osdp.limits import MOST_LIMITS, Limits, parse_limits
+from osdp.planning.memory_options import MOST_LIMITS, Limits, parse_limits
+from profiler.byte_sizes import GIB, MIB
 from profiler.errors import OsdpError
-from profiler.units import GIB, MIB
 
 
 def test_one_several_and_a_range() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runtime.memory_tracker import HOST, LiveBytes
+from runtime.observe.live_bytes import HOST, LiveBytes
 
 FLOATS = 1024
 S = 4 * FLOATS

@@ -11,8 +11,8 @@ from dataclasses import astuple, replace
 import pytest
 import torch.distributed as dist
 
-from runtime import liveness
-from runtime.liveness import Lost, Process
+from runtime.failures import liveness
+from runtime.failures.liveness import Lost, Process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 

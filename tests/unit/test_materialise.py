@@ -23,7 +23,7 @@ from osdp.models.gpt2 import GPT2
 from osdp.models.llama import Llama
 from osdp.models.uneven import Uneven
 from profiler.errors import OsdpError
-from runtime.materialise import is_meta, record, reset
+from runtime.deferred_init.deferred_init import is_meta, record, reset
 
 Build = Callable[[], nn.Module]
 SEED = 11

@@ -9,24 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
 
-from planner.baselines import uniform
+from planner.analysis.what_if import what_if
 from planner.collectives import collective_s
-from planner.data_parallel import Replica, buckets
+from planner.cost.ddp import Replica, buckets
+from planner.cost.simulator import simulated_s
+from planner.cost.step_time import step_time
+from planner.cost.unit_communication import unit_traffic
+from planner.cost.workload import Workload
+from planner.model.operator_split import slice_operators
 from planner.pins import parse_pin, resolve
 from planner.plan import cluster_fingerprint
-from planner.search import Task, search
-from planner.simulate import simulated_s
-from planner.slices import slice_operators
-from planner.space import Choice, Space
-from planner.strategy import Strategy, unit_collectives
-from planner.timing import step_time
-from planner.traffic import unit_traffic
-from planner.whatif import what_if
-from planner.workload import Workload
-from profiler.cluster import Cluster
-from profiler.figure import Figure
-from profiler.graph import Parameter
-from profiler.measured import (
+from planner.search.baselines import uniform
+from planner.search.search import Task, search
+from planner.search.search_space import Choice, Space
+from planner.strategies.registry import Strategy, unit_collectives
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.figure import Figure
+from profiler.cluster.measurements import (
     CallTimes,
     CollectiveTimes,
     Measured,
@@ -36,6 +35,7 @@ from profiler.measured import (
     call_key,
     interpolated,
 )
+from profiler.model_graph import Parameter
 
 
 def curve(operation: str, ranks: int, pieces: tuple[Piece, ...], stride: int = 1,

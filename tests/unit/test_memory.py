@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from synthetic import MB, chain, cluster, transformer
 
-from planner.memory import peak_memory
-from planner.moments import Moment
-from planner.option import Option
-from planner.space import Choice, Space
-from planner.strategy import Strategy
-from planner.workload import Workload
-from profiler.figure import Figure
-from profiler.graph import ModelGraph
+from planner.cost.peak_memory import peak_memory
+from planner.cost.stage_memory import Moment
+from planner.cost.stage_option import Option
+from planner.cost.workload import Workload
+from planner.search.search_space import Choice, Space
+from planner.strategies.registry import Strategy
+from profiler.cluster.figure import Figure
+from profiler.model_graph import ModelGraph
 
 # Two operators of 8 MB each in fp32 (2 M parameters), 8 ranks: a shard is 1 MB.
 SIZE, SHARD = 8 * MB, 1 * MB

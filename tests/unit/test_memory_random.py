@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from rehearsals import compare, graph_of, plan_of, source
 from synthetic import cluster
 
+from planner.cost.workload import Workload
+from planner.model.fsdp_units import check_split
 from planner.plan import Plan, make_plan
-from planner.search import Task, search
-from planner.smallest import smallest_plan
-from planner.space import Space
-from planner.strategy import format_choice, known_strategies
-from planner.units import check_split
-from planner.workload import Workload
-from profiler.cluster import Cluster
+from planner.search.least_memory import smallest_plan
+from planner.search.search import Task, search
+from planner.search.search_space import Space
+from planner.strategies.registry import format_choice, known_strategies
+from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.graph import ModelGraph, Operator
+from profiler.model_graph import ModelGraph, Operator
 
 VOCABULARY, LENGTH = {"gpt2": 512, "llama": 4096, "bert": 2048}, 128
 """Chains only: in an encoder and decoder, blocks with slices that run again are priced up to 3.4 % from above."""

@@ -11,8 +11,8 @@ from rehearsals import compare, plan_of
 from synthetic import cluster
 from torch import Tensor, nn
 
-from profiler.source import ModelSource
-from profiler.trace import trace_model
+from profiler.model_source import ModelSource
+from profiler.trace.trace import trace_model
 
 TOKENS, FEATURES = 48, 64
 

@@ -1,7 +1,7 @@
 """Predicted peak memory of uniform plans against what the runtime holds in a rehearsed step.
 
 The rehearsal runs the plan's schedule with PyTorch's own FSDP2 and DistributedDataParallel on fake tensors
-under a fake process group and adds up live storages (`runtime.rehearsal`).  Seen with torch 2.13.0 in these
+under a fake process group and adds up live storages (`runtime.observe.dry_run`).  Seen with torch 2.13.0 in these
 cases: from -0.17 % (FSDP2 casts what all blocks are handed, which is not traced) to +0.07 %, but for one.
 """
 
@@ -13,9 +13,9 @@ from rehearsals import Case, Compared, graph_of, source
 from synthetic import cluster
 
 from profiler.errors import OsdpError
-from profiler.passes import find_loss
-from runtime.compiler import compile_plan
-from runtime.rehearsal import Script, rehearse
+from profiler.trace.metered_pass import find_loss
+from runtime.compile_plan import compile_plan
+from runtime.observe.dry_run import Script, rehearse
 
 
 def check(found: Compared, lowest: float, highest: float) -> None:

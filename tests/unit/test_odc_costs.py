@@ -7,22 +7,22 @@ from dataclasses import replace
 import pytest
 from synthetic import chain, cluster
 
-from osdp.planning import Request, task_of, written
+from osdp.planning.request import Request, task_of, written
 from planner.collectives import collective_s
-from planner.memory import optimizer_moment, peak_memory
-from planner.option import Option
+from planner.cost.peak_memory import optimizer_moment, peak_memory
+from planner.cost.stage_option import Option
+from planner.cost.unit_communication import unit_traffic
+from planner.cost.unit_memory import OPTIMIZERS, unit_bytes
+from planner.cost.workload import Workload
 from planner.pins import parse_pin
 from planner.plan import Plan, make_plan
-from planner.search import search
-from planner.space import Choice, Space
-from planner.strategy import Strategy, parse_strategy, strategies_on, unit_collectives
-from planner.traffic import unit_traffic
-from planner.unit_memory import OPTIMIZERS, unit_bytes
-from planner.workload import Workload
+from planner.search.search import search
+from planner.search.search_space import Choice, Space
+from planner.strategies.registry import Strategy, parse_strategy, strategies_on, unit_collectives
+from profiler.byte_sizes import GIB
 from profiler.errors import OsdpError
-from profiler.graph import Parameter
-from profiler.units import GIB
-from runtime.compiler import compile_plan
+from profiler.model_graph import Parameter
+from runtime.compile_plan import compile_plan
 
 WEIGHT = Parameter("w", (1000, 300))
 ADAM = OPTIMIZERS["adam"]

@@ -8,7 +8,7 @@ import pytest
 from rehearsals import compare, graph_of, plan_of, source
 from synthetic import cluster
 
-from profiler.cluster import Cluster
+from profiler.cluster.cluster import Cluster
 
 
 def ranks_on_cpu(nodes: int, ranks_per_node: int) -> Cluster:

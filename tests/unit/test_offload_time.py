@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from synthetic import chain, cluster
 
-from osdp.clusters import cluster_names, load_cluster
+from osdp.planning.clusters import cluster_names, load_cluster
 from osdp.resources import resource_file
-from planner.option import Option, Segment
-from planner.space import Choice, Space
-from planner.strategy import Strategy, parse_strategy, strategies_on
-from planner.timing import step_time
-from planner.traffic import unit_traffic
-from planner.workload import Workload
-from profiler.cluster import Cluster, Host
+from planner.cost.stage_option import Option, Segment
+from planner.cost.step_time import step_time
+from planner.cost.unit_communication import unit_traffic
+from planner.cost.workload import Workload
+from planner.search.search_space import Choice, Space
+from planner.strategies.registry import Strategy, parse_strategy, strategies_on
+from profiler.cluster.cluster import Cluster, Host
+from profiler.cluster.figure import Figure
 from profiler.errors import OsdpError
-from profiler.figure import Figure
-from profiler.graph import Parameter
+from profiler.model_graph import Parameter
 
 WEIGHT = Parameter("w", (1000, 300))
 LINK, MEMORY = 5e9, 20e9

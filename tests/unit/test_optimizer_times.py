@@ -6,10 +6,10 @@ import pytest
 import torch
 from clocks import CountingClock, ThreadClock, one_thread
 
+from profiler.cluster.figure import Figure
+from profiler.cluster.measurements import OptimizerTimes
 from profiler.errors import OsdpError
-from profiler.figure import Figure
-from profiler.measured import OptimizerTimes
-from profiler.optimizer_times import WARM_UP_STEPS, optimizer_times
+from profiler.timing.optimizer_times import WARM_UP_STEPS, optimizer_times
 from runtime.optimizers import OPTIMIZERS
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.unit_memory import OPTIMIZERS as COUNTED
+from planner.cost.unit_memory import OPTIMIZERS as COUNTED
 from runtime.optimizers import OPTIMIZERS
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osdp.models.config import LlamaConfig
-from osdp.workloads.packing import METHODS, Cost, Deal, deal, first_fit_decreasing, karmarkar_karp, weights
+from osdp.uneven_lengths.packing import METHODS, Cost, Deal, deal, first_fit_decreasing, karmarkar_karp, weights
 from profiler.errors import OsdpError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=24)

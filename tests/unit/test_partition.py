@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from parity import Case, cluster_of, graph_of
 from toys import Irregular
 
-from osdp.live_model import source_of
-from osdp.partition import assign, owner_pins, zero3_partition_tensors
-from osdp.planning import Request, plan_model
+from osdp.compat.zero3_partition import assign, owner_pins, zero3_partition_tensors
+from osdp.models.live_model import source_of
+from osdp.planning.request import Request, plan_model
 from planner.pins import Pin, parse_pin, resolve
-from planner.strategy import Strategy, assign_owners, format_choice, parse_strategy
+from planner.strategies.registry import Strategy, assign_owners, format_choice, parse_strategy
 from profiler.errors import OsdpError
-from profiler.trace import trace_model
-from runtime.compiler import compile_plan
+from profiler.trace.trace import trace_model
+from runtime.compile_plan import compile_plan
 
 PRIORITIES = [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0]
 sizes_of = st.lists(st.integers(0, 40), min_size=1, max_size=7)

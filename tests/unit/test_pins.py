@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
 
-from osdp.planning import Request, pins_of, task_of, written
-from planner.names import matches
+from osdp.planning.request import Request, pins_of, task_of, written
+from planner.name_patterns import matches
 from planner.pins import Pin, on_cluster, parse_pin, resolve
 from planner.plan import Plan
-from planner.search import search
-from planner.strategy import Strategy, format_choice
-from profiler.cluster import Cluster
+from planner.search.search import search
+from planner.strategies.registry import Strategy, format_choice
+from profiler.byte_sizes import GIB, MIB
+from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.graph import ModelGraph
-from profiler.units import GIB, MIB
+from profiler.model_graph import ModelGraph
 
 
 @pytest.fixture(scope="module")

@@ -13,18 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
 
-from osdp.planning import read_plan, write_plan
-from planner.baselines import uniform
-from planner.memory import peak_memory
+from osdp.planning.request import read_plan, write_plan
+from planner.cost.peak_memory import peak_memory
+from planner.cost.simulator import simulated_s
+from planner.cost.step_time import step_time
+from planner.cost.workload import Workload
 from planner.plan import Plan, check_model, decisions_of, make_plan, options_of, predict, space_of
-from planner.search import Found, Task, search
-from planner.simulate import simulated_s
-from planner.space import Space
-from planner.strategy import Strategy, known_strategies
-from planner.timing import step_time
-from planner.workload import Workload
+from planner.search.baselines import uniform
+from planner.search.search import Found, Task, search
+from planner.search.search_space import Space
+from planner.strategies.registry import Strategy, known_strategies
 from profiler.errors import OsdpError
-from profiler.graph import ModelGraph, Parameter
+from profiler.model_graph import ModelGraph, Parameter
 
 GRAPH = transformer(12, 256)
 LIMIT = 192 << 20

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from osdp.planning import Request, default_cluster, memory_limit, plan_model, read_plan, reopen, write_plan
+from osdp.planning.request import Request, default_cluster, memory_limit, plan_model, read_plan, reopen, write_plan
 from osdp.zoo import load_cluster, load_model
+from profiler.byte_sizes import GIB, MIB
 from profiler.errors import OsdpError
-from profiler.units import GIB, MIB
 
 
 def test_a_plan_is_the_same_after_the_file(tmp_path: Path) -> None:

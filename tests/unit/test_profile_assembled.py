@@ -10,19 +10,19 @@ import torch
 from command_line import Cli
 from synthetic import transformer
 
-from osdp.cli.profile_report import print_profile
+from osdp.cli.reports.profile import print_profile
 from osdp.cli.terminal import make_console
-from osdp.planning import memory_limit
-from osdp.profiling.assemble import assemble
-from osdp.profiling.device import DeviceMemory, DeviceRates, device_memory
-from osdp.profiling.findings import collective_times
-from osdp.profiling.lines import CommunicationState, Timings
-from osdp.profiling.overlap import Overlap
-from osdp.profiling.session import Findings, ModelTimes, UnitTimes, _Session, graph_key
-from osdp.verification import ALLOCATED_RESERVES
+from osdp.planning.request import memory_limit
+from osdp.planning.verify import ALLOCATED_RESERVES
+from osdp.profile.cluster_from_timings import assemble
+from osdp.profile.findings import collective_times
+from osdp.profile.lines import CommunicationState, Timings
+from osdp.profile.session import Findings, ModelTimes, UnitTimes, _Session, graph_key
+from profiler.cluster.measurements import CallTimes, call_key
 from profiler.errors import OsdpError
-from profiler.graph import ModelGraph
-from profiler.measured import CallTimes, call_key
+from profiler.model_graph import ModelGraph
+from profiler.timing.device_rates import DeviceMemory, DeviceRates, device_memory
+from profiler.timing.overlap import Overlap
 
 MIB, GIB = 1 << 20, 1 << 30
 COMMUNICATION = CommunicationState(points=[

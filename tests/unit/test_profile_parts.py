@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import cluster
 
-from osdp.profiling.compare import compare_profiles
-from osdp.profiling.session import mean_calls
-from osdp.profiling.state import State, state_path, take_up
-from profiler.cluster_file import read_cluster
-from profiler.compute_times import ComputeTimes
+from osdp.profile.profile_diff import compare_profiles
+from osdp.profile.session import mean_calls
+from osdp.profile.state import State, state_path, take_up
+from profiler.cluster.figure import Figure
+from profiler.cluster.measurements import CallTimes, CollectiveTimes, Measured, OptimizerTimes, Piece, RingRule
+from profiler.cluster.read_cluster import read_cluster
 from profiler.errors import OsdpError
-from profiler.figure import Figure
-from profiler.files import write_yaml
-from profiler.measured import CallTimes, CollectiveTimes, Measured, OptimizerTimes, Piece, RingRule
+from profiler.timing.operator_times import ComputeTimes
+from profiler.yaml_files import write_yaml
 
 QUESTION = {"model": ["gpt2", 64], "micro_batches": (1, 2), "nodes": 2}
 

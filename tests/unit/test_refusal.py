@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from synthetic import chain, cluster, transformer
 
-from osdp.headroom import Headroom
-from osdp.planning import Request, explain_refusal, task_of
+from osdp.planning.headroom import Headroom
+from osdp.planning.request import Request, explain_refusal, task_of
 from planner.pins import Pin
-from planner.refusal import LARGEST_NODE, NothingFits, Refusal
-from planner.search import Task, search
-from profiler.cluster import Cluster
-from profiler.figure import Figure
-from profiler.graph import ModelGraph
-from profiler.units import GIB, MIB
+from planner.search.infeasible import LARGEST_NODE, NothingFits, Refusal
+from planner.search.search import Task, search
+from profiler.byte_sizes import GIB, MIB
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.figure import Figure
+from profiler.model_graph import ModelGraph
 
 
 def refused(task: Task) -> Refusal:

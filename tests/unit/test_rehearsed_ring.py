@@ -12,13 +12,13 @@ from synthetic import cluster
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from profiler.measured import RingRule
-from profiler.passes import find_loss
-from runtime.compiler import compile_plan
-from runtime.memory_tracker import LiveBytes
-from runtime.recorder import record_collectives
-from runtime.rehearsal import Rehearsal, Script, rehearse
-from runtime.ring import ring_reduce_scatter
+from profiler.cluster.measurements import RingRule
+from profiler.trace.metered_pass import find_loss
+from runtime.compile_plan import compile_plan
+from runtime.observe.collective_log import record_collectives
+from runtime.observe.dry_run import Rehearsal, Script, rehearse
+from runtime.observe.live_bytes import LiveBytes
+from runtime.strategies.ring_reduce_scatter import ring_reduce_scatter
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

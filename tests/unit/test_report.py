@@ -16,23 +16,31 @@ import pytest
 from rich.console import Console
 from synthetic import chain, cluster, transformer
 
-from osdp.cli.explain_report import print_plan_reasons, print_target_reasons
-from osdp.cli.figures import bar, count_sources, figures_of, format_count, format_parameters, format_seconds, rates
-from osdp.cli.plan_json import plan_json
-from osdp.cli.plan_report import Circumstances, print_plan
-from osdp.cli.rows import plan_rows, short_names
-from osdp.planning import Planned
-from planner.baselines import baselines
-from planner.explain import OpenPlan, find_target, open_plan
+from osdp.cli.reports.explain import print_plan_reasons, print_target_reasons
+from osdp.cli.reports.figures import (
+    bar,
+    count_sources,
+    figures_of,
+    format_count,
+    format_parameters,
+    format_seconds,
+    rates,
+)
+from osdp.cli.reports.plan import Circumstances, print_plan
+from osdp.cli.reports.plan_json import plan_json
+from osdp.cli.reports.rows import plan_rows, short_names
+from osdp.planning.request import Planned
+from planner.analysis.explain import OpenPlan, find_target, open_plan
+from planner.cost.workload import Workload
 from planner.plan import make_plan
-from planner.search import Found
-from planner.space import Choice, Space
-from planner.strategy import Strategy
-from planner.workload import Workload
-from profiler.cluster import Cluster
-from profiler.figure import Figure
-from profiler.graph import ModelGraph, Operator
-from profiler.units import GIB, MIB
+from planner.search.baselines import baselines
+from planner.search.search import Found
+from planner.search.search_space import Choice, Space
+from planner.strategies.registry import Strategy
+from profiler.byte_sizes import GIB, MIB
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.figure import Figure
+from profiler.model_graph import ModelGraph, Operator
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 WIDTH = 100

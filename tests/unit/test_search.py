@@ -11,20 +11,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
 
-from planner.bound import ChainBound, lower_bound_s, places_near
-from planner.ilp import CountingProgram, counted_s, fastest
-from planner.memory import peak_memory
-from planner.option import Option
-from planner.polish import Polisher
-from planner.search import Task, micro_batches, search
-from planner.space import Menu, Space
-from planner.strategy import strategies_on
-from planner.timing import step_time
-from planner.workload import Workload
-from profiler.cluster import Cluster
+from planner.cost.peak_memory import peak_memory
+from planner.cost.stage_option import Option
+from planner.cost.step_time import step_time
+from planner.cost.workload import Workload
+from planner.search.counting_ilp import CountingProgram, counted_s, fastest
+from planner.search.lagrangian_bound import ChainBound, lower_bound_s, places_near
+from planner.search.local_search import Polisher
+from planner.search.search import Task, micro_batches, search
+from planner.search.search_space import Menu, Space
+from planner.strategies.registry import strategies_on
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.figure import Figure
 from profiler.errors import OsdpError
-from profiler.figure import Figure
-from profiler.graph import ModelGraph
+from profiler.model_graph import ModelGraph
 
 GIB = 2**30
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from profiler.elementwise import elementwise
-from profiler.layout import Layout
-from profiler.ops import extent
-from profiler.shapes import _RULES, predict
+from profiler.trace.elementwise import elementwise
+from profiler.trace.layout import Layout
+from profiler.trace.op_cost import extent
+from profiler.trace.shapes import _RULES, predict
 
 aten = torch.ops.aten
 

@@ -12,29 +12,29 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
 
-from planner.bound import lower_bound_s
-from planner.choices import Choice, Pins, choices_of, cuts, splittable
-from planner.data_parallel import COPY
-from planner.dominance import option_numbers, undominated
-from planner.ilp import fastest
-from planner.imbalance import Imbalance
-from planner.memory import peak_memory
-from planner.option import Option
+from planner.cost.ddp import COPY
+from planner.cost.peak_memory import peak_memory
+from planner.cost.stage_option import Option
+from planner.cost.step_time import step_time
+from planner.cost.stragglers import Imbalance
+from planner.cost.workload import Workload
+from planner.model.operator_split import slice_operators
+from planner.model.stages import cut
 from planner.plan import make_plan, options_of, space_of
-from planner.refusal import NothingFits
-from planner.replicas import fastest_replicated
-from planner.search import Found, Task, search
-from planner.slices import slice_operators
-from planner.space import Menu, Space
-from planner.stage import cut
-from planner.strategy import Strategy, parse_choice, strategies_on
-from planner.timing import step_time
-from planner.workload import Workload
-from profiler.cluster import Cluster, Host
+from planner.search.candidates import Choice, Pins, choices_of, cuts, splittable
+from planner.search.counting_ilp import fastest
+from planner.search.ddp_search import fastest_replicated
+from planner.search.infeasible import NothingFits
+from planner.search.lagrangian_bound import lower_bound_s
+from planner.search.pareto import option_numbers, undominated
+from planner.search.search import Found, Task, search
+from planner.search.search_space import Menu, Space
+from planner.strategies.registry import Strategy, parse_choice, strategies_on
+from profiler.byte_sizes import MIB
+from profiler.cluster.cluster import Cluster, Host
+from profiler.cluster.figure import Figure
 from profiler.errors import OsdpError
-from profiler.figure import Figure
-from profiler.graph import ModelGraph, Operator
-from profiler.units import MIB
+from profiler.model_graph import ModelGraph, Operator
 
 SLOW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow],
                 phases=[Phase.explicit, Phase.reuse, Phase.generate])  # fmt: skip

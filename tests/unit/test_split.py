@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from profiler.errors import OsdpError
-from runtime.split import SplitLinear, split_linear
+from runtime.strategies.split_linear import SplitLinear, split_linear
 
 
 @given(st.integers(1, 17), st.integers(1, 17), st.booleans(), st.sampled_from([(), (3,), (2, 3)]))

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from trace_models import source
 
-from profiler.compute_times import measure_calls
 from profiler.errors import OsdpError
-from profiler.stand_ins import build, stand_ins
-from profiler.trace import trace_model
+from profiler.timing.operator_times import measure_calls
+from profiler.timing.shared_weights import build, stand_ins
+from profiler.trace.trace import trace_model
 
 CPU = torch.device("cpu")
 

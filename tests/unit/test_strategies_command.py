@@ -99,11 +99,11 @@ def test_what_is_refused(cli: Cli, arguments: tuple[str, ...], words: str) -> No
 
 
 def test_windows_cannot_be_counted() -> None:
-    from osdp.planning import Request
-    from osdp.strategies import NO_LIMIT_BYTES, count, predict
-    from osdp.training.group import Ranks
+    from osdp.planning.request import Request
+    from osdp.planning.strategy_footprint import NO_LIMIT_BYTES, count, predict
+    from osdp.training.process_group import Ranks
     from osdp.zoo import load_cluster
-    from profiler.trace import trace_model
+    from profiler.trace.trace import trace_model
 
     cluster, source = load_cluster("cpu-gloo", 1, 2), load_model("gpt2-tiny")
     found = predict(trace_model(source, "fp32"), cluster, "odc:2", Request(NO_LIMIT_BYTES, micro_batch=1))

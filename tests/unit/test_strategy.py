@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from synthetic import cluster
 
 from planner.collectives import collective_s
-from planner.strategy import (
+from planner.cost.unit_communication import unit_traffic
+from planner.cost.unit_memory import OPTIMIZERS, unit_bytes
+from planner.strategies.registry import (
     MAX_SLICES,
     STRATEGIES,
     Strategy,
@@ -24,10 +26,8 @@ from planner.strategy import (
     strategies_on,
     unit_collectives,
 )
-from planner.traffic import unit_traffic
-from planner.unit_memory import OPTIMIZERS, unit_bytes
 from profiler.errors import OsdpError
-from profiler.graph import Parameter
+from profiler.model_graph import Parameter
 
 WEIGHT = Parameter("w", (1000, 300))
 BIAS = Parameter("b", (1000,))

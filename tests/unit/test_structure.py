@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from trace_models import Block, ConvNet, EncoderDecoder, LanguageModel
 
-from profiler.structure import Group, find_blocks, find_groups, merge_unrun
+from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_unrun
 
 
 class Layer(nn.Module):

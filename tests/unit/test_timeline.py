@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from osdp.workloads import timeline
-from osdp.workloads.timeline import Call, Recorder, Recording, Span, timelines
-from osdp.workloads.timeline_plot import COLOURS, check_plot, plot_timelines
+from osdp.uneven_lengths import timeline
+from osdp.uneven_lengths.timeline import Call, Recorder, Recording, Span, timelines
+from osdp.uneven_lengths.timeline_plot import COLOURS, check_plot, plot_timelines
 from profiler.errors import OsdpError
 
 BOTH = (0, 1)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import cluster
 
-from planner.option import Option, Segment
-from planner.simulate import simulate, simulated_s
-from planner.timing import step_time
-from planner.workload import Workload
+from planner.cost.simulator import simulate, simulated_s
+from planner.cost.stage_option import Option, Segment
+from planner.cost.step_time import step_time
+from planner.cost.workload import Workload
 
 times = st.floats(0.0, 10.0)
 

@@ -22,9 +22,9 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from runtime.compiler import compile_plan
+from runtime.apply_schedule import apply_schedule
+from runtime.compile_plan import compile_plan
 from runtime.meshes import Meshes
-from runtime.sharded import apply_schedule
 from runtime.torch_compat import forget_meshes
 
 

@@ -21,8 +21,8 @@ from trace_models import (
     source,
 )
 
-from profiler.graph import Affine, ModelGraph
-from profiler.trace import trace_model
+from profiler.model_graph import Affine, ModelGraph
+from profiler.trace.trace import trace_model
 
 # --- FLOPs ----------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from trace_models import MLP, source
 
 from profiler.errors import OsdpError
-from profiler.source import ModelSource
-from profiler.trace import trace_model
+from profiler.model_source import ModelSource
+from profiler.trace.trace import trace_model
 
 
 class Wrapped(nn.Module):

@@ -16,10 +16,10 @@ from trace_models import (
     source,
 )
 
-from profiler.fit import SIZES, envelope, line
-from profiler.graph import Affine, ModelGraph
-from profiler.source import ModelSource
-from profiler.trace import trace_model
+from profiler.model_graph import Affine, ModelGraph
+from profiler.model_source import ModelSource
+from profiler.trace.affine_fit import SIZES, envelope, line
+from profiler.trace.trace import trace_model
 
 
 def test_saved_bytes_of_an_mlp_by_hand() -> None:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from trace_models import MEMORY_CASES, MLP, LanguageModel, language_model, source
 
-import profiler.trace
+import profiler.trace.trace
 from profiler.errors import OsdpError
-from profiler.graph import Affine
-from profiler.stage import FakeStage
-from profiler.trace import trace_model
+from profiler.model_graph import Affine
+from profiler.trace.dataless_device import FakeStage
+from profiler.trace.trace import trace_model
 
 
 @pytest.mark.parametrize(("precision", "device_kind"), [("fp32", "cpu"), ("bf16", "cuda")])
@@ -37,7 +37,7 @@ def test_shortcuts_change_nothing(
     if (case, precision) == ("convolutions", "bf16"):
         pytest.skip("a CPU keeps batch statistics in bf16, the meta device like CUDA in fp32")
     quick = trace_model(MEMORY_CASES[case], precision, device_kind)
-    monkeypatch.setattr(profiler.trace, "MetaStage", FakeStage)
+    monkeypatch.setattr(profiler.trace.trace, "MetaStage", FakeStage)
     assert trace_model(MEMORY_CASES[case], precision, device_kind) == quick
 
 
@@ -194,7 +194,7 @@ def test_the_fingerprint_depends_on_the_model_alone() -> None:
 SCRIPT = """
 import torch
 from trace_models import LanguageModel, language_model, source
-from profiler.trace import trace_model
+from profiler.trace.trace import trace_model
 
 class Model(LanguageModel):
     # cumsum has no layout rule: torch's own kernel runs, and imports sympy in the very first pass.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from osdp.tracing import MEMORY_STEP, TRACE_STEP, Tracer, ready_folder, recorded
+from osdp.training.trace_step import MEMORY_STEP, TRACE_STEP, Tracer, ready_folder, recorded
 from profiler.errors import OsdpError
 
 WEIGHT_BYTES = 4 * 256 * 256

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from osdp.cli.train_command import train
+from osdp.cli.commands.train import train
 from osdp.training.config import TrainConfig, config_names, load_config
-from osdp.training.optimizers import learning_rate
-from osdp.training.prepare import prepare, ranks_to_start
+from osdp.training.job import prepare, ranks_to_start
+from osdp.training.lr_schedule import learning_rate
 from profiler.errors import OsdpError
 
 SMALLEST = "schema: osdp.train/1\nmodel: gpt2-tiny\nsteps: 10\n"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from osdp.planning import Request, plan_model, write_plan
+from osdp.planning.request import Request, plan_model, write_plan
 from osdp.training.config import load_config
+from osdp.training.job import check_ranks, prepare
 from osdp.training.launch import Nodes, RankError, _cause, leave_error
-from osdp.training.prepare import check_ranks, prepare
 from osdp.zoo import load_cluster, load_model
 from profiler.errors import OsdpError
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from osdp.training.model_and_task import _fed_by
-from osdp.training.sentences import CLS, MASK, PAD, SEP, MadeUp, SentencePairs, TextFile
+from osdp.training.sentence_pairs import CLS, MASK, PAD, SEP, MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import IGNORED, Tokens, batch
 from osdp.zoo import load_model
 from profiler.errors import OsdpError

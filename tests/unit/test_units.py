@@ -11,11 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import chain, operator, transformer
 
-from planner.stage import StagedModel, cut
-from planner.strategy import Strategy
-from planner.units import Unit, check_scalars, check_split, owners_of, split_bounds, split_parameters, units_of
+from planner.model.fsdp_units import (
+    Unit,
+    check_scalars,
+    check_split,
+    owners_of,
+    split_bounds,
+    split_parameters,
+    units_of,
+)
+from planner.model.stages import StagedModel, cut
+from planner.strategies.registry import Strategy
 from profiler.errors import OsdpError
-from profiler.graph import Operator, Parameter
+from profiler.model_graph import Operator, Parameter
 
 SHARD, KEEP, COPY, OWNER = (
     Strategy("shard", 4),

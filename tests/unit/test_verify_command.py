@@ -14,13 +14,13 @@ import torch
 from command_line import Cli
 from rehearsals import plan_of
 
-import osdp.verification
-from osdp.planning import Request, plan_model, write_plan
-from osdp.verification import ROUNDING_BYTES, Verified
+import osdp.planning.verify
+from osdp.planning.request import Request, plan_model, write_plan
+from osdp.planning.verify import ROUNDING_BYTES, Verified
 from osdp.zoo import load_cluster, load_model
 from planner.plan import Plan
-from profiler.trace import trace_model
-from profiler.units import GIB, MIB
+from profiler.byte_sizes import GIB, MIB
+from profiler.trace.trace import trace_model
 
 CATEGORIES = {"parameters", "optimizer", "gradients", "unsharded_parameters", "communication_buffers", "activations",
               "optimizer_temporaries"}  # fmt: skip
@@ -89,7 +89,7 @@ def test_the_report_has_every_category_and_the_verdict(cli: Cli, planned: Plan) 
 def test_a_prediction_that_does_not_hold_ends_with_1(cli: Cli, uniform: Callable[..., Plan],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """A rehearsal that finds 2 % more than was predicted, or 4 % less."""
-    rehearse = osdp.verification.rehearse
+    rehearse = osdp.planning.verify.rehearse
     path = written(uniform("shard", micro_batch=128))  # 170 MiB, of which 1 % is more than rounding can be
     for factor, holds, *as_json in ((1.02, False, "--json"), (0.96, False), (1.001, True)):
 
@@ -99,7 +99,7 @@ def test_a_prediction_that_does_not_hold_ends_with_1(cli: Cli, uniform: Callable
             peak = replace(found.peak, categories=categories, total_bytes=sum(categories.values()))
             return replace(found, peak=peak)
 
-        monkeypatch.setattr(osdp.verification, "rehearse", other)
+        monkeypatch.setattr(osdp.planning.verify, "rehearse", other)
         status, out, err = cli("verify", path, *as_json)
         assert (status, err) == (0 if holds else 1, "")
         assert (json.loads(out)["holds"] if as_json else "does not hold" not in " ".join(out.split())) is holds
@@ -132,10 +132,10 @@ def test_what_the_allocator_reserved_has_to_be_within_the_limit(
 
     def measure(*_: Any) -> Any:
         held = {"allocated": allocated, "reserved": room_bytes + excess_bytes}
-        return osdp.verification._Held(0, held, allocated, "as torch.cuda measures it")
+        return osdp.planning.verify._Held(0, held, allocated, "as torch.cuda measures it")
 
-    monkeypatch.setattr(osdp.verification, "_check_ranks", lambda view: None)
-    monkeypatch.setattr(osdp.verification, "_measure", measure)
+    monkeypatch.setattr(osdp.planning.verify, "_check_ranks", lambda view: None)
+    monkeypatch.setattr(osdp.planning.verify, "_measure", measure)
     done = cli("verify", written(planned), "--device", "cuda", "--json")
     told = json.loads(done.out)
     assert (done.status, told["how"], told["error"], told["holds"]) == (status, "cuda", 0, status == 0)

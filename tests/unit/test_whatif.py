@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from synthetic import chain, cluster, transformer
 
+from planner.analysis.what_if import Answer, WhatIf, what_if
 from planner.pins import Pin, resolve
-from planner.search import Task, search
-from planner.whatif import Answer, WhatIf, what_if
-from profiler.cluster import Cluster
-from profiler.graph import ModelGraph
-from profiler.units import GIB, MIB
+from planner.search.search import Task, search
+from profiler.byte_sizes import GIB, MIB
+from profiler.cluster.cluster import Cluster
+from profiler.model_graph import ModelGraph
 
 
 def asked(graph: ModelGraph, machine: Cluster, limit: int, **more: object) -> dict[str, Answer]:

@@ -19,7 +19,7 @@ from osdp import resources
 from osdp.models.gpt2 import GPT2
 from osdp.zoo import load_model, model_card, model_names
 from profiler.errors import OsdpError
-from profiler.source import Inputs
+from profiler.model_source import Inputs
 
 
 def refused(spec: str, **keywords: Any) -> str:

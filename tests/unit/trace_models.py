@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from profiler.graph import Call, ModelGraph
-from profiler.source import ModelSource
+from profiler.model_graph import Call, ModelGraph
+from profiler.model_source import ModelSource
 
 
 def source(

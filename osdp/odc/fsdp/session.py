@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp.odc.options import Options, forget
-from planner.strategy import Strategy
+from planner.strategies.registry import Strategy
 from profiler.errors import OsdpError
 from runtime.meshes import Meshes
-from runtime.odc.exchange import Exchange, Unit
-from runtime.odc.transports import why_none_anywhere
-from runtime.optimizer_hooks import unwatch_optimizers, watch_optimizers
-from runtime.outputs import tensors_in
+from runtime.odc.choose_transport import why_none_anywhere
+from runtime.odc.step_protocol import Exchange, Unit
+from runtime.step.optimizer_hooks import unwatch_optimizers, watch_optimizers
+from runtime.strategies.alias_outputs import tensors_in
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,173 @@
+"""`osdp strategies` and `osdp partition`: tables of what strategies keep and send, and of how even owners are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from osdp.cli import options
+from osdp.cli.exits import guarded
+from osdp.cli.rank_process import end_of_rank, launched
+from osdp.cli.terminal import make_console, progress_bar
+
+if TYPE_CHECKING:
+    from osdp.planning.request import Request
+    from profiler.cluster.cluster import Cluster
+    from profiler.model_source import ModelSource
+
+STRATEGIES = ("replicate", "owner", "shard")
+"""Those that are shown where the user names none: DDP, ZeRO-3 by whole tensors, FSDP."""
+CPU_RANKS = 2
+"""Ranks that are started where there are no GPUs and the user does not say how many."""
+PRIORITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Values of `evenness_priority` in the table."""
+TIMEOUT_S = 300.0
+"""How long ranks wait for each other."""
+
+
+@guarded
+def strategies(
+    model: options.Model,
+    cluster: options.ClusterName = None,
+    nodes: options.Nodes = None,
+    gpus_per_node: options.GpusPerNode = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="As plans write them; repeatable. Default: replicate, owner, shard; on one rank replicate."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a rank.")] = 1,
+    seq: options.SequenceLength = None,
+    precision: options.Precision = "fp32",
+    optimizer: options.OptimizerName = "adam",
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Train a few steps on the GPUs of this machine, or on CPU ranks, and count."),
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Say what each strategy keeps and sends if the whole model takes it, of one step with one micro-batch."""
+    from osdp.planning.request import Request
+    from osdp.training.launch import Nodes, is_rank, launch
+    from osdp.zoo import load_model
+    from profiler.errors import OsdpError
+
+    names = tuple(dict.fromkeys(strategy or ()))
+    if measure and nodes is not None:
+        raise OsdpError("only this machine can be measured", got=f"--nodes {nodes}", advice="--gpus-per-node N")
+    if measure and not is_rank():
+        device, ranks = _here(gpus_per_node)
+        with launched():
+            launch(sys.argv[1:], ranks, Nodes(), device, TIMEOUT_S)
+        return
+    with progress_bar():
+        source = load_model(model, sequence_length=seq)
+    from osdp.planning.strategy_footprint import NO_LIMIT_BYTES
+
+    request = Request(NO_LIMIT_BYTES, precision, optimizer, batch)
+    if measure:
+        with end_of_rank():
+            _measured(source, cluster, request, names, as_json)
+        return
+    _predicted(source, _cluster(cluster, nodes, gpus_per_node), request, names, as_json)
+
+
+def _here(ranks: int | None) -> tuple[str, int]:
+    """Return the kind of device and the number of ranks to start."""
+    import torch
+
+    from profiler.errors import OsdpError
+
+    available = torch.cuda.device_count()
+    if available and (ranks or 0) > available:
+        raise OsdpError("there are fewer GPUs than ranks", got=f"--gpus-per-node {ranks}",
+                        expected=f"at most {available}")  # fmt: skip
+    return ("cuda", ranks or available) if available else ("cpu", ranks or CPU_RANKS)
+
+
+def _cluster(name: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:
+    from osdp.planning.request import default_cluster
+    from osdp.zoo import load_cluster
+
+    return load_cluster(name, nodes, gpus_per_node) if name else default_cluster(nodes, gpus_per_node)[0]
+
+
+def _default_names(cluster: Cluster) -> tuple[str, ...]:
+    """Return the strategies that are compared by default; one rank has but one of them."""
+    return STRATEGIES if cluster.world_size > 1 else STRATEGIES[:1]
+
+
+def _predicted(source: ModelSource, cluster: Cluster, request: Request, names: tuple[str, ...], as_json: bool) -> None:
+    from osdp.cli.reports.strategies import print_strategies, strategies_json
+    from osdp.planning.strategy_footprint import predict
+    from planner.strategies.registry import parse_strategy
+    from profiler.trace.trace import trace_model
+
+    names = names or _default_names(cluster)
+    for name in names:
+        parse_strategy(name, cluster)  # refuses before the trace takes its seconds
+    with progress_bar() as progress:
+        progress(f"tracing {source.name}", 0.0)
+        graph = trace_model(source, request.precision, cluster.device.kind)
+        found = [predict(graph, cluster, name, request) for name in names]
+    if as_json:
+        print(strategies_json(found, cluster))
+    else:
+        print_strategies(make_console(), found, cluster)
+
+
+def _measured(source: ModelSource, name: str | None, request: Request, names: tuple[str, ...], as_json: bool) -> None:
+    """Be one of the ranks."""
+    import torch
+
+    from osdp.cli.reports.strategies import print_strategies, strategies_json
+    from osdp.planning.rank_grid import cluster_of_ranks
+    from osdp.planning.strategy_footprint import counted, predict
+    from osdp.training.process_group import joined
+    from profiler.trace.trace import trace_model
+
+    with joined("cuda" if torch.cuda.is_available() else "cpu", TIMEOUT_S) as ranks:
+        cluster, _ = cluster_of_ranks(name)
+        graph = trace_model(source, request.precision, cluster.device.kind)
+        predicted = [predict(graph, cluster, strategy, request) for strategy in names or _default_names(cluster)]
+        found = counted(source, predicted, cluster, ranks)
+    if os.environ["RANK"] != "0":
+        return
+    if as_json:
+        print(strategies_json(found, cluster))
+    else:
+        print_strategies(make_console(), found, cluster)
+
+
+@guarded
+def partition(
+    model: options.Model,
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=1, help="Ranks to give tensors to; repeatable. Default: 2 to 8.")
+    ] = None,
+    by_module: Annotated[
+        bool, typer.Option("--by-module", help="Keep the parameters of a module together, as OSDP's owners do.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Say how evenly whole tensors can be given to ranks, by `evenness_priority`."""
+    import torch
+
+    from osdp.cli.reports.strategies import partition_json, print_partition
+    from osdp.compat.zero3_partition import zero3_partition_tensors
+    from osdp.zoo import load_model
+
+    with progress_bar(), torch.device("meta"):
+        source = load_model(model)
+        tensors = dict(source.build().named_parameters())
+    found = {
+        (count, priority): zero3_partition_tensors(tensors, [f"rank {rank}" for rank in range(count)], priority,
+                                                   by_module=by_module)[1]
+        for count in dict.fromkeys(ranks or range(2, 9)) for priority in PRIORITIES
+    }  # fmt: skip
+    if as_json:
+        print(partition_json(source.name, found))
+    else:
+        print_partition(make_console(), source.name, found)

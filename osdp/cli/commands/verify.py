@@ -1,0 +1,46 @@
+"""`osdp verify`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+import typer
+
+from osdp.cli.exits import FAULT, guarded
+from osdp.cli.options import AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
+from osdp.cli.terminal import make_console, progress_bar
+
+
+@guarded
+def verify(
+    path: PlanPath,
+    model: ModelOfPlan = None,
+    cluster: ClusterOfPlan = None,
+    device: Annotated[
+        Literal["auto", "fake", "cuda"],
+        typer.Option(
+            help="fake: rehearse one rank without computing; cuda: run real steps, under torchrun with the plan's "
+            "ranks. auto: cuda where that can be."
+        ),
+    ] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Compare a plan's predicted memory with what the runtime holds when it trains; exit with 1 if it does not hold."""
+    from osdp.cli.reports.verify import print_verified, verified_json
+    from osdp.planning.request import read_plan, reopen
+    from osdp.planning.verify import verify as run
+
+    with progress_bar() as progress:
+        found = read_plan(path)
+        progress(f"tracing {found.model.name}", 0.0)
+        view = reopen(found, model, cluster)
+        progress(f"a training step of one of {view.load.cluster.world_size} ranks", 0.3)
+        verified = run(view, model, None if device == "auto" else device == "cuda")
+    if os.environ.get("RANK", "0") == "0":
+        if as_json:
+            print(verified_json(verified, view.plan))
+        else:
+            print_verified(make_console(), verified, view.plan)
+    if not verified.holds:
+        raise SystemExit(FAULT)

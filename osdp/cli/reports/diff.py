@@ -1,0 +1,124 @@
+"""What `osdp diff` prints: how two plans differ, from their files alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from osdp.cli.reports.figures import format_count, format_seconds
+from osdp.cli.reports.plan import TERMS
+from osdp.cli.reports.rows import short_names
+from osdp.cli.terminal import make_table, print_section
+from planner.analysis.plan_diff import ChoiceChange, Comparison, Delta, SettingChange
+from profiler.byte_sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+SCHEMA = "osdp.plan_diff/1"
+
+
+def diff_json(found: Comparison, before: str, after: str) -> str:
+    """Return the comparison of two files as one JSON object; numbers in bytes and seconds."""
+
+    def told(deltas: tuple[Delta, ...]) -> dict[str, dict[str, float]]:
+        return {delta.name: _figures(delta) for delta in deltas}
+
+    return json.dumps({
+        "schema": SCHEMA,
+        "before": before,
+        "after": after,
+        "same": found.is_empty,
+        "same_operators": found.same_operators,
+        "settings": {change.setting: {"before": change.before, "after": change.after} for change in found.settings},
+        "changed_operators": found.changed_operators,
+        "choices": [asdict(change) for change in found.choices],
+        "predicted": {
+            "peak_memory_bytes": _figures(found.peak_bytes),
+            "memory_by_category": told(found.memory),
+            "step_time_s": _figures(found.step_time_s),
+            "time_by_term": told(found.time),
+            "samples_per_s": _figures(found.samples_per_s),
+        },
+    }, indent=2, allow_nan=False)  # fmt: skip
+
+
+def _figures(delta: Delta) -> dict[str, Any]:
+    return {"before": delta.before, "after": delta.after, "change": delta.change}
+
+
+def print_diff(console: Console, found: Comparison, before: str, after: str) -> None:
+    """Print what differs, or that nothing does."""
+    console.print(f"From {before} to {after}; every figure is what the files predict.")
+    console.print()
+    if found.is_empty:
+        console.print("The plans are equal: the same choices, made for the same.")
+        console.print()
+    if found.settings:
+        print_section(console, "What they were made for, and the batch", _settings(found.settings))
+    if not found.same_operators:
+        console.print("The plans are for models of different operators, so their choices are not compared.")
+        console.print()
+    elif found.choices:
+        print_section(console, f"Choices: {found.changed_operators} operators differ", _choices(found.choices))
+    elif not found.is_empty:
+        console.print("Every operator and block has the same choice in both.")
+        console.print()
+    print_section(console, _memory_title(found), _memory(found))
+    print_section(console, _time_title(found), _time(found))
+
+
+def _settings(changes: tuple[SettingChange, ...]) -> Table:
+    table = make_table("", "before", "after")
+    for change in changes:
+        told = [_setting(change.setting, value) for value in (change.before, change.after)]
+        table.add_row(change.setting.removesuffix("_bytes").replace("_", " "), *told)
+    return table
+
+
+def _setting(name: str, value: str | int) -> str:
+    if isinstance(value, str):
+        return value
+    return format_bytes(value) if name.endswith("_bytes") else f"{value:,}"
+
+
+def _choices(changes: tuple[ChoiceChange, ...]) -> Table:
+    table = make_table("count", "before", "after", "which", right=("count",), rigid=("before", "after"))
+    for change in changes:
+        inside = f": {', '.join(name or 'itself' for name in change.operators)}" if change.operators else ""
+        table.add_row(str(len(change.names)), change.before, change.after, short_names(change.names) + inside)
+    return table
+
+
+def _memory_title(found: Comparison) -> str:
+    peak = found.peak_bytes
+    return f"Memory at the peak: {format_bytes(peak.before)} to {format_bytes(peak.after)}"
+
+
+def _memory(found: Comparison) -> Table:
+    table = make_table("", "before", "after", "change", right=("before", "after", "change"))
+    for delta in (*found.memory, found.peak_bytes):
+        if delta.before or delta.after:
+            sign = "+" if delta.change > 0 else ""
+            told = (format_bytes(delta.before), format_bytes(delta.after), sign + format_bytes(delta.change))
+            table.add_row(delta.name.replace("_", " "), *told)
+    return table
+
+
+def _time_title(found: Comparison) -> str:
+    speed = found.samples_per_s
+    return (
+        f"Time: {format_count(speed.before)} to {format_count(speed.after)} samples/s, "
+        f"{speed.after / speed.before:.3f} x as fast"
+    )
+
+
+def _time(found: Comparison) -> Table:
+    table = make_table("in a step", "before", "after", "change", right=("before", "after", "change"))
+    for delta in (*found.time, found.step_time_s):
+        if delta.before or delta.after:
+            told = [format_seconds(value) for value in (delta.before, delta.after)]
+            table.add_row(TERMS.get(delta.name, delta.name), *told, format_seconds(delta.change, signed=True))
+    return table

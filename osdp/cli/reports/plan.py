@@ -1,0 +1,226 @@
+"""What `osdp plan` prints for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from osdp.cli.reports.figures import (
+    bar,
+    count_sources,
+    format_count,
+    format_parameters,
+    format_seconds,
+    name_phase,
+    rates,
+)
+from osdp.cli.reports.rows import plan_rows, short_names
+from osdp.cli.terminal import make_table, print_section
+from osdp.planning.request import Planned
+from planner.analysis.plan_diff import HIDDEN
+from planner.analysis.what_if import WhatIf
+from planner.cost.stragglers import Waits
+from planner.plan import Prediction
+from planner.search.baselines import Baseline
+from planner.search.candidates import DIVERSE_STRATEGIES, LIGHT, MIXED_STRATEGIES, SPLIT_STRATEGIES
+from profiler.byte_sizes import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+WAITING = "waiting_s"
+"""The term of uneven micro-batches."""
+TERMS = {
+    "compute_s": "compute",
+    "recompute_s": "recompute",
+    "exposed_communication_s": "exposed communication",
+    WAITING: "waiting for the slowest",
+    "optimizer_s": "optimizer",
+}
+"""Terms that sum to the step time, as printed."""
+HEADLINE = "Plan: every time and memory figure below is predicted, none was measured in a run"
+BASELINES_HEADLINE = "Against one strategy for everything, each at its best micro-batch"
+PINNED = ", pinned"
+"""Marks what the user decided."""
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the report says beside the plan."""
+
+    total_s: float
+    """Seconds since the command started."""
+    cluster_note: str = ""
+    """Why this cluster, where the user named none."""
+    written_to: str = ""
+    """File that the plan was written to, or folder of several."""
+    more: WhatIf | None = None
+    """What binds and what more would buy, if that was asked."""
+
+
+def print_plan(console: Console, planned: Planned, around: Circumstances) -> None:
+    """Print the whole report."""
+    print_section(console, HEADLINE, _header(planned, around))
+    print_section(console, _choices_title(planned), _choices(planned))
+    print_section(console, _memory_title(planned), _memory(planned))
+    print_section(console, _time_title(planned), _time(planned), _hidden(planned))
+    print_section(console, BASELINES_HEADLINE, baseline_table(planned))
+    if around.more is not None:
+        from osdp.cli.reports.what_if import print_what_if
+
+        print_what_if(console, around.more)
+    console.print(_footer(planned, around))
+
+
+def _header(planned: Planned, around: Circumstances) -> Table:
+    """Say what was planned for what, and what the figures rest on."""
+    plan, graph, cluster = planned.plan, planned.graph, planned.cluster
+    device = cluster.device
+    tokens = f", {graph.sequence_length} tokens a sample" if graph.sequence_length > 1 else ""
+    ranks = f"{cluster.nodes} x {cluster.gpus_per_node} {device.name}, {format_bytes(device.memory_bytes.value)} each"
+    note = f" ({around.cluster_note})" if around.cluster_note else ""
+    table = make_table("", "")
+    table.show_header = False
+    table.add_row("model", f"{plan.model.name}: {graph.numel:,} parameters in {len(graph.operators)} operators, "
+                  f"{len(graph.blocks)} blocks; {plan.model.precision}, {plan.optimizer}{tokens}")  # fmt: skip
+    table.add_row("cluster", f"{cluster.name}: {ranks}{note}")
+    free = f"{format_bytes(plan.headroom_bytes)} stay free as headroom and " if plan.headroom_bytes else ""
+    table.add_row("limit", f"{format_bytes(plan.limit_bytes)} ({plan.limit_bytes / MIB:,.0f} MiB) a device, of which "
+                  f"{free}{format_bytes(cluster.reserve_bytes)} are kept free for what is not PyTorch's")  # fmt: skip
+    if plan.waits.source:
+        table.add_row("imbalance", _waits(plan.waits))
+    if plan.asked.pins:
+        table.add_row("pinned", ", ".join(plan.asked.pins))
+    table.add_row("rates", rates(cluster, plan.model.precision))
+    table.add_row("sources", f"the cluster's figures: {count_sources(cluster)}; the model's: counted in a trace")
+    return table
+
+
+def _waits(waits: Waits) -> str:
+    """Say how uneven micro-batches are, and what the slowest rank then takes."""
+    each, once = (f"{waits.factor(meets) - 1:.1%}" for meets in (True, False))
+    fill = f"the mean sample is {waits.fill:.0%} as long as the longest, " if waits.fill < 1 else ""
+    return (f"{waits.source}: {fill}the slowest rank computes {each} longer than the mean in a micro-batch, {once} in "
+            "a step")  # fmt: skip
+
+
+def _choices_title(planned: Planned) -> str:
+    plan, world = planned.plan, planned.cluster.world_size
+    samples = world * plan.micro_batch * plan.accumulation
+    return (
+        f"Micro-batch {plan.micro_batch} a rank x {world} ranks x {plan.accumulation} a step "
+        f"= {samples:,} samples a step"
+    )
+
+
+def _choices(planned: Planned) -> Table:
+    """Return the plan itself, by class of blocks and operators."""
+    table = make_table("part", "count", "strategy", "recompute", "parameters", "which",
+                       right=("count", "parameters"), rigid=("strategy", "parameters"))  # fmt: skip
+    for row in plan_rows(planned.plan, planned.graph, planned.pins):
+        recompute = "" if row.recompute is None else "yes" if row.recompute else "no"
+        strategy, recompute = row.strategy + PINNED * row.pinned, recompute + PINNED * row.pinned_recompute
+        table.add_row(row.part, str(row.count), strategy, recompute, format_parameters(row.parameters),
+                      short_names(row.names))  # fmt: skip
+    return table
+
+
+def _memory_title(planned: Planned) -> str:
+    predicted, limit_bytes = planned.plan.predicted, planned.plan.limit_bytes
+    peak_bytes = predicted.peak_memory_bytes
+    share, where = f"{peak_bytes / limit_bytes:.1%} used", name_phase(predicted.peak_phase)
+    return f"Memory: peak {format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}, {share}, in {where}"
+
+
+def _memory(planned: Planned) -> Table:
+    """Return the peak by category, as shares of the limit."""
+    table = make_table("at the peak", "bytes", "of limit", "", right=("bytes", "of limit"))
+    categories = planned.plan.predicted.memory_by_category
+    for category, size_bytes in sorted(categories.items(), key=lambda item: -item[1]):
+        share = size_bytes / planned.plan.limit_bytes
+        table.add_row(category.replace("_", " "), format_bytes(size_bytes), f"{share:.1%}", bar(share))
+    return table
+
+
+def _time_title(planned: Planned) -> str:
+    predicted = planned.plan.predicted
+    return f"Time: {format_seconds(predicted.step_time_s)} a step, {_speed(predicted, planned.graph.sequence_length)}"
+
+
+def _time(planned: Planned) -> Table:
+    """Return the step time by term."""
+    predicted = planned.plan.predicted
+    table = make_table("in a step", "time", "of step", "", right=("time", "of step"))
+    for term, label in TERMS.items():
+        seconds = predicted.time_by_term[term]
+        if term == WAITING and not seconds:
+            continue
+        share = seconds / predicted.step_time_s
+        table.add_row(label, format_seconds(seconds), f"{share:.1%}", bar(share))
+    return table
+
+
+def _hidden(planned: Planned) -> str:
+    hidden = format_seconds(planned.plan.predicted.time_by_term[HIDDEN])
+    return f"Another {hidden} of communication runs under computation and is not part of the sum."
+
+
+def _speed(predicted: Prediction, sequence_length: int) -> str:
+    text = f"{format_count(predicted.samples_per_s)} samples/s"
+    if sequence_length > 1:
+        text += f", {format_count(predicted.samples_per_s * sequence_length)} tokens/s"
+    return text
+
+
+def baseline_table(planned: Planned) -> Table:
+    """Return the uniform configurations under the same limit, and how many times as fast the plan is."""
+    speed = planned.plan.predicted.samples_per_s
+    table = make_table("baseline", "recompute", "micro-batch", "peak memory", "samples/s", "the plan is",
+                       right=("micro-batch", "peak memory", "samples/s", "the plan is"),
+                       rigid=("peak memory", "the plan is"))  # fmt: skip
+    for baseline in planned.found.baselines:
+        needs = format_bytes(baseline.peak_memory_bytes)
+        row = (baseline_name(baseline), "yes" if baseline.recompute else "no")
+        if baseline.feasible:
+            ratio = speed / baseline.samples_per_s
+            batch = str(baseline.load.micro_batch)
+            table.add_row(*row, batch, needs, format_count(baseline.samples_per_s), f"{ratio:.3f} x as fast")
+        else:
+            table.add_row(*row, "", f"needs {needs}", "", "does not fit")
+    return table
+
+
+def baseline_name(baseline: Baseline) -> str:
+    """Return a uniform configuration's name, with the group size where it has one."""
+    sized = ":" in str(baseline.strategy)
+    return f"{baseline.name}, groups of {baseline.strategy.group}" if sized else baseline.name
+
+
+def _offer(planned: Planned) -> str:
+    """Say what the search offered the stages of a model."""
+    space = planned.found.space
+    if space.is_diverse:
+        first = f"one of the first {DIVERSE_STRATEGIES} strategies or the one of least memory"
+        return f"{first}, for each block or operator outside blocks (hardly two are alike: there is no time for more)"
+    text = f"for each block or operator outside blocks any strategy, two of the first {MIXED_STRATEGIES} by part of "
+    text += f"the block, or its large linears in slices of two of the first {SPLIT_STRATEGIES}"
+    few = f" (stages of less than 1/{1 / LIGHT:.0f} of the parameters: a copy, a shard or what needs least memory)"
+    return text + (few if space.light else "")
+
+
+def _footer(planned: Planned, around: Circumstances) -> str:
+    """Return what is proven, how long it took, and what the tracer had to assume."""
+    plan, found = planned.plan, planned.found
+    bound = format_count(found.bound_samples_per_s)
+    lines = [
+        f"Certified gap {plan.gap:.2%}: no plan of the searched space has more than {bound} samples/s in this cost "
+        f"model{' with these pins' if plan.asked.pins else ''}. The space is {_offer(planned)}; one strategy for all "
+        f"tied operators; recomputation or not for each block; and the {found.points} points of the sweep over "
+        "micro-batches. Plans outside it may be faster.",
+        f"Took {planned.trace_s:.2f} s to trace, {found.search_s:.2f} s to search, {around.total_s:.2f} s since start.",
+    ]
+    lines += [f"Note: {note}" for note in planned.graph.notes]
+    if around.written_to:
+        lines.append(f"Written to {around.written_to}")
+    return "\n".join(lines)

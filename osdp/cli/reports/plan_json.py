@@ -1,0 +1,98 @@
+"""What `osdp plan --json` prints for programs: numbers in bytes and seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from osdp.planning.plan_questions import FrontierRow
+from osdp.planning.request import Planned
+from planner.analysis.plan_diff import HIDDEN
+from planner.analysis.what_if import WhatIf
+
+SCHEMA = "osdp.plan_report/1"
+FRONTIER_SCHEMA = "osdp.frontier/1"
+
+
+def plan_json(planned: Planned, total_s: float, more: WhatIf | None = None) -> str:
+    """Return the report as one JSON object; `total_s` is seconds since the command started."""
+    told = plan_object(planned, total_s) | ({} if more is None else {"what_if": what_if_object(more)})
+    return json.dumps(told, indent=2, allow_nan=False)
+
+
+def plan_object(planned: Planned, total_s: float) -> dict[str, Any]:
+    """Return the report as plain data.
+
+    The categories of memory sum to the peak and the terms of time to the step, so communication
+    that is hidden under computation is left out.  Of a baseline that does not fit, the figures are
+    those of the micro-batch that needs least memory, as if there were enough.
+    """
+    plan, predicted = planned.plan, planned.plan.predicted
+    return {
+        "schema": SCHEMA,
+        "model": plan.model.name,
+        "cluster": plan.cluster.name,
+        "limit_bytes": plan.limit_bytes,
+        "micro_batch": plan.micro_batch,
+        "accumulation": plan.accumulation,
+        "predicted": {
+            "peak_memory_bytes": predicted.peak_memory_bytes,
+            "memory_by_category": predicted.memory_by_category,
+            "peak_phase": predicted.peak_phase,
+            "step_time_s": predicted.step_time_s,
+            "time_by_term": {term: value for term, value in predicted.time_by_term.items() if term != HIDDEN},
+            "samples_per_s": predicted.samples_per_s,
+        },
+        "gap": plan.gap,
+        "baselines": [
+            {
+                "name": baseline.name,
+                "recompute": baseline.recompute,
+                "feasible": baseline.feasible,
+                "micro_batch": baseline.load.micro_batch,
+                "peak_memory_bytes": baseline.peak_memory_bytes,
+                "samples_per_s": baseline.samples_per_s,
+            }
+            for baseline in planned.found.baselines
+        ],
+        "choices": plan.choices,
+        "recomputed_blocks": plan.recomputed_blocks,
+        "seconds": {"trace": planned.trace_s, "search": planned.found.search_s, "total": total_s},
+        "headroom_bytes": plan.headroom_bytes,
+        "pins": plan.asked.pins,
+        "not_run_yet": [],  # a published key; every strategy that is planned runs
+    }
+
+
+def what_if_object(more: WhatIf) -> dict[str, Any]:
+    """Return what binds a plan and what more would buy, as plain data."""
+    return {
+        "samples_per_s": more.samples_per_s,
+        "bound_samples_per_s": more.bound_samples_per_s,
+        "binds": list(more.binds),
+        "answers": [asdict(answer) for answer in more.answers],
+    }
+
+
+def frontier_json(rows: Sequence[FrontierRow], total_s: float) -> str:
+    """Return a frontier as one JSON object; at least one limit has a plan."""
+    plan = next(row.planned.plan for row in rows if row.planned)
+    told = {
+        "schema": FRONTIER_SCHEMA,
+        "model": plan.model.name,
+        "cluster": plan.cluster.name,
+        "frontier": [_frontier_object(row, total_s) for row in rows],
+    }
+    return json.dumps(told, indent=2, allow_nan=False)
+
+
+def _frontier_object(row: FrontierRow, total_s: float) -> dict[str, Any]:
+    """Return one limit: the plan's object, or what the smallest plan needs."""
+    told: dict[str, Any] = {"limit_bytes": row.request.limit_bytes, "feasible": row.planned is not None}
+    if row.planned is not None:
+        return told | plan_object(row.planned, total_s) | {"taken_from_limit_bytes": row.taken_from_bytes}
+    assert row.refusal is not None, "a limit without a plan says why"
+    refusal = row.refusal.refusal
+    return told | {"needed_bytes": refusal.advised_bytes or refusal.needed_bytes, "why": row.refusal.expected}

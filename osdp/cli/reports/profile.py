@@ -1,0 +1,143 @@
+"""What `osdp profile` prints: what was measured, how well it fits, and two profiles side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from osdp.cli.reports.figures import format_rate, format_seconds
+from osdp.cli.terminal import make_table, print_section
+from osdp.profile.profile_diff import Row
+from planner.cost.workload import Workload
+from profiler.byte_sizes import format_bytes
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.measurements import CollectiveTimes, Measured, call_key
+from profiler.cluster.piecewise_fit import is_bad
+from profiler.model_graph import ModelGraph
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+SCHEMA = "osdp.profile_comparison/1"
+
+
+def profile_json(cluster: Cluster) -> str:
+    """Return the profile as one JSON object, with the fields of its file."""
+    return json.dumps(asdict(cluster), indent=2)
+
+
+def print_profile(console: Console, cluster: Cluster, graph: ModelGraph | None, path: Path) -> None:
+    """Print what was measured; `graph` is of the model whose calls were."""
+    measured = cluster.measured
+    assert measured is not None, "this is what `osdp profile` makes"
+    title = f"{cluster.nodes} x {cluster.gpus_per_node} ranks, measured on {measured.date}: {measured.versions}; "
+    print_section(console, title + f"medians of {measured.repetitions}, all ranks at once", _rates(cluster))
+    print_section(console, "Collectives, with the copies that FSDP2 makes around them", _collectives(measured),
+                  _rings(cluster))  # fmt: skip
+    if graph is not None:
+        print_section(console, f"Operators of {graph.name}, {graph.precision}", _calls(cluster, graph))
+    for note in measured.notes:
+        print_section(console, "Note", note)
+    console.print(f"Written to {path}. Plan with it: osdp plan --cluster {path}")
+
+
+def _rates(cluster: Cluster) -> Table:
+    device, measured = cluster.device, cluster.measured
+    assert measured is not None
+    table = make_table("what", "measured", "", right=("measured",), rigid=("measured",))
+    for precision, rate in device.matmul_flops_per_s.items():
+        table.add_row(f"matrix products, {precision}", format_rate(rate.value, "FLOP/s"), "")
+    table.add_row("other kernels", format_rate(device.memory_bytes_per_s.value, "B/s"), "")
+    table.add_row("memory of a rank", format_bytes(device.memory_bytes.value),
+                  f"{format_bytes(cluster.reserve_bytes)} of it not for tensors")  # fmt: skip
+    longer = f"computation then takes {measured.overlapped_slowdown:.2f} times as long"
+    table.add_row("communication under computation", *(("yes", longer) if measured.asynchronous else ("no", "")))
+    table.add_row("the same with FSDP2", "yes" if cluster.overlaps else "no", "")
+    table.add_row("each gather and reduction of a unit", format_seconds(measured.unit_overhead_s),
+                  "beside its collectives: hooks, waiting for who is late")  # fmt: skip
+    if measured.one_sided_overhead_s is not None:
+        table.add_row("each pull and push of a unit", format_seconds(measured.one_sided_overhead_s), "likewise, of odc")
+    for one in measured.optimizers:
+        table.add_row(f"{one.name}, 100 tensors, 1 GB", format_seconds(one.step_s(100, 1e9)), "")
+    return table
+
+
+def _collectives(measured: Measured) -> Table:
+    """Return a table of the fits: at size 0, the last slope, some sizes; how far off at worst, and how many lines."""
+    numbers = ("at least", "then", "64 KiB", "1 MiB", "16 MiB")
+    table = make_table("collective", *numbers, "fit", right=numbers, rigid=("collective", *numbers))
+    for one in measured.collectives:
+        first, last = one.pieces[0], one.pieces[-1]
+        rate = format_rate(1 / last.s_per_byte, "B/s") if last.s_per_byte else "flat"
+        largest = one.points[-1][0]
+        times = [format_seconds(one.time_s(size)) if size <= largest else "" for size in (2**16, 2**20, 2**24)]
+        fit = f"{one.residual:.0%}, {len(one.pieces)}" + " (bad)" * is_bad(one.residual)
+        table.add_row(_name(one), format_seconds(first.latency_s), rate, *times, fit)
+    return table
+
+
+def _name(one: CollectiveTimes) -> str:
+    apart = "" if one.stride == 1 else f" {one.stride} apart"
+    return f"{'ring ' * (one.algorithm == 'ring')}{one.operation.replace('_', '-')}, {one.ranks} ranks{apart}"
+
+
+def _rings(cluster: Cluster) -> str:
+    rules = [
+        f"{rule.ranks} ranks" + (f" {rule.stride} apart" if rule.stride > 1 else "")
+        + f" from {format_bytes(rule.from_bytes)}" for rule in cluster.ring
+    ]  # fmt: skip
+    if not rules:
+        return "Reduce-scatters are the backend's: rings were not measured to be faster."
+    return f"Reduce-scatters go round a ring, which was faster, over {'; '.join(rules)}."
+
+
+def _calls(cluster: Cluster, graph: ModelGraph) -> Table:
+    """Return a table of measured times beside those that the roofline of the measured rates gives."""
+    assert cluster.measured is not None
+    numbers = ("count", "batch", "forward", "roofline", "backward", "roofline ", "kept")
+    table = make_table("operator", *numbers, right=numbers, rigid=numbers)
+    by_key = {call_key(graph, call): call for call in graph.calls}
+    counts = {key: sum(call_key(graph, call) == key for call in graph.calls) for key in by_key}
+    for one in cluster.measured.calls:
+        for index, micro_batch in enumerate(one.micro_batches):
+            load = Workload(cluster, "adam", graph.precision, micro_batch)
+            call = by_key[one.key]
+            table.add_row(
+                one.name.removeprefix(f"{graph.name} ") if not index else "",
+                str(counts[one.key]) if not index else "",
+                str(micro_batch),
+                format_seconds(one.forward_s[index]),
+                format_seconds(load.compute_s(call.forward)),
+                format_seconds(one.backward_s[index]),
+                format_seconds(load.compute_s(call.backward)),
+                format_bytes(one.saved_bytes[index]),
+            )
+    return table
+
+
+def comparison_json(rows: Sequence[Row], before: str, after: str) -> str:
+    """Return two profiles as one JSON object."""
+    figures = [asdict(row) | {"ratio": row.ratio} for row in rows]
+    return json.dumps({"schema": SCHEMA, "before": before, "after": after, "figures": figures}, indent=2)
+
+
+def print_comparison(console: Console, rows: Sequence[Row], before: str, after: str) -> None:
+    """Print two profiles side by side."""
+    for part, found in groupby(rows, key=lambda row: row.part):
+        numbers = ("before", "after", "ratio")
+        table = make_table("figure", *numbers, right=numbers, rigid=numbers)
+        for row in found:
+            values = [_value(value, row.unit) for value in (row.before, row.after)]
+            table.add_row(row.what, *values, "" if row.ratio is None else f"{row.ratio:.2f}")
+        print_section(console, f"{part.capitalize()}: {before} against {after}", table)
+
+
+def _value(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return format_seconds(value) if unit == "s" else format_rate(value, unit)

@@ -1,0 +1,126 @@
+"""A plan's choices as the few rows that a person can read: alike blocks and operators together."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from planner.plan import Plan
+from planner.search.search_space import NO_PINS, Pins
+from profiler.model_graph import Block, ModelGraph, Operator
+
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
+"""A number that is a whole component of a module path."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Blocks of one class, or operators outside blocks, that took the same choice."""
+
+    part: str
+    """Class name; within a block whose operators differ, also which of them."""
+    count: int
+    """How many blocks or operators."""
+    strategy: str
+    recompute: bool | None
+    """None outside blocks."""
+    parameters: int
+    """Of all of them together, tied ones once."""
+    names: tuple[str, ...]
+    """Blocks or operators, in execution order."""
+    pinned: bool = False
+    """Whether the user decided the strategy."""
+    pinned_recompute: bool = False
+    """Whether the user decided the recomputation."""
+
+
+def plan_rows(plan: Plan, graph: ModelGraph, pins: Pins = NO_PINS) -> list[Row]:
+    """Return the rows of a plan in execution order; what is pinned has rows of its own."""
+    recomputed = set(plan.recomputed_blocks)
+    pinned = {graph.operators[index].name for index in pins.strategies}
+    inside: dict[int, list[Operator]] = {}
+    for operator in graph.operators:
+        if operator.block is not None:
+            inside.setdefault(operator.block, []).append(operator)
+    found: dict[tuple[object, ...], list[tuple[str, int]]] = {}
+    for operator in graph.operators:
+        if operator.block is None:
+            outside = (operator.kind, plan.choices[operator.name], None, operator.name in pinned, False)
+            found.setdefault(outside, []).append((_with_ties(operator), operator.numel))
+        elif operator is inside[operator.block][0]:
+            block = graph.blocks[operator.block]
+            for part, strategy, numel, is_pinned in _parts(block, inside[operator.block], plan, pinned):
+                key = (part, strategy, block.name in recomputed, is_pinned, operator.block in pins.recompute)
+                found.setdefault(key, []).append((block.name, numel))
+    return [
+        Row(str(part), len(members), str(strategy), None if recompute is None else bool(recompute),
+            sum(numel for _, numel in members), tuple(name for name, _ in members), bool(is_pinned), bool(is_fixed))
+        for (part, strategy, recompute, is_pinned, is_fixed), members in found.items()
+    ]  # fmt: skip
+
+
+def _parts(block: Block, operators: list[Operator], plan: Plan,
+           pinned: set[str]) -> list[tuple[str, str, int, bool]]:  # fmt: skip
+    """Return (label, strategy, parameters, pinned) of a block, or of its operators by strategy if they differ."""
+    alike: dict[tuple[str, bool], list[Operator]] = {}
+    for operator in operators:
+        alike.setdefault((plan.choices[operator.name], operator.name in pinned), []).append(operator)
+    if len(alike) == 1:
+        return [(block.kind, strategy, _numel(members), fixed) for (strategy, fixed), members in alike.items()]
+    return [(f"{block.kind}: {_inside(block, members, operators)}", strategy, _numel(members), fixed)
+            for (strategy, fixed), members in alike.items()]  # fmt: skip
+
+
+def _inside(block: Block, members: Iterable[Operator], operators: Iterable[Operator]) -> str:
+    """Return the members' names without the block's; a module's, where all of its operators are members."""
+    names = [operator.name.removeprefix(f"{block.name}.") for operator in members]
+    everyone = Counter(_module(operator.name.removeprefix(f"{block.name}.")) for operator in operators)
+    own = Counter(map(_module, names))
+    told = (_module(name) if own[_module(name)] == everyone[_module(name)] else name for name in names)
+    return ", ".join(dict.fromkeys(told))
+
+
+def _module(name: str) -> str:
+    """Return the outermost module of a path within a block."""
+    return name.partition(".")[0]
+
+
+def _numel(operators: Iterable[Operator]) -> int:
+    return sum(operator.numel for operator in operators)
+
+
+def _with_ties(operator: Operator) -> str:
+    others = [module for module in operator.modules if module != operator.name]
+    return f"{operator.name} (tied with {', '.join(others)})" if others else operator.name
+
+
+def short_names(names: Iterable[str], longest: int = 60) -> str:
+    """Return names with runs of numbers drawn together: `h.0, h.1, h.2, h.5` is `h.0-2, h.5`.
+
+    Cut after about `longest` characters, with the number of names left out.
+    """
+    names = list(names)
+    runs = [list(run) for _, run in groupby(enumerate(names), key=lambda item: _follows(item[0], item[1]))]
+    text, shown = "", 0
+    for run in runs:
+        first, last = run[0][1], run[-1][1]
+        piece = first if len(run) == 1 else f"{first}-{_number(last)}" if len(run) > 2 else f"{first}, {last}"
+        if text and len(text) + len(piece) > longest:
+            return f"{text}, and {len(names) - shown} more"
+        text, shown = f"{text}, {piece}" if text else piece, shown + len(run)
+    return text
+
+
+def _number(name: str) -> int | None:
+    """Return the last number of a module path, if it ends the path."""
+    found = _NUMBER.findall(name)
+    return int(found[-1]) if found and name.endswith(f".{found[-1]}") else None
+
+
+def _follows(position: int, name: str) -> tuple[str, int]:
+    """Return a key that names in a row share if their numbers grow by one."""
+    number = _number(name)
+    return (name, position) if number is None else (name.rpartition(".")[0], number - position)

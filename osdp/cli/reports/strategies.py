@@ -1,0 +1,142 @@
+"""What `osdp strategies` and `osdp partition` print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from osdp.cli.terminal import make_table, print_section
+from osdp.compat.zero3_partition import Balance
+from osdp.planning.strategy_footprint import KEPT, MOMENTS, STEPS, Footprint, Uniform
+from profiler.byte_sizes import format_bytes
+from profiler.cluster.cluster import Cluster
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+SCHEMA = "osdp.strategies/1"
+PARTITION_SCHEMA = "osdp.partition/1"
+
+Balances = Mapping[tuple[int, float], Balance]
+"""By number of ranks and priority."""
+
+
+def strategies_json(found: Sequence[Uniform], cluster: Cluster) -> str:
+    """Return the tables as one JSON object, in bytes."""
+    plan = found[0].plan
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "model": plan.model.name,
+            "parameters": plan.model.parameters,
+            "cluster": cluster.name,
+            "ranks": cluster.world_size,
+            "precision": plan.model.precision,
+            "optimizer": plan.optimizer,
+            "micro_batch": plan.micro_batch,
+            "strategies": [
+                {
+                    "strategy": one.strategy,
+                    "predicted": _as_json(one.predicted),
+                    "measured": None if one.counted is None else _as_json(one.counted),
+                }
+                for one in found
+            ],
+        },
+        indent=2,
+    )
+
+
+def _as_json(found: Footprint) -> dict[str, Any]:
+    kept = {f"{name}_bytes": found.kept_bytes[name] for name in KEPT}
+    return {**kept, "peak_bytes": found.peak_bytes, "sent_bytes": found.sent}
+
+
+def print_strategies(console: Console, found: Sequence[Uniform], cluster: Cluster) -> None:
+    """Print what a rank keeps, and what it sends, predicted and counted."""
+    plan = found[0].plan
+    whole = 4 * plan.model.parameters
+    print_section(
+        console,
+        f"{plan.model.name} on {cluster.nodes} x {cluster.gpus_per_node} ranks of {cluster.name}: "
+        f"{plan.model.parameters:,} parameters, {plan.model.precision}, {plan.optimizer}, "
+        f"micro-batch {plan.micro_batch}",
+    )
+    print_section(console, "What the fullest rank keeps between backward and step, and its peak",
+                  _kept_table(found, whole))  # fmt: skip
+    print_section(console, "What is sent in a step: bytes of whole tensors", _sent_table(found))
+    P = format_bytes(whole)  # noqa: N806
+    console.print(f"P is all parameters in fp32, {P}. Peaks are of tensors alone. Gathered before backward and "
+                  "reduced after it are both under backward.")  # fmt: skip
+    if found[0].counted is not None:
+        console.print(f"Measured: step {STEPS} of a training on these ranks, its collectives and live tensors.")
+
+
+def _rows(found: Sequence[Uniform]) -> list[tuple[str, str, Footprint]]:
+    """Return the name, where the figures are from, and the figures."""
+    rows = []
+    for one in found:
+        rows.append((one.strategy, "predicted", one.predicted))
+        if one.counted is not None:
+            rows.append(("", "measured", one.counted))
+    return rows
+
+
+def _kept_table(found: Sequence[Uniform], whole_bytes: int) -> Table:
+    numbers = ("parameters", "gradients", "optimizer states", "peak")
+    table = make_table("strategy", "", *numbers, right=numbers, rigid=numbers)
+    for name, how, footprint in _rows(found):
+        kept = [footprint.kept_bytes[category] for category in KEPT]
+        table.add_row(name, how, *(f"{format_bytes(size)} ({size / whole_bytes:.2f} P)" for size in kept),
+                      format_bytes(footprint.peak_bytes))  # fmt: skip
+    return table
+
+
+def _sent_table(found: Sequence[Uniform]) -> Table:
+    table = make_table("strategy", "", "forward", "backward", "optimizer step")
+    for name, how, footprint in _rows(found):
+        table.add_row(name, how, *(_told(footprint.sent[moment]) for moment in MOMENTS))
+    return table
+
+
+def _told(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind.replace('_', '-')} {format_bytes(size)}" for kind, size in kinds.items()) or "-"
+
+
+# --- partition -------------------------------------------------------------------------------
+
+
+def partition_json(model: str, found: Balances) -> str:
+    """Return the table as one JSON object."""
+    return json.dumps(
+        {
+            "schema": PARTITION_SCHEMA,
+            "model": model,
+            "partitions": [
+                {
+                    "ranks": ranks,
+                    "evenness_priority": priority,
+                    "bytes_by_rank": balance.bytes_by_rank,
+                    "max_over_mean": balance.max_over_mean,
+                    "neighbours_parted": balance.neighbours_parted,
+                }
+                for (ranks, priority), balance in found.items()
+            ],
+        },
+        indent=2,
+    )
+
+
+def print_partition(console: Console, model: str, found: Balances) -> None:
+    """Print how even each partition is: a row for each number of ranks, a column for each priority."""
+    priorities = [f"{priority:g}" for priority in dict.fromkeys(priority for _, priority in found)]
+    table = make_table("ranks", "even share", *priorities, right=("ranks", "even share", *priorities))
+    for count in dict.fromkeys(ranks for ranks, _ in found):
+        row = [balance for (ranks, _), balance in found.items() if ranks == count]
+        cells = [f"{balance.max_over_mean:.4f} ({balance.neighbours_parted})" for balance in row]
+        table.add_row(str(count), format_bytes(sum(row[0].bytes_by_rank) // count), *cells)
+    print_section(console, f"{model}: whole tensors over ranks, by evenness_priority", table)
+    console.print("What the fullest rank keeps over an even share, and in brackets how often the next tensor of the "
+                  "model is on another rank. Tied tensors count once.")  # fmt: skip

@@ -1,0 +1,148 @@
+"""What `osdp train` prints on rank 0: the plan, lines of progress (a bar on a terminal), and what was measured."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from osdp.cli.reports.figures import format_count, format_seconds
+from osdp.cli.terminal import note
+from osdp.training.reporters import Start, Step, Summary
+from profiler.byte_sizes import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class TrainReport:
+    """Prints events as they come."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def planning(self, what: str, fraction: float) -> None:
+        """Planning takes seconds: nothing is shown."""
+
+    def started(self, start: Start) -> None:
+        """Print the plan and what it is predicted to do."""
+        self._steps = start.steps
+        for line in start_lines(start):
+            _say(line)
+        if not start.fits:
+            predicted = start.plan.predicted.peak_memory_bytes
+            note(f"by prediction this needs {format_bytes(predicted)} a rank, more than the limit of "
+                 f"{format_bytes(start.plan.limit_bytes)}; {start.fsdp_type} is run all the same")  # fmt: skip
+        if sys.stdout.isatty():
+            self._bar = _make_bar()
+            self._task = self._bar.add_task("training", total=start.steps, completed=start.first_step)
+            self._bar.start()
+
+    def stepped(self, step: Step) -> None:
+        """Print a line of progress."""
+        line = step_line(step, self._steps)
+        if self._bar is None:
+            _say(line)
+            return
+        assert self._task is not None, "made with the bar"
+        self._bar.console.print(line)
+        self._bar.update(self._task, completed=step.number)
+
+    def saved(self, path: Path) -> None:
+        """Print where a checkpoint is."""
+        line = f"checkpoint {path}"
+        if self._bar is None:
+            _say(line)
+        else:
+            self._bar.console.print(line)
+
+    def finished(self, summary: Summary) -> None:
+        """Print what was measured beside what was predicted."""
+        if self._bar is not None:
+            self._bar.stop()
+        for line in summary_lines(summary):
+            _say(line)
+
+
+def start_lines(start: Start) -> list[str]:
+    """Return what is said before the first step."""
+    plan, predicted = start.plan, start.plan.predicted
+    ranks = plan.cluster.nodes * plan.cluster.gpus_per_node
+    counts = Counter(plan.choices.values())
+    taken = ", ".join(f"{strategy} {count}" for strategy, count in counts.most_common())
+    how = f"planned in {format_seconds(start.planned_s)}" if start.planned_s else "read from its file"
+    lines = [
+        f"{start.fsdp_type} trains {plan.model.name} ({plan.model.parameters:,} parameters) on {ranks} ranks "
+        f"({plan.cluster.nodes} x {plan.cluster.gpus_per_node}), {start.device}: {start.task}, "
+        f"{plan.model.sequence_length} tokens a sample, {plan.model.precision}, {plan.optimizer}",
+        f"plan       {how}; operators: {taken}; {len(plan.recomputed_blocks)} blocks recomputed",
+        f"step       micro-batch {plan.micro_batch} x {ranks} ranks x {plan.accumulation} a step = "
+        f"{ranks * plan.micro_batch * plan.accumulation} samples",
+        f"predicted  peak {format_bytes(predicted.peak_memory_bytes)} a rank of {format_bytes(plan.limit_bytes)}, "
+        f"{format_bytes(plan.predicted.reserve_bytes)} of it for what is not PyTorch's; "
+        f"{format_count(predicted.samples_per_s)} samples/s on {plan.cluster.name}",
+    ]
+    if start.resumed is not None:
+        lines.append(f"resumed    {start.resumed}: {start.first_step} of {start.steps} steps are done")
+    return lines
+
+
+def step_line(step: Step, steps: int) -> str:
+    """Return the line of one step."""
+    width = len(str(steps))
+    norm = "" if step.gradient_norm is None else f"  norm {step.gradient_norm:<9.4g}"
+    return (
+        f"step {step.number:{width}}/{steps}  loss {step.loss:<9.4g}  lr {step.learning_rate:.2e}{norm}  "
+        f"{format_count(step.samples_per_s)} samples/s  {format_count(step.tokens / step.step_s)} tokens/s"
+    )
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """Return what is said at the end. MB are 2^20 bytes, as in the limit."""
+    plan, lines = summary.plan, [f"done: {summary.steps} steps in this run"]
+    predicted_bytes = plan.predicted.tensors_bytes
+    if summary.memory is not None:
+        memory = summary.memory
+        taken = f", allocator took {_megabytes(memory.reserved_bytes)} MB" if memory.reserved_bytes else ""
+        lines.append(
+            f"device memory utilization: {_megabytes(memory.peak_bytes)} MB / {plan.limit_bytes / MIB:.0f} MB "
+            f"(measured: {memory.how}{taken}; predicted {_megabytes(predicted_bytes)} MB, and "
+            f"{_megabytes(plan.predicted.reserve_bytes)} MB for what is not PyTorch's)"
+        )
+    if summary.timed_steps:
+        lines.append(
+            f"overall system throughput: {summary.samples_per_s:.1f} seq/sec (measured: median of "
+            f"{summary.timed_steps} steps of {format_seconds(summary.step_s)}; {summary.tokens_per_s:,.0f} tokens/s; "
+            f"predicted {plan.predicted.samples_per_s:.1f} seq/sec on {plan.cluster.name})"
+        )
+    for accuracy in summary.accuracies:
+        right, total = accuracy.right, accuracy.total
+        lines.append(f"{accuracy.what} held out of training: {right} of {total} right ({right / total:.1%})")
+    return lines
+
+
+def _megabytes(size_bytes: float) -> str:
+    return f"{size_bytes / MIB:.2f}"
+
+
+def _say(line: str) -> None:
+    """Print at once: the ranks' stdout may be a pipe."""
+    print(line, flush=True)
+
+
+def _make_bar() -> Progress:
+    """Return the bar. The cursor stays visible: a signal ends this process without cleaning up."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    class PlainCursor(Console):
+        def show_cursor(self, show: bool = True) -> bool:
+            """Leave it as it is."""
+            return False
+
+    console = PlainCursor(markup=False, highlight=False, emoji=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)

@@ -1,0 +1,89 @@
+"""What `osdp verify` prints."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from osdp.cli.reports.figures import name_phase
+from osdp.cli.terminal import make_table, print_section
+from osdp.planning.verify import MOST_TOO_HIGH, MOST_TOO_LOW, Verified
+from planner.plan import Plan
+from profiler.byte_sizes import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA = "osdp.verification/1"
+
+
+def verified_json(found: Verified, plan: Plan) -> str:
+    """Return the comparison as one JSON object, in bytes and seconds."""
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "model": plan.model.name,
+            "cluster": plan.cluster.name,
+            "how": found.how,
+            "world_size": found.world_size,
+            "rank": found.rank,
+            "predicted": dict(found.predicted),
+            "tracked": dict(found.tracked),
+            "predicted_peak_bytes": found.predicted_peak_bytes,
+            "tracked_peak_bytes": found.tracked_peak_bytes,
+            "error": found.error,
+            "reserved_bytes": found.reserved_bytes,
+            "allocatable_bytes": found.allocatable_bytes,
+            "holds": found.holds,
+            "seconds": found.seconds,
+        },
+        indent=2,
+    )
+
+
+def print_verified(console: Console, found: Verified, plan: Plan) -> None:
+    """Print predicted against tracked, category by category."""
+    print_section(console, _headline(found, plan))
+    measured = found.how == "cuda"
+    table = make_table("at the peak", "predicted", "measured" if measured else "tracked", "difference",
+                       right=("predicted", "measured", "tracked", "difference"))  # fmt: skip
+    for category in dict.fromkeys((*found.predicted, *found.tracked)):
+        before, after = found.predicted.get(category), found.tracked.get(category)
+        difference = "" if measured else _difference((before or 0) - (after or 0))
+        if before or after:
+            name = category.replace("_", " ")
+            table.add_row(name, _bytes(before, measured), _bytes(after, measured), difference)
+    gap = found.predicted_peak_bytes - found.tracked_peak_bytes
+    table.add_row("peak", format_bytes(found.predicted_peak_bytes), format_bytes(found.tracked_peak_bytes),
+                  _difference(gap))  # fmt: skip
+    phases = f"Predicted in {name_phase(found.predicted_phase)}; found in {name_phase(found.tracked_phase)}."
+    print_section(console, "Memory, without what is no tensor (context, communicators, workspaces)", table, phases)
+    console.print(_verdict(found))
+
+
+def _headline(found: Verified, plan: Plan) -> str:
+    how = "real steps on GPUs" if found.how == "cuda" else "a rehearsed step on fake tensors, nothing computed"
+    return (
+        f"{plan.model.name} on {plan.cluster.name}, {plan.model.precision}, {plan.optimizer}, micro-batch "
+        f"{plan.micro_batch} x {plan.accumulation}: rank {found.rank} of {found.world_size}, the fullest; {how} "
+        f"({found.seconds:.1f} s)"
+    )
+
+
+def _bytes(size_bytes: int | None, measured: bool) -> str:
+    return "" if measured and size_bytes is None else format_bytes(size_bytes or 0)
+
+
+def _difference(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:+,.2f} MiB" if size_bytes else "0"
+
+
+def _verdict(found: Verified) -> str:
+    bounds = f"between {-MOST_TOO_LOW:.0%} and +{MOST_TOO_HIGH:.0%}"
+    word = "holds" if found.is_close else "does not hold"
+    text = f"The prediction {word}: off by {found.error:+.3%}, where {bounds} is asked for."
+    if found.reserved_bytes is None:
+        return text
+    room = f"of the {format_bytes(found.allocatable_bytes)} that the limit leaves it"
+    word = "within" if found.fits else "beyond"
+    return f"{text}\nThe allocator is {word} the limit: it reserved {format_bytes(found.reserved_bytes)} {room}."

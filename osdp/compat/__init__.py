@@ -1,0 +1,1 @@
+"""Interfaces of the programs that OSDP grew out of."""

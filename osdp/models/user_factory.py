@@ -1,0 +1,256 @@
+"""The user's own model: `package.module:factory`.
+
+The factory takes no arguments and returns a module, or a module and a function `example_inputs`.
+What to feed the module is, in this order: what that function returns for a micro-batch, what the
+module's own method `example_inputs` returns, or what its first layer with parameters suggests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiler.errors import OsdpError
+from profiler.model_source import Inputs, ModelSource
+
+DEFAULT_LENGTH = 128
+"""Tokens per sample where neither the user nor the model says how many."""
+IMAGE_SIZE = 224
+"""Height and width of an image for a convolution."""
+_HOW = (
+    "return (module, example_inputs) from the factory, or give the module a method example_inputs; "
+    "called with a batch size, it returns the arguments of forward"
+)
+_NO_DATA = (
+    "if it needs the values of tensors (x.item(), loaded weights): OSDP builds models without data; "
+    'use Python numbers, or `with torch.device("cpu")`'
+)
+
+
+@dataclass
+class _UserModel:
+    """A factory and what is known of how to feed what it makes."""
+
+    spec: str
+    factory: Callable[[], Any]
+    sequence_length: int | None
+    inputs_of: Callable[..., Any] | None = field(default=None, init=False)
+    """Function that the factory returned beside the last module that it made."""
+
+    def build(self) -> nn.Module:
+        """Call the factory; raises OsdpError for whatever goes wrong in it."""
+        what = f"the factory {self.spec} raised an exception"
+        with _guard(what, _NO_DATA), _current_directory_on_path():
+            made = self.factory()
+        module, self.inputs_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(module, nn.Module) or not (self.inputs_of is None or callable(self.inputs_of)):
+            raise OsdpError(
+                f"{self.spec} does not make a model",
+                got=_kind(made),
+                expected="an nn.Module, or an nn.Module and a function example_inputs",
+            )
+        return module
+
+    def example_inputs(self, module: nn.Module, micro_batch: int) -> Inputs:
+        """Return arguments for the module's forward."""
+        inputs_of = self.inputs_of or getattr(module, "example_inputs", None)
+        if inputs_of is None:
+            return _inferred(self.spec, module, micro_batch, self.sequence_length)
+        takes_length = "sequence_length" in inspect.signature(inputs_of).parameters
+        keywords = {"sequence_length": self.sequence_length} if takes_length else {}
+        try:
+            inspect.signature(inputs_of).bind(micro_batch, **keywords)
+        except TypeError as error:
+            got = f"example_inputs{inspect.signature(inputs_of)}: {error}"
+            expected = "example_inputs(batch) or example_inputs(batch, sequence_length)"
+            what = f"example_inputs of {self.spec} cannot be called"
+            raise OsdpError(what, got=got, expected=expected) from None
+        with _guard(f"example_inputs of {self.spec} raised an exception"):
+            made = inputs_of(micro_batch, **keywords)
+        return _arguments(self.spec, made)
+
+
+def load_user_model(spec: str, sequence_length: int | None) -> ModelSource:
+    """Return the model that the factory named by `spec` makes; raises OsdpError.
+
+    Builds it once without data, to find mistakes now and to learn the sequence length.
+    """
+    model = _UserModel(spec, _find_factory(spec), sequence_length)
+    args, kwargs = _try_out(model)
+    length = _length_of((*args, *kwargs.values()))
+    if sequence_length is not None and length != sequence_length:
+        warnings.warn(f"the sequence length {sequence_length} has no effect on {spec}", stacklevel=2)
+    elif sequence_length is None and model.inputs_of is None and length == DEFAULT_LENGTH:
+        warnings.warn(f"{spec}: {DEFAULT_LENGTH} tokens per sample, unless you say otherwise", stacklevel=2)
+    return ModelSource(spec, model.build, model.example_inputs, length)
+
+
+def module_source(name: str, build: Callable[[], Any], sequence_length: int | None,
+                  example_inputs: Callable[..., Any] | None) -> ModelSource:  # fmt: skip
+    """Return the model that `build` makes, to be called `name`; `example_inputs(batch)` feeds it if given.
+
+    Builds it once without data. Raises OsdpError.
+    """
+    model = _UserModel(name, build if example_inputs is None else lambda: (build(), example_inputs), sequence_length)
+    args, kwargs = _try_out(model)
+    length = _length_of((*args, *kwargs.values()))
+    return ModelSource(name, model.build, model.example_inputs, length)
+
+
+def _try_out(model: _UserModel) -> Inputs:
+    """Build and feed the model on the meta device, or on fake tensors if it wants a real device."""
+    try:
+        with torch.device("meta"):
+            return model.example_inputs(model.build(), 1)
+    except OsdpError:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy: only if needed
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return model.example_inputs(model.build(), 1)
+
+
+def _find_factory(spec: str) -> Callable[[], Any]:
+    """Import what `spec` names and check that it can be called without arguments."""
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute or "/" in module_name or module_name.endswith(".py"):
+        raise OsdpError(
+            f"{spec} does not name a factory",
+            expected="package.module:function, with dots and without .py",
+        )
+    module = _import(module_name)
+    try:
+        factory = attrgetter(attribute)(module)
+    except AttributeError:
+        where = getattr(module, "__file__", None) or module_name
+        names = sorted(name for name, value in vars(module).items() if callable(value) and name[0] != "_")
+        expected = f"one of {', '.join(names[:12])}" if names else "a function that returns the model"
+        raise OsdpError(f"{where} has no `{attribute}`", got=spec, expected=expected) from None
+    if isinstance(factory, nn.Module) or not callable(factory):
+        expected = "a function or class that makes the model"
+        advice = f"wrap it: def make_model(): return {attribute}"
+        raise OsdpError(f"{spec} is not a factory", got=_kind(factory), expected=expected, advice=advice)
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        got = f"{attribute}{inspect.signature(factory)}: {error}"
+        advice = "write a function without parameters that calls it"
+        raise OsdpError(f"{spec} needs arguments", got=got, expected="none", advice=advice) from None
+    except ValueError:
+        pass  # a class written in C, which does not tell its signature
+    found: Callable[[], Any] = factory
+    return found
+
+
+def _import(name: str) -> Any:
+    """Import the module `name` from sys.path or, last, from the current directory."""
+    try:
+        with _guard(f"importing {name} raised an exception"), _current_directory_on_path():
+            return import_module(name)
+    except OsdpError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
+            advice = f"run from the directory that holds {name.split('.')[0]}, or install the package"
+            raise OsdpError(f"there is no module {cause.name}", got=name, advice=advice) from None
+        raise
+
+
+@contextmanager
+def _current_directory_on_path() -> Iterator[None]:
+    """Let imports find the current directory too, after everything else."""
+    here = str(Path.cwd())
+    if here in sys.path:
+        yield
+        return
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the user's code may have removed it
+            sys.path.remove(here)
+
+
+@contextmanager
+def _guard(what: str, advice: str = "") -> Iterator[None]:
+    """Turn any exception of the user's code into an OsdpError that says where it was raised."""
+    try:
+        yield
+    except OsdpError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise OsdpError(what, got=f"{type(error).__name__}: {error} ({_place(error)})", advice=advice) from error
+
+
+def _place(error: BaseException) -> str:
+    """Return file:line of the user's code that raised, or of the library's if there is none."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    not_users = (__file__, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(not_users)]
+    last = (users or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
+
+
+def _inferred(spec: str, module: nn.Module, batch: int, sequence_length: int | None) -> Inputs:
+    """Guess the arguments of `forward` from the first layer that owns parameters."""
+    owners = (part for part in module.modules() if next(part.parameters(recurse=False), None) is not None)
+    first = next(owners, None)
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in parameters[1:] if p.default is p.empty and p.kind in by_name]
+    if needed or not isinstance(first, nn.Embedding | nn.Linear | nn.Conv2d):
+        got = f"forward needs {', '.join(needed)} too" if needed else f"its first layer is {_kind(first)}"
+        expected = "one argument, and an Embedding, Linear or Conv2d first"
+        raise OsdpError(f"the inputs of {spec} cannot be guessed", got=got, expected=expected, advice=_HOW)
+    device, dtype = first.weight.device, first.weight.dtype
+    if isinstance(first, nn.Linear):
+        return (torch.randn(batch, first.in_features, device=device, dtype=dtype),), {}
+    if isinstance(first, nn.Conv2d):
+        size = (batch, first.in_channels, IMAGE_SIZE, IMAGE_SIZE)
+        return (torch.randn(size, device=device, dtype=dtype),), {}
+    length = sequence_length or DEFAULT_LENGTH
+    tokens = torch.randint(first.num_embeddings, (batch, length), device=device)
+    labels = [p.name for p in parameters if p.name in ("labels", "targets")]
+    return (tokens,), {name: tokens.clone() for name in labels}
+
+
+def _arguments(spec: str, made: Any) -> Inputs:
+    """Return what example_inputs gave as positional and keyword arguments."""
+    match made:
+        case (tuple() | list() as args, dict() as kwargs):
+            return tuple(args), kwargs
+        case Tensor():
+            return (made,), {}
+        case dict():
+            return (), made
+        case tuple() | list() if made:
+            return tuple(made), {}
+    expected = "a tensor, a tuple of arguments, a dict of keyword arguments, or (tuple, dict)"
+    raise OsdpError(f"example_inputs of {spec} returned no arguments", got=_kind(made), expected=expected)
+
+
+def _length_of(values: tuple[Any, ...]) -> int:
+    """Return the tokens per sample: the second dimension of the first whole-number matrix, else 1."""
+    for value in values:
+        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
+            return value.shape[1]
+    return 1
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(_kind(part) for part in value)}"
+    return "nothing" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,77 @@
+"""What planners ask beside one plan: the frontier of several limits, what binds, what more would buy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from osdp.planning.imbalance_option import read_imbalance
+from osdp.planning.request import Planned, Request, explain_refusal, pins_of, task_of, trace, written
+from planner.analysis.explain import OpenPlan
+from planner.analysis.frontier import FrontierPoint, frontier
+from planner.analysis.what_if import WhatIf, what_if
+from planner.cost.stragglers import BALANCED
+from planner.search.infeasible import NothingFits
+from planner.search.search import Progress, Task, search
+from profiler.cluster.cluster import Cluster
+from profiler.model_graph import ModelGraph
+from profiler.model_source import ModelSource
+
+
+@dataclass(frozen=True)
+class FrontierRow:
+    """What one of several limits allows."""
+
+    request: Request
+    """With the limit."""
+    planned: Planned | None
+    """None if nothing fits."""
+    refusal: NothingFits | None
+    """Why nothing fits, where nothing does."""
+    taken_from_bytes: int | None
+    """The user's smaller limit whose plan was faster than what was found here, if one was."""
+
+
+def plan_frontier(source: ModelSource, cluster: Cluster, request: Request, limits_bytes: Sequence[int],
+                  progress: Progress = lambda what, fraction: None) -> tuple[FrontierRow, ...]:  # fmt: skip
+    """Trace a model once and return the fastest plan within each limit, by growing limit.
+
+    The limit in `request` is left out of account.  Raises OsdpError as `plan_model` does, but for limits
+    that nothing fits.
+    """
+    requests = [replace(request, limit_bytes=limit_bytes) for limit_bytes in sorted(set(limits_bytes))]
+    graph, trace_s = trace(source, cluster, requests[-1], progress)
+    tasks = [task_of(wanted, graph, cluster) for wanted in requests]
+    found = frontier(tasks[0], [task.limit_bytes for task in tasks], progress)
+    points = {point.limit_bytes: point for point in found}
+    asked = {wanted.usable_bytes: wanted.limit_bytes for wanted in requests}
+    return tuple(
+        _row(points[task.limit_bytes], wanted, task, graph, trace_s, asked)
+        for wanted, task in zip(requests, tasks, strict=True)
+    )
+
+
+def _row(point: FrontierPoint, request: Request, task: Task, graph: ModelGraph, trace_s: float,
+         asked: dict[int, int]) -> FrontierRow:  # fmt: skip
+    """Return a point in the terms of the user's limits."""
+    planned = Planned(written(point.found, request), graph, point.found, trace_s) if point.found else None
+    refusal = explain_refusal(point.refusal, task, request) if point.refusal else None
+    taken_from_bytes = None if point.taken_from_bytes is None else asked[point.taken_from_bytes]
+    return FrontierRow(request, planned, refusal, taken_from_bytes)
+
+
+def what_if_planned(planned: Planned, request: Request, progress: Progress = lambda what, fraction: None) -> WhatIf:
+    """Return what binds a plan that was just found, and what more would buy."""
+    return what_if(task_of(request, planned.graph, planned.cluster), planned.found, progress)
+
+
+def what_if_open(view: OpenPlan, progress: Progress = lambda what, fraction: None) -> WhatIf:
+    """Return what binds a plan from a file, and what more would buy: what was asked then is searched again.
+
+    Raises OsdpError if nothing fits any more.
+    """
+    plan, graph, cluster = view.plan, view.space.graph, view.load.cluster
+    task = Task(graph, cluster, plan.usable_bytes, plan.optimizer, plan.asked.global_batch, plan.asked.micro_batch,
+                pins=pins_of(plan, graph, cluster),
+                imbalance=read_imbalance(plan.asked.imbalance) if plan.asked.imbalance else BALANCED)  # fmt: skip
+    return what_if(task, search(task, progress), progress)

@@ -1,0 +1,103 @@
+"""The cluster that the ranks of the default process group make up."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from osdp.planning.clusters import load_cluster
+from osdp.planning.request import default_cluster
+from planner.plan import Plan
+from profiler.byte_sizes import MIB, parse_bytes
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.figure import Figure
+from profiler.errors import OsdpError
+from runtime.apply_schedule import default_device
+
+DeviceInfo = None | str | Path | int | Cluster
+"""A cluster (its name, file or figures), or the memory limit per device: `"8GB"`, or a number of MB."""
+
+CPU_CLUSTER = "cpu-gloo"
+"""Figures for ranks without GPUs."""
+
+
+def grid(emulated_nodes: int = 1) -> tuple[int, int]:
+    """Return (nodes, ranks per node) of the default process group, by torchrun's LOCAL_WORLD_SIZE.
+
+    The ranks of one machine stand for `emulated_nodes` nodes. Raises OsdpError if nodes have different
+    numbers of ranks.
+    """
+    world_size = dist.get_world_size()
+    text = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
+    local = int(text) if text.isdecimal() else 0
+    if not local or world_size % local:
+        raise OsdpError("the ranks do not divide evenly into nodes", got=f"{world_size} ranks, {text} on this node",
+                        expected="equally many ranks on every node")  # fmt: skip
+    if local % emulated_nodes:
+        raise OsdpError("the ranks of a machine do not divide evenly into nodes", got=f"{local} ranks",
+                        expected=f"a multiple of {emulated_nodes}")  # fmt: skip
+    return world_size // local * emulated_nodes, local // emulated_nodes
+
+
+def cluster_of_ranks(device_info: DeviceInfo, emulated_nodes: int = 1) -> tuple[Cluster, int | None]:
+    """Return the cluster to plan for, with as many ranks as there are, and the memory limit in bytes if given.
+
+    The ranks of one machine stand for `emulated_nodes` nodes. Raises OsdpError.
+    """
+    nodes, local = grid(emulated_nodes)
+    if isinstance(device_info, bool) or not isinstance(device_info, None | str | Path | int | Cluster):
+        raise OsdpError(
+            "device_info is of no known form",
+            got=repr(device_info),
+            expected='a cluster, its name or file, a memory limit such as "8GB", or a number of MB',
+        )
+    if isinstance(device_info, Cluster):
+        return _resized(device_info, nodes, local), None
+    if isinstance(device_info, int):
+        return _with_memory(_at_hand(nodes, local), device_info * MIB), device_info * MIB
+    if device_info is None:
+        return _at_hand(nodes, local), None
+    text = str(device_info)
+    if text[:1].isdigit():
+        limit_bytes = parse_bytes(text)
+        return _with_memory(_at_hand(nodes, local), limit_bytes), limit_bytes
+    return load_cluster(text, nodes, local), None
+
+
+def cluster_of_plan(plan: Plan, device_info: DeviceInfo) -> Cluster:
+    """Return the cluster that a plan is for, or where that is not known here, the one at hand in its size.
+
+    Collectives run as the plan says, whatever the cluster's file says by now.
+    """
+    nodes, local = plan.cluster.nodes, plan.cluster.gpus_per_node
+    if isinstance(device_info, Cluster):
+        return replace(_resized(device_info, nodes, local), ring=plan.cluster.ring)
+    try:
+        cluster = load_cluster(plan.cluster.name, nodes, local)
+    except OsdpError:
+        cluster = _at_hand(nodes, local)
+    return replace(cluster, ring=plan.cluster.ring)
+
+
+def _at_hand(nodes: int, local: int) -> Cluster:
+    if default_device().type == "cpu":
+        return load_cluster(CPU_CLUSTER, nodes, local)
+    return default_cluster(nodes, local)[0]
+
+
+def _with_memory(cluster: Cluster, limit_bytes: int) -> Cluster:
+    """Return a CPU cluster whose ranks have the memory that the user says; a GPU's is known."""
+    device = cluster.device
+    if device.kind != "cpu" or limit_bytes <= device.memory_bytes.value:
+        return cluster
+    memory = Figure(float(limit_bytes), "assumed: as the memory limit given")
+    return replace(cluster, device=replace(device, nominal_bytes=memory, memory_bytes=memory))
+
+
+def _resized(cluster: Cluster, nodes: int, local: int) -> Cluster:
+    if nodes > 1 and cluster.inter is None:
+        raise OsdpError(f"the cluster {cluster.name} says nothing of a link between nodes", got=f"{nodes} nodes")
+    return cluster.with_ranks(nodes, local)

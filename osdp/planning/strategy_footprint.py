@@ -1,0 +1,173 @@
+"""What every strategy keeps and sends if a whole model takes it: predicted, and counted in training.
+
+    keeps   parameters, gradients, optimizer states between backward and step, on the rank that has most
+    sends   bytes of whole tensors by collective: in forward, in backward (gradients included), in the
+            optimizer's step
+
+Predicted comes from the cost model (`planner`) and the schedule that the runtime would run.  Counted is
+the last of `STEPS` steps of a real training: collectives as `torch.distributed` issues them, and live tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from osdp.api import OSDP
+from osdp.planning.request import Request
+from osdp.training.choose_plan import uniform_plan
+from osdp.training.measure import held_tensors
+from osdp.training.process_group import Ranks
+from planner.analysis.explain import open_plan
+from planner.cost.peak_memory import optimizer_moment
+from planner.cost.workload import Workload
+from planner.plan import Plan
+from planner.strategies.registry import Collective, parse_strategy
+from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph
+from profiler.model_source import ModelSource
+from profiler.trace.metered_pass import find_loss
+from runtime.compile_plan import compile_plan
+from runtime.observe.collective_log import Recorded, record_collectives
+from runtime.observe.live_bytes import LiveBytes
+from runtime.optimizers import OPTIMIZERS
+
+KEPT = ("parameters", "gradients", "optimizer")
+"""Categories of what a rank keeps."""
+MOMENTS = ("forward", "backward", "step")
+"""When something is sent."""
+NO_LIMIT_BYTES = 1 << 62
+"""So that no plan is recomputed to fit: tables compare strategies, not what else would make them fit."""
+
+STEPS = 3
+"""In the first, optimizers make their states; in the second, DistributedDataParallel arranges its buckets anew."""
+
+Sent = dict[str, dict[str, int]]
+"""Bytes of whole tensors by moment and collective."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one rank keeps and sends in a step of one micro-batch."""
+
+    kept_bytes: Mapping[str, int]
+    """By category; of the rank that keeps most."""
+    peak_bytes: int
+    """Most that is live at once, without what is no tensor; of the fullest rank."""
+    sent: Sent
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A model under one strategy."""
+
+    strategy: str
+    plan: Plan
+    predicted: Footprint
+    counted: Footprint | None = None
+    """None if it was not trained."""
+
+
+def predict(graph: ModelGraph, cluster: Cluster, strategy: str, request: Request) -> Uniform:
+    """Return a model under one strategy, on all ranks of a cluster; raises OsdpError if it is not known there.
+
+    `request` gives precision, optimizer and micro-batch; its limit is not looked at.
+    """
+    parse_strategy(strategy, cluster)
+    load = Workload(cluster, request.optimizer, request.precision, request.micro_batch or 1)
+    plan = uniform_plan(graph, load, request, strategy)
+    view = open_plan(plan, graph, cluster)
+    options = view.space.fixed(load, view.choices, view.tied, view.idle)
+    ends = optimizer_moment(options, load).categories
+    schedule = compile_plan(plan, graph, cluster)
+    return Uniform(strategy, plan, Footprint({name: round(ends[name]) for name in KEPT}, plan.predicted.tensors_bytes,
+                                             _scheduled(schedule.collectives())))  # fmt: skip
+
+
+def _scheduled(collectives: Mapping[Collective, int]) -> Sent:
+    """Return what a schedule sends, by when: what is reduced once per step is so in the last backward."""
+    sent: dict[str, Counter[str]] = {moment: Counter() for moment in MOMENTS}
+    for one, count in collectives.items():
+        at_meeting = one.kind in ("barrier", "publish")
+        moment = "forward" if one.phase == "forward" else "step" if at_meeting else "backward"
+        sent[moment][one.kind] += one.size_bytes * count
+    return _plain(sent)
+
+
+def _plain(sent: Mapping[str, Counter[str]]) -> Sent:
+    return {moment: {kind: size for kind, size in sorted(kinds.items()) if size} for moment, kinds in sent.items()}
+
+
+# --- counted ---------------------------------------------------------------------------------
+
+
+def count(source: ModelSource, found: Uniform, cluster: Cluster, ranks: Ranks) -> Footprint:
+    """Train on the ranks of the process group and return what the last step did. A collective call."""
+    plan = found.plan
+    if found.predicted.sent["step"]:
+        raise OsdpError(f"what {found.strategy} sends cannot be counted", got="windows that ranks read and write",
+                        expected="a strategy that sends by collectives", advice="leave --measure out")  # fmt: skip
+    with torch.device("meta"):
+        hollow = source.build()
+    torch.manual_seed(0)
+    model = OSDP(source.build, plan, cluster, example_inputs=lambda batch: source.example_inputs(hollow, batch))
+    optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
+    sent: dict[str, list[Recorded]] = {}
+    for _ in range(STEPS):
+        inputs = source.example_inputs(model.module, plan.micro_batch)
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(ranks.device), inputs)
+        with LiveBytes() as live:
+            live.hold(held_tensors(model, optimizer))
+            with _recorded(sent, "forward"):
+                loss = find_loss(model(*args, **kwargs))[0]
+            with _recorded(sent, "backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            with _recorded(sent, "step"):
+                optimizer.step()
+        kept = _kept(model, optimizer)
+        optimizer.zero_grad()
+    every: list[tuple[dict[str, int], int]] = [(kept, live.peak_bytes)] * ranks.world_size
+    dist.all_gather_object(every, (kept, live.peak_bytes))
+    fullest = max((kept for kept, _ in every), key=lambda kept: sum(kept.values()))
+    totals = {moment: _total(recorded) for moment, recorded in sent.items()}
+    return Footprint(fullest, max(peak for _, peak in every), _plain(totals))
+
+
+@contextmanager
+def _recorded(sent: dict[str, list[Recorded]], moment: str) -> Iterator[None]:
+    with record_collectives() as record:
+        yield
+    sent[moment] = record
+
+
+def _total(recorded: Iterable[Recorded]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for one in recorded:
+        if len(one.ranks) > 1:  # groups of one rank send nothing
+            found[one.kind] += one.size_bytes
+    return found
+
+
+def _kept(model: OSDP, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return what this rank keeps after a backward, by category, each storage once."""
+    live = LiveBytes()
+    parameters = list(model.parameters())
+    live.hold(parameters, "parameters")
+    live.hold((p.grad for p in parameters if p.grad is not None), "gradients")
+    live.hold((v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)), "optimizer")
+    live.reset_peak()
+    return {name: live.peak.categories.get(name, 0) for name in KEPT}
+
+
+def counted(source: ModelSource, found: Sequence[Uniform], cluster: Cluster, ranks: Ranks) -> list[Uniform]:
+    """Return the same with what was counted beside. A collective call."""
+    return [Uniform(one.strategy, one.plan, one.predicted, count(source, one, cluster, ranks)) for one in found]

@@ -1,0 +1,212 @@
+"""Predicted memory of a plan against what the runtime holds: rehearsed on fake tensors, or measured on GPUs.
+
+    error = (predicted - tracked) / tracked
+
+A rehearsal (`runtime.observe.dry_run`) runs anywhere, in one process, at the plan's own number of ranks.  On
+GPUs, with as many ranks as the plan has, real steps are run and the allocator is asked; there what it
+reserved of the device has to be within the limit too.  What is no tensor (the reserve: context,
+communicators, workspaces) is on neither side of the error.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from osdp.zoo import load_model
+from planner.analysis.explain import OpenPlan
+from profiler.errors import OsdpError
+from profiler.model_source import ModelSource
+from profiler.trace.metered_pass import find_loss
+from runtime.compile_plan import compile_plan
+from runtime.observe.dry_run import Script, rehearse
+from runtime.optimizers import OPTIMIZERS
+
+MOST_TOO_LOW = 0.01
+"""A plan that holds so much more than predicted does not pass: it may run out of memory."""
+MOST_TOO_HIGH = 0.03
+"""A plan that holds so much less than predicted does not pass: memory is wasted."""
+ROUNDING_BYTES = 2**20
+"""What a prediction may always be off by: of a few MiB, the rounding of tensors to 512 bytes is percents."""
+RESERVE = "reserve"
+"""Category of a prediction that is no tensor's."""
+ALLOCATED_RESERVES = ("cublas_workspace", "allocator_rounding")
+"""Parts of a cluster's reserve that come out of PyTorch's allocator; others are taken beside it."""
+RESERVED = "reserved"
+"""Category of a measurement that is not part of the peak: what the allocator had of the device."""
+MEASURED_STEPS = 3
+"""Steps on GPUs; the first makes optimizer states and is not counted."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a plan was predicted to hold, and what it held."""
+
+    how: str
+    """`rehearsal` or `cuda`."""
+    rank: int
+    """Rank that was rehearsed, or that held most: the fullest one."""
+    world_size: int
+    predicted: Mapping[str, int]
+    """Bytes at the predicted peak by category, without the reserve."""
+    tracked: Mapping[str, int]
+    """Bytes at the peak by category; on GPUs, what the allocator has `allocated`, and the most it has `reserved`."""
+    predicted_peak_bytes: int
+    tracked_peak_bytes: int
+    predicted_phase: str
+    tracked_phase: str
+    seconds: float
+    """What the rehearsal or the steps took."""
+    allocatable_bytes: int
+    """What the plan's limit leaves PyTorch's allocator to reserve."""
+
+    @property
+    def error(self) -> float:
+        """(predicted - tracked) / tracked."""
+        return (self.predicted_peak_bytes - self.tracked_peak_bytes) / self.tracked_peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most that the allocator of any rank had of its device; None in a rehearsal."""
+        return self.tracked.get(RESERVED)
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the prediction is as close as it is meant to be."""
+        off_bytes = abs(self.predicted_peak_bytes - self.tracked_peak_bytes)
+        return -MOST_TOO_LOW <= self.error <= MOST_TOO_HIGH or off_bytes <= ROUNDING_BYTES
+
+    @property
+    def fits(self) -> bool:
+        """Whether the allocator kept within the limit, so far as that was measured."""
+        return self.reserved_bytes is None or self.reserved_bytes <= self.allocatable_bytes
+
+    @property
+    def holds(self) -> bool:
+        """Whether the plan holds what it promised."""
+        return self.is_close and self.fits
+
+
+def verify(view: OpenPlan, model: str | None = None, on_gpus: bool | None = None) -> Verified:
+    """Rehearse a plan, or measure it on GPUs (None: if this process is one of the plan's ranks and has one).
+
+    `model` replaces the name that the plan knows its model by.  On GPUs it is a collective call of
+    all ranks that torchrun started.  Raises OsdpError.
+    """
+    plan = view.plan
+    source = load_model(model or plan.model.name, sequence_length=plan.model.sequence_length)
+    if on_gpus is None:
+        on_gpus = torch.cuda.is_available() and _ranks() == view.load.cluster.world_size
+    if on_gpus:
+        _check_ranks(view)
+        return _compare(view, "cuda", lambda: _measure(view, source))
+    return _compare(view, "rehearsal", lambda: _rehearse(view, source))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a run held."""
+
+    rank: int
+    categories: Mapping[str, int]
+    peak_bytes: int
+    phase: str
+
+
+def _compare(view: OpenPlan, how: str, run: Callable[[], _Held]) -> Verified:
+    predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != RESERVE}
+    started = time.perf_counter()
+    held = run()
+    return Verified(
+        how=how,
+        rank=held.rank,
+        world_size=view.load.cluster.world_size,
+        predicted=predicted,
+        tracked=held.categories,
+        predicted_peak_bytes=sum(predicted.values()),
+        tracked_peak_bytes=held.peak_bytes,
+        predicted_phase=view.prediction.peak_phase,
+        tracked_phase=held.phase,
+        seconds=time.perf_counter() - started,
+        allocatable_bytes=_allocatable_bytes(view),
+    )
+
+
+def _allocatable_bytes(view: OpenPlan) -> int:
+    """Return what a plan's limit leaves PyTorch's allocator, beside context and communicators."""
+    reserves = view.load.cluster.device.reserve_bytes
+    beside = sum(figure.value for name, figure in reserves.items() if name not in ALLOCATED_RESERVES)
+    return view.plan.limit_bytes - round(beside)
+
+
+def _loss(output: object) -> Tensor:
+    return find_loss(output)[0]
+
+
+def _rehearse(view: OpenPlan, source: ModelSource) -> _Held:
+    plan, space = view.plan, view.space
+    schedule = compile_plan(plan, space.graph, view.load.cluster)
+    script = Script(source.build, source.example_inputs, _loss, plan.optimizer, plan.micro_batch)
+    rank = space.fullest(view.load, view.choices, view.tied, view.idle)[0]
+    peak = rehearse(script, schedule, rank).peak
+    return _Held(rank, peak.categories, peak.total_bytes, f"{peak.phase}, {peak.op}")
+
+
+def _ranks() -> int:
+    """Return how many ranks torchrun started, 1 if it did not start this process."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() else 1
+
+
+def _check_ranks(view: OpenPlan) -> None:
+    if not torch.cuda.is_available():
+        raise OsdpError("there is no GPU to measure on", advice="leave --device out to rehearse on fake tensors")
+    wanted = view.load.cluster.world_size
+    if _ranks() != wanted:
+        raise OsdpError(
+            "the plan is for another number of ranks",
+            got=str(_ranks()),
+            expected=str(wanted),
+            advice=f"torchrun --nproc-per-node {view.load.cluster.gpus_per_node} -m osdp verify PLAN",
+        )
+
+
+def _measure(view: OpenPlan, source: ModelSource) -> _Held:
+    """Run steps on this rank's GPU and return what the fullest rank's allocator gave out."""
+    from osdp.api import OSDP
+
+    plan = view.plan
+    if not dist.is_initialized():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        # One rank may have been started by hand, without torchrun's addresses.
+        ranks: dict[str, Any] = {}
+        if "RANK" not in os.environ:
+            ranks = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        dist.init_process_group("cpu:gloo,cuda:nccl", **ranks)
+    model = OSDP(source.build, plan, view.load.cluster, example_inputs=source.example_inputs)
+    device = model.sharded.device
+    optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
+    for step in range(MEASURED_STEPS):
+        if step == 1:
+            torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(plan.accumulation):
+            inputs = source.example_inputs(model.module, plan.micro_batch)
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+            _loss(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    own = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
+    every = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, torch.tensor(own, dtype=torch.int64, device=device))
+    rank = max(range(len(every)), key=lambda index: int(every[index][0]))
+    allocated, reserved = int(every[rank][0]), max(int(each[1]) for each in every)
+    dist.destroy_process_group()
+    return _Held(rank, {"allocated": allocated, RESERVED: reserved}, allocated, "as torch.cuda measures it")

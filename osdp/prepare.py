@@ -1,0 +1,83 @@
+"""What comes before sharding: the model is traced, planned unless there is a plan, and the plan compiled.
+
+What every rank does by itself ends with all ranks telling whether it went well: if one fails, all
+raise its error, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from osdp.description import Described, Description, read_description
+from osdp.models.live_model import source_of
+from osdp.planning.rank_grid import DeviceInfo, cluster_of_plan, cluster_of_ranks
+from osdp.planning.request import Request, memory_limit, plan_model
+from planner.pins import parse_pin
+from planner.plan import Plan, check_parameters
+from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph
+from profiler.model_source import ModelSource
+from profiler.trace.trace import trace_model
+from runtime.compile_plan import compile_plan
+from runtime.failures.rank_agreement import Agreement, agree, from_rank_0
+from runtime.meshes import check_process_group, check_world
+from runtime.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What a rank finds out by itself."""
+
+    source: ModelSource
+    graph: ModelGraph
+    cluster: Cluster
+    wish: Plan | Request
+    """The plan that was given, or what to plan for."""
+
+
+def prepare(model: nn.Module | Callable[[], Any], description: Described, device_info: DeviceInfo,
+            example_inputs: Callable[..., Any] | None) -> tuple[Plan, Schedule]:  # fmt: skip
+    """Return the plan and its schedule, the same on all ranks. A collective call; raises OsdpError."""
+    check_process_group()
+    ranks = Agreement.all()
+    traced = ranks.together("trace the model", lambda: _trace(model, description, device_info, example_inputs))
+    given = ranks.gather("tell whether it has a plan", lambda: isinstance(traced.wish, Plan))
+    if len(set(given)) > 1:
+        raise OsdpError("some ranks were given a plan and some were not", advice="give every rank the same description")
+    plan = traced.wish if isinstance(traced.wish, Plan) else _plan(traced, traced.wish)
+    schedule = ranks.together("compile the plan", lambda: compile_plan(plan, traced.graph, traced.cluster))
+    agree("the schedule", repr(schedule), "give every rank the same model, description and device_info")
+    return plan, schedule
+
+
+def _trace(model: nn.Module | Callable[[], Any], description: Described, device_info: DeviceInfo,
+           example_inputs: Callable[..., Any] | None) -> _Traced:  # fmt: skip
+    """Read what was given and trace the model."""
+    wish = read_description(description)
+    if isinstance(wish, Plan):
+        check_world(wish.cluster.nodes, wish.cluster.gpus_per_node)
+        cluster = cluster_of_plan(wish, device_info)
+        source = source_of(model, wish.model.name, wish.model.sequence_length, example_inputs)
+        graph = trace_model(source, wish.model.precision, cluster.device.kind)
+        check_parameters(wish, graph)
+        return _Traced(source, graph, cluster, wish)
+    cluster, limit_bytes = cluster_of_ranks(device_info)
+    request = Request(memory_limit(cluster, limit_bytes), wish.precision, wish.optimizer, wish.micro_batch,
+                      wish.global_batch, pins=tuple(map(parse_pin, wish.pins)))  # fmt: skip
+    source = source_of(model, _name(model, wish), wish.sequence_length, example_inputs)
+    return _Traced(source, trace_model(source, wish.precision, cluster.device.kind), cluster, request)
+
+
+def _name(model: nn.Module | Callable[[], Any], description: Description) -> str:
+    """Return what reports call the model."""
+    return description.name or str(getattr(model, "__name__", type(model).__name__))
+
+
+def _plan(traced: _Traced, request: Request) -> Plan:
+    """Return rank 0's plan on every rank: a search within a time limit need not end alike everywhere."""
+    return from_rank_0("plan", lambda: plan_model(traced.source, traced.cluster, request).plan)

@@ -1,0 +1,135 @@
+"""What a unit of FSDP2 costs beyond its collectives and its computation: hooks, and waiting for whoever is late.
+
+A stack of L units with hardly any parameters computes matrix products, plain and under `fully_shard`, in turn.
+Each unit is gathered twice and reduced once in a step, so with t the seconds of a step,
+
+    overhead = (t_sharded - t_plain) / (3 L) - mean of the collectives' own times at that size
+
+t_sharded is the slowest rank's, as all end together; t_plain the mean of all ranks, as the times of calls are.  On
+CPU ranks the same stack also pulls and pushes (`odc`), where nobody waits for who is late: then t_sharded is the
+mean of all ranks too, and the collectives are pulls and pushes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean, median
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from planner.strategies.registry import Strategy
+from profiler.cluster.measurements import CollectiveTimes
+from profiler.timing.device_rates import timed_s
+from runtime.failures.rank_agreement import Agreement
+from runtime.meshes import Meshes
+from runtime.odc.step_protocol import Exchange
+from runtime.strategies.one_sided import OneSidedUnit
+
+UNITS = 8
+ROWS = {"cpu": 256, "cuda": 2048}
+"""Of the matrices by kind of device."""
+PRODUCTS = 4
+"""Of a unit's forward, and of its backward."""
+TENSORS = 12
+"""Parameter tensors of a unit, as many as a layer of GPT-2 has: FSDP2 handles each."""
+ELEMENTS = 128
+"""Of each."""
+WARM_UP_ROUNDS = 2
+EVENTS = 3
+"""Gathers and reductions of a unit in a step."""
+
+
+class _Unit(nn.Module):
+    """Multiplies by a fixed matrix, several times."""
+
+    matrix: Tensor
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(ELEMENTS) for _ in range(TENSORS))
+        self.register_buffer("matrix", torch.randn(rows, rows) / rows**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * sum(weight[0] for weight in self.weights) / TENSORS
+        for _ in range(PRODUCTS):
+            x = x @ self.matrix
+        return x
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """What units of FSDP2 cost."""
+
+    overhead_s: float
+    """Of each gather and each reduction; at least 0."""
+    one_sided_overhead_s: float | None = None
+    """Of each pull and each push, likewise; None where these were not measured."""
+
+
+def measure_units(times: tuple[CollectiveTimes, ...], nodes: int, ranks_per_node: int, repetitions: int,
+                  device: torch.device, meet: Callable[[], None]) -> UnitTimes:  # fmt: skip
+    """Return the overheads. A collective call."""
+    rows, meshes = ROWS[device.type], Meshes(device.type, nodes, ranks_per_node)
+    known = {(one.operation, one.ranks, one.stride, one.algorithm): one.time_s(4 * TENSORS * ELEMENTS) for one in times}
+    own = {name: known.get((name, nodes * ranks_per_node, 1, "native")) for name in ("all_gather", "reduce_scatter")}
+    one_sided = {name: known.get((name, ranks_per_node, 1, "native")) for name in ("pull", "push")}
+    stacks = [_Stack(rows, device), _Stack(rows, device, meshes.mesh(nodes * ranks_per_node))]
+    if all(one_sided.values()):
+        stacks.append(_Stack(rows, device, meshes.group_mesh(ranks_per_node), meshes))
+    x = torch.randn(rows, rows, device=device, requires_grad=True)
+    found: list[list[float]] = []
+    for _ in range(WARM_UP_ROUNDS + repetitions):
+        seconds = []
+        for stack in stacks:
+            meet()
+            seconds.append(timed_s(partial(stack.run, x), device))
+            stack.finish()
+        found.append(seconds)
+    everyone = Agreement.all().gather("measure units", lambda: found[WARM_UP_ROUNDS:])
+    rounds = list(zip(*everyone, strict=True))
+    plain_s = median(fmean(one[0] for one in of_ranks) for of_ranks in rounds)
+
+    def beyond(taken_s: float, gather_s: float | None, reduce_s: float | None) -> float:
+        assert gather_s is not None, "was measured"
+        assert reduce_s is not None, "was measured"
+        return float(max(0.0, (taken_s - plain_s) / (EVENTS * UNITS) - (2 * gather_s + reduce_s) / EVENTS))
+
+    sharded_s = median(max(one[1] for one in of_ranks) for of_ranks in rounds)
+    overhead_s = beyond(sharded_s, own["all_gather"], own["reduce_scatter"])
+    if len(stacks) < 3:
+        return UnitTimes(overhead_s)
+    pulled_s = median(fmean(one[2] for one in of_ranks) for of_ranks in rounds)
+    return UnitTimes(overhead_s, beyond(pulled_s, one_sided["pull"], one_sided["push"]))
+
+
+class _Stack:
+    """Units one after the other: plain, sharded over a mesh, or pulled and pushed over one inside nodes."""
+
+    def __init__(self, rows: int, device: torch.device, mesh: DeviceMesh | None = None,
+                 windows: Meshes | None = None) -> None:  # fmt: skip
+        self.module = nn.Sequential(*(_Unit(rows) for _ in range(UNITS))).to(device)
+        self.exchange: Exchange | None = None
+        if mesh is not None:
+            for module in (*self.module, self.module):
+                fully_shard(module, mesh=mesh)
+        if mesh is not None and windows is not None:
+            strategy = Strategy("odc", mesh.size())
+            units = [(strategy, OneSidedUnit(str(number), cast(FSDPModule, unit), None))
+                     for number, unit in enumerate(self.module)]  # fmt: skip
+            self.exchange = Exchange(units, windows, 1)
+
+    def run(self, x: Tensor) -> None:
+        """Run forward and backward."""
+        self.module(x).sum().backward()
+
+    def finish(self) -> None:
+        """Drop the gradients."""
+        if self.exchange is not None:
+            self.exchange.drop()
+        self.module.zero_grad()

@@ -1,0 +1,110 @@
+"""Which plan a run takes: the one in a file, the fastest that fits, or one strategy for everything.
+
+`FSDP`, with groups or without, and `DDP` take the micro-batch that OSDP would take unless the user gives one, so that
+runs compare like with like; the memory limit does not bind them, and it is said if they exceed it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+
+from osdp.compat.seed_groups import grouped_strategy
+from osdp.planning.rank_grid import cluster_of_ranks, grid
+from osdp.planning.request import Request, memory_limit, plan_model
+from osdp.training.config import TrainConfig
+from osdp.training.job import Job, check_ranks
+from planner.cost.peak_memory import peak_memory
+from planner.cost.workload import Workload
+from planner.plan import Plan, make_plan
+from planner.search.baselines import uniform
+from planner.search.search import Progress, Task, micro_batches
+from planner.search.search_space import Space
+from planner.strategies.registry import known_strategies, parse_strategy
+from profiler.byte_sizes import parse_bytes
+from profiler.cluster.cluster import Cluster
+from profiler.model_graph import ModelGraph
+
+UNIFORM = {"FSDP": "shard", "DDP": "replicate"}
+"""Strategy of every operator, by `fsdp_type`."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan of a run."""
+
+    plan: Plan
+    fits: bool
+    """Whether the predicted peak is within the limit."""
+    seconds: float
+    """What finding it took; 0 where it was read from a file."""
+
+
+def choose_plan(job: Job, progress: Progress) -> Chosen:
+    """Return the plan of a job for the ranks of the process group. Called on one rank.
+
+    Raises OsdpError if a plan file is for other ranks, or nothing fits.
+    """
+    config, started = job.config, time.perf_counter()
+    if job.plan is not None:
+        check_ranks(job.plan, *grid(config.emulated_nodes))
+        for name in ("mem", "cluster"):
+            if getattr(config, name) is not None:
+                warnings.warn(f"{name} has no effect: the plan file says it", stacklevel=2)
+        return Chosen(job.plan, _fits(job.plan), 0.0)
+    cluster, _ = cluster_of_ranks(config.cluster, config.emulated_nodes)
+    wanted_bytes = None if config.mem is None else parse_bytes(config.mem)
+    request = Request(memory_limit(cluster, wanted_bytes), config.precision, config.optimizer, config.batch,
+                      config.global_batch)  # fmt: skip
+    plan = _planned(job, cluster, request, progress)
+    return Chosen(plan, _fits(plan), time.perf_counter() - started)
+
+
+def _fits(plan: Plan) -> bool:
+    return plan.predicted.peak_memory_bytes <= plan.usable_bytes
+
+
+def _planned(job: Job, cluster: Cluster, request: Request, progress: Progress) -> Plan:
+    config = job.config
+    if config.fsdp_type == "OSDP":
+        return plan_model(job.source, cluster, request, progress).plan
+    if config.batch is None:
+        found = plan_model(job.source, cluster, request, progress)
+        return uniform_plan(found.graph, found.found.load, request, _choice(config, cluster))
+    from profiler.trace.trace import trace_model
+
+    graph = trace_model(job.source, config.precision, cluster.device.kind)
+    return uniform_plan(graph, _load(graph, cluster, request), request, _choice(config, cluster))
+
+
+def _choice(config: TrainConfig, cluster: Cluster) -> str:
+    """Return the strategy that everything has, as plans write it."""
+    if config.fsdp_args is None:
+        return UNIFORM[config.fsdp_type]
+    return str(grouped_strategy(config.fsdp_args, cluster.nodes, cluster.gpus_per_node))
+
+
+def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:
+    """Return the workload of a micro-batch that the user gave."""
+    task = Task(graph, cluster, request.limit_bytes, request.optimizer, request.global_batch, request.micro_batch,
+                imbalance=request.imbalance)  # fmt: skip
+    ((micro_batch, accumulation),) = micro_batches(task)
+    return Workload(cluster, request.optimizer, request.precision, micro_batch, accumulation,
+                    task.waits(micro_batch, accumulation))  # fmt: skip
+
+
+def uniform_plan(graph: ModelGraph, load: Workload, request: Request, choice: str) -> Plan:
+    """Return the plan with one strategy everywhere; it recomputes every block only if it would not fit otherwise.
+
+    `choice` is the strategy as plans write it; one rank has nothing to shard over, and takes its only one.
+    Raises OsdpError for a strategy that the cluster does not know.
+    """
+    space, cluster = Space(graph), load.cluster
+    strategy = known_strategies(cluster)[0] if cluster.world_size == 1 else parse_strategy(choice, cluster)
+    candidates = [uniform(space, load, strategy, recompute) for recompute in (False, True)]
+    fitting = [options for options in candidates if peak_memory(options, load).total_bytes <= request.limit_bytes]
+    options = (fitting or candidates)[0]
+    spanning = strategy if space.model.spanning else None
+    # Of the space that holds this one plan it is the best: no gap.
+    return make_plan(options, spanning, space, load, limit_bytes=request.limit_bytes, gap=0.0)

@@ -1,0 +1,179 @@
+"""A look into training steps, on every rank: the memory that lives over a step, and what runs when.
+
+    tracer = Tracer("traces", model, optimizer)
+    for batch in data:
+        with tracer.step():
+            ...                     # forward, backward, optimizer
+
+The third step's live tensors go to `memory-rank0.png`, in the same categories as a prediction's; the fourth step's
+operators, kernels and collectives to `trace-rank0.json`, which https://ui.perfetto.dev and chrome://tracing open.
+They are two steps, because counting tensors slows a step down and would be seen in its trace.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+from osdp.api import OSDP
+from osdp.folders import make_folder
+from osdp.plots import check_drawing
+from profiler.byte_sizes import MIB
+from runtime.observe.live_bytes_by_category import ACTIVATIONS, LabelledBytes
+
+MEMORY_STEP, TRACE_STEP = 3, 4
+"""Steps that are looked into; in the first ones memory is allocated and kernels are chosen."""
+ORDER = ("parameters", "optimizer", "gradients", "unsharded_parameters", "communication_buffers", ACTIVATIONS,
+         "optimizer_temporaries")  # fmt: skip
+"""Categories from below, those that rest first."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What lives from a moment on."""
+
+    at_s: float
+    """Since the start of the step."""
+    categories: dict[str, int]
+    """Bytes by category."""
+
+
+class Tracer:
+    """Looks into two steps of a loop and writes what it saw."""
+
+    def __init__(self, folder: str | Path | None, model: nn.Module, optimizer: Optimizer) -> None:
+        """Make the folder; None: nothing is looked at. Raises OsdpError if nothing can be written or drawn."""
+        self.model, self.optimizer = model, optimizer
+        self.folder = None if folder is None else ready_folder(folder)
+        self.steps = 0
+        """Steps so far."""
+
+    @property
+    def slows(self) -> bool:
+        """Whether the step that runs takes longer because it is looked into."""
+        return self.folder is not None and self.steps in (MEMORY_STEP, TRACE_STEP)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Look into the step that runs inside, if it is its turn."""
+        self.steps += 1
+        if self.folder is not None and self.steps == MEMORY_STEP:
+            with self._memory(self.folder / f"memory-rank{_rank()}.png"):
+                yield
+        elif self.folder is not None and self.steps == TRACE_STEP:
+            with self._trace(self.folder / f"trace-rank{_rank()}.json"):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def _memory(self, path: Path) -> Iterator[None]:
+        with recorded(self.model, self.optimizer) as moments:
+            yield
+        predicted = self.model.plan.predicted if isinstance(self.model, OSDP) else None
+        draw_memory(path, moments, f"rank {_rank()}, step {self.steps}", predicted.tensors_bytes if predicted else None)
+
+    @contextmanager
+    def _trace(self, path: Path) -> Iterator[None]:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says when it starts and stops, on every rank
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities) as profiled:
+            yield
+        whole = path.with_suffix(f".{os.getpid()}.tmp.json")
+        profiled.export_chrome_trace(str(whole))
+        whole.replace(path)
+
+
+def ready_folder(folder: str | Path) -> Path:
+    """Return a folder that is there and can be written into. Raises OsdpError, also if no picture can be drawn."""
+    check_drawing("the picture of a step's memory")
+    return make_folder(Path(folder))
+
+
+@contextmanager
+def recorded(model: nn.Module, optimizer: Optimizer) -> Iterator[list[Moment]]:
+    """Yield a list that is filled with what lives on this rank while the step inside runs."""
+    live = _Recorder()
+    module = model.module if isinstance(model, OSDP) else model
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def before(*_: object) -> None:
+        live.category = "optimizer_temporaries"
+        live.label_gradients(parameters)
+
+    def after(*_: object) -> None:
+        live.category = ACTIVATIONS
+        live.hold_states(optimizer)
+
+    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    try:
+        with live:
+            live.watch(module)
+            live.hold_states(optimizer)
+            live.begin()
+            yield live.moments
+    finally:
+        live.unwatch()
+        for handle in handles:
+            handle.remove()
+
+
+class _Recorder(LabelledBytes):  # type: ignore[no-untyped-call]
+    """Keeps every change from `begin` on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moments: list[Moment] = []
+        self._start_s = 0.0
+
+    def begin(self) -> None:
+        """Take what lives now for the first moment."""
+        self._start_s = time.perf_counter()
+        self.moments.clear()
+        self.changed()
+
+    def label(self, tensor: Tensor, category: str) -> None:
+        """Do so in one moment: in between, the tensor counts nowhere."""
+        before = len(self.moments)
+        super().label(tensor, category)
+        del self.moments[before:-1]
+
+    def changed(self) -> None:
+        self.moments.append(Moment(time.perf_counter() - self._start_s, self.categories()))
+
+
+def draw_memory(path: Path, moments: Sequence[Moment], title: str, predicted_bytes: float | None = None) -> None:
+    """Draw the bytes that live over a step by category, and the peak that was predicted."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    names = [name for name in ORDER if any(moment.categories.get(name) for moment in moments)]
+    rows = [[moment.categories.get(name, 0) / MIB for moment in moments] for name in names]
+    at_ms = [1e3 * moment.at_s for moment in moments]
+    axes.stackplot(at_ms, rows, labels=[name.replace("_", " ") for name in names], step="post")
+    peak_mib = max(map(sum, zip(*rows, strict=True)))
+    if predicted_bytes is not None:
+        axes.axhline(predicted_bytes / MIB, color="black", linestyle="--", label="peak, predicted")
+    axes.set(title=f"{title}: live tensors, at most {peak_mib:,.1f} MiB", ylabel="MiB",
+             xlabel="ms since the start of the step, slowed down by counting")  # fmt: skip
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
+    whole = path.with_suffix(f".{os.getpid()}.tmp.png")
+    figure.savefig(whole, dpi=110)
+    whole.replace(path)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

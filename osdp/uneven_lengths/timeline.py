@@ -1,0 +1,236 @@
+"""What each rank does when in a step: it computes, communicates or waits for others.
+
+A rank *calls* communication: a collective or a meeting, which needs all of its ranks, or a one-sided pull or
+push.  The clock that is read as a call begins and ends is the machine's, the same for all of its processes.  With
+a_p the moment at which rank p begins the k-th call of a group, rank r
+
+    waits           from a_r to max over p of a_p, if not over before
+    communicates    in what remains of the call, and in all of one-sided calls
+    computes        outside of calls, the optimizer too
+    waits           from the end of its step to that of the slowest rank's
+
+and its *bubble* is all that it waits.  (gloo waits inside its collectives, so their duration alone does not tell.)
+
+Seen are the collectives of `fully_shard` units, and the pulls, pushes and meetings of `odc`.  Others, an
+all-reduce across groups or an owner's broadcasts, count as computing.  GPUs run behind the calls that this
+times: it is for CPU ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from osdp.api import OSDP
+from profiler.errors import OsdpError
+from runtime.failures.rank_agreement import Agreement
+from runtime.torch_compat import AllGather, ReduceScatter, communication_of
+
+Kind = Literal["compute", "communication", "waiting"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Communication that one rank called."""
+
+    name: str
+    """gather, reduce, pull, push or meet."""
+    start_s: float
+    """By the machine's clock, as everywhere here."""
+    end_s: float
+    ranks: tuple[int, ...] = ()
+    """The ranks that must all call it; empty if it is one-sided."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One rank's step."""
+
+    start_s: float
+    end_s: float
+    calls: tuple[Call, ...]
+    """In their order; none inside another."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of one rank's step."""
+
+    kind: Kind
+    start_s: float
+    """Since the first rank's step began."""
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One rank's step, from its beginning to the end of the slowest rank's."""
+
+    spans: tuple[Span, ...]
+    """Without gaps, in order of time."""
+
+    def total_s(self, kind: Kind) -> float:
+        """Return how long it did one kind of thing."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.kind == kind)
+
+    @property
+    def bubble_s(self) -> float:
+        """How long it waited."""
+        return self.total_s("waiting")
+
+
+class Recorder:
+    """Takes down the calls of this rank."""
+
+    def __init__(self) -> None:
+        self.start_s, self.end_s = 0.0, 0.0
+        self.calls: list[Call] = []
+
+    @property
+    def recording(self) -> Recording:
+        """What was taken down, once the step is over."""
+        return Recording(self.start_s, self.end_s, tuple(self.calls))
+
+    def watched(self, name: str, ranks: Sequence[int], function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that takes down each of its calls. Calls inside of it count by themselves."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            known, start_s = len(self.calls), time.monotonic()
+            found = function(*args, **kwargs)
+            inner = self.calls[known:]
+            del self.calls[known:]
+            for one in inner:
+                self.calls += [Call(name, start_s, one.start_s), one]
+                start_s = one.end_s
+            self.calls.append(Call(name, start_s, time.monotonic(), tuple(ranks)))
+            return found
+
+        return call
+
+
+@contextmanager
+def record_step(model: OSDP) -> Iterator[Recorder]:
+    """Record what this rank does in the step that runs inside; afterwards `recorder.recording` has it."""
+    recorder = Recorder()
+    with ExitStack() as stack:
+        for unit in model.schedule.units:
+            module = model.module.get_submodule(unit.modules[0])
+            if isinstance(module, FSDPModule) and not unit.strategy.kind.one_sided:
+                stack.enter_context(_watched_unit(module, recorder))
+        exchange = model.sharded.exchange
+        for group in exchange.groups if exchange is not None else ():
+            for name, ranks in (("pull", ()), ("push", ()), ("meet", group.transport.ranks)):
+                call = recorder.watched(name, ranks, getattr(group.transport, name))
+                stack.enter_context(patch.object(group.transport, name, call))
+        recorder.start_s = time.monotonic()
+        yield recorder
+        recorder.end_s = time.monotonic()
+
+
+def gather_recordings(recording: Recording) -> list[Recording]:
+    """Return the recordings of all ranks. A collective call; raises OsdpError if ranks have different clocks."""
+    told = Agreement.all().gather("tell what it did", lambda: (_machine(), recording))
+    machines = {machine for machine, _ in told}
+    if len(machines) > 1:
+        raise OsdpError("a timeline cannot compare the clocks of several machines", got=f"{len(machines)} machines",
+                        expected="all ranks on one")  # fmt: skip
+    return [found for _, found in told]
+
+
+def timelines(recordings: Sequence[Recording]) -> tuple[Timeline, ...]:
+    """Return what the ranks did, given the recordings of one step of each, in order of rank.
+
+    Raises OsdpError if they did not call the same.
+    """
+    arrivals: dict[tuple[tuple[int, ...], int], dict[int, float]] = {}
+    for rank, recording in enumerate(recordings):
+        for call, key in _numbered(recording):
+            arrivals.setdefault(key, {})[rank] = call.start_s
+    odd = next((key for key, found in arrivals.items() if set(found) != set(key[0])), None)
+    if odd is not None:
+        raise OsdpError("the ranks did not meet equally often", got=f"meeting {odd[1] + 1} of ranks {odd[0]}",
+                        expected="a step of each rank, all the same one")  # fmt: skip
+    latest = {key: max(found.values()) for key, found in arrivals.items()}
+    start_s, end_s = min(one.start_s for one in recordings), max(one.end_s for one in recordings)
+    return tuple(Timeline(tuple(_spans(recording, latest, start_s, end_s))) for recording in recordings)
+
+
+def _numbered(recording: Recording) -> Iterator[tuple[Call, tuple[tuple[int, ...], int]]]:
+    """Yield the calls that need others, each with its group and its number in that."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    for call in recording.calls:
+        if call.ranks:
+            yield call, (call.ranks, seen[call.ranks])
+            seen[call.ranks] += 1
+
+
+def _spans(recording: Recording, latest: dict[tuple[tuple[int, ...], int], float], start_s: float,
+           end_s: float) -> Iterator[Span]:  # fmt: skip
+    came = {id(call): latest[key] for call, key in _numbered(recording)}
+    edges: list[tuple[Kind, float]] = []
+    """Each kind with the end of its stretch."""
+    for call in recording.calls:
+        edges += [("compute", call.start_s), ("waiting", min(came.get(id(call), call.start_s), call.end_s))]
+        edges += [("communication", call.end_s)]
+    edges += [("compute", recording.end_s), ("waiting", end_s)]
+    before_s = recording.start_s
+    for kind, edge_s in edges:
+        if edge_s > before_s:
+            yield Span(kind, before_s - start_s, edge_s - start_s)
+            before_s = edge_s
+
+
+@contextmanager
+def _watched_unit(module: FSDPModule, recorder: Recorder) -> Iterator[None]:
+    own = communication_of(module)
+    if own is None:
+        yield
+        return
+    module.set_custom_all_gather(_Gather(own[0], "gather", recorder))
+    module.set_custom_reduce_scatter(_Reduce(own[1], "reduce", recorder))
+    try:
+        yield
+    finally:
+        module.set_custom_all_gather(own[0])
+        module.set_custom_reduce_scatter(own[1])
+
+
+class _Watched:
+    """Communication of `fully_shard` with a recorder around it."""
+
+    def __init__(self, own: AllGather | ReduceScatter, name: str, recorder: Recorder) -> None:
+        self.own, self.name, self.recorder = own, name, recorder
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer."""
+        return self.own.allocate(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *args: Any,
+                 **kwargs: Any) -> Any:  # fmt: skip
+        """Communicate."""
+        call = self.recorder.watched(self.name, dist.get_process_group_ranks(group), self.own)
+        return call(output_tensor, input_tensor, group, *args, **kwargs)
+
+
+class _Gather(_Watched, AllGather):
+    pass
+
+
+class _Reduce(_Watched, ReduceScatter):
+    pass
+
+
+def _machine() -> str:
+    """Return what is different on every machine, and after every start of it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,1 @@
+"""What a finished plan is made of, and how it compares."""

@@ -1,0 +1,279 @@
+"""Why a plan is as it is: what the step would cost if a part of it were decided otherwise.
+
+For a set of stages T and another choice c, with everything else kept,
+
+    delta(T, c) = prediction(plan with T -> c) - prediction(plan)        `alternatives`
+
+term by term in time, and in peak memory.  A part of the plan is held down
+
+    by memory       if some c is faster and none of the faster ones fits the limit
+    by time         if no c is faster
+    by a pin        if a faster c fits and the user decided otherwise
+    by nothing      if a faster c fits: the plan can be improved there          `Part.binds`
+
+All figures come from the same cost functions as the search's; nothing is solved again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from planner.cost.workload import Workload
+from planner.name_patterns import matches, unknown_name
+from planner.pins import parse_pin, resolve
+from planner.plan import Decisions, Plan, Prediction, check_model, decisions_of, predict, space_of
+from planner.search.search_space import Choice, Space
+from planner.strategies.registry import Strategy, strategies_on
+from profiler.cluster.cluster import Cluster
+from profiler.model_graph import ModelGraph
+
+NO_CHANGE = 1e-9
+"""Relative change of the step time below which it counts as none (rounding of sums)."""
+TIED = "tied"
+"""Label of the part that holds the operators which run in several stages."""
+
+
+@dataclass(frozen=True)
+class OpenPlan:
+    """A plan with everything that its prediction is made of."""
+
+    plan: Plan
+    space: Space
+    load: Workload
+    choices: tuple[Choice, ...]
+    """One per stage in execution order."""
+    tied: tuple[Strategy, ...]
+    """One for each operator that runs in several stages."""
+    idle: tuple[Strategy, ...]
+    """One for each operator that is never called."""
+    prediction: Prediction
+    """Of the choices, made anew: not what the plan's file says."""
+
+    @property
+    def spanning(self) -> str:
+        """Strategies of the operators that run in several stages, in words; empty if there are none."""
+        return " and ".join(dict.fromkeys(map(str, self.tied)))
+
+    def label_of(self, stage: int) -> str:
+        """Return the class of a block, or the operators of a stage outside blocks."""
+        graph, found = self.space.model.graph, self.space.model.stages[stage]
+        if found.block is not None:
+            return graph.blocks[found.block].kind
+        return ", ".join(graph.operators[index].name for index in found.operators)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an explanation is about."""
+
+    stages: frozenset[int]
+    """Indices of stages, all to be changed together."""
+    spanning: bool = False
+    """Whether the operators that run in several stages change too."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What the plan would be if a target were decided otherwise."""
+
+    strategy: str
+    """Of every operator of the target."""
+    recompute: bool | None
+    """Of every block of the target; None if it has none."""
+    step_time_s: float
+    delta_by_term_s: dict[str, float]
+    """Change of each term of the step time; hidden communication is not part of the sum."""
+    delta_s: float
+    """Change of the step time; negative is faster."""
+    peak_bytes: int
+    delta_bytes: int
+    """Change of the peak."""
+    excess_bytes: int
+    """Peak less the limit, headroom left free; positive if it does not fit."""
+    phase: str
+    """Where the new peak is."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the limit."""
+        return self.excess_bytes <= 0
+
+    @property
+    def faster(self) -> bool:
+        """Whether the step is shorter, beyond rounding."""
+        return self.delta_s < -NO_CHANGE * self.step_time_s
+
+    @property
+    def as_fast(self) -> bool:
+        """Whether the step takes as long, but for rounding."""
+        return abs(self.delta_s) <= NO_CHANGE * self.step_time_s
+
+
+@dataclass(frozen=True)
+class Part:
+    """Stages of one name that took the same choice, and the best that one of them could change."""
+
+    label: str
+    """Class of the blocks, names of the operators, or `TIED`."""
+    stages: tuple[int, ...]
+    strategies: tuple[str, ...]
+    """Distinct strategies of its operators."""
+    recompute: bool | None
+    """None where it is no block."""
+    tempting: Alternative | None
+    """The fastest faster one that does not fit."""
+    better: Alternative | None
+    """The fastest faster one that fits."""
+    cheapest: Alternative | None
+    """Of those that are not faster and fit, the one that costs least time."""
+    pinned: bool = False
+    """Whether the user decided some of it."""
+
+    @property
+    def binds(self) -> str:
+        """What keeps it from being faster: `memory`, `time`, `pin` or `nothing`."""
+        if self.better:
+            return "pin" if self.pinned else "nothing"
+        return "memory" if self.tempting else "time"
+
+
+def open_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> OpenPlan:
+    """Return a plan with its figures made anew from the model and the cluster.
+
+    Raises OsdpError if the plan is not for this model, or its strategies not for this cluster.
+    """
+    check_model(plan, graph)
+    space = space_of(plan, graph, cluster)
+    load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation,
+                    plan.waits)  # fmt: skip
+    decided = decisions_of(plan, space, cluster)
+    prediction = predict(decided.options(space, load, plan.usable_bytes), space, load)
+    return OpenPlan(plan, space, load, decided.choices, decided.spanning, decided.idle, prediction)
+
+
+def find_target(view: OpenPlan, name: str) -> Target:
+    """Return what `name` means: an operator, a block, a module around them, or a pattern such as `h.*`.
+
+    Raises OsdpError with the nearest names.
+    """
+    names = _places(view)
+    if name in names:
+        return names[name]
+    found = [place for known, place in names.items() if matches(known, name)]
+    if not found:
+        raise unknown_name(name, names, "the plan has no such operator or block")
+    return Target(frozenset().union(*(place.stages for place in found)), any(place.spanning for place in found))
+
+
+def _places(view: OpenPlan) -> dict[str, Target]:
+    """Return what every operator's and block's name stands for."""
+    model = view.space.model
+    operators = model.graph.operators
+    names: dict[str, Target] = {}
+    for index, stage in enumerate(model.stages):
+        if stage.block is not None:
+            names[stage.name] = Target(frozenset({index}))
+        for operator in stage.operators:
+            for name in {operators[operator].name, *operators[operator].modules}:
+                # Slices of one operator may be in several stages.
+                before = names.get(name, Target(frozenset()))
+                names[name] = Target(before.stages | {index})
+    for operator in model.spanning:
+        names |= dict.fromkeys(operators[operator].modules, Target(frozenset(), spanning=True))
+        names[operators[operator].name] = Target(frozenset(), spanning=True)
+    return names
+
+
+def alternatives(view: OpenPlan, target: Target) -> list[Alternative]:
+    """Return what else all of the target could take, the fastest first."""
+    stages = [view.space.model.stages[index] for index in target.stages]
+    strategies = strategies_on(view.load.cluster, view.load.waits.are_uneven)
+    if not target.spanning and not any(stage.operators for stage in stages):
+        strategies = strategies[:1]  # Nothing to shard; only recomputation is left.
+    recomputes = (False, True) if any(stage.block is not None for stage in stages) else (None,)
+    found = [
+        _alternative(view, strategy, recompute, choices, tied)
+        for strategy in strategies
+        for recompute in recomputes
+        for choices, tied in [_decided(view, target, strategy, bool(recompute))]
+        if (choices, tied) != (view.choices, view.tied)
+    ]
+    return sorted(found, key=lambda other: (other.delta_s, other.peak_bytes))
+
+
+def _decided(view: OpenPlan, target: Target, strategy: Strategy,
+             recompute: bool) -> tuple[tuple[Choice, ...], tuple[Strategy, ...]]:  # fmt: skip
+    """Return the plan's choices with the target's replaced."""
+    choices = list(view.choices)
+    for index in target.stages:
+        stage = view.space.model.stages[index]
+        choices[index] = Choice((strategy,) * len(stage.operators), recompute and stage.block is not None)
+    return tuple(choices), (strategy,) * len(view.tied) if target.spanning else view.tied
+
+
+def _alternative(view: OpenPlan, strategy: Strategy, recompute: bool | None, choices: tuple[Choice, ...],
+                 tied: tuple[Strategy, ...]) -> Alternative:  # fmt: skip
+    decided = Decisions(choices, tied, view.idle)
+    options = decided.options(view.space, view.load, view.plan.usable_bytes)
+    before, after = view.prediction, predict(options, view.space, view.load)
+    return Alternative(
+        strategy=str(strategy),
+        recompute=recompute,
+        step_time_s=after.step_time_s,
+        delta_by_term_s={term: after.time_by_term[term] - seconds for term, seconds in before.time_by_term.items()},
+        delta_s=after.step_time_s - before.step_time_s,
+        peak_bytes=after.peak_memory_bytes,
+        delta_bytes=after.peak_memory_bytes - before.peak_memory_bytes,
+        excess_bytes=after.peak_memory_bytes - view.plan.usable_bytes,
+        phase=after.peak_phase,
+    )
+
+
+def parts(view: OpenPlan) -> list[Part]:
+    """Return the parts of a plan in execution order, each with the best changes of one of its stages."""
+    groups: dict[tuple[str, Choice | None], list[int]] = {}
+    for index, choice in enumerate(view.choices):
+        if choice.strategies or choice.recompute:
+            groups.setdefault((view.label_of(index), choice), []).append(index)
+    found = [_part(view, label, stages) for (label, _), stages in groups.items()]
+    if view.tied:
+        changes = alternatives(view, Target(frozenset(), spanning=True))
+        pinned = not _pinned(view)[0].isdisjoint(view.space.model.spanning)
+        found.append(Part(TIED, (), tuple(dict.fromkeys(map(str, view.tied))), None, *best_of(changes), pinned))
+    return found
+
+
+def _pinned(view: OpenPlan) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the operators of the space and the blocks that the user decided about."""
+    graph = view.space.graph
+    pins = resolve([parse_pin(pin) for pin in view.plan.asked.pins], graph, view.load.cluster)
+    starts = [0, *accumulate(view.space.counts.get(index, 1) for index in range(len(graph.operators)))]
+    operators = {piece for index in pins.strategies for piece in range(starts[index], starts[index + 1])}
+    return frozenset(operators), frozenset(pins.recompute)
+
+
+def _part(view: OpenPlan, label: str, stages: list[int]) -> Part:
+    choice = view.choices[stages[0]]
+    changes = (other for index in stages for other in alternatives(view, Target(frozenset({index}))))
+    is_block = view.space.model.stages[stages[0]].block is not None
+    members = [view.space.model.stages[index] for index in stages]
+    operators, blocks = _pinned(view)
+    return Part(
+        label,
+        tuple(stages),
+        tuple(dict.fromkeys(map(str, choice.strategies))),
+        choice.recompute if is_block else None,
+        *best_of(changes),
+        pinned=any(not operators.isdisjoint(stage.operators) or stage.block in blocks for stage in members),
+    )
+
+
+def best_of(changes: Iterable[Alternative]) -> tuple[Alternative | None, Alternative | None, Alternative | None]:
+    """Return the most tempting, the best and the cheapest change; see `Part`."""
+    ordered = sorted(changes, key=lambda other: (other.delta_s, other.peak_bytes))
+    tempting = next((other for other in ordered if other.faster and not other.fits), None)
+    better = next((other for other in ordered if other.faster and other.fits), None)
+    cheapest = next((other for other in ordered if not other.faster and other.fits), None)
+    return tempting, better, cheapest

@@ -1,0 +1,1 @@
+"""What a plan costs: memory, computation and communication."""

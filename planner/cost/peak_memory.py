@@ -1,0 +1,132 @@
+"""Peak memory of a plan: the maximum over the moments of a step.
+
+With stages j in execution order, at a moment of stage i that holds `local` bytes (`planner.cost.stage_option`)
+
+    forward    sum_j (S + OPT + W)_j + [M > 1] sum_j SG_j + sum_(j<i) (saved + kept)_j + local
+    backward   sum_j (S + OPT + W)_j + sum_(j<i) (saved + kept)_j + sum_(j>i) SG_j  (M > 1: all j) + local
+               + sum_(j>i) late_j, the parameters and gradients of units that wait for the end
+    optimizer  sum_j (S + OPT + W + SG)_j + temporaries of the optimizer (foreach Adam: one more SG)
+
+M > 1 means gradient accumulation, where the sharded gradients of earlier micro-batches stay.
+The reserve of the device (context, communicators, workspaces) is added to every moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.cost.stage_memory import Moment
+from planner.cost.stage_option import Option
+from planner.cost.workload import Workload
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """The highest moment of a step, by category; the categories sum to `total_bytes`."""
+
+    phase: str
+    """`forward`, `recompute`, `backward`, `reduce` or `optimizer`."""
+    stage: int | None
+    """Index of the stage, None for the optimizer step."""
+    operator: int | None
+    """Index of the operator, None for the optimizer step."""
+    categories: dict[str, float]
+    """Bytes by category."""
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes at the peak, reserve included."""
+        return sum(self.categories.values())
+
+
+def neighbour_bytes(moment: Moment, reduce_input: int, below: Option | None) -> float:
+    """Return the buffers of other stages that are alive at a moment: of the last reduction, and of the one below."""
+    total = reduce_input if moment.above else 0
+    if moment.below and below:
+        total += below.gather_output if moment.phase == "forward" else below.prefetched
+    if moment.gathers_below and below:
+        total += below.prefetch_temporary
+    return total
+
+
+def beside(option: Option, is_above: bool) -> tuple[int, Option | None]:
+    """Return what `neighbour_bytes` takes of one neighbour alone: the stage above, or the one below."""
+    return (option.reduce_input if option.reduces else 0, None) if is_above else (0, option)
+
+
+def peak_memory(options: Sequence[Option], load: Workload) -> MemoryPeak:
+    """Return the peak of a plan, one option per stage in execution order."""
+    accumulates = load.accumulation > 1
+    resting = float(sum(option.rest for option in options))
+    gradients = float(sum(option.gradients for option in options))
+    best = optimizer_moment(options, load)
+    highest = best.total_bytes - load.cluster.reserve_bytes - resting
+    found: tuple[int, Moment, float] | None = None
+    reductions, gathers = _reductions_above(options), _gathers_below(options)
+    before, after, late = 0.0, gradients, float(sum(option.late for option in options))
+    for index, option in enumerate(options):
+        after -= option.gradients
+        late -= option.late
+        for moment in option.moments:
+            below = gathers[index][moment.phase == "forward"]
+            reduced = gradients if accumulates else 0.0 if moment.phase == "forward" else after
+            reduced += 0.0 if moment.phase == "forward" else late
+            total = before + reduced + option.bytes_at(moment) + neighbour_bytes(moment, reductions[index], below)
+            if total > highest:
+                highest, found = total, (index, moment, reduced)
+        before += option.saved + option.kept
+    return best if found is None else _peak_at(options, *found, load)
+
+
+def _reductions_above(options: Sequence[Option]) -> list[int]:
+    """Return, for each stage, the reduce-scatter input that stages above have left."""
+    found, left = [0] * len(options), 0
+    for index in reversed(range(len(options))):
+        found[index] = left
+        if options[index].reduces:
+            left = options[index].reduce_input
+    return found
+
+
+def _gathers_below(options: Sequence[Option]) -> list[tuple[Option | None, Option | None]]:
+    """Return, for each stage, those below whose gathers it sees in backward and in forward: past owners."""
+    found: list[tuple[Option | None, Option | None]] = []
+    in_backward: Option | None = None
+    in_forward: Option | None = None
+    for option in options:
+        found.append((in_backward, in_forward))
+        in_backward = option if option.prefetches else in_backward
+        in_forward = option if option.gathers else in_forward
+    return found
+
+
+def optimizer_moment(options: Sequence[Option], load: Workload) -> MemoryPeak:
+    """Return the memory of the optimizer step."""
+    parameters = float(sum(option.parameters for option in options))
+    windows = float(sum(option.window for option in options))
+    return MemoryPeak("optimizer", None, None, {
+        "parameters": parameters,
+        "optimizer": float(sum(option.optimizer for option in options)),
+        "gradients": float(sum(option.gradients for option in options)),
+        **({"communication_buffers": windows} if windows else {}),
+        "optimizer_temporaries": load.optimizer.temporaries * float(sum(option.gradients for option in options)),
+        "reserve": load.cluster.reserve_bytes,
+    })  # fmt: skip
+
+
+def _peak_at(options: Sequence[Option], index: int, moment: Moment, reduced: float, load: Workload) -> MemoryPeak:
+    before, option = options[:index], options[index]
+    waiting = 0 if moment.phase == "forward" else option.ambient_gradients
+    reduction = _reductions_above(options)[index]
+    below = _gathers_below(options)[index][moment.phase == "forward"]
+    return MemoryPeak(moment.phase, index, moment.operator, {
+        "parameters": float(sum(option.parameters for option in options)),
+        "optimizer": float(sum(option.optimizer for option in options)),
+        "gradients": reduced + moment.gradients + waiting,
+        "unsharded_parameters": moment.unsharded + option.ambient_unsharded + sum(o.kept for o in before),
+        "communication_buffers": moment.buffers + neighbour_bytes(moment, reduction, below)
+        + sum(o.window for o in options),
+        "activations": moment.activations + sum(o.saved for o in before),
+        "reserve": load.cluster.reserve_bytes,
+    })  # fmt: skip

@@ -1,0 +1,104 @@
+"""What a stage's calls cost at one micro-batch, and its units on one cluster, in numbers."""
+
+from __future__ import annotations
+
+from planner.cost.unit_communication import UnitTraffic, unit_traffic
+from planner.cost.unit_memory import UnitBytes, unit_bytes
+from planner.cost.workload import Workload
+from planner.model.stages import StagedModel, operators_of
+from planner.strategies.registry import COMPUTE_BYTES, Strategy
+
+
+class UnitCosts:
+    """Bytes and traffic of units on one cluster, remembered."""
+
+    def __init__(self, model: StagedModel, load: Workload) -> None:
+        self.graph, self.load = model.graph, load
+        self.known: dict[tuple[tuple[int, ...], Strategy, bool], tuple[UnitBytes, UnitTraffic]] = {}
+
+    def __call__(self, operators: tuple[int, ...], strategy: Strategy,
+                 elsewhere: bool = False) -> tuple[UnitBytes, UnitTraffic]:  # fmt: skip
+        key = (operators, strategy, elsewhere)
+        if key not in self.known:
+            load = self.load
+            parameters = [p for operator in operators_of(self.graph, operators) for p in operator.parameters]
+            self.known[key] = (
+                unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, load.cluster.gpus_per_node),
+                unit_traffic(parameters, strategy, load.precision, load.cluster),
+            )
+        return self.known[key]
+
+
+class StageCosts:
+    """A stage's calls at one micro-batch, in numbers; shared by all its options."""
+
+    def __init__(self, model: StagedModel, index: int, load: Workload) -> None:
+        stage, batch, graph = model.stages[index], load.micro_batch, model.graph
+        self.model, self.stage, self.load = model, stage, load
+        self.saved = [0.0]
+        for call in stage.calls:
+            self.saved.append(self.saved[-1] + call.saved_bytes(batch))
+        self.incoming = [
+            graph.calls[before].output_bytes(batch) if before >= 0 else 0.0 for before in stage.input_bytes_of_calls
+        ]
+        # Gradients of activations that are left when the backward of a call is over.
+        self.outgoing = [
+            max(0.0, graph.calls[before].backward_start_bytes(batch) - graph.calls[before].saved_bytes(batch))
+            if before >= 0 else 0.0 for before in stage.input_bytes_of_calls
+        ]  # fmt: skip
+        self.backward_start = [call.backward_start_bytes(batch) for call in stage.calls]
+        self.module_backward_start = [call.module_backward_start_bytes(batch) for call in stage.calls]
+        self.output = [call.output_bytes(batch) for call in stage.calls]
+        self.forward_peak = [call.forward_peak(batch) for call in stage.calls]
+        self.backward_peak = [call.backward_peak(batch) for call in stage.calls]
+        self.module_forward_peak = [call.module_forward_peak_bytes(batch) for call in stage.calls]
+        self.module_backward_peak = [call.module_backward_peak_bytes(batch) for call in stage.calls]
+        self.tail_forward_peak = [call.tail_forward_peak_bytes(batch) for call in stage.calls]
+        self.tail_backward_peak = [call.tail_backward_peak_bytes(batch) for call in stage.calls]
+        self.is_bottom = index == 0
+        self.is_top = index == len(model.stages) - 1
+        seconds = [load.call_s(graph, call) for call in stage.calls]
+        self.forward_s, self.backward_s = [pair[0] for pair in seconds], [pair[1] for pair in seconds]
+        self.handed = self._handed()
+        self.block_input = self.block_saved = self.block_extra = 0.0
+        if stage.block is not None:
+            block = graph.blocks[stage.block]
+            self.block_input = block.input_bytes(batch)
+            # What recomputation keeps of it: all that calls below do not keep anyway.
+            self.block_saved = max(0.0, self.block_input - block.kept_below_bytes(batch))
+            # Of that, what is there beside what the first call saves when the block has run again.
+            self.block_extra = max(0.0, self.block_saved - min(self.saved[1], block.saved_first_bytes(batch)))
+        self.withheld = self._withheld()
+        compute = COMPUTE_BYTES[load.precision]
+        self.full_gradients = {
+            call.operator: compute * sum(p.numel for p in graph.operators[call.operator].parameters if p.trainable)
+            for call in stage.calls
+        }
+
+    def _handed(self) -> list[float]:
+        """Return, for every call, the bytes that earlier calls of the stage have made for it and those after."""
+        start = self.stage.input_bytes_of_calls[0] + 1
+        count = len(self.stage.calls)
+        until: dict[int, int] = {}
+        for producer, consumer in self.model.graph.edges:
+            if start <= producer < start + count:
+                until[producer - start] = max(until.get(producer - start, 0), min(consumer - start, count))
+        return [sum(self.output[p] for p, last in until.items() if p < j <= last) for j in range(count)]
+
+    def _withheld(self) -> list[float]:
+        """Return, for every call of a block, the gradients that other blocks have gradients to be added to.
+
+        Of what several blocks take (an encoder's output), autograd adds up the gradients as they come; but
+        FSDP2 hands on those of a block that it wraps whole when the last of its inputs has one.  From the
+        backward of the block's last call that reads it, there are two.
+        """
+        stage, edges = self.stage, self.model.graph.edges
+        start = stage.input_bytes_of_calls[0] + 1
+        stop = start + len(stage.calls)
+        if stage.block is None or not start:
+            return [0.0] * len(stage.calls)
+        # Beside the block's main input there may be this much.
+        room = max(0.0, self.block_input - self.model.graph.calls[start - 1].output_bytes(self.load.micro_batch))
+        later = {producer for producer, consumer in edges if producer < start and consumer >= stop}
+        read = [consumer - start for producer, consumer in edges if producer in later and start <= consumer < stop]
+        return [room if read and j < max(read) else 0.0 for j in range(len(stage.calls))]

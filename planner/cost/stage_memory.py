@@ -1,0 +1,379 @@
+"""The memory of one stage at every moment of a step, given its units.
+
+Moments of a stage, in the notation of `planner.cost.unit_memory`, i a unit, i-1 the unit before it in
+execution order and i+1 the one after; `saved` are the activations that calls before keep:
+
+    forward, gather of i       AG_i + AGX_i + AG_(i-1) + incoming activation
+    forward, unshard of i      U_i + AG_i + AG_(i-1) + incoming activation
+    forward, a call of i       U_i + AG_i + forward peak of the call
+    forward, tail of i         AG_i + forward peak of what follows its last module
+    backward, tail of i        AG_i + RSI + backward peak of what follows its last module
+    backward, unshard of i     U_i + H_i + AG_i + RSI + what is alive as the backward gets there
+    backward, gather of i-1    U_i + AG_(i-1) + AGX_(i-1) + RSI + the same
+    backward, a call of i      U_i + AG_(i-1) + RSI + G of i's calls already done + backward peak of the call
+    reduction of i, copied     AG_(i-1) + RSI_i + G_i + gradients of activations that are left
+    reduction of i, reduced    AG_(i-1) + RSI_i + RSX_i + SG_i + G1_i + the same
+    recomputation              U of the block + AG below + RSI + saved in the block + forward peak
+    (a block of several units: each is gathered as in forward, AG_i until it ends, and stays to its backward)
+
+plus everywhere: `saved`, U of kept units whose backward is to come (H of units with a secondary copy),
+U and G of open spanning units.  RSI is the input of the last reduction, of whichever unit that was.
+
+- A block that is one unit is wrapped whole, so there is no tail; recomputed, it is unsharded before it runs
+  again, with nothing but its input saved, and its forward keeps no more than what is still to be read.
+- Such a block also holds back its part of gradients that other blocks add to (`StageCosts.withheld`).
+- Units without differentiable inputs (embeddings) keep U and G and are reduced after all backward.
+- `owner`: U is there until its gradients are copied and no gradient is after that; it leaves the AG and RSI
+  of others alone and frees its own; nothing of it is prefetched, and FSDP2 prefetches past it.
+
+The AG or RSI of another stage is not known here: `Moment.above`, `.below` and `.gathers_below` say that it
+has to be added.  Source: FSDP2 of torch 2.13.0 on fake tensors, see docs/cost-model.md for how far off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from planner.cost.stage_costs import StageCosts, UnitCosts
+from planner.cost.unit_communication import UnitTraffic
+from planner.cost.unit_memory import UnitBytes
+from planner.strategies.registry import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes that a stage holds at one moment, beyond what rests and what other stages hold."""
+
+    phase: str
+    """`forward`, `recompute`, `backward` or `reduce`."""
+    operator: int
+    """Operator whose call or reduction it is."""
+    unsharded: float
+    gradients: float
+    buffers: float
+    activations: float
+    above: bool = False
+    """Whether the reduce-scatter input of the stage above is alive."""
+    below: bool = False
+    """Whether the all-gather output of the stage below is alive."""
+    gathers_below: bool = False
+    """Whether that is just being gathered, so that what only its all-gather holds is alive too."""
+
+    @property
+    def total_bytes(self) -> float:
+        """Sum of the categories."""
+        return self.unsharded + self.gradients + self.buffers + self.activations
+
+    @property
+    def sees(self) -> tuple[bool, bool, bool, bool]:
+        """(in forward, above, below, gathers below): moments with equal values differ only in their own bytes."""
+        return self.phase == "forward", self.above, self.below, self.gathers_below
+
+
+@dataclass(frozen=True)
+class StagedUnit:
+    """A unit as one stage sees it; calls are numbered within the stage."""
+
+    operators: tuple[int, ...]
+    strategy: Strategy
+    bytes: UnitBytes
+    traffic: UnitTraffic
+    first: int
+    last: int
+    opens: bool
+    """Whether its first call of all is in this stage (always, unless spanning)."""
+    closes: bool
+    """Whether its last call of all is in this stage."""
+    late: bool
+    """Whether no input of it needs a gradient, so that FSDP2 reduces it when all backward is over."""
+    own: bool
+    """Whether it belongs to the stage (is not spanning)."""
+    kept: int
+    """U or H, whichever it keeps from forward to backward."""
+    freed: int
+    """What goes before its gradients are reduced."""
+    stalls: bool
+    """Whether its communication is on the stream that computes."""
+    reduction_s: float
+    """After its backward, in every micro-batch."""
+    reduction_stalls: bool
+    """Whether the backward of what is below waits for that."""
+
+    @property
+    def prefetched(self) -> int:
+        return 0 if self.strategy.keeps_unsharded else self.bytes.gathered
+
+    @property
+    def replaces_reduction(self) -> bool:
+        """Whether its reduction frees the buffer of the one before and leaves its own."""
+        return self.opens and not self.late and not self.stalls
+
+    @property
+    def prefetch_temporary(self) -> int:
+        return 0 if self.strategy.keeps_unsharded else self.bytes.gather_temporary
+
+
+def _is_late(costs: StageCosts, operator: int) -> bool:
+    # Token ids have no gradient, and neither has what goes into the first call of all (or its slices);
+    # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.
+    graph = costs.model.graph
+    this, bottom = graph.operators[operator], graph.operators[graph.calls[0].operator]
+    return "Embedding" in this.kind or this is bottom or this.modules == bottom.modules
+
+
+def make_unit(costs: StageCosts, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts,
+              own: bool, elsewhere: bool) -> StagedUnit:  # fmt: skip
+    unit, traffic = units(operators, strategy, elsewhere)
+    calls = [j for j, call in enumerate(costs.stage.calls) if call.operator in operators]
+    is_owned = strategy.kind.wrapping == "owner"
+    repeats = costs.load.accumulation
+    return StagedUnit(
+        operators=operators,
+        strategy=strategy,
+        bytes=unit,
+        traffic=traffic,
+        first=min(calls),
+        last=max(calls),
+        opens=own or operators[0] in costs.stage.opens,
+        closes=own or operators[0] in costs.stage.closes,
+        late=_is_late(costs, operators[0]),
+        own=own,
+        kept=unit.unsharded if strategy.keeps_unsharded else unit.secondary,
+        freed=0 if is_owned else unit.unsharded,
+        stalls=is_owned,
+        reduction_s=traffic.reduce_s + traffic.add_s * (repeats - 1) / repeats,
+        reduction_stalls=is_owned or (repeats > 1 and traffic.add_s > 0),
+    )
+
+
+class Clock:
+    """Walks a stage's calls forward and backward and notes every moment's bytes.
+
+    Spanning units that have a call here are walked as units; what others hold is `Option.ambient_*`.
+    """
+
+    def __init__(self, costs: StageCosts, own: list[StagedUnit], spanning: list[StagedUnit], recompute: bool) -> None:
+        self.costs, self.own, self.units, self.recompute = costs, own, own + spanning, recompute
+        # A block of one unit is wrapped whole: nothing follows its operators' modules while it is sharded.
+        self.is_whole = costs.stage.block is not None and len(own) == 1
+        self.accumulates = costs.load.accumulation > 1
+        self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning)
+        self.waiting = [unit for unit in spanning if not unit.closes]
+        self.highest: dict[tuple[bool, bool, bool, bool], tuple[Any, ...]] = {}
+
+    def unsharded_at(self, j: int, backward: bool) -> float:
+        """Return U of open units, and of kept ones that are past (forward) or to come (backward)."""
+        total = 0.0
+        for unit in self.units:
+            is_over = unit.closes and unit.last < j
+            if is_over and not (backward and self.recompute and unit.own):
+                total += unit.kept
+            elif not unit.opens or unit.first <= j:
+                total += unit.bytes.unsharded
+        return total
+
+    def forward(self) -> None:
+        """Note the moments of the forward."""
+        costs = self.costs
+        gathered, from_below = 0, True
+        for j, call in enumerate(costs.stage.calls):
+            unsharded = self.unsharded_at(j, backward=False)
+            for unit in self.units:
+                if unit.opens and unit.first == j:
+                    buffers, live = gathered + unit.bytes.gathered, costs.saved[j] + costs.incoming[j]
+                    self.note("forward", call.operator, unsharded, 0, buffers, live, below=from_below)
+                    temporary = buffers + unit.bytes.gather_temporary
+                    self.note("forward", call.operator, unsharded - unit.bytes.unsharded, 0, temporary, live,
+                              below=from_below)  # fmt: skip
+                    if not unit.stalls:
+                        gathered, from_below = unit.bytes.gathered, False
+            self.forward_call(j, unsharded, gathered, from_below)
+
+    def forward_call(self, j: int, unsharded: float, gathered: int, from_below: bool) -> None:
+        """Note a call, and what follows its module when the units that end with it are sharded again."""
+        costs, operator = self.costs, self.costs.stage.calls[j].operator
+        ending = [] if self.is_whole else [unit for unit in self.units if unit.closes and unit.last == j]
+        held = costs.saved[j]
+        if self.recompute:  # Nothing is saved but the input; what is still to be read lives.
+            held = min(held, costs.block_saved + costs.handed[j])
+        peak = costs.module_forward_peak[j] if ending else costs.forward_peak[j]
+        self.note("forward", operator, unsharded, 0, gathered, held + peak, below=from_below)
+        if ending:
+            left = unsharded - sum(unit.bytes.unsharded - unit.kept for unit in ending)
+            self.note("forward", operator, left, 0, gathered, held + costs.tail_forward_peak[j], below=from_below)
+
+    def recomputation(self) -> None:
+        """Note the moments of running the block's forward again."""
+        costs, last = self.costs, len(self.costs.stage.calls) - 1
+        held, around = self.held(set()), costs.block_extra + costs.output[last]
+        if self.is_whole or not self.own:
+            unsharded = self.unsharded_at(last, backward=True)
+            for j, call in enumerate(costs.stage.calls):
+                live = around + costs.saved[j] + costs.forward_peak[j]
+                self.note("recompute", call.operator, unsharded, held, 0, live, above=True, below=True)
+            return
+        *others, top = sorted(self.own, key=lambda unit: unit.last)
+        target = next((unit for unit in reversed(others) if not unit.stalls), None)
+        self.note_before_recomputation(others, top, target, held)
+        # The others come with their forward; what has been prefetched is there until then.
+        prefetched = target.prefetched if target else 0
+        unsharded = self.spanning_unsharded + sum(unit.kept for unit in others) + top.bytes.unsharded
+        for unit in (*others, top):
+            if unit is target:
+                prefetched = 0
+            buffers = prefetched
+            if unit is not top:
+                buffers += unit.prefetched
+                live = around + costs.saved[unit.first] + costs.incoming[unit.first]
+                operator, temporary = unit.operators[0], unit.prefetch_temporary
+                self.note("recompute", operator, unsharded, held, buffers + temporary, live, True, target is None)
+                unsharded += unit.bytes.unsharded - unit.kept
+                self.note("recompute", operator, unsharded + unit.bytes.secondary, held, buffers, live, True,
+                          target is None)  # fmt: skip
+            for j in range(unit.first, unit.last + 1):
+                live = around + costs.saved[j] + costs.forward_peak[j]
+                self.note("recompute", costs.stage.calls[j].operator, unsharded, held, buffers, live, above=True,
+                          below=target is None)  # fmt: skip
+
+    def note_before_recomputation(self, others: list[StagedUnit], top: StagedUnit, target: StagedUnit | None,
+                                  held: float) -> None:  # fmt: skip
+        """Note the gather of a block's last unit, after which the block runs again, and what is prefetched then."""
+        costs, j = self.costs, top.last
+        live = costs.block_saved + max(0.0, costs.module_backward_start[j] - (costs.saved[j + 1] - costs.saved[j]))
+        unsharded = self.spanning_unsharded + sum(unit.kept for unit in others) + top.bytes.unsharded
+        operator, gathered = costs.stage.calls[j].operator, top.prefetched
+        self.note("recompute", operator, unsharded + top.bytes.secondary, held, gathered, live, above=True)
+        buffers = target.prefetched + target.prefetch_temporary if target else 0
+        self.note("recompute", operator, unsharded, held, buffers, live, above=True, below=target is None,
+                  gathers_below=target is None)  # fmt: skip
+
+    def backward(self) -> None:
+        """Note the moments of the backward."""
+        costs, calls = self.costs, self.costs.stage.calls
+        extra = costs.block_extra if self.recompute else 0.0
+        prefetched, below, _ = (0, False, 0) if costs.is_top else self.next_prefetch(len(calls))
+        reduce_input, above, reduced, waiting_unsharded = 0, True, 0, 0
+        done: set[int] = set()
+        late: list[StagedUnit] = []
+        for j in reversed(range(len(calls))):
+            call = calls[j]
+            unsharded = self.unsharded_at(j, backward=True) + waiting_unsharded
+            gradients, peak = reduced + self.held(done), costs.backward_peak[j]
+            for unit in self.units:
+                if unit.closes and unit.last == j and self.recompute and unit.own and not self.is_whole:
+                    # It has been gathered to run again, and so has what would be prefetched now.
+                    if not unit.stalls:
+                        prefetched, below, _ = self.next_prefetch(j)
+                elif unit.closes and unit.last == j:
+                    if not self.is_whole:
+                        self.note_tail(unit, j, unsharded, gradients, prefetched + reduce_input, above, below)
+                        peak = costs.module_backward_peak[j]
+                    if not unit.stalls:
+                        live = self.at_unshard(j, extra)
+                        self.note_gather(unit, j, unsharded, gradients, reduce_input, live, above)
+                        prefetched, below, _ = self.next_prefetch(j)
+            withheld = costs.withheld[j] if self.is_whole else 0.0
+            live = extra + costs.saved[j] + peak + withheld
+            self.note("backward", call.operator, unsharded, gradients, prefetched + reduce_input, live,
+                      above=above, below=below)  # fmt: skip
+            done.add(call.operator)
+            for unit in self.units:
+                if unit.opens and unit.first == j and unit.late:
+                    late.append(unit)
+                    waiting_unsharded += unit.bytes.unsharded
+                elif unit.opens and unit.first == j:
+                    done -= set(unit.operators)
+                    self.waiting = [other for other in self.waiting if other is not unit]
+                    waiting, gradients = reduced + self.held(done), unit.bytes.full_gradients
+                    unsharded -= unit.freed
+                    live = extra + costs.saved[j] + costs.outgoing[j] + withheld
+                    around = prefetched + (reduce_input if unit.stalls else 0)
+                    self.note_reduction(unit, call.operator, unsharded, waiting, around, live, above, below)
+                    if unit.replaces_reduction:
+                        reduce_input, above = unit.bytes.reduce_input, False
+                    reduced += 0 if self.accumulates else unit.bytes.gradients
+
+        if costs.is_bottom:
+            self.note_late(late, done, reduced, waiting_unsharded)
+
+    def note_gather(self, unit: StagedUnit, j: int, unsharded: float, gradients: float, reduce_input: int,
+                    live: float, above: bool) -> None:  # fmt: skip
+        """Note that a unit is gathered for its backward, and then what is prefetched."""
+        operator, held = self.costs.stage.calls[j].operator, unsharded + unit.bytes.secondary
+        self.note("backward", operator, held, gradients, unit.prefetched + reduce_input, live, above=above)
+        prefetched, below, temporary = self.next_prefetch(j)
+        self.note("backward", operator, unsharded, gradients, prefetched + temporary + reduce_input, live,
+                  above=above, below=below, gathers_below=below)  # fmt: skip
+
+    def note_reduction(self, unit: StagedUnit, operator: int, unsharded: float, waiting: float, around: int,
+                       live: float, above: bool, below: bool) -> None:  # fmt: skip
+        """Note what is held when a unit's gradients have been copied, and when they are reduced.
+
+        `around` are buffers of other units.  FSDP2 frees the one of the reduction before; an owner does not.
+        """
+        buffers, own, above = around + unit.bytes.reduce_input, unit.bytes, above and unit.stalls
+        self.note("reduce", operator, unsharded, waiting + own.full_gradients, buffers, live, above, below)
+        if unit.stalls:  # An owner's operator has given up its parameters and gradients by now.
+            unsharded -= own.unsharded
+        gradients = waiting + own.gradients + (0 if unit.stalls else own.last_gradient)
+        self.note("reduce", operator, unsharded, gradients, buffers + own.reduce_temporary, live, above, below)
+
+    def at_unshard(self, j: int, extra: float) -> float:
+        """Return the activations that are alive when the unit whose last call is j is gathered for its backward."""
+        costs = self.costs
+        if not self.is_whole:
+            return extra + costs.saved[j] + costs.module_backward_start[j]
+        if self.recompute:  # It is gathered first, and then runs again.
+            return costs.block_saved + costs.backward_start[j] - (costs.saved[j + 1] - costs.saved[j])
+        return costs.saved[j] + costs.backward_start[j]
+
+    def note_late(self, late: list[StagedUnit], done: set[int], reduced: float, unsharded: float) -> None:
+        """Note the reductions that wait for the end of backward."""
+        for unit in reversed(late):  # in the order of modules
+            done -= set(unit.operators)
+            self.waiting = [other for other in self.waiting if other is not unit]
+            waiting = reduced + self.held(done)
+            self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, 0.0, above=False,
+                                below=False)  # fmt: skip
+            unsharded -= unit.bytes.unsharded
+            reduced += 0 if self.accumulates else unit.bytes.gradients
+
+    def note_tail(self, unit: StagedUnit, j: int, unsharded: float, gradients: float, buffers: int,
+                  above: bool, below: bool) -> None:  # fmt: skip
+        """Note the backward of what follows a unit's last module: the unit is not unsharded again yet."""
+        costs = self.costs
+        unsharded -= unit.bytes.unsharded - unit.kept
+        live = costs.saved[j] + costs.tail_backward_peak[j]
+        self.note("backward", costs.stage.calls[j].operator, unsharded, gradients, buffers, live, above, below)
+
+    def next_prefetch(self, j: int) -> tuple[int, bool, int]:
+        """Return AG and AGX of FSDP2's unit whose backward comes next below call j, or that it is another stage's."""
+        later = [unit for unit in self.units if unit.closes and unit.last < j and not unit.stalls]
+        if not later:
+            return 0, True, 0
+        if self.recompute:
+            return 0, False, 0  # What ran again has stayed gathered.
+        unit = max(later, key=lambda unit: unit.last)
+        return unit.prefetched, False, unit.prefetch_temporary
+
+    def held(self, done: set[int]) -> float:
+        """Return G of operators whose backward is done, here or in a later stage, but not reduced."""
+        full = self.costs.full_gradients
+        if not self.waiting:
+            return sum(full[o] for o in done)
+        waiting = {unit.operators[0] for unit in self.waiting}
+        return sum(full[o] for o in done - waiting) + sum(unit.bytes.full_gradients for unit in self.waiting)
+
+    def note(self, phase: str, operator: int, unsharded: float, gradients: float, buffers: float, activations: float,
+             above: bool = False, below: bool = False, gathers_below: bool = False) -> None:  # fmt: skip
+        """Keep a moment if it is the highest yet of those that see the same neighbours."""
+        # Most moments are not: a large search makes millions, so objects are made of the rest only.
+        total, sees = unsharded + gradients + buffers + activations, (phase == "forward", above, below, gathers_below)
+        if total > self.highest.get(sees, (-1.0,))[0]:
+            self.highest[sees] = (total, phase, operator, unsharded, gradients, buffers, activations, above, below,
+                                  gathers_below)  # fmt: skip
+
+    def moments(self) -> tuple[Moment, ...]:
+        """Return the moments that were kept."""
+        return tuple(Moment(*found[1:]) for found in self.highest.values())

@@ -1,0 +1,235 @@
+"""One stage under one choice of strategies: its memory at every moment and its time, in numbers.
+
+Everything that a plan costs is a sum over stages of what is here (`planner.cost.peak_memory` and
+`planner.cost.step_time` do the sums), so the ILP, the bound and the final evaluation share one source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from planner.cost.stage_costs import StageCosts, UnitCosts
+from planner.cost.stage_memory import Clock, Moment, StagedUnit, make_unit
+from planner.model.fsdp_units import join
+from planner.model.stages import StagedModel
+from planner.strategies.registry import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive calls of one unit: what overlaps with its neighbours' communication."""
+
+    forward_s: float
+    backward_s: float
+    """With recomputation where the block is recomputed."""
+    recompute_s: float
+    """The part of `backward_s` that is recomputation."""
+    forward_gather_s: float
+    """All-gather before its forward."""
+    backward_gather_s: float
+    """All-gather before its backward."""
+    reduce_s: float
+    """Reduce-scatter after its backward, in every micro-batch."""
+    step_reduce_s: float
+    """All-reduce after that, in the last micro-batch of a step."""
+    forward_stall_s: float = 0.0
+    """Communication before its forward that nothing overlaps with, on any backend."""
+    backward_stall_s: float = 0.0
+    """The same before and after its backward, in every micro-batch."""
+    interference_s: float = 0.0
+    """What computation loses to the communication that runs with it, in every micro-batch (`apart`)."""
+    step_interference_s: float = 0.0
+    """The same once per step."""
+
+    def apart(self, interference: float) -> Segment:
+        """Return it with that fraction of its communication taken as if it ran alone.
+
+        While communication runs, computation takes sigma times as long, and with interference = 1 - 1/sigma
+
+            max(computation + interference * communication, communication)
+                = interference * communication + max(computation, (1 - interference) * communication)
+
+        so that windows stay maxima of two numbers.
+        """
+        gathers_s = self.forward_gather_s + self.backward_gather_s
+        return replace(
+            self,
+            forward_gather_s=(1.0 - interference) * self.forward_gather_s,
+            backward_gather_s=(1.0 - interference) * self.backward_gather_s,
+            reduce_s=(1.0 - interference) * self.reduce_s,
+            step_reduce_s=(1.0 - interference) * self.step_reduce_s,
+            interference_s=interference * (gathers_s + self.reduce_s),
+            step_interference_s=interference * self.step_reduce_s,
+        )
+
+
+@dataclass(frozen=True)
+class Option:
+    """A stage with strategies chosen."""
+
+    strategies: tuple[Strategy, ...]
+    """One per operator of the stage."""
+    recompute: bool
+    parameters: int
+    """S, at rest."""
+    optimizer: int
+    """OPT, at rest."""
+    gradients: int
+    """SG, from its reduction (accumulating: always) to the end of the step."""
+    late: int
+    """U + G - SG (accumulating: U + G) of units that are reduced only when all backward is over."""
+    kept: int
+    """Unsharded parameters kept from forward to backward."""
+    saved: float
+    """Activations kept from forward to backward."""
+    moments: tuple[Moment, ...]
+    """The highest of those that see the same neighbours."""
+    gather_output: int
+    """AG of its last unit: alive until another unit's takes its place in the forward of a stage above."""
+    prefetched: int
+    """AG of its last unit in backward (0 if kept): alive while the stage above that prefetches it is in backward."""
+    prefetch_temporary: int
+    """AGX of its last unit in backward: alive when the backward of the stage above begins."""
+    reduce_input: int
+    """RSI of the unit that it reduces last in backward: alive until another unit's takes its place."""
+    reduces: bool
+    """Whether there is such a unit."""
+    segments: tuple[Segment, ...]
+    optimizer_s: float
+
+    ambient_unsharded: int = 0
+    """U of spanning operators that are open or kept while this stage runs."""
+    ambient_gradients: int = 0
+    """G of spanning operators that wait for their reduction while this stage is in backward."""
+    gathers: bool = True
+    """Whether there is a unit for `gather_output`; above a stage of `owner` alone that of one further down lives."""
+    prefetches: bool = True
+    """Whether there is a unit for `prefetched`; FSDP2 prefetches past a stage without."""
+    window: int = 0
+    """W, at rest, and gradients of offloaded units that wait on the device for the last micro-batch."""
+    meets: bool = False
+    """Whether a unit of it makes ranks wait for each other in every micro-batch."""
+
+    @property
+    def rest(self) -> int:
+        """Bytes that it always holds."""
+        return self.parameters + self.optimizer + self.window
+
+    def bytes_at(self, moment: Moment) -> float:
+        """Return what is held at one of its moments, spanning operators included."""
+        ambient = self.ambient_unsharded + (0 if moment.phase == "forward" else self.ambient_gradients)
+        return moment.total_bytes + ambient
+
+
+def _segments(costs: StageCosts, units: list[StagedUnit], recompute: bool) -> tuple[Segment, ...]:
+    """Return the runs of calls of one unit, with the compute and communication of each."""
+    unit_of = {operator: unit for unit in units for operator in unit.operators}
+    by_call = [unit_of[call.operator] for call in costs.stage.calls]
+    positions = groupby(range(len(by_call)), key=lambda j: id(by_call[j]))
+    runs = [(by_call[run[0]], run) for run in (list(members) for _, members in positions)]
+    segments = []
+    for position, (unit, members) in enumerate(runs):
+        starts = unit.opens and members[0] == unit.first
+        ends = unit.closes and members[-1] == unit.last
+        before_s = unit.traffic.forward_gather_s if starts else 0.0
+        again_before_s = unit.traffic.backward_gather_s if ends else 0.0
+        after_s = unit.reduction_s if starts else 0.0
+        stalled_s = again_before_s if unit.stalls else 0.0
+        again_s = sum(costs.forward_s) if recompute and position == len(runs) - 1 else 0.0
+        segments.append(
+            Segment(
+                forward_s=sum(costs.forward_s[j] for j in members),
+                backward_s=sum(costs.backward_s[j] for j in members) + again_s,
+                recompute_s=again_s,
+                forward_gather_s=0.0 if unit.stalls else before_s,
+                backward_gather_s=0.0 if unit.stalls else again_before_s,
+                reduce_s=0.0 if unit.reduction_stalls else after_s,
+                step_reduce_s=unit.traffic.step_reduce_s if starts else 0.0,
+                forward_stall_s=before_s if unit.stalls else 0.0,
+                backward_stall_s=stalled_s + (after_s if unit.reduction_stalls else 0.0),
+            )
+        )
+    return tuple(segments)
+
+
+def make_option(costs: StageCosts, units: UnitCosts, strategies: tuple[Strategy, ...], recompute: bool,
+                spanning: Mapping[int, Strategy], elsewhere: frozenset[int] = frozenset()) -> Option:  # fmt: skip
+    """Return a stage under one strategy per operator.
+
+    `spanning` gives the strategies of operators that run in several stages, of which those with a
+    call here are walked; their memory at rest is in the first stage that calls them.  Operators in
+    `elsewhere` are owned by another rank, if their strategy is `owner`.
+    """
+    stage = costs.stage
+    found = join(stage.operators, ((strategy,) for strategy in strategies), costs.model.slices)
+    own = [
+        make_unit(costs, u.operators, u.strategy, units, own=True, elsewhere=u.operators[0] in elsewhere)
+        for u in found
+    ]
+    here = [make_unit(costs, (o,), spanning[o], units, own=False, elsewhere=o in elsewhere) for o in stage.spanning]
+    clock = Clock(costs, own, here, recompute)
+    clock.forward()
+    if recompute:
+        clock.recomputation()
+    clock.backward()
+    opened = [unit for unit in clock.units if unit.opens]
+    gathering = [unit for unit in clock.units if not unit.stalls]
+    entered = [unit for unit in gathering if unit.opens]
+    closed = [unit for unit in gathering if unit.closes]
+    reducing = [unit for unit in opened if unit.replaces_reduction]
+    late = [unit for unit in own if unit.late]
+    gradients = sum(unit.bytes.gradients for unit in opened)
+    return Option(
+        strategies=strategies,
+        recompute=recompute,
+        parameters=sum(unit.bytes.parameters for unit in opened),
+        optimizer=sum(unit.bytes.optimizer for unit in opened),
+        gradients=gradients,
+        late=sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in late)
+        - (0 if clock.accumulates else sum(unit.bytes.gradients for unit in late)),
+        kept=sum(unit.kept for unit in own),
+        saved=costs.block_saved if recompute else costs.saved[-1],
+        moments=clock.moments(),
+        gather_output=max(entered, key=lambda unit: unit.first).bytes.gathered if entered else 0,
+        gathers=bool(entered),
+        prefetched=max(closed, key=lambda unit: unit.last).prefetched if closed else 0,
+        prefetches=bool(closed),
+        prefetch_temporary=max(closed, key=lambda unit: unit.last).prefetch_temporary if closed else 0,
+        reduce_input=min(reducing, key=lambda unit: unit.first).bytes.reduce_input if reducing else 0,
+        reduces=bool(reducing),
+        segments=tuple(s.apart(costs.load.cluster.interference) for s in _segments(costs, clock.units, recompute)),
+        optimizer_s=costs.load.optimizer_s(
+            gradients, sum(unit.bytes.offloaded for unit in opened), _tensors(opened, costs)
+        ),
+        meets=any(unit.traffic.meets for unit in clock.units),
+        window=sum(unit.bytes.window + _partial_bytes(unit, costs) for unit in opened),
+    )
+
+
+def _tensors(units: Iterable[StagedUnit], costs: StageCosts) -> int:
+    """Return how many trained tensors units have."""
+    operators = (costs.model.graph.operators[index] for unit in units for index in unit.operators)
+    return sum(parameter.trainable for operator in operators for parameter in operator.parameters)
+
+
+def _partial_bytes(unit: StagedUnit, costs: StageCosts) -> int:
+    """Return what FSDP2 keeps on the device of an offloaded gradient until it is reduced across groups."""
+    load, strategy = costs.load, unit.strategy
+    accumulates = load.accumulation > 1 and strategy.group < load.cluster.world_size
+    return unit.bytes.offloaded if accumulates and strategy.kind.wrapping == "fully_shard" else 0
+
+
+def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], units: UnitCosts) -> tuple[int, int]:
+    """Return (U, G) that spanning operators without a call in a stage hold while it runs."""
+    unsharded = gradients = 0
+    for operator, (first, last) in model.spans.items():
+        if operator in model.stages[index].spanning or index < first:
+            continue
+        unit, _ = units((operator,), spanning[operator])
+        is_open = index < last
+        kept = unit.unsharded if spanning[operator].keeps_unsharded else unit.secondary
+        unsharded += unit.unsharded if is_open else kept
+        gradients += unit.full_gradients if is_open else 0
+    return unsharded, gradients

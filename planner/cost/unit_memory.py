@@ -1,0 +1,171 @@
+"""What one unit holds on the fullest rank's device.
+
+For a unit whose tensors are cut into `parts` (`Strategy.parts`: the ranks of the group; 1 for
+`owner`), with e_p bytes per parameter in compute dtype and e_r = 4 in reduce dtype, per parameter
+tensor of first dimension d0 and `rest` elements per row padded to ceil(d0/parts) parts rows
+(FSDP2 pads so),
+
+    S    sharded parameters, fp32                   4 pad/parts          `UnitBytes.parameters`
+    SG   sharded gradients                          e_r pad/parts        `UnitBytes.gradients`
+    OPT  optimizer states (Adam: 2 S + 512)                              `UnitBytes.optimizer`
+    U    unsharded parameters                       e_p pad              `UnitBytes.unsharded`
+    AG   all-gather output (none if parts = 1)      e_p pad              `UnitBytes.gathered`
+    RSI  reduce-scatter input                       e_r pad              `UnitBytes.reduce_input`
+    G    unsharded gradients                        e_p numel            `UnitBytes.full_gradients`
+    G1   the last of those, which FSDP2 holds on to as it reduces        `UnitBytes.last_gradient`
+    H    secondary copy over K ranks                e_p pad/K            `UnitBytes.secondary`
+    AGX  what only an all-gather holds as it runs: under bf16 e_p pad/parts, the shard that is sent
+                                                                         `UnitBytes.gather_temporary`
+    RSX  the same of a reduction                                         `UnitBytes.reduce_temporary`
+    W    window: published shard, A accumulators    (e_p + A e_r) pad/G  `UnitBytes.window`
+
+each tensor rounded up to 512 bytes.  Source: measured on FSDP2 (torch 2.13.0) with PyTorch's memory
+tracker on fake tensors.  What differs by strategy:
+
+    hierarchical       AGX has (1 + 1/g) AG on top, and RSX = (1 + 1/g) RSI: the permutation to or from rank
+                       order, and what passes between nodes, with g ranks on a node
+    secondary_shard    H lives from forward to backward
+    owner              S, SG and OPT are whole on the owner and nothing elsewhere; U is the broadcast
+                       buffer itself, so there is no AG; RSI is what is reduced
+    odc                W is always there (of a unit that is never called there is none), with A = 1; SG is
+                       copied out of the accumulator when ranks meet, AG and RSI are what is pulled and pushed
+    odc_ordered        as odc, with A = G
+    + offload          S, SG and OPT are 0, they are in the host's memory; AGX has S on top, the copy
+                       that is gathered from, and RSX has SG, on its way to the host (not of `owner`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from planner.strategies.registry import COMPUTE_BYTES, MASTER_BYTES, REDUCE_BYTES, Strategy, padded_rows
+from profiler.model_graph import Parameter
+
+ALLOCATION_BYTES = 512
+"""Granularity of PyTorch's CUDA caching allocator (kMinBlockSize in CUDACachingAllocator)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What an optimizer keeps per parameter."""
+
+    moments: int
+    """fp32 tensors of the parameter's size kept between steps."""
+    has_step_counter: bool
+    """Whether it keeps one scalar tensor per parameter."""
+    temporaries: int
+    """fp32 tensors of the parameter's size that live while it steps (foreach implementation)."""
+    touched: int
+    """fp32 tensors of the parameter's size that a step reads and writes."""
+
+
+OPTIMIZERS = {
+    "adam": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=18),
+    "adamw": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=20),
+    "sgd": Optimizer(moments=0, has_step_counter=False, temporaries=0, touched=3),
+}
+"""`torch.optim` with default arguments: SGD without momentum, Adam in its foreach form.
+
+`touched`, from `torch/optim/adam.py` of torch 2.13: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
+addcdiv 4, and for AdamW's decay mul 2; SGD: add 3."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """Bytes of one unit on the fullest rank (rank 0, which never has the short shard)."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    unsharded: int = 0
+    gathered: int = 0
+    reduce_input: int = 0
+    full_gradients: int = 0
+    last_gradient: int = 0
+    secondary: int = 0
+    gather_temporary: int = 0
+    reduce_temporary: int = 0
+    window: int = 0
+    offloaded: int = 0
+    """SG in the host's memory."""
+
+    def __add__(self, other: UnitBytes) -> UnitBytes:
+        return UnitBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+
+def _two_phase_temporary(size_bytes: int, node: int) -> int:
+    return _rounded(size_bytes) + _rounded(size_bytes // node)
+
+
+def _window(shard_bytes: int, trained_bytes: int, strategy: Strategy) -> int:
+    if not strategy.kind.one_sided:
+        return 0
+    return _rounded(shard_bytes) + _rounded(strategy.accumulators * trained_bytes)
+
+
+def unit_bytes(parameters: Iterable[Parameter], strategy: Strategy, precision: str, optimizer: Optimizer,
+               elsewhere: bool = False, node: int = 1) -> UnitBytes:  # fmt: skip
+    """Return the memory of a unit; equations at the top of this module.
+
+    `elsewhere` says that another rank owns it, which matters to strategy `owner` only; `node` is the
+    number of ranks on a node, which matters to `hierarchical`.
+    """
+    parts, compute = strategy.parts, COMPUTE_BYTES[precision]
+    total, flat, flat_trained, last_gradient, counters = UnitBytes(), 0, 0, 0, 0
+    for parameter in parameters:
+        rows, rest = padded_rows(parameter, parts)
+        shard, padded = rows * rest, rows * rest * parts
+        flat += padded
+        state = 0
+        if parameter.trainable:
+            flat_trained += padded
+            state = optimizer.moments * _rounded(MASTER_BYTES * shard)
+            counter = ALLOCATION_BYTES if optimizer.has_step_counter else 0
+            state, counters = state + counter, counters + counter
+            last_gradient = _rounded(compute * parameter.numel)
+        total += UnitBytes(
+            parameters=_rounded(MASTER_BYTES * shard),
+            optimizer=state,
+            unsharded=_rounded(compute * padded),
+            full_gradients=_rounded(compute * parameter.numel) if parameter.trainable else 0,
+            secondary=_rounded(compute * padded // strategy.secondary) if strategy.secondary else 0,
+        )
+    kind = strategy.kind
+    # What is sent is the shard in compute dtype: a copy unless it rests so (of an offloaded one S is the larger copy).
+    copies = compute < MASTER_BYTES and parts > 1 and not (strategy.offload or kind.one_sided)
+    sent = _rounded(compute * flat // parts) if copies else 0
+    unit = total + UnitBytes(
+        gradients=_rounded(REDUCE_BYTES * flat_trained // parts),
+        gathered=_rounded(compute * flat) if parts > 1 else 0,
+        reduce_input=_rounded(REDUCE_BYTES * flat_trained),
+        last_gradient=last_gradient if parts > 1 else 0,
+        gather_temporary=sent + (_two_phase_temporary(compute * flat, node) if kind.two_phase else 0),
+        reduce_temporary=_two_phase_temporary(REDUCE_BYTES * flat_trained, node) if kind.two_phase else 0,
+        window=_window(compute * flat // parts, REDUCE_BYTES * flat_trained // parts, strategy),
+    )
+    # Optimizers count the steps of an empty shard too.
+    return _at_rest(unit, strategy, counters, elsewhere)
+
+
+def _at_rest(unit: UnitBytes, strategy: Strategy, counters: int, elsewhere: bool) -> UnitBytes:
+    """Return a unit's bytes without what does not rest on this device."""
+    if strategy.kind.wrapping == "owner" and elsewhere:
+        return replace(unit, parameters=0, gradients=0, optimizer=0 if strategy.offload else counters)
+    if strategy.offload:
+        # An owner copies from and to the host what it sends and gets; FSDP2 copies shards.
+        shard, gradient = (0, 0) if strategy.kind.wrapping == "owner" else (unit.parameters, unit.gradients)
+        return replace(
+            unit,
+            parameters=0,
+            gradients=0,
+            optimizer=0,
+            gather_temporary=unit.gather_temporary + shard,
+            reduce_temporary=unit.reduce_temporary + gradient,
+            offloaded=unit.gradients,
+        )
+    return unit

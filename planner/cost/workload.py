@@ -1,0 +1,112 @@
+"""What a plan is made for: cluster, optimizer, precision, micro-batch; and how fast a device computes.
+
+Roofline of one direction of a call (Williams et al., "Roofline", CACM 2009), matrix products and
+other kernels apart because they do not overlap on one stream:
+
+    t = max(matmul_flops / (efficiency * peak), matmul_bytes / bandwidth) + other_bytes / bandwidth
+
+Where `osdp profile` measured a call of the same kind and work, it takes what was measured: at another
+micro-batch, the roofline's seconds times the ratio of measured to roofline; a slice, its own roofline's
+times the ratio of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from planner.cost.stragglers import NO_WAITS, Waits
+from planner.cost.unit_memory import OPTIMIZERS, Optimizer
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.measurements import CallTimes, call_key, interpolated
+from profiler.errors import OsdpError
+from profiler.model_graph import Call, ModelGraph, Work
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """One point of the outer sweep: everything but the plan and the model. Compared by identity."""
+
+    cluster: Cluster
+    optimizer_name: str
+    precision: str
+    micro_batch: int
+    """Samples per rank in one forward."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step."""
+    waits: Waits = NO_WAITS
+    """How long ranks wait for the slowest."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer_name not in OPTIMIZERS:
+            raise OsdpError("unknown optimizer", got=self.optimizer_name, expected=", ".join(OPTIMIZERS))
+        rates = self.cluster.device.matmul_flops_per_s
+        if self.precision not in rates:
+            raise OsdpError(f"{self.cluster.device.name} has no rate for this precision", got=self.precision,
+                            expected=", ".join(rates), advice="another --precision, or another --cluster")  # fmt: skip
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer's description."""
+        return OPTIMIZERS[self.optimizer_name]
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that all ranks together train on in one step."""
+        return self.cluster.world_size * self.micro_batch * self.accumulation
+
+    def call_s(self, graph: ModelGraph, call: Call) -> tuple[float, float]:
+        """Return the seconds of a call's forward and backward, in the mean micro-batch.
+
+        That is what was measured if there is anything, else the roofline's, for samples of full length,
+        times `Waits.fill`.
+        """
+        forward_s, backward_s = self._full_call_s(graph, call)
+        return self.waits.fill * forward_s, self.waits.fill * backward_s
+
+    def _full_call_s(self, graph: ModelGraph, call: Call) -> tuple[float, float]:
+        forward_s, backward_s = self.compute_s(call.forward), self.compute_s(call.backward)
+        if not self._times:
+            return forward_s, backward_s
+        key, whole = call.slice_of or (call_key(graph, call), call)
+        times = self._times.get(key)
+        if times is None:
+            return forward_s, backward_s
+        there = [replace(self, micro_batch=size) for size in times.micro_batches]
+
+        def scaled(seconds: Sequence[float], work: Work, here_s: float) -> float:
+            rooflines = [load.compute_s(work) for load in there]
+            if not all(rooflines):
+                return interpolated(times.micro_batches, seconds, self.micro_batch)
+            ratios = [found / roofline for found, roofline in zip(seconds, rooflines, strict=True)]
+            return here_s * interpolated(times.micro_batches, ratios, self.micro_batch)
+
+        return scaled(times.forward_s, whole.forward, forward_s), scaled(times.backward_s, whole.backward, backward_s)
+
+    @cached_property
+    def _times(self) -> dict[str, CallTimes]:
+        measured = self.cluster.measured
+        return {times.key: times for times in measured.calls} if measured else {}
+
+    def compute_s(self, work: Work) -> float:
+        """Return the seconds that one direction of a call computes, by the roofline."""
+        device, batch = self.cluster.device, self.micro_batch
+        rate = device.matmul_flops_per_s[self.precision].value * device.matmul_efficiency.value
+        bandwidth = device.memory_bytes_per_s.value
+        matmul_s = max(work.matmul_flops(batch) / rate, work.matmul_bytes(batch) / bandwidth)
+        return matmul_s + work.other_bytes(batch) / bandwidth
+
+    def optimizer_s(self, parameter_bytes: float, offloaded_bytes: float = 0.0, tensors: int = 0) -> float:
+        """Return the seconds of one optimizer step over fp32 shards of so many bytes on the device and on the host.
+
+        `tensors` is how many those on the device are: where steps were measured, each takes its time.
+
+        The host steps after the device; without figures of it, it takes no time.
+        """
+        device, host, measured = self.cluster.device, self.cluster.host, self.cluster.measured
+        host_s = self.optimizer.touched * offloaded_bytes / host.memory_bytes_per_s.value if host else 0.0
+        for times in measured.optimizers if measured else ():
+            if times.name == self.optimizer_name:
+                return times.step_s(tensors if parameter_bytes else 0, parameter_bytes) + host_s
+        return self.optimizer.touched * parameter_bytes / device.memory_bytes_per_s.value + host_s

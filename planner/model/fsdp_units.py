@@ -1,0 +1,138 @@
+"""How operators form units: what is wrapped, gathered and reduced together.
+
+    consecutive operators of a stage with equal strategy     one unit
+    an operator of strategy `owner`                          a unit of its own: it has one owner
+    a split operator                                         one unit per slice
+    a spanning operator, an operator that is never called    a unit of its own
+
+The planner charges for these units and the runtime wraps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from planner.model.stages import StagedModel
+from planner.strategies.registry import Strategy, assign_owners
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph, Operator, Parameter
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Operators, or one slice of an operator, that are wrapped together."""
+
+    operators: tuple[int, ...]
+    """Indices of its operators, in order of first call."""
+    strategy: Strategy
+    slice: tuple[int, int] | None = None
+    """(index, count) of the slice that it is of its only operator."""
+    whole_block: int | None = None
+    """Index of the block, if the unit is all of a block's own operators."""
+
+
+def join(operators: Iterable[int], choices: Iterable[tuple[Strategy, ...]],
+         alone: frozenset[int] = frozenset()) -> tuple[Unit, ...]:  # fmt: skip
+    """Return the units of one stage's operators, given the strategies of each one's slices.
+
+    Operators in `alone` are not joined with others.
+    """
+    units: list[tuple[list[int], Strategy, tuple[int, int] | None]] = []
+    joinable: Strategy | None = None
+    for operator, slices in zip(operators, choices, strict=True):
+        count = len(slices)
+        for index, strategy in enumerate(slices):
+            joins = count == 1 and strategy.kind.joins and operator not in alone
+            if joins and strategy == joinable:
+                units[-1][0].append(operator)
+                continue
+            units.append(([operator], strategy, (index, count) if count > 1 else None))
+            joinable = strategy if joins else None
+    return tuple(Unit(tuple(members), strategy, part) for members, strategy, part in units)
+
+
+def units_of(model: StagedModel, choices: Mapping[int, tuple[Strategy, ...]]) -> tuple[Unit, ...]:
+    """Return all units of a model in order of first call, those that are never called at the end.
+
+    `choices` gives the strategies of every operator's slices, one for an operator that is not split.
+    Raises `OsdpError` for an operator that cannot be split, or that its strategy cannot hold.
+    """
+    for operator, slices in choices.items():
+        check_split(model.graph.operators[operator], len(slices))
+        check_scalars(model.graph.operators[operator])
+    units: list[Unit] = []
+    for stage in model.stages:
+        own = join(stage.operators, (choices[operator] for operator in stage.operators), model.slices)
+        if len(own) == 1 and own[0].slice is None and stage.block is not None:
+            own = (replace(own[0], whole_block=stage.block),)
+        first: dict[int, int] = {}
+        for position, call in enumerate(stage.calls):
+            first.setdefault(call.operator, position)
+        own += join(stage.opens, (choices[operator] for operator in stage.opens), frozenset(stage.opens))
+        units += sorted(own, key=lambda unit: first[unit.operators[0]])
+    return (*units, *join(model.idle, (choices[operator] for operator in model.idle), frozenset(model.idle)))
+
+
+def owners_of(units: Sequence[Unit], graph: ModelGraph, ranks: int) -> dict[int, int]:
+    """Return the owning rank of each unit of strategy `owner`, by its position among the units."""
+    owned = [position for position, unit in enumerate(units) if unit.strategy.kind.wrapping == "owner"]
+    sizes = [4 * sum(p.numel for p in unit_parameters(units[position], graph)) for position in owned]
+    ranks_asked = enumerate(units[position].strategy.owner for position in owned)
+    given = {index: rank for index, rank in ranks_asked if rank is not None}
+    return dict(zip(owned, assign_owners(sizes, ranks, given), strict=True))
+
+
+def unit_parameters(unit: Unit, graph: ModelGraph) -> tuple[Parameter, ...]:
+    """Return the parameters of a unit's operators, or of its slice of one, in order."""
+    parameters = tuple(p for operator in unit.operators for p in graph.operators[operator].parameters)
+    return parameters if unit.slice is None else split_parameters(parameters, *unit.slice)
+
+
+def check_scalars(operator: Operator) -> None:
+    """Raise `OsdpError` if an operator has a parameter without dimensions.
+
+    `fully_shard` refuses such parameters whatever the mesh (torch 2.13), and the shards of an owner
+    have a first dimension too.
+    """
+    for parameter in operator.parameters:
+        if not parameter.shape:
+            raise OsdpError(f"parameter {parameter.name} has no dimension, and FSDP2 takes no such parameter",
+                            got="shape ()", expected="at least one dimension",
+                            advice="make it a tensor of shape (1,)")  # fmt: skip
+
+
+def check_split(operator: Operator, slices: int) -> None:
+    """Raise `OsdpError` if an operator cannot be cut into so many slices."""
+    if slices == 1:
+        return
+    shapes = [parameter.shape for parameter in operator.parameters]
+    is_linear = bool(shapes) and len(shapes[0]) == 2 and shapes[1:] in ([], [shapes[0][:1]])
+    if operator.kind != "Linear" or len(operator.modules) != 1 or not is_linear:
+        tied = " that is tied to others" if len(operator.modules) > 1 else ""
+        raise OsdpError(f"operator {operator.name} cannot be split", got=f"a {operator.kind}{tied}",
+                        expected="one linear layer, its weight (out, in) and perhaps a bias (out,)")  # fmt: skip
+    if shapes[0][1] < slices:
+        raise OsdpError(f"operator {operator.name} cannot be split into {slices} slices",
+                        got=f"{shapes[0][1]} input features", expected=f"at least {slices}")  # fmt: skip
+
+
+def split_bounds(features: int, slices: int) -> tuple[int, ...]:
+    """Return the `slices` + 1 boundaries of the input features, as `torch.tensor_split` cuts them.
+
+    The first features % slices slices have one feature more.
+    """
+    size, longer = divmod(features, slices)
+    return tuple(index * size + min(index, longer) for index in range(slices + 1))
+
+
+def split_parameters(parameters: Sequence[Parameter], index: int, count: int) -> tuple[Parameter, ...]:
+    """Return one slice's parameters of a linear operator's weight (out, in) and bias (out,).
+
+    The slice has the columns of its input features, and slice 0 has the bias.
+    """
+    weight, *bias = parameters
+    start, stop = list(pairwise(split_bounds(weight.shape[1], count)))[index]
+    part = replace(weight, shape=(weight.shape[0], stop - start))
+    return (part, *(bias if index == 0 else ()))

@@ -1,0 +1,133 @@
+"""A model whose linear operators are cut into slices along their input features, as a model graph.
+
+    y = x W^T + b = sum_i x_i W_i^T + b,    W = (W_1 ... W_k), x = (x_1 ... x_k)
+
+Each slice becomes an operator, and each call of the operator k calls one after another, so that
+stages, memory and time are worked out as for any other model.  With x, y and w_i bytes of input,
+output and one slice's weight, a slice holds at most (read off `runtime.strategies.split_linear`, nothing measured)
+
+    forward     x + y for the first, x + 3 y for each other: the sum so far, its product, the new sum
+    backward    2 x + y + w_i: input, gradients of input slices and of y (then the gradients of the
+                slices are put together, for 2 x + w_i: the input has gone)
+
+and the last slice also what the whole call holds, for what follows the layer is in its call.
+x and y are bounded by the call's products: all its FLOPs are taken for the layer's own, which is
+exact where no other product follows.  Time: FLOPs in proportion to features, and each sum and the
+putting together are read and written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from planner.model.fsdp_units import check_split, split_bounds, split_parameters
+from planner.strategies.registry import COMPUTE_BYTES
+from profiler.cluster.measurements import call_key
+from profiler.model_graph import Affine, Call, ModelGraph, Operator, Work
+
+NOTHING = Affine()
+
+
+def slice_operators(graph: ModelGraph, counts: Mapping[int, int]) -> tuple[ModelGraph, frozenset[int]]:
+    """Return the graph with operators cut into so many slices each, and the indices of all slices.
+
+    A split operator's slices take its place.  Raises `OsdpError` for one that cannot be split.
+    """
+    if not counts:
+        return graph, frozenset()
+    for index, count in counts.items():
+        check_split(graph.operators[index], count)
+    starts = [0, *accumulate(counts.get(index, 1) for index in range(len(graph.operators)))]
+    operators: list[Operator] = []
+    for index, operator in enumerate(graph.operators):
+        operators += _slices(operator, counts[index]) if index in counts else [operator]
+    calls: list[Call] = []
+    places = [0]
+    for call in graph.calls:
+        first, count = starts[call.operator], counts.get(call.operator, 1)
+        operator = graph.operators[call.operator]
+        parts = _Sliced(operator, call, count, graph.precision).calls() if count > 1 else [call]
+        whole = (call_key(graph, call), call) if count > 1 else None
+        calls += [replace(part, operator=first + index, slice_of=whole) for index, part in enumerate(parts)]
+        places.append(len(calls))
+    blocks = tuple(replace(b, first_call=places[b.first_call], last_call=places[b.last_call]) for b in graph.blocks)
+    edges = [(places[producer + 1] - 1, places[consumer]) for producer, consumer in graph.edges]
+    edges += [(call, call + 1) for start, stop in pairwise(places) for call in range(start, stop - 1)]
+    slices = frozenset(starts[index] + part for index, count in counts.items() for part in range(count))
+    cut = replace(graph, operators=tuple(operators), calls=tuple(calls), blocks=blocks, edges=tuple(sorted(edges)))
+    return cut, slices
+
+
+def _slices(operator: Operator, count: int) -> list[Operator]:
+    return [
+        replace(operator, name=f"{operator.name} slice {index + 1} of {count}",
+                parameters=split_parameters(operator.parameters, index, count))
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def _times(quantity: Affine, factor: float) -> Affine:
+    return Affine(quantity.fixed * factor, quantity.per_sample * factor)
+
+
+def _at_least(one: Affine, other: Affine) -> Affine:
+    """Return a line that is nowhere below either."""
+    return Affine(max(one.fixed, other.fixed), max(one.per_sample, other.per_sample))
+
+
+@dataclass(frozen=True)
+class _Sliced:
+    """One call of a linear operator that is cut into slices."""
+
+    operator: Operator
+    call: Call
+    count: int
+    precision: str
+
+    def calls(self) -> list[Call]:
+        """Return the slices' calls; their `operator` is still that of the whole."""
+        return [self._call(index) for index in range(self.count)]
+
+    def _call(self, index: int) -> Call:
+        whole, last = self.call, index == self.count - 1
+        weight = self.operator.parameters[0]
+        features = weight.shape[1]
+        start, stop = list(pairwise(split_bounds(features, self.count)))[index]
+        compute = COMPUTE_BYTES[self.precision]
+        x = _times(whole.forward.matmul_flops, compute / (2 * weight.shape[0]))
+        y = _times(whole.forward.matmul_flops, compute / (2 * features))
+        parameters = split_parameters(self.operator.parameters, index, self.count)
+        gradients = Affine(compute * sum(p.numel for p in parameters if p.trainable))
+        forward = x + _times(y, 1 if index == 0 else 3)
+        backward = _times(x, 2) + y + gradients
+        share = (stop - start) / features
+        return replace(
+            whole,
+            forward=_part(whole.forward, share, last, _times(y, 3) if index else NOTHING),
+            backward=_part(whole.backward, share, last, NOTHING if index else _times(x, 2)),
+            # Until the last slice what is kept is the input, which `forward` and `backward` have.
+            saved_bytes=whole.saved_bytes if last else NOTHING,
+            forward_peak_bytes=_at_least(whole.forward_peak_bytes, forward) if last else forward,
+            # The sum is made when the slice itself has ended.
+            module_forward_peak_bytes=x + _times(y, 1 if index == 0 else 2),
+            tail_forward_peak_bytes=_at_least(whole.tail_forward_peak_bytes, forward) if last else forward,
+            backward_peak_bytes=_at_least(whole.backward_peak_bytes, backward) if last else backward,
+            module_backward_peak_bytes=backward,
+            tail_backward_peak_bytes=whole.tail_backward_peak_bytes if last else NOTHING,
+            # Handed on: input, and in backward the gradient of the sum and those of the slices after.
+            backward_start_bytes=whole.backward_start_bytes if last else _times(x, 2) + y,
+            module_backward_start_bytes=whole.module_backward_start_bytes if last else _times(x, 2) + y,
+            # Handed on: input and sum so far.
+            output_bytes=whole.output_bytes if last else x + y,
+        )
+
+
+def _part(work: Work, share: float, last: bool, extra_bytes: Affine) -> Work:
+    """Return a slice's share of a call's work; what follows the layer is in the last slice."""
+    return Work(
+        matmul_flops=_times(work.matmul_flops, share),
+        matmul_bytes=_times(work.matmul_bytes, share),
+        other_bytes=(work.other_bytes if last else NOTHING) + extra_bytes,
+    )

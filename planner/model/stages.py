@@ -1,0 +1,157 @@
+"""Stages: the model cut into the pieces that the search decides on, in execution order.
+
+A stage is a block, or one operator outside every block (small ones are joined until they hold
+`JOIN_NUMEL` parameters, because a collective of its own would cost them more latency than
+transfer).  Operators that run in several stages (a tied embedding and head) belong to none: they
+are the *spanning* operators, wrapped as one unit that lives from its first call to its last.
+
+Stages with equal `kind` are alike: the search counts them instead of telling them apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from profiler.model_graph import Call, ModelGraph, Operator
+
+JOIN_NUMEL = 1 << 20
+"""Parameters that a stage outside blocks gathers before it is closed (4 MiB in fp32, where the
+transfer outweighs the latency of a ring on every published cluster)."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A contiguous range of calls whose operators are decided on together."""
+
+    name: str
+    """Name of the block, or of the first operator."""
+    kind: int
+    """Stages with equal numbers are alike."""
+    block: int | None
+    """Index of the block, or None."""
+    calls: tuple[Call, ...]
+    """The calls, in execution order."""
+    operators: tuple[int, ...]
+    """Indices of the operators that belong to it, in order of first call; without spanning ones."""
+    input_bytes_of_calls: tuple[int, ...]
+    """For each call, the index in the graph of the call before it, or -1."""
+    spanning: tuple[int, ...]
+    """Spanning operators with a call here."""
+    opens: tuple[int, ...]
+    """Spanning operators whose first call is here."""
+    closes: tuple[int, ...]
+    """Spanning operators whose last call is here."""
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    """A model graph cut into stages."""
+
+    graph: ModelGraph
+    stages: tuple[Stage, ...]
+    spans: dict[int, tuple[int, int]]
+    """For operators that are called in several stages, the first and the last of these."""
+    idle: tuple[int, ...]
+    """Operators that are never called: counted at rest with the first stage."""
+    slices: frozenset[int] = frozenset()
+    """Operators that are slices of one that was split (`planner.model.operator_split`): each is a unit of its own."""
+
+    @property
+    def spanning(self) -> tuple[int, ...]:
+        """Operators that are called in several stages."""
+        return tuple(self.spans)
+
+
+def _wholes(graph: ModelGraph, slices: frozenset[int]) -> dict[int, int]:
+    """Return, for every operator, the first slice of the operator that it is a slice of, or itself."""
+    first: dict[tuple[str, ...], int] = {}
+    return {o: first.setdefault(graph.operators[o].modules, o) if o in slices else o
+            for o in range(len(graph.operators))}  # fmt: skip
+
+
+def _ranges(graph: ModelGraph, spanning: set[int], wholes: dict[int, int]) -> list[tuple[int, int, int | None]]:
+    """Return (first call, last call + 1, block) of every stage; an operator's slices count as that operator."""
+    numel: dict[int, int] = {}
+    for index, whole in wholes.items():
+        numel[whole] = numel.get(whole, 0) + graph.operators[index].numel
+    ranges: list[tuple[int, int, int | None]] = []
+    joined: set[int] = set()
+    for index, call in enumerate(graph.calls):
+        small = sum(numel[o] for o in joined) < JOIN_NUMEL
+        own = {wholes[call.operator]} - {wholes[o] for o in spanning}
+        if ranges and ranges[-1][2] == call.block and (call.block is not None or small or own <= joined):
+            ranges[-1] = (ranges[-1][0], index + 1, call.block)
+        else:
+            ranges.append((index, index + 1, call.block))
+            joined = set()
+        joined |= own
+    return ranges
+
+
+def _spanning(graph: ModelGraph, wholes: dict[int, int]) -> set[int]:
+    """Return operators with calls in different blocks, or apart from each other outside blocks."""
+    seen: dict[int, list[int]] = {}
+    for index, call in enumerate(graph.calls):
+        seen.setdefault(wholes[call.operator], []).append(index)
+    spanning = set()
+    for operator, calls in seen.items():
+        blocks = {graph.calls[index].block for index in calls}
+        apart = None in blocks and calls[-1] - calls[0] >= len(calls)
+        if len(blocks) > 1 or apart:
+            spanning.add(operator)
+    return {operator for operator, whole in wholes.items() if whole in spanning}
+
+
+def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
+    """Cut a model into stages, the same ones however its operators are split; `slices` are slices of one."""
+    wholes = _wholes(graph, slices)
+    spanning = _spanning(graph, wholes)
+    first = {o: min(i for i, c in enumerate(graph.calls) if c.operator == o) for o in spanning}
+    last = {o: max(i for i, c in enumerate(graph.calls) if c.operator == o) for o in spanning}
+    called = {call.operator for call in graph.calls}
+    idle = tuple(o for o in range(len(graph.operators)) if o not in called)
+    kinds: dict[object, int] = {}
+    stages = []
+    for start, stop, block in _ranges(graph, spanning, wholes):
+        calls = graph.calls[start:stop]
+        operators = tuple(dict.fromkeys(c.operator for c in calls if c.operator not in spanning))
+        opens = tuple(o for o in sorted(spanning) if start <= first[o] < stop)
+        closes = tuple(o for o in sorted(spanning) if start <= last[o] < stop)
+        # Whether each spanning operator is yet to come, open, or over: it holds memory accordingly.
+        around = tuple((first[o] < stop, last[o] < start) for o in sorted(spanning))
+        key: object = (start,)
+        holds_idle = bool(idle) and start == 0
+        if block is not None and not holds_idle and not any(c.operator in spanning for c in calls):
+            shapes = tuple(tuple((p.shape, p.trainable) for p in graph.operators[o].parameters) for o in operators)
+            key = (graph.blocks[block].block_class, shapes, around)
+        name = graph.blocks[block].name if block is not None else graph.operators[calls[0].operator].name
+        stages.append(
+            Stage(
+                name=name,
+                kind=kinds.setdefault(key, len(kinds)),
+                block=block,
+                calls=calls,
+                operators=operators,
+                spanning=tuple(o for o in sorted(spanning) if any(c.operator == o for c in calls)),
+                input_bytes_of_calls=tuple(range(start - 1, stop - 1)),
+                opens=opens,
+                closes=closes,
+            )
+        )
+    spans = {o: (_stage_of(first[o], stages), _stage_of(last[o], stages)) for o in sorted(spanning)}
+    return StagedModel(graph, tuple(stages), spans, idle, slices)
+
+
+def _stage_of(call: int, stages: list[Stage]) -> int:
+    """Return the index of the stage that a call is in."""
+    stop = 0
+    for index, stage in enumerate(stages):
+        stop += len(stage.calls)
+        if call < stop:
+            return index
+    raise IndexError(call)
+
+
+def operators_of(graph: ModelGraph, indices: tuple[int, ...]) -> tuple[Operator, ...]:
+    """Return the operators at the indices."""
+    return tuple(graph.operators[index] for index in indices)

@@ -1,0 +1,91 @@
+"""The uniform configurations that OSDP competes with, under the same cost model.
+
+DDP replicates everything (`planner.cost.ddp`; as units where torch's DDP cannot run the model),
+ZeRO-2 keeps gathered parameters to the backward, FSDP gathers twice, HSDP shards inside groups (each
+group size is tried).  Each is taken with and without recomputation of every block, and at its own
+best micro-batch.  All but DDP wrap block by block, as their users do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from planner.cost.ddp import as_run
+from planner.cost.peak_memory import peak_memory
+from planner.cost.stage_option import Option
+from planner.cost.step_time import step_time
+from planner.cost.workload import Workload
+from planner.search.search_space import Choice, Space
+from planner.strategies.registry import Strategy, strategies_on
+
+NAMES = {"replicate": "DDP", "shard_grad": "ZeRO-2", "shard": "FSDP", "group_shard": "HSDP"}
+"""What users call the strategies when everything takes the same one."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One uniform configuration at its best micro-batch, or at the one that needs least memory."""
+
+    name: str
+    """E.g. `FSDP`."""
+    strategy: Strategy
+    recompute: bool
+    feasible: bool
+    """Whether it fits at any micro-batch."""
+    load: Workload
+    """The best micro-batch and accumulation (infeasible: those that need least memory)."""
+    options: tuple[Option, ...]
+    peak_memory_bytes: int
+    samples_per_s: float
+    """Predicted; of a configuration that does not fit, what it would reach with enough memory."""
+
+
+def uniform(space: Space, load: Workload, strategy: Strategy, recompute: bool) -> tuple[Option, ...]:
+    """Return the options of a model with one strategy everywhere."""
+    choices = tuple(
+        Choice((strategy,) * len(stage.operators), recompute and stage.block is not None)
+        for stage in space.model.stages
+    )
+    return space.fixed(load, choices, strategy if space.model.spanning else None)
+
+
+def _at(space: Space, load: Workload, strategy: Strategy, recompute: bool, limit_bytes: float) -> Baseline:
+    options = uniform(space, load, strategy, recompute)
+    if strategy.name == "replicate":
+        options = as_run(options, strategy, None, space, load, limit_bytes=float("inf"))
+    peak = peak_memory(options, load).total_bytes
+    speed = load.samples_per_step / step_time(options, load).total_s
+    return Baseline(NAMES[strategy.name], strategy, recompute, peak <= limit_bytes, load, options, round(peak), speed)
+
+
+def _best(found: Iterable[Baseline]) -> Baseline:
+    """Return the fastest that fits, or else the smallest."""
+    found = list(found)
+    fitting = [baseline for baseline in found if baseline.feasible]
+    if fitting:
+        return max(fitting, key=lambda baseline: baseline.samples_per_s)
+    return min(found, key=lambda baseline: baseline.peak_memory_bytes)
+
+
+def _sizes(space: Space, loads: Iterable[Workload], strategy: Strategy, recompute: bool,
+           limit_bytes: float) -> Iterator[Baseline]:  # fmt: skip
+    for load in loads:
+        baseline = _at(space, load, strategy, recompute, limit_bytes)
+        yield baseline
+        if not baseline.feasible and load.accumulation == 1:
+            return  # More samples at once never need less memory.
+
+
+def baselines(space: Space, loads: tuple[Workload, ...], limit_bytes: float) -> tuple[Baseline, ...]:
+    """Return every baseline, with and without recomputation; `loads` by growing micro-batch."""
+    found = []
+    has_blocks = any(stage.block is not None for stage in space.model.stages)
+    strategies = [strategy for strategy in strategies_on(loads[0].cluster) if not strategy.offload]
+    for name in NAMES:
+        group = [strategy for strategy in strategies if strategy.name == name]
+        for recompute in (False, True) if has_blocks and group else (False,) if group else ():
+            found.append(
+                _best(b for s in group for b in _sizes(space, loads, s, recompute, limit_bytes))
+            )  # fmt: skip
+    return tuple(found)

@@ -1,0 +1,172 @@
+"""What the search offers one stage: strategies, mixes of two, splits, and recomputation.
+
+    whole     all operators of the stage take one strategy: one unit
+    mixed     the operators before a cut take one strategy, the others another: two units.  A cut lies
+              where a large operator begins (small ones, such as norms, go with the next large one)
+    split     the stage's large linear operators are cut into k slices each, of which the first j
+              take the strategy of the rest of the stage, and the others another
+
+Each with and without recomputation, if the stage is a block.  Pinned operators and blocks have what
+the user decided in every choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from planner.model.fsdp_units import check_split
+from planner.model.stages import JOIN_NUMEL, Stage
+from planner.strategies.registry import Strategy
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph
+
+LIGHT, LIGHT_TOGETHER = 1 / 256, 1 / 16
+"""A stage is light that has less than the first part of the model's parameters, if all such stages together have at
+most the second: what they take hardly matters, and it would take as long to find out as for the others."""
+LIGHT_STRATEGIES = 2
+"""Strategies that a light stage is offered (a copy and a shard), and the one that needs least memory."""
+LARGE = 0.5
+"""An operator is large that has at least this part of the parameters of the stage's largest."""
+SLICE_COUNTS = (2, 4, 8)
+"""Into how many slices operators are split."""
+SLICE_STEPS = 4
+"""How many numbers of slices of the first strategy are offered, from a part of them to all."""
+SLICE_NUMEL = JOIN_NUMEL // 2
+"""Parameters that a slice has at least: a smaller one costs more latency than it frees memory."""
+MIXED_STRATEGIES = 5
+"""Strategies that mixes are made of: the first of the registry that no other dominates, for pairs grow with
+the square, and the time of a search with these."""
+SPLIT_STRATEGIES = 3
+"""The same for the slices of split operators."""
+MANY_KINDS, DIVERSE_STRATEGIES = 24, 5
+"""A model with more kinds of stages than the first, hardly two of them alike, is offered no mixes and no splits, and of
+the strategies so many and the one that needs least memory.  With all that others are offered, 100 distinct layers
+(`scripts/bench/planner.py --child 100 distinct`) took 80 s of CPU to search, instead of 4, on two cores of 2026-11-21,
+for a plan that is 0.15 % faster."""
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user decided: the search leaves it so."""
+
+    strategies: Mapping[int, tuple[Strategy, ...]] = field(default_factory=dict)
+    """Strategies of the slices of operators, one for an operator that stays whole, by its index in the graph."""
+    recompute: Mapping[int, bool] = field(default_factory=dict)
+    """Whether blocks are recomputed, by the block's index in the graph."""
+
+
+NO_PINS = Pins()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A stage's strategies by operator and whether it is recomputed."""
+
+    strategies: tuple[Strategy, ...]
+    """One per operator, and per slice where `counts` says that there are slices."""
+    recompute: bool = False
+    counts: tuple[int, ...] = ()
+    """Into how many slices each operator is cut; empty: none is."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all operators take one strategy, unsplit."""
+        return len(set(self.strategies)) <= 1 and not self.counts
+
+
+Slices = tuple[tuple[Strategy, ...], ...]
+"""For each operator of a stage, the strategies of its slices, one if it is whole."""
+
+
+def light_stages(stages: Sequence[Stage], graph: ModelGraph) -> frozenset[int]:
+    """Return the indices of the stages of which it hardly matters what they take."""
+    sizes = [sum(graph.operators[o].numel for o in stage.operators) for stage in stages]
+    light = [index for index, size in enumerate(sizes) if size < LIGHT * graph.numel]
+    together = sum(sizes[index] for index in light)
+    return frozenset(light) if together <= LIGHT_TOGETHER * graph.numel else frozenset()
+
+
+def first_and_least(strategies: Sequence[Strategy], count: int) -> tuple[Strategy, ...]:
+    """Return the first strategies and the one that needs least memory on the device."""
+    least = max(strategies, key=lambda strategy: (strategy.offload, strategy.kind.joins, strategy.group))
+    return tuple(dict.fromkeys((*strategies[:count], least)))
+
+
+def choices_of(stage: Stage, graph: ModelGraph, strategies: Sequence[Strategy], pins: Pins = NO_PINS,
+               whole: bool = False) -> list[Choice]:  # fmt: skip
+    """Return the choices of a stage; `strategies` by falling preference for mixes.
+
+    `whole` leaves out mixes and splits.
+    """
+    if not stage.operators:
+        taken: dict[Slices, None] = {(): None}
+    else:
+        offered = _wholes(stage, strategies) if whole else _assignments(stage, graph, strategies)
+        taken = dict.fromkeys(_with_pins(slices, stage, pins) for slices in offered)
+    again = (False, True) if stage.block is not None else (False,)
+    if stage.block is not None and stage.block in pins.recompute:
+        again = (pins.recompute[stage.block],)
+    return [_choice(slices, recompute) for slices in taken for recompute in again]
+
+
+def _choice(slices: Slices, recompute: bool) -> Choice:
+    counts = tuple(len(parts) for parts in slices)
+    flat = tuple(strategy for parts in slices for strategy in parts)
+    return Choice(flat, recompute, counts if len(flat) > len(slices) else ())
+
+
+def _with_pins(slices: Slices, stage: Stage, pins: Pins) -> Slices:
+    return tuple(pins.strategies.get(o, parts) for o, parts in zip(stage.operators, slices, strict=True))
+
+
+def _wholes(stage: Stage, strategies: Sequence[Strategy]) -> Iterator[Slices]:
+    yield from (((strategy,),) * len(stage.operators) for strategy in strategies)
+
+
+def _assignments(stage: Stage, graph: ModelGraph, strategies: Sequence[Strategy]) -> Iterator[Slices]:
+    yield from _wholes(stage, strategies)
+    count, mixed = len(stage.operators), strategies[:MIXED_STRATEGIES]
+    for cut in cuts(stage, graph):
+        for before in mixed:
+            yield from (((before,),) * cut + ((after,),) * (count - cut) for after in mixed if after != before)
+    yield from _splits(stage, graph, strategies)
+
+
+def cuts(stage: Stage, graph: ModelGraph) -> list[int]:
+    """Return where a block's operators may change strategy: how many come before."""
+    if stage.block is None:
+        return []
+    sizes = [graph.operators[o].numel for o in stage.operators]
+    large = [position for position, size in enumerate(sizes) if size >= LARGE * max(sizes)]
+    return [previous + 1 for previous in large[:-1]]
+
+
+def _splits(stage: Stage, graph: ModelGraph, strategies: Sequence[Strategy]) -> Iterator[Slices]:
+    gathered = [s for s in strategies if s.group > 1 and s.kind.joins and not s.keeps_unsharded]
+    for most in gathered[:1]:
+        others = [s for s in strategies if s != most][: SPLIT_STRATEGIES - 1]
+        for count in SLICE_COUNTS:
+            parts = splittable(stage, graph, count)
+            step = -(-count // SLICE_STEPS)
+            for sharded in range(step, count + 1, step) if parts else ():
+                for other in others if sharded < count else others[:1]:
+                    slices = (most,) * sharded + (other,) * (count - sharded)
+                    yield tuple(slices if o in parts else (most,) for o in stage.operators)
+
+
+def splittable(stage: Stage, graph: ModelGraph, count: int) -> frozenset[int]:
+    """Return the large operators of a stage that are worth so many slices; none unless all large linear ones are."""
+    largest = max(graph.operators[o].numel for o in stage.operators)
+    large = [o for o in stage.operators if graph.operators[o].numel >= LARGE * largest]
+    linear = [o for o in large if _can_split(graph, o, count)]
+    worth = all(graph.operators[o].numel >= count * SLICE_NUMEL for o in linear)
+    return frozenset(linear) if worth else frozenset()
+
+
+def _can_split(graph: ModelGraph, operator: int, count: int) -> bool:
+    try:
+        check_split(graph.operators[operator], count)
+    except OsdpError:
+        return False
+    return True

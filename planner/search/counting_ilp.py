@@ -1,0 +1,393 @@
+"""The integer program: how many stages of each kind take which option.
+
+Variables (r a run of alike stages, k an option of its kind)
+
+    n[r, k]     integer, how many of the run's stages take the option; sum_k n[r, k] = length of r
+    used[r, k]  0 or 1, whether any does (for runs longer than one; otherwise n itself)
+
+Objective: seconds of a step.  In *counted* form each option costs what one more stage of it adds to
+a long run of its own (`steady_s`); the order inside a run is left to decoding.  In *exact* form
+(every stage a run of its own) each window max(computation, communication of the neighbours) of
+`planner.cost.step_time` is a variable above both, so that the optimum is the closed form's own; options may
+differ in their numbers of segments.
+
+Memory: one row per moment of `planner.cost.peak_memory`.  Inside a run stages are laid out by the change that
+their backward makes, gradients less activations, the most negative on top; the memory over a run is
+then convex, and highest at the first or last stage of each option.  Rows are written for those, with
+the least that neighbours can hold; a moment that the decoded plan still violates is added with what
+its neighbours do hold, and the program is solved again.
+
+PuLP is the modelling layer; HiGHS solves (CBC if it is missing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pulp
+
+from planner.cost.peak_memory import beside, neighbour_bytes, peak_memory
+from planner.cost.stage_option import Option
+from planner.cost.step_time import step_time, waiting_s
+from planner.cost.windows import Windows, windows_of
+from planner.cost.workload import Workload
+from planner.search.pareto import lightest
+from planner.search.search_space import Menu
+
+EXACT_STAGES = 8
+"""Up to this many stages the exact form is worth trying.  Measured on two CPU cores: mostly under 0.1 s,
+but up to 3 s at 10 stages and over 20 s at 26 where blocks are alike; counting takes 0.03 s."""
+
+EXACT_SECONDS = 2.0
+"""After this long the exact form gives its best plan, not proven."""
+
+MANY_RUNS_GAP = 1e-3
+"""Relative gap at which the solver may stop on many runs: pricing and local search go on from there.
+Measured on 300 distinct layers: 0.2 s, against more than 15 s for a tenth of it."""
+
+COUNTED_SECONDS = 20.0
+"""The same for the counted form; never reached on the models of the zoo."""
+
+FEW_RUNS = 40
+"""Up to this many runs, every run gets its memory rows at once (each row is as long as the model)."""
+
+MAX_CUTS = 30
+"""Rounds of adding violated moments before the last plan is given up as infeasible."""
+
+SMALLEST_CUTS = 3
+"""The same rounds for the plan that needs least memory, which is the best of those; eight took 2.5 times as
+long on a model of twelve blocks."""
+SAME_PEAK = 1e-6
+"""Relative difference up to which the program's peak is the decoded plan's, but for the solver's tolerance."""
+
+SOLVED = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+SOLVER_ERROR = 1e-6
+"""Relative error that the solver's tolerances (1e-6 of a row) may make its bound too high by."""
+
+Terms = dict[pulp.LpVariable, float]
+
+
+class _Edges:
+    """What one stage's windows at its edges are made of, as terms in its counts."""
+
+    def __init__(self, count: Sequence[pulp.LpVariable], windows: Sequence[Windows], last: bool) -> None:
+        def terms(name: str) -> Terms:
+            return {n: getattr(w, name) for n, w in zip(count, windows, strict=True)}
+
+        self.first_gather, self.last_gather = terms("first_gather_s"), terms("last_gather_s")
+        self.reduce = terms("last_reduce_s" if last else "reduce_s")
+        self.forward, self.top, self.top_gather = terms("forward_s"), terms("top_s"), terms("top_gather_s")
+        self.bottom = terms("bottom_s")
+        self.bottom_reduce = terms("last_bottom_reduce_s" if last else "bottom_reduce_s")
+        self.several = {n for n, w in zip(count, windows, strict=True) if not w.single}
+        """Options of more than one segment, whose top and bottom windows are two."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the solver says, decoded."""
+
+    options: tuple[Option, ...]
+    """One option per stage in execution order."""
+    picks: tuple[int, ...]
+    """For each stage, the index of its option in the menu."""
+    objective_s: float
+    """Objective of the integer program."""
+    least_s: float = 0.0
+    """In exact form: no plan of the menu within the limit is faster, by the solver's own bound."""
+
+
+def steady_s(option: Option, menu: Menu) -> float:
+    """Return what one more stage of this option adds to the step of a long run of it."""
+    four, three = (step_time([option] * count, menu.load) for count in (4, 3))
+    own_s = four.total_s - four.waiting_s - three.total_s + three.waiting_s
+    return own_s + waiting_s(option, menu.load, menu.meets)
+
+
+def drift_bytes(option: Option, load: Workload) -> float:
+    """Return by how much the live memory changes when its backward is over."""
+    gradients = 0 if load.accumulation > 1 else option.gradients
+    return gradients + option.late - option.saved - option.kept
+
+
+def make_solver(gap: float, seconds: float) -> pulp.LpSolver:
+    """Return HiGHS, or CBC where highspy is missing."""
+    solver = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap)
+    if solver.available():
+        return solver
+    return pulp.PULP_CBC_CMD(msg=False, timeLimit=seconds, gapRel=gap)
+
+
+class CountingProgram:
+    """Builds and solves the program for one menu and one limit."""
+
+    def __init__(self, menu: Menu, limit_bytes: float | None, exact: bool = False) -> None:
+        self.menu, self.load = menu, menu.load
+        self.exact = exact
+        self.runs = tuple((kind, 1) for kind in menu.kinds) if self.exact else menu.runs()
+        self.gap = 0.0 if len(self.runs) <= FEW_RUNS else MANY_RUNS_GAP
+        self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
+        self.limit: pulp.LpVariable | float = self.problem.add_variable("limit_mib", 0)
+        if limit_bytes is not None:
+            self.limit = float(limit_bytes - self.load.cluster.reserve_bytes)
+        self.count: list[list[pulp.LpVariable]] = []
+        self.used: list[list[pulp.LpVariable]] = []
+        self.with_rows: set[int] = set()
+        """Runs of one stage whose rows have been added."""
+        self.windows = [
+            [windows_of(option, self.load, menu.meets) for option in self.options(r)] for r in range(len(self.runs))
+        ]
+        for r, (kind, length) in enumerate(self.runs):
+            self._add_run(r, len(menu.options[kind]), length)
+
+    def _add_run(self, r: int, options: int, length: int) -> None:
+        count = [self._integer(f"n_{r}_{k}", length) for k in range(options)]
+        self.problem += pulp.LpAffineExpression([(n, 1) for n in count]) == length
+        used = count
+        if length > 1:
+            used = [self._integer(f"used_{r}_{k}", 1) for k in range(options)]
+            for n, u in zip(count, used, strict=True):
+                self.problem += pulp.LpAffineExpression([(n, 1), (u, -length)]) <= 0
+        self.count.append(count)
+        self.used.append(used)
+
+    def _integer(self, name: str, most: int) -> pulp.LpVariable:
+        return self.problem.add_variable(name, 0, most, pulp.LpInteger)
+
+    def options(self, r: int) -> tuple[Option, ...]:
+        """Return the options of a run."""
+        return self.menu.options[self.runs[r][0]]
+
+    # --- objective ---
+
+    def minimise_time(self) -> None:
+        """Set the objective to the seconds of a step."""
+        terms: Terms = {}
+        for r in range(len(self.runs)):
+            for k, (n, option) in enumerate(zip(self.count[r], self.options(r), strict=True)):
+                terms[n] = self.windows[r][k].inner_s if self.exact else steady_s(option, self.menu)
+        if self.exact and self.load.cluster.overlaps:
+            passes = [(False, self.load.accumulation - 1), (True, 1)]
+            for last, repeats in passes:
+                if repeats:
+                    self._add_windows(terms, last, repeats)
+        self.problem.setObjective(_expression(terms))
+
+    def _add_windows(self, terms: Terms, last: bool, repeats: int) -> None:
+        """Add forward and backward of one micro-batch to the objective, window by window."""
+        chain = [_Edges(count, windows, last) for count, windows in zip(self.count, self.windows, strict=True)]
+        for part in (chain[0].first_gather, chain[0].reduce, chain[-1].last_gather):
+            _add(terms, part, repeats)
+        nothing: Terms = {}
+        for r, here in enumerate(chain):
+            above, below = chain[r + 1] if r + 1 < len(chain) else None, chain[r - 1] if r else None
+            reduction, gather = above.reduce if above else nothing, below.last_gather if below else nothing
+            most_s = max(gather.values(), default=0.0)
+            several = dict.fromkeys(here.several, -most_s)
+            one = {n: -most_s for n in self.count[r] if n not in here.several}
+            # A row that is for stages of one segment only (or of several) gives way by the largest gather.
+            windows = {
+                "forward": [[here.forward], [above.first_gather if above else nothing]],
+                "top": [[here.top], [reduction, here.top_gather], [reduction, gather, several]],
+                "bottom": [[here.bottom], [here.bottom_reduce, gather, one]] if here.several else [],
+            }
+            for name, rows in windows.items():
+                window = self.problem.add_variable(f"{name}_{r}_{int(last)}", 0)
+                terms[window] = repeats
+                for row in rows:
+                    under: Terms = {window: -1.0}
+                    for part in row:
+                        _add(under, part, 1)
+                    self.problem += _expression(under) <= 0
+
+    # --- memory ---
+
+    def limit_memory(self) -> None:
+        """Add the optimizer's row and the rows of every run's ends."""
+        temporaries = self.load.optimizer.temporaries
+        terms: Terms = {}
+        for r in range(len(self.runs)):
+            for n, option in zip(self.count[r], self.options(r), strict=True):
+                terms[n] = option.rest + (1 + temporaries) * option.gradients
+        self._at_most_limit(terms)
+        # Of many runs only the last two can be expected to matter; the others are added when violated.
+        first = 0 if len(self.runs) <= FEW_RUNS else len(self.runs) - 2
+        for r in range(first, len(self.runs)):
+            if self.runs[r][1] == 1:
+                self._add_single_rows(r)
+            else:
+                for k in range(len(self.options(r))):
+                    self._add_run_rows(r, k)
+
+    def _base(self, r: int, forward: bool) -> Terms:
+        """Return what other runs hold while run `r` is at work, and what rests everywhere."""
+        accumulates = self.load.accumulation > 1
+        terms: Terms = {}
+        for q in range(len(self.runs)):
+            for n, option in zip(self.count[q], self.options(q), strict=True):
+                held = float(option.rest)
+                held += option.saved + option.kept if q < r else 0.0
+                held += option.gradients if accumulates or (q > r and not forward) else 0.0
+                held += option.late if q > r and not forward else 0.0
+                terms[n] = held
+        return terms
+
+    def _add_single_rows(self, r: int) -> None:
+        self.with_rows.add(r)
+        shapes = {moment.sees: moment for option in self.options(r) for moment in option.moments}
+        for sees, moment in sorted(shapes.items(), key=lambda item: item[0]):
+            terms = self._base(r, moment.phase == "forward")
+            for n, option in zip(self.count[r], self.options(r), strict=True):
+                local = [option.bytes_at(m) for m in option.moments if m.sees == sees]
+                _add(terms, {n: max(local, default=0.0)}, 1)
+            for q, is_above in ((r + 1, True), (r - 1, False)):
+                if 0 <= q < len(self.runs):
+                    seen = [neighbour_bytes(moment, *beside(o, is_above)) for o in self.options(q)]
+                    _add(terms, dict(zip(self.used[q], seen, strict=True)), 1)
+            self._at_most_limit(terms)
+
+    def _layout(self, r: int) -> list[int]:
+        """Return the run's options from top to bottom."""
+        options = self.options(r)
+        return sorted(range(len(options)), key=lambda k: (drift_bytes(options[k], self.load), k))
+
+    def _add_run_rows(self, r: int, k: int) -> None:
+        option = self.options(r)[k]
+        around = [o for q in (r - 1, r, r + 1) if 0 <= q < len(self.runs) for o in self.options(q)]
+        for moment in option.moments:
+            forward = moment.phase == "forward"
+            own = option.bytes_at(moment)
+            own += sum(min(neighbour_bytes(moment, *beside(o, is_above)) for o in around) for is_above in (True, False))
+            self._at_most_limit(self._moment_terms(r, k, forward, own, first=True))
+            if drift_bytes(option, self.load) > 0 and not forward:
+                self._at_most_limit(self._moment_terms(r, k, False, own, first=False))
+
+    def _moment_terms(self, r: int, k: int, forward: bool, own: float, first: bool) -> Terms:
+        """Return the memory at a moment of the topmost (`first`) or of the lowest stage that takes option k."""
+        terms, options, layout = self._base(r, forward), self.options(r), self._layout(r)
+        accumulates = self.load.accumulation > 1
+        place = layout.index(k)
+        for position, other in enumerate(layout):
+            option, n = options[other], self.count[r][other]
+            above = position < place or (other == k and not first)
+            reduced = 0.0 if accumulates or forward else float(option.gradients)
+            reduced += 0.0 if forward else option.late
+            held = reduced if above else option.saved + option.kept
+            _add(terms, {n: held}, 1)
+            if other == k:
+                _add(terms, {self.used[r][k]: own - held}, 1)
+        return terms
+
+    def _at_most_limit(self, terms: Terms) -> None:
+        # In MiB: rows in bytes next to rows in seconds would be badly scaled.
+        row = _expression({n: value / 2**20 for n, value in terms.items()})
+        limit = self.limit / 2**20 if isinstance(self.limit, float) else self.limit
+        self.problem += row - limit <= 0 if isinstance(limit, pulp.LpVariable) else row <= limit
+
+    # --- solving ---
+
+    def solve(self, limit_bytes: float) -> Solution | None:
+        """Return the best plan within the limit, or None if none was found."""
+        self.limit_memory()
+        least_s = 0.0
+        for attempt in range(MAX_CUTS):
+            self.problem.solve(make_solver(self.gap, EXACT_SECONDS if self.exact else COUNTED_SECONDS))
+            if attempt == 0 and self.exact:
+                least_s = self._least_s()  # Rows that are added later are for what was decoded, not for all plans.
+            solution = self._decode()
+            if solution is None:
+                return None
+            peak = peak_memory(solution.options, self.load)
+            if peak.total_bytes <= limit_bytes:
+                return replace(solution, least_s=least_s)
+            self._cut_off(solution, limit_bytes)
+        return None
+
+    def _least_s(self) -> float:
+        """Return the solver's own lower bound on the objective."""
+        if self.problem.sol_status not in SOLVED:
+            return 0.0
+        info = getattr(getattr(self.problem, "solverModel", None), "getInfo", None)
+        if info is not None:
+            return max(0.0, float(info().mip_dual_bound) * (1 - SOLVER_ERROR))
+        # CBC's interface gives no bound, but a proof counts.
+        proven = self.problem.sol_status == pulp.LpSolutionOptimal
+        return float(pulp.value(self.problem.objective)) * (1 - SOLVER_ERROR) if proven else 0.0
+
+    @classmethod
+    def smallest(cls, menu: Menu) -> Solution:
+        """Return a plan that needs about the least memory; its objective means nothing."""
+        kept = [lightest(options) for options in menu.options]
+        program = cls(menu.only(kept), None, exact=len(menu.kinds) <= EXACT_STAGES)
+        program.problem.setObjective(pulp.LpAffineExpression([(program.limit, 1)]))
+        program.limit_memory()
+        best: tuple[float, Solution] | None = None
+        for _ in range(SMALLEST_CUTS):
+            program.problem.solve(make_solver(program.gap, COUNTED_SECONDS))
+            solution = program._decode()
+            if solution is None:
+                break
+            peak = peak_memory(solution.options, menu.load)
+            if best is None or peak.total_bytes < best[0]:
+                best = peak.total_bytes, solution
+            told_bytes = solution.objective_s * 2**20 + menu.load.cluster.reserve_bytes
+            if peak.stage is None or peak.total_bytes <= told_bytes * (1 + SAME_PEAK):
+                break
+            program._cut_off(solution, told_bytes)
+        assert best is not None, "without a limit there is a plan"
+        picks = tuple(kept[kind][k] for kind, k in zip(menu.kinds, best[1].picks, strict=True))
+        return replace(best[1], picks=picks)
+
+    def _decode(self) -> Solution | None:
+        """Lay the counts out as one option per stage; None if the solver found none."""
+        if self.problem.sol_status not in SOLVED:
+            return None
+        picks: list[int] = []
+        for r, (_, length) in enumerate(self.runs):
+            from_top = [k for k in self._layout(r) for _ in range(round(self.count[r][k].value() or 0))]
+            if len(from_top) != length:
+                return None  # It ran out of time before it had a plan, and says "feasible" all the same.
+            picks += reversed(from_top)
+        options = tuple(self.menu.options[kind][k] for kind, k in zip(self.menu.kinds, picks, strict=True))
+        return Solution(options, tuple(picks), pulp.value(self.problem.objective))
+
+    def _cut_off(self, solution: Solution, limit_bytes: float) -> None:
+        """Add the moment at which the decoded plan exceeds the limit."""
+        peak = peak_memory(solution.options, self.load)
+        if peak.stage is None:
+            return  # The optimizer's row is there: off by the solver's tolerance, which no row mends.
+        starts = [sum(length for _, length in self.runs[:r]) for r in range(len(self.runs))]
+        r = max(i for i, start in enumerate(starts) if start <= peak.stage)
+        if self.runs[r][1] == 1 and r not in self.with_rows:
+            self._add_single_rows(r)
+            return
+        k = solution.picks[peak.stage]
+        same = [i for i in range(starts[r], starts[r] + self.runs[r][1]) if solution.picks[i] == k]
+        forward, first = peak.phase == "forward", peak.stage == same[-1]
+        # What the stage itself holds follows from the peak and from what the row says of all others.
+        others = self._moment_terms(r, k, forward, 0.0, first)
+        elsewhere = sum(value * (n.value() or 0.0) for n, value in others.items())
+        own = peak.total_bytes - self.load.cluster.reserve_bytes - elsewhere
+        self._at_most_limit(self._moment_terms(r, k, forward, own, first))
+
+
+def _add(terms: Terms, more: Terms, factor: float) -> None:
+    for variable, value in more.items():
+        terms[variable] = terms.get(variable, 0.0) + factor * value
+
+
+def _expression(terms: Terms) -> pulp.LpAffineExpression:
+    return pulp.LpAffineExpression([(variable, value) for variable, value in terms.items() if value])
+
+
+def fastest(menu: Menu, limit_bytes: float, exact: bool = False) -> Solution | None:
+    """Return the fastest plan of a menu within a limit, or None if nothing fits."""
+    program = CountingProgram(menu, limit_bytes, exact)
+    program.minimise_time()
+    return program.solve(limit_bytes)
+
+
+def counted_s(options: Sequence[Option], menu: Menu) -> float:
+    """Return what the counted objective gives for a plan: the pure function behind it."""
+    return sum(steady_s(option, menu) for option in options)

@@ -1,0 +1,130 @@
+"""The search among plans that DistributedDataParallel runs: which blocks to recompute at each micro-batch.
+
+With c_j the seconds that recomputing block j costs in a step of M micro-batches, d_j the activations
+that it saves, and `excess` what the model without recomputation holds above the limit when the
+backward of its last stage begins, every plan that fits has
+
+    sum_j c_j x_j >= R = min { sum_j c_j x_j : sum_j d_j x_j >= excess, 0 <= x_j <= 1 }    `_Sizing.least_s`
+
+(the fractional knapsack, filled by c_j / d_j), and so, as a longer backward can hide that much more,
+
+    step >= step without recomputation + R - min(exposed communication, R / M)             `_Sizing.bound_s`
+
+The plan itself recomputes whole blocks in the same order, as few as make it fit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from planner.cost.ddp import COPY, Replica, can_replicate
+from planner.cost.peak_memory import peak_memory
+from planner.cost.stage_option import Option
+from planner.cost.step_time import step_time
+from planner.cost.workload import Workload
+from planner.search.search_space import Space
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """The fastest plan that DistributedDataParallel runs within the limit, if it beats the floor."""
+
+    load: Workload | None = None
+    """None if none does."""
+    options: tuple[Option, ...] = ()
+    samples_per_s: float = 0.0
+    bound_samples_per_s: float = 0.0
+    """No such plan of any workload is faster, but for those below the floor."""
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether one beats the floor."""
+        return self.load is not None
+
+
+def fastest_replicated(space: Space, loads: Sequence[Workload], limit_bytes: float, floor: float) -> Replicated:
+    """Return the fastest plan of more than `floor` samples per second; `loads` by growing micro-batch."""
+    best, speed = Replicated(), floor
+    pinned = space.pins.strategies.values()
+    taken = [COPY, *space.idle_strategies(loads[0].cluster), *(strategy for slices in pinned for strategy in slices)]
+    is_split = any(len(slices) > 1 for slices in pinned)
+    if is_split or not can_replicate(space.graph, taken, loads[0].precision):
+        return best
+    for load in loads:
+        sizing = _Sizing(space, load, limit_bytes)
+        least_s = sizing.least_s()
+        if least_s is None:
+            if load.accumulation == 1:
+                break  # More samples at once never need less memory.
+            continue
+        bound = load.samples_per_step / sizing.bound_s(least_s)
+        if bound <= speed:
+            continue
+        best = replace(best, bound_samples_per_s=max(best.bound_samples_per_s, bound))
+        options = sizing.fewest_recomputed()
+        found = load.samples_per_step / step_time(options, load).total_s if options else 0.0
+        if found > speed:
+            best, speed = replace(best, load=load, options=options, samples_per_s=found), found
+    return best
+
+
+class _Sizing:
+    """A replica at one workload that has to be made small enough."""
+
+    def __init__(self, space: Space, load: Workload, limit_bytes: float) -> None:
+        self.load, self.limit_bytes = load, limit_bytes
+        self.replica, self.stages = Replica(space, load), space.model.stages
+        free = {stage.block for stage in self.stages} - {None, *space.pins.recompute}
+        always = {block for block, again in space.pins.recompute.items() if again}
+        self.pinned = [stage.block in always for stage in self.stages]
+        self.plain = self.replica.options(self.pinned)
+        again = self.replica.options([stage.block is not None for stage in self.stages])
+        pairs = list(zip(self.plain, again, strict=True))
+        self.saving = [without.saved - with_.saved for without, with_ in pairs]
+        self.cost_s = [load.accumulation * sum(s.recompute_s for s in option.segments) for option in again]
+        worthy = [j for j, stage in enumerate(self.stages) if stage.block in free and self.saving[j] > 0]
+        # From the bottom: what is recomputed there is recomputed when little else is held.
+        self.order = sorted(worthy, key=lambda j: self.cost_s[j] / self.saving[j])
+
+    @property
+    def excess_bytes(self) -> float:
+        """What is held above the limit when the last stage's backward begins and nothing is recomputed."""
+        held = float(sum(option.rest + option.gradients for option in self.plain)) + self.load.cluster.reserve_bytes
+        held += self.replica.gradients if self.load.accumulation > 1 else 0
+        held += sum(option.saved for option in self.plain[:-1])
+        # A last stage that may be recomputed holds more than nothing, which is all that holds for both ways.
+        if self.stages[-1].block is None:
+            held += max(m.activations for m in self.plain[-1].moments if m.phase == "backward")
+        return held - self.limit_bytes
+
+    def least_s(self) -> float | None:
+        """Return R, or None if recomputing everything is not enough."""
+        excess, seconds = self.excess_bytes, 0.0
+        for j in self.order:
+            if excess <= 0:
+                break
+            share = min(1.0, excess / self.saving[j])
+            seconds += share * self.cost_s[j]
+            excess -= share * self.saving[j]
+        return seconds if excess <= 0 else None
+
+    def bound_s(self, least_s: float) -> float:
+        """Return a lower bound on the step time of every plan that fits."""
+        time = step_time(self.plain, self.load)
+        hidden_s = min(time.exposed_communication_s, least_s / self.load.accumulation)
+        return time.total_s + least_s - (hidden_s if self.load.cluster.hides_buckets else 0.0)
+
+    def fewest_recomputed(self) -> tuple[Option, ...]:
+        """Return the options with as few recomputed blocks, taken in order, as fit; none if all do not do."""
+
+        def options(count: int) -> tuple[Option, ...]:
+            chosen = set(self.order[:count])
+            return self.replica.options([again or j in chosen for j, again in enumerate(self.pinned)])
+
+        def fits(count: int) -> bool:
+            return peak_memory(options(count), self.load).total_bytes <= self.limit_bytes
+
+        count = bisect_left(range(len(self.order) + 1), True, key=fits)
+        return options(count) if count <= len(self.order) else ()

@@ -1,0 +1,186 @@
+"""Why nothing fits: what the smallest plan holds when it holds most, and which single changes make it fit.
+
+The smallest plan is the one of least peak memory that the integer program and pricing find.  It is
+found again under each single change (a smaller micro-batch, more ranks, ...), so that only what the
+cost functions have confirmed is advised.  The phase, the operator and the categories are those of
+the smallest plan's peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from planner.cost.peak_memory import MemoryPeak
+from planner.cost.workload import Workload
+from planner.pins import Pin, on_cluster, resolve
+from planner.search.least_memory import Smallest, is_ruled_out, smallest_plan
+from planner.search.search_space import Space
+from profiler.byte_sizes import MIB, format_bytes, whole_mib
+from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
+
+if TYPE_CHECKING:
+    from planner.search.search import Task
+
+MOST_DOUBLINGS = 4
+"""How often the number of ranks is doubled to see whether that is enough."""
+SMALLEST_OPTIMIZER = "sgd"
+"""The optimizer that keeps least."""
+LARGEST_NODE = 16
+"""Ranks of a node that is worth advising: DGX-2 has sixteen."""
+SHOWN_CATEGORIES = 4
+"""Categories of the peak that the message names."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change after which a plan fits, by the cost functions."""
+
+    change: str
+    """E.g. `--nodes 2`."""
+    needed_bytes: int
+    """Peak of the smallest plan then."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is known of a problem that no plan fits."""
+
+    limit_bytes: int
+    """What a plan may use."""
+    peak: MemoryPeak
+    """Of the smallest plan that was found."""
+    load: Workload
+    """The smallest plan's."""
+    operator: str
+    """Operator that it peaks at; empty in the optimizer step."""
+    largest: tuple[str, ...]
+    """The model's largest operators."""
+    remedies: tuple[Remedy, ...]
+    headroom_bytes: int = 0
+    """Memory of the user's limit that is to be left free beside."""
+    advised_bytes: int | None = None
+    """The smallest limit that works with the headroom; None: without a headroom."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """The smallest limit that works, in whole MiB, without the headroom."""
+        return whole_mib(self.peak.total_bytes)
+
+
+class NothingFits(OsdpError):  # noqa: N818, it is what happened, as PeerLost is
+    """No plan fits the memory limit."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        self.refusal = refusal
+        limit_bytes, needed_bytes = refusal.limit_bytes, refusal.needed_bytes
+        free = f", of which {format_bytes(refusal.headroom_bytes)} are to stay free" if refusal.headroom_bytes else ""
+        where = f"in {refusal.peak.phase} of {refusal.operator}" if refusal.operator else "in the optimizer step"
+        parts = sorted(refusal.peak.categories.items(), key=lambda item: -item[1])[:SHOWN_CATEGORIES]
+        shares = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts if size)
+        super().__init__(
+            "no plan fits the memory limit",
+            got=f"{format_bytes(limit_bytes + refusal.headroom_bytes)} per device{free}",
+            expected=f"at least {needed_bytes // MIB:,} MiB for the smallest plan found (micro-batch "
+            f"{refusal.load.micro_batch}), which peaks {where}: {shares}",
+            advice="; or ".join(_advice(refusal)) + f"; the largest operators are {' and '.join(refusal.largest)}",
+        )
+
+    def __reduce__(self) -> tuple[type[NothingFits], tuple[Refusal]]:
+        """Let ranks hand it to each other: pickle makes an exception of its message, else."""
+        return NothingFits, (self.refusal,)
+
+
+def _advice(refusal: Refusal) -> Iterator[str]:
+    """Yield what can be done, each confirmed by the cost functions."""
+    device, needed_bytes = refusal.load.cluster.device, refusal.advised_bytes or refusal.needed_bytes
+    if needed_bytes <= device.memory_bytes.value:
+        yield f"--mem {needed_bytes // MIB}MB"
+    else:
+        yield f"a device with more memory than the {format_bytes(device.memory_bytes.value)} of {device.name}"
+    for remedy in refusal.remedies:
+        yield f"{remedy.change} (then {format_bytes(remedy.needed_bytes)} is enough)"
+    if not refusal.remedies:
+        yield "a smaller model or shorter samples (--seq), which have to be traced to know"
+
+
+def refusal_of(smallest: Smallest, space: Space, task: Task) -> Refusal:
+    """Return why no plan of a task fits, given the one that needs least memory."""
+    candidate, peak = smallest.candidate, smallest.peak
+    operator = candidate.space.operator_at(peak)
+    largest = sorted(space.graph.operators, key=lambda operator: -operator.numel)[:2]
+    attempts = _changes(task, candidate.load)
+    remedies = tuple(remedy for change in attempts for remedy in _first_enough(space, change, task))
+    return Refusal(task.limit_bytes, peak, candidate.load, operator.name if operator else "",
+                   tuple(operator.name for operator in largest), remedies)  # fmt: skip
+
+
+def _first_enough(space: Space, attempts: Iterable[tuple[str, Workload]], task: Task) -> Iterator[Remedy]:
+    """Yield the first of several attempts at one change after which a plan fits, if any."""
+    for change, load in attempts:
+        there = space_on(space, load.cluster, task)
+        if is_ruled_out(there, load, task.limit_bytes):
+            continue
+        needed_bytes = smallest_plan(there, load, task.limit_bytes).needed_bytes
+        if needed_bytes <= task.limit_bytes:
+            yield Remedy(change, needed_bytes)
+            return
+
+
+def space_on(space: Space, cluster: Cluster, task: Task) -> Space:
+    """Return the space of a task on another cluster; raises OsdpError if it has not what is pinned."""
+    if cluster == task.cluster or not task.pins.strategies:
+        return space
+    return Space(task.graph, pins=on_cluster(task.pins, cluster))
+
+
+def _changes(task: Task, load: Workload) -> Iterator[Iterable[tuple[str, Workload]]]:
+    """Yield the single changes that may help, each as attempts from the smallest to the largest."""
+    batch = load.micro_batch
+    if task.micro_batch is not None:
+        smaller = [size for size in range(batch - 1, 0, -1) if batch % size == 0]
+        repeats = {size: load.accumulation * (batch // size if task.global_batch else 1) for size in smaller}
+        yield [(f"--batch {size}", replace(load, micro_batch=size, accumulation=repeats[size])) for size in smaller]
+    if load.accumulation > 1:
+        yield [(f"--global-batch {load.cluster.world_size * batch}", replace(load, accumulation=1))]
+    yield _with_more_ranks(task, load)
+    if load.optimizer_name != SMALLEST_OPTIMIZER:
+        yield [(f"--optimizer {SMALLEST_OPTIMIZER}", replace(load, optimizer_name=SMALLEST_OPTIMIZER))]
+
+
+def _with_more_ranks(task: Task, load: Workload) -> Iterator[tuple[str, Workload]]:
+    """Yield the workload on more and more nodes, or on larger ones if nothing links them, while it can be."""
+    cluster = load.cluster
+    for factor in (2**doublings for doublings in range(1, MOST_DOUBLINGS + 1)):
+        if load.accumulation % factor and task.global_batch is not None:
+            return  # The global batch cannot be split over so many ranks.
+        if cluster.inter is not None:
+            larger, change = replace(cluster, nodes=cluster.nodes * factor), f"--nodes {cluster.nodes * factor}"
+        else:
+            ranks = cluster.gpus_per_node * factor
+            if ranks > LARGEST_NODE:
+                return
+            larger, change = replace(cluster, gpus_per_node=ranks), f"--gpus-per-node {ranks}"
+        repeats = load.accumulation // factor if task.global_batch is not None else load.accumulation
+        try:
+            on_cluster(task.pins, larger)
+        except OsdpError:
+            return  # What is pinned does not exist there.
+        yield change, replace(load, cluster=larger, accumulation=repeats)
+
+
+def blame(task: Task, load: Workload, wishes: Sequence[Pin]) -> Iterator[Remedy]:
+    """Yield each pin without which a workload has a plan that fits; all of them if only together they are to blame."""
+    without = {f"without --pin '{pin}'": [*wishes[:index], *wishes[index + 1 :]] for index, pin in enumerate(wishes)}
+    guilty = [remedy for change, rest in without.items() for remedy in _without(task, load, change, rest)]
+    yield from guilty or (_without(task, load, "without any pin", []) if len(wishes) > 1 else ())
+
+
+def _without(task: Task, load: Workload, change: str, rest: Sequence[Pin]) -> Iterator[Remedy]:
+    """Yield the remedy of keeping only the other pins, if it is one."""
+    free = Space(task.graph, pins=resolve(rest, task.graph, task.cluster))
+    needed_bytes = smallest_plan(free, load, task.limit_bytes).needed_bytes
+    if needed_bytes <= task.limit_bytes:
+        yield Remedy(change, needed_bytes)

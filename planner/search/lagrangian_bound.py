@@ -1,0 +1,373 @@
+"""A lower bound on the step time of every plan of a menu that fits: what makes the gap certified.
+
+Give every byte above the limit at some moment of the step a price lambda >= 0.  Then
+
+    L(lambda) = min over all sequences of options of  time + lambda * (memory at the moment - limit)
+
+is at most the time of any plan that fits (weak Lagrangian duality; Everett 1963).  The time is a
+sum over stages of windows that see one neighbour on each side (`planner.cost.step_time`), and the memory at
+a fixed moment is a sum over stages, so dynamic programming over the chain finds the minimum exactly,
+over all orders of options, also those that the integer program does not tell apart:
+
+    V_i(u, d) = min over options k of stage i with upward face u of
+                price_i(k) + min over u' of V_(i+1)(u', downward face of k) + windows_k(u', d)
+
+where the upward face of an option is what the stage above sees of it (the gather before its forward,
+its reduction) and the downward face what the stage below sees (the gather before its backward).
+L is concave; `lower_bound_s` maximises it over lambda, and over moments takes the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.peak_memory import beside, neighbour_bytes
+from planner.cost.stage_memory import Moment
+from planner.cost.stage_option import Option
+from planner.cost.windows import Windows, windows_of
+from planner.cost.workload import Workload
+from planner.search.search_space import Menu
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+TOLERANCE = 1e-5
+"""Relative loss of the bound that is taken for stopping within a run of alike stages."""
+
+ROUNDS = 4
+"""Grids of prices, each three times finer than the one before."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A moment at which memory is priced: in the backward of a stage, or the optimizer step (None)."""
+
+    stage: int | None
+    moment: Moment | None = None
+    """Any of the stage's that see the same neighbours."""
+
+
+@dataclass(frozen=True)
+class _Faces:
+    """The options of one kind as arrays over options k."""
+
+    upward: Array
+    """Distinct (first gather, reduction, reduction with all-reduce), one row each."""
+    upward_of: Indices
+    """For each option, its row in `upward`."""
+    downward: Array
+    """Distinct gathers before backward."""
+    downward_of: Indices
+    windows: Array
+    """The numbers of `planner.cost.windows.Windows`, shape (options, numbers)."""
+    order: Indices
+    """Options sorted by upward face."""
+    starts: Indices
+    """Where each upward face starts in `order`."""
+
+    @property
+    def inner_s(self) -> Array:
+        """Seconds that depend on no neighbour."""
+        return self.windows[:, _INNER]
+
+
+_INNER, _FORWARD, _TOP, _TOP_GATHER, _BOTTOM, _SINGLE = (
+    Windows._fields.index(name)
+    for name in ("inner_s", "forward_s", "top_s", "top_gather_s", "bottom_s", "single")
+)
+_UPWARD = [Windows._fields.index(name) for name in ("first_gather_s", "reduce_s", "last_reduce_s")]
+_DOWNWARD = Windows._fields.index("last_gather_s")
+_BOTTOM_REDUCE = [Windows._fields.index(name) for name in ("bottom_reduce_s", "last_bottom_reduce_s")]
+
+
+def _faces(options: Sequence[Option], menu: Menu) -> _Faces:
+    windows = np.array([windows_of(option, menu.load, menu.meets) for option in options], dtype=np.float64)
+    upward, upward_of = np.unique(windows[:, _UPWARD], axis=0, return_inverse=True)
+    downward, downward_of = np.unique(windows[:, _DOWNWARD], return_inverse=True)
+    upward_of = upward_of.reshape(-1)
+    order = np.argsort(upward_of, kind="stable")
+    starts = np.searchsorted(upward_of[order], np.arange(len(upward)))
+    return _Faces(upward, upward_of, downward, downward_of, windows, order, starts)
+
+
+def _edges_s(faces: _Faces, above: Array, below: Array, load: Workload) -> Array:
+    """Return the seconds of the windows at the edges, shape (options, faces above, faces below)."""
+    numbers = faces.windows[:, :, None, None]
+    gather, single = below[None, None, :], numbers[:, _SINGLE] > 0
+    own_gather = np.where(single, gather, numbers[:, _TOP_GATHER])
+    total = load.accumulation * np.maximum(numbers[:, _FORWARD], above[None, :, :1])
+    for last, times in ((0, load.accumulation - 1), (1, 1)):
+        if times:
+            top = np.maximum(numbers[:, _TOP], above[None, :, 1 + last, None] + own_gather)
+            bottom = np.maximum(numbers[:, _BOTTOM], numbers[:, _BOTTOM_REDUCE[last]] + gather)
+            total = total + times * (top + np.where(single, 0.0, bottom))
+    return total
+
+
+class ChainBound:
+    """The dynamic program for one menu."""
+
+    def __init__(self, menu: Menu) -> None:
+        self.menu, self.load = menu, menu.load
+        self.faces = [_faces(options, menu) for options in menu.options]
+        self.tables: dict[tuple[int | None, int, int | None], Array] = {}
+        self._held: dict[tuple[int, int, Place | None], Array] = {}
+        self._duals: dict[tuple[float, Place, int], tuple[float, float]] = {}
+        self._table_lists: dict[tuple[int | None, int, int | None], Any] = {}
+
+    def table(self, above: int | None, kind: int, below: int | None) -> Array:
+        """Return the windows of a kind between two others (None: the end of the chain)."""
+        key = (above, kind, below)
+        if key not in self.tables:
+            upward = np.zeros((1, 3)) if above is None else self.faces[above].upward
+            downward = np.zeros(1) if below is None else self.faces[below].downward
+            self.tables[key] = _edges_s(self.faces[kind], upward, downward, self.load)
+        return self.tables[key]
+
+    def stage_s(self, picks: Sequence[int], index: int) -> float:
+        """Return the seconds of one stage between its neighbours; over all stages they sum to the step."""
+        kinds, repeats, pick = self.menu.kinds, self.load.accumulation, picks[index]
+        top, bottom = index + 1 == len(kinds), index == 0
+        above, below = None if top else kinds[index + 1], None if bottom else kinds[index - 1]
+        upward = 0 if above is None else self._lists[above][1][picks[index + 1]]
+        downward = 0 if below is None else self._lists[below][2][picks[index - 1]]
+        inner_s, _, _, gathers_s, ends_s = self._lists[kinds[index]]
+        total: float = inner_s[pick] + self._table_list(above, kinds[index], below)[pick][upward][downward]
+        if top:
+            total += repeats * gathers_s[pick]
+        if bottom:
+            gather, reduction, last_reduction = ends_s[pick]
+            total += repeats * gather + (repeats - 1) * reduction + last_reduction
+        return total
+
+    @cached_property
+    def _lists(self) -> list[tuple[Any, ...]]:
+        # Plain lists: one-element look-ups in numpy arrays cost several times as much.
+        return [
+            (f.inner_s.tolist(), f.upward_of.tolist(), f.downward_of.tolist(), f.downward[f.downward_of].tolist(),
+             f.upward[f.upward_of].tolist())
+            for f in self.faces
+        ]  # fmt: skip
+
+    def _table_list(self, above: int | None, kind: int, below: int | None) -> Any:
+        key = (above, kind, below)
+        if key not in self._table_lists:
+            self._table_lists[key] = self.table(above, kind, below).tolist()
+        return self._table_lists[key]
+
+    def memory(self, place: Place) -> list[Array]:
+        """Return, for each stage, the bytes of each option at a moment."""
+        rows: list[Array] = []
+        for index, kind in enumerate(self.menu.kinds):
+            relation = _relation(index, place)
+            # Stages further off see nothing of the place but the side that they are on.
+            key = (kind, relation, place if abs(relation) < 2 else None)
+            if key not in self._held:
+                options = self.menu.options[kind]
+                self._held[key] = np.array([_held(option, relation, place, self.load) for option in options])
+            rows.append(self._held[key])
+        return rows
+
+    def least(self, memory: Sequence[Array], prices: Array) -> Array:
+        """Return min over sequences of time + price * memory, for each price, shape of `prices`.
+
+        Within a run of alike stages each adds the same to every V(u, d) but for a while at its ends.  So
+        once V has grown by nearly the same everywhere, the rest of the run is taken at the least growth:
+        if V_i >= V_(i+1) + c in all places then V_(i-n) >= V_i + n c, as minima and sums keep the order.
+        The result is a lower bound, and off by at most `TOLERANCE`.
+        """
+        value: Array | None = None
+        index = len(self.menu.kinds) - 1
+        while index >= 0:
+            faces = self.faces[self.menu.kinds[index]]
+            costs = self._extend(index, value, memory, prices)
+            before, value = value, np.minimum.reduceat(costs[:, faces.order], faces.starts, axis=1)
+            index -= 1
+            rest = self._alike_below(index + 1, memory)
+            if rest and before is not None and before.shape == value.shape:
+                growth = value - before
+                least = growth.min(axis=(1, 2))
+                loss = rest * (growth.max(axis=(1, 2)) - least)
+                if (loss <= TOLERANCE * value.min(axis=(1, 2))).all():
+                    value = value + (rest * least)[:, None, None]
+                    index -= rest
+        assert value is not None, "a model has at least one stage"
+        total: Array = value[:, :, 0].min(axis=1)
+        return total
+
+    def _alike_below(self, index: int, memory: Sequence[Array]) -> int:
+        """Return how many stages right below one add to V by the same rule as it does."""
+        kinds, count = self.menu.kinds, 0
+
+        def rule(i: int) -> tuple[object, ...]:
+            return kinds[i], kinds[i - 1] if i else None, kinds[i + 1] if i + 1 < len(kinds) else None, id(memory[i])
+
+        while index - count - 1 >= 0 and rule(index - count - 1) == rule(index):
+            count += 1
+        return count
+
+    def _extend(self, index: int, value: Array | None, memory: Sequence[Array], prices: Array) -> Array:
+        """Return the cost of this stage and all above, shape (prices, options, faces below).
+
+        `value` is the same for the stage above, minimised to (prices, its upward faces, faces below).
+        """
+        kinds, repeats = self.menu.kinds, self.load.accumulation
+        faces = self.faces[kinds[index]]
+        above = kinds[index + 1] if index + 1 < len(kinds) else None
+        below = kinds[index - 1] if index else None
+        table = self.table(above, kinds[index], below)
+        cost = faces.inner_s[None] + prices[:, None] * memory[index][None]
+        if above is None:
+            cost = cost + repeats * faces.downward[faces.downward_of]
+        if below is None:
+            ends = faces.upward[faces.upward_of]
+            cost = cost + repeats * ends[:, 0] + (repeats - 1) * ends[:, 1] + ends[:, 2]
+        if value is None:
+            best = np.broadcast_to(table[None, :, 0, :], (len(prices), table.shape[0], table.shape[2]))
+        else:
+            seen = value[:, :, faces.downward_of].transpose(0, 2, 1)
+            best = (seen[:, :, :, None] + table[None]).min(axis=2)
+        return best + cost[:, :, None]
+
+    def sequence(self, memory: Sequence[Array], price: float) -> tuple[int, ...]:
+        """Return, for each stage, the option of a sequence that attains `least` at one price."""
+        prices, kinds = np.array([price]), self.menu.kinds
+        value: Array | None = None
+        costs: list[Array] = []
+        values: list[Array] = []
+        for index in range(len(kinds) - 1, -1, -1):
+            faces = self.faces[kinds[index]]
+            costs.append(self._extend(index, value, memory, prices)[0])
+            value = np.minimum.reduceat(costs[-1][faces.order], faces.starts, axis=0)[None]
+            values.append(value[0])
+        costs.reverse()
+        values.reverse()
+        picks = [int(np.argmin(costs[0][:, 0]))]
+        for index in range(1, len(kinds)):
+            # Which upward face the stage below was best off with, and the cheapest option that has it.
+            below = self.faces[kinds[index - 1]]
+            second = self.faces[kinds[index - 2]].downward_of[picks[-2]] if index > 1 else 0
+            table = self.table(kinds[index], kinds[index - 1], kinds[index - 2] if index > 1 else None)
+            face = below.downward_of[picks[-1]]
+            upward = int(np.argmin(values[index][:, face] + table[picks[-1], :, second]))
+            cost = np.where(self.faces[kinds[index]].upward_of == upward, costs[index][:, face], np.inf)
+            picks.append(int(np.argmin(cost)))
+        return tuple(picks)
+
+    def least_bytes(self, place: Place) -> float:
+        """Return what every plan holds at a moment at least, reserve included."""
+        return sum(float(row.min()) for row in self.memory(place)) + self.load.cluster.reserve_bytes
+
+    def dual_s(self, limit_bytes: float, place: Place, rounds: int = ROUNDS) -> float:
+        """Return the bound at one moment."""
+        return self.dual(limit_bytes, place, rounds)[0]
+
+    def dual(self, limit_bytes: float, place: Place, rounds: int = ROUNDS) -> tuple[float, float]:
+        """Return the bound at one moment, and the price of a byte that gives it."""
+        key = (limit_bytes, place, rounds)
+        if key not in self._duals:
+            self._duals[key] = self._dual(*key)
+        return self._duals[key]
+
+    def near(self, limit_bytes: float, place: Place, price: float) -> tuple[float, float]:
+        """Return the best bound at one moment and its price, of a few prices about a given one."""
+        memory, prices = self.memory(place), price * np.array([0.6, 1.0, 1.7])
+        duals = self.least(memory, prices) - prices * (limit_bytes - self.load.cluster.reserve_bytes)
+        return float(duals.max()), float(prices[np.argmax(duals)])
+
+    def _dual(self, limit_bytes: float, place: Place, rounds: int) -> tuple[float, float]:
+        room = limit_bytes - self.load.cluster.reserve_bytes
+        memory = self.memory(place)
+        best, price = self.free_s, 0.0
+        scale = self.free_s / max(room, 1.0)
+        low, high, steps = -7.0, 5.0, 13
+        for _ in range(rounds):
+            exponents = np.linspace(low, high, steps)
+            duals = self.least(memory, scale * 2.0**exponents) - scale * 2.0**exponents * room
+            top = int(np.argmax(duals))
+            if duals[top] > best:
+                best, price = float(duals[top]), float(scale * 2.0 ** exponents[top])
+            width = (high - low) / (steps - 1)
+            low, high, steps = exponents[top] - width, exponents[top] + width, 7
+        return best, price
+
+    @cached_property
+    def free_s(self) -> float:
+        """Seconds of the fastest sequence if memory were free."""
+        return float(self.least(self.memory(Place(None)), np.zeros(1))[0])
+
+    def bound_s(self, limit_bytes: float, places: Sequence[Place], enough_s: float = float("inf")) -> float:
+        """Return the best lower bound over the given moments.
+
+        Stops as soon as the bound reaches `enough_s`.
+        """
+        best, place = self.tightest(limit_bytes, places, enough_s)
+        if place is None or best >= enough_s:
+            return best
+        return max(best, self.dual_s(limit_bytes, place))
+
+    def tightest(self, limit_bytes: float, places: Sequence[Place],
+                 enough_s: float = float("inf")) -> tuple[float, Place | None]:  # fmt: skip
+        """Return a bound at the moment that gives the best one, and the moment; None: memory is ample."""
+        best, best_place, price = self.free_s, None, 0.0
+        for place in places:
+            if best >= enough_s:
+                break
+            # A price that is good at one moment is about right at the others.
+            find = partial(self.near, price=price) if price else partial(self.dual, rounds=1)
+            bound_s, at = find(limit_bytes, place)
+            if bound_s > best:
+                best, best_place, price = bound_s, place, at
+        return best, best_place
+
+
+def _relation(index: int, place: Place) -> int:
+    """Return where a stage is, seen from the place: 9 optimizer, else its distance cut to [-2, 2]."""
+    if place.stage is None:
+        return 9
+    return max(-2, min(2, index - place.stage))
+
+
+def _held(option: Option, relation: int, place: Place, load: Workload) -> float:
+    """Return the bytes that one stage's option adds at the place."""
+    if relation == 9:
+        return option.rest + (1 + load.optimizer.temporaries) * option.gradients
+    held = float(option.rest)
+    if load.accumulation > 1 or relation > 0:
+        held += option.gradients
+    if relation > 0:
+        held += option.late
+    if relation < 0:
+        held += option.saved + option.kept
+    assert place.moment is not None, "a place in a stage is a moment"
+    if abs(relation) == 1:
+        # A stage above that reduces nothing leaves what another has left: at least nothing.
+        held += neighbour_bytes(place.moment, *beside(option, relation > 0))
+    if relation == 0:
+        held += max((option.bytes_at(m) for m in option.moments if m.sees == place.moment.sees), default=0.0)
+    return held
+
+
+def places_near(menu: Menu, stage: int | None) -> tuple[Place, ...]:
+    """Return the moments worth pricing: in the given stage, in the last two, and the optimizer step."""
+    count = len(menu.kinds)
+    stages = dict.fromkeys(s for s in (stage, count - 1, count - 2) if s is not None and 0 <= s < count)
+    found: list[Place] = []
+    for s in stages:
+        seen = {moment.sees: moment for option in menu.options[menu.kinds[s]] for moment in option.moments}
+        found += [Place(s, m) for m in seen.values() if m.phase != "forward" and (m.above or m.below)]
+    return (*found, Place(None))
+
+
+def lower_bound_s(menu: Menu, limit_bytes: float, stage: int | None = None) -> float:
+    """Return seconds that no plan of the menu within the limit can beat.
+
+    `stage` is where the memory of a good plan peaks; any value is valid, a good one is tighter.
+    """
+    return ChainBound(menu).bound_s(limit_bytes, places_near(menu, stage))

@@ -1,0 +1,106 @@
+"""The plan that needs least memory: what fits if anything does, and what a refusal is about.
+
+The integer program that minimises the peak, and pricing of memory at the moments near it, give plans
+of each menu.  Menus are taken by what no plan of theirs is below, and plans by what the menu says
+that they hold; both end where the next cannot be smaller than the best whole plan so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.cost.ddp import as_run
+from planner.cost.peak_memory import MemoryPeak, peak_memory
+from planner.cost.workload import Workload
+from planner.search.counting_ilp import CountingProgram
+from planner.search.lagrangian_bound import ChainBound, places_near
+from planner.search.search_space import Menu, Space
+from planner.search.solve_menu import Candidate
+from profiler.byte_sizes import whole_mib
+
+PRICES = (1e-9, 1e-6, 1e-3)
+"""Seconds a byte, far above what time is worth."""
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The plan that needs least memory, of those found."""
+
+    candidate: Candidate
+    peak: MemoryPeak
+
+    @property
+    def needed_bytes(self) -> int:
+        """The smallest limit that is enough for it, in whole MiB."""
+        return whole_mib(self.peak.total_bytes)
+
+
+def smallest_plan(space: Space, load: Workload, limit_bytes: float = float("inf")) -> Smallest:
+    """Return the plan of one workload that needs least memory, as it is run within a limit."""
+    best: Smallest | None = None
+    chains = [ChainBound(space.menu(load, spanning)) for spanning in space.spanning_offered(load)]
+    least = {index: _least_bytes(chain) for index, chain in enumerate(chains)}
+    for index in sorted(least, key=lambda index: least[index]):
+        if best is not None and least[index] >= best.peak.total_bytes:
+            break
+        found = _smallest_of_menu(space, chains[index], limit_bytes)
+        if best is None or found.peak.total_bytes < best.peak.total_bytes:
+            best = found
+    assert best is not None, "there is at least one strategy"
+    return best
+
+
+def _smallest_of_menu(space: Space, chain: ChainBound, limit_bytes: float) -> Smallest:
+    """Return the smallest plan of a menu, of those that pricing and the program find."""
+    best: Smallest | None = None
+    sizes = {picks: _peak_bytes(chain.menu, picks) for picks in _small_plans(chain)}
+    for picks in sorted(sizes, key=lambda picks: sizes[picks]):
+        if best is not None and sizes[picks] >= best.peak.total_bytes:
+            break  # No rank holds less than the menu says.
+        found = _settled(space, chain.menu, picks, limit_bytes)
+        if best is None or found.peak.total_bytes < best.peak.total_bytes:
+            best = found
+    assert best is not None, "the program gives one plan"
+    return best
+
+
+def smallest_of(space: Space, loads: Sequence[Workload], limit_bytes: float) -> Smallest:
+    """Return the smallest plan of several workloads, by growing micro-batch."""
+    # With a given global batch, few samples at once mean more micro-batches, which keep gradients.
+    ends = (loads[0], loads[-1]) if loads[0].accumulation > 1 else loads[:1]
+    found = [smallest_plan(space, load, limit_bytes) for load in dict.fromkeys(ends)]
+    return min(found, key=lambda smallest: smallest.peak.total_bytes)
+
+
+def is_ruled_out(space: Space, load: Workload, limit_bytes: float) -> bool:
+    """Whether one moment of the step alone proves that no plan fits."""
+    return _least_bytes(ChainBound(space.relaxed_menu(load))) > limit_bytes
+
+
+def _least_bytes(chain: ChainBound) -> float:
+    """Return what no plan of a menu peaks below."""
+    return max(chain.least_bytes(place) for place in places_near(chain.menu, None))
+
+
+def _small_plans(chain: ChainBound) -> Iterator[tuple[int, ...]]:
+    """Yield the picks of plans that need little memory: the program's, and the least at places that can be priced."""
+    smallest = CountingProgram.smallest(chain.menu)
+    yield smallest.picks
+    for place in places_near(chain.menu, peak_memory(smallest.options, chain.menu.load).stage):
+        memory = chain.memory(place)
+        for price in PRICES:
+            yield tuple(chain.sequence(memory, price))
+
+
+def _peak_bytes(menu: Menu, picks: Sequence[int]) -> float:
+    options = [menu.options[kind][k] for kind, k in zip(menu.kinds, picks, strict=True)]
+    return peak_memory(options, menu.load).total_bytes
+
+
+def _settled(space: Space, menu: Menu, picks: Sequence[int], limit_bytes: float) -> Smallest:
+    """Return a plan of a menu as it is priced, written down and run."""
+    settled = space.settled(menu.load, menu.chosen(picks), menu.spanning)
+    options = as_run(settled.options, menu.spanning, None, settled.space, menu.load, limit_bytes)
+    candidate = Candidate(menu.load, settled.space, menu.spanning, settled.choices, options)
+    return Smallest(candidate, peak_memory(options, menu.load))

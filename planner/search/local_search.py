@@ -1,0 +1,114 @@
+"""Local search on a decoded plan: what counting leaves on the table.
+
+The integer program counts options and does not see who stands beside whom.  Two moves repair that:
+swap the options of two stages of one kind, and give one stage another option.  A move is tried if it
+shortens the step (only the windows beside it change) and kept if the plan still fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from planner.cost.peak_memory import peak_memory
+from planner.cost.stage_option import Option
+from planner.search.lagrangian_bound import ChainBound, Place, places_near
+from planner.search.search_space import Menu
+
+MAX_PASSES = 6
+"""Passes over all moves; on the models of the zoo the third finds nothing any more."""
+
+HIGHEST_PRICE = 64.0
+"""Top of the price range, in steps' time for the whole limit."""
+PRICE_STEPS = 18
+"""Halvings of the price range."""
+
+REACH = 50
+"""How far apart two stages may be to be swapped: more pairs cost time and never helped."""
+
+
+class Polisher:
+    """Improves one plan of a menu."""
+
+    def __init__(self, menu: Menu, limit_bytes: float, chain: ChainBound | None = None) -> None:
+        self.menu, self.limit_bytes = menu, limit_bytes
+        self.chain = chain or ChainBound(menu)
+
+    def around_s(self, picks: list[int], places: Iterable[int]) -> float:
+        """Return the seconds of the stages that see one of the places, themselves included."""
+        last = len(picks) - 1
+        seen = {i for p in places for i in (p - 1, p, p + 1) if 0 <= i <= last}
+        return sum(self.chain.stage_s(picks, i) for i in seen)
+
+    def moves(self, picks: list[int]) -> Iterator[dict[int, int]]:
+        """Yield moves as {stage: new option}, for `picks` as they are when the move is asked for."""
+        kinds = self.menu.kinds
+        for i, kind in enumerate(kinds):
+            for option in range(len(self.menu.options[kind])):
+                if picks[i] != option:
+                    yield {i: option}
+            for j in range(i + 1, min(len(kinds), i + 1 + REACH)):
+                if kinds[j] == kind and picks[i] != picks[j]:
+                    yield {i: picks[j], j: picks[i]}
+
+    def improve(self, picks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return picks at least as fast that still fit."""
+        current = list(picks)
+        self._watch_peak(current)
+        for _ in range(MAX_PASSES):
+            improved = False
+            for move in self.moves(current):
+                if self._held(move) - self._held({i: current[i] for i in move}) > self.room_bytes:
+                    continue
+                before_s = self.around_s(current, move)
+                changed = [move.get(i, pick) for i, pick in enumerate(current)]
+                if self.around_s(changed, move) < before_s * (1 - 1e-9) and self.fits(changed):
+                    current[:], improved = changed, True
+                    self._watch_peak(current)
+            if not improved:
+                break
+        return tuple(current)
+
+    def _watch_peak(self, picks: list[int]) -> None:
+        """Note the highest moment and its room: a move that needs more there cannot fit."""
+        peak = peak_memory(self.options(picks), self.menu.load)
+        self.held: list[list[float]] = []
+        self.room_bytes = 0.0
+        if peak.phase == "forward":
+            return  # Rarely the peak, and not among the places that can be priced.
+        places = [place for place in places_near(self.menu, peak.stage) if place.stage == peak.stage]
+        rows = [self.chain.memory(place) for place in places]
+        held = [sum(row[pick] for row, pick in zip(memory, picks, strict=True)) for memory in rows]
+        top = int(np.argmax(held))
+        self.held = [row.tolist() for row in rows[top]]
+        self.room_bytes = self.limit_bytes - self.menu.load.cluster.reserve_bytes - held[top]
+
+    def _held(self, move: Mapping[int, int]) -> float:
+        return sum(self.held[i][pick] for i, pick in move.items()) if self.held else 0.0
+
+    def cheapest_fitting(self, place: Place) -> tuple[int, ...] | None:
+        """Return the sequence that fits at the lowest price of memory at a place, by bisection.
+
+        Where no two stages are alike this is close to the best plan; where many are, they all change
+        at the same price and the integer program does better.
+        """
+        memory, chain = self.chain.memory(place), self.chain
+        low, high = 0.0, HIGHEST_PRICE * chain.free_s / self.limit_bytes
+        best = None
+        for _ in range(PRICE_STEPS):
+            price = (low + high) / 2
+            picks = chain.sequence(memory, price)
+            if self.fits(picks):
+                best, high = picks, price
+            else:
+                low = price
+        return best
+
+    def fits(self, picks: Sequence[int]) -> bool:
+        """Return whether a plan is within the limit."""
+        return peak_memory(self.options(picks), self.menu.load).total_bytes <= self.limit_bytes
+
+    def options(self, picks: Sequence[int]) -> tuple[Option, ...]:
+        """Return the options of a plan."""
+        return tuple(self.menu.options[kind][k] for kind, k in zip(self.menu.kinds, picks, strict=True))

@@ -1,0 +1,92 @@
+"""Options that no plan needs: another is no worse in any number that a plan's cost is made of.
+
+Write x <= y if every number of x is at most that of y.  The peak of a plan (`planner.cost.peak_memory`) is a
+maximum of sums, with factors of at least zero, of
+
+    rest, SG, SG + late, saved + kept, AG and AG in backward of the last unit, RSI of the first,
+    whether there is no such AG (then one further down is seen), and its moments, by the neighbours that they see
+
+and its step time (`planner.cost.windows`) is a sum of maxima of sums of the numbers there.  Both are
+monotone: in any plan that fits, y can be replaced by x, and the plan still fits and is no slower.
+So an optimum remains if y is left out, as long as x stays; <= is transitive, and of equals the first
+stays, so every option left out has one no worse that stays.  (SG - late is not in the list: late = U +
+G - SG is only ever added to SG, of a stage whose backward is over.)  Options of one segment and of
+several are never compared, because their windows differ in form, nor are those that reduce something in
+backward with those that do not, which leave what stages above have left.
+
+The same holds for one unit of a stage before its options are made: the options' numbers are monotone
+in the unit's bytes and seconds, which do not depend on the micro-batch (`unit_numbers`), as long as both
+units communicate on the same stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.stage_option import Option
+from planner.cost.unit_communication import UnitTraffic
+from planner.cost.unit_memory import UnitBytes
+from planner.cost.windows import windows_of
+from planner.cost.workload import Workload
+from planner.strategies.registry import Strategy
+
+Sees = tuple[bool, ...]
+
+SUMMED = frozenset({"parameters", "optimizer", "window", "secondary"})
+"""Fields of `UnitBytes` that count only in sums with others."""
+
+
+def undominated(numbers: NDArray[np.float64]) -> list[int]:
+    """Return the rows that no other row is at most in every column; of equal rows the first."""
+    if not len(numbers):
+        return []
+    rows: list[int] = []
+    # By rising sum, whatever dominates a row comes before it.
+    for index in np.argsort(numbers.sum(axis=1), kind="stable"):
+        if not rows or not (numbers[rows] <= numbers[index]).all(axis=1).any():
+            rows.append(int(index))
+    return sorted(rows)
+
+
+def option_numbers(options: Sequence[Option], load: Workload, meets: bool = True) -> NDArray[np.float64]:
+    """Return the numbers of the options of one stage, shape (options, numbers); `meets` as in `windows_of`."""
+    sees = sorted({moment.sees for option in options for moment in option.moments})
+    return np.array([[*memory_numbers(option, sees), *_time_numbers(option, load, meets)] for option in options])
+
+
+def lightest(options: Sequence[Option]) -> list[int]:
+    """Return the options that need not be left out if only memory counts."""
+    sees = sorted({moment.sees for option in options for moment in option.moments})
+    return undominated(np.array([memory_numbers(option, sees) for option in options]))
+
+
+def memory_numbers(option: Option, sees: Sequence[Sees]) -> list[float]:
+    """Return what the peak of a plan is made of; `sees` are the kinds of moments that the stage can have."""
+    held = dict.fromkeys(sees, 0.0)
+    for moment in option.moments:
+        held[moment.sees] = max(held[moment.sees], option.bytes_at(moment))
+    return [option.rest, option.gradients, option.gradients + option.late, option.saved + option.kept,
+            option.gather_output, option.prefetched, option.prefetched + option.prefetch_temporary,
+            option.reduce_input, float(not option.gathers), float(not option.prefetches), *held.values()]  # fmt: skip
+
+
+def _time_numbers(option: Option, load: Workload, meets: bool) -> list[float]:
+    windows = windows_of(option, load, meets)
+    same = float(windows.single) + 2.0 * option.reduces
+    return [*windows[:-1], same, -same]  # both signs: only options that agree in it are compared
+
+
+def unit_numbers(unit: UnitBytes, traffic: UnitTraffic, strategy: Strategy) -> list[float]:
+    """Return what an option's numbers are made of, of one unit."""
+    kept = unit.unsharded if strategy.keeps_unsharded else unit.secondary
+    in_backward = 0 if strategy.keeps_unsharded else 1
+    seconds = [getattr(traffic, field.name) for field in fields(traffic) if field.name.endswith("_s")]
+    own = [getattr(unit, field.name) for field in fields(unit) if field.name not in SUMMED]
+    return [
+        unit.parameters + unit.optimizer + unit.window, kept, in_backward * unit.gathered,
+        in_backward * unit.gather_temporary, *own, *seconds, float(traffic.meets),
+    ]  # fmt: skip

@@ -1,0 +1,292 @@
+"""The search: the plan with most samples per second within a memory limit, and a proof of how good.
+
+The outer sweep runs over points (micro-batch, accumulation, strategy of the spanning operators; with
+uneven micro-batches also whether ranks meet in every micro-batch or only once per step).
+Each point gets an upper bound on its samples per second from `planner.search.lagrangian_bound`, first a quick one.
+Points are taken from the highest bound down; one whose bound was quick gets the full one and goes
+back; for one whose bound is full the integer program finds a plan (and so does pricing), local search
+improves it and the pure cost functions evaluate it again.  When the highest bound is not above the
+best plan found, the rest cannot be better and is left out.  Plans that replicate everything are run by
+DistributedDataParallel where they fit so, and have their own search and bound (`planner.search.ddp_search`).  So
+
+    gap = 1 - best / max(best, highest remaining bound)
+
+holds for every plan of every point of the sweep.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from planner.cost.ddp import COPY
+from planner.cost.peak_memory import peak_memory
+from planner.cost.stage_option import Option
+from planner.cost.stragglers import BALANCED, Imbalance, Waits
+from planner.cost.workload import Workload
+from planner.model.fsdp_units import check_scalars
+from planner.search.baselines import Baseline, baselines
+from planner.search.ddp_search import Replicated, fastest_replicated
+from planner.search.infeasible import NothingFits, refusal_of
+from planner.search.lagrangian_bound import ChainBound, places_near
+from planner.search.least_memory import smallest_of
+from planner.search.search_space import NO_PINS, Menu, Pins, Space, Spanning
+from planner.search.solve_menu import PROVEN, Candidate, solve
+from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph
+
+EVERY_SIZE_TO = 16
+"""Micro-batches up to here are all tried; beyond, steps of about an eighth (throughput is flat)."""
+MAX_MICRO_BATCH = 4096
+EXACT_BUDGET_S = 2.0
+"""After so much CPU time, points of the sweep are no longer given to the exact form of the program, which can take
+seconds for each where memory is tight; the bound says what that may lose."""
+BUDGET_S = 12.0
+"""After so much CPU time, a plan that was found is given out; the points that are left stay in the gap, by their
+bounds."""
+CLOSE_ENOUGH = 1e-3
+"""A point whose bound is within this of the best plan is not worth another integer program."""
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction done."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user asked for."""
+
+    graph: ModelGraph
+    cluster: Cluster
+    limit_bytes: int
+    """Per device, reserve included."""
+    optimizer: str = "adam"
+    global_batch: int | None = None
+    """Samples per step of all ranks; None: one micro-batch of any size per step."""
+    micro_batch: int | None = None
+    """Fixed micro-batch per rank; None: searched."""
+    pins: Pins = NO_PINS
+    """What the search leaves as the user decided."""
+    imbalance: Imbalance = BALANCED
+    """How unlike micro-batches are."""
+
+    def waits(self, micro_batch: int, accumulation: int) -> Waits:
+        """Return how long ranks wait for the slowest at one point of the sweep."""
+        return self.imbalance.waits(self.cluster.world_size, micro_batch, accumulation)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of a search."""
+
+    space: Space
+    """The space that the plan is priced in: with the operators split that the plan splits."""
+    load: Workload
+    options: tuple[Option, ...]
+    """One per stage in execution order."""
+    spanning: Spanning
+    samples_per_s: float
+    bound_samples_per_s: float
+    """No plan of the sweep is faster."""
+    baselines: tuple[Baseline, ...]
+    points: int
+    """Points of the sweep."""
+    search_s: float
+
+    @property
+    def gap(self) -> float:
+        """Certified relative distance to the fastest plan of the sweep.
+
+        The bound is a relaxation's, or the solver's own bound on the exact program; never its word that a
+        plan is optimal, which it gives for what it had when its time was over, too.
+        """
+        return max(0.0, 1.0 - self.samples_per_s / self.bound_samples_per_s)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """One point of the sweep; ordered by falling bound."""
+
+    load: Workload
+    menu: Menu
+    chain: ChainBound
+    bound: float
+    """Upper bound on samples per second."""
+    full: bool
+    """Whether all moments were priced for it."""
+    price: float
+    """Seconds a byte at which the quick bound was found."""
+    relaxed: bool
+    """Whether the spanning operators' strategy is still open."""
+
+    def __lt__(self, other: _Point) -> bool:
+        return self.bound > other.bound
+
+    def tightened(self, limit_bytes: int, floor: float, stage: int | None = None) -> _Point:
+        """Return the point with memory priced at all moments, until the bound is below `floor`.
+
+        `stage` is where a plan of this point was seen to peak.
+        """
+        samples = self.load.samples_per_step
+        enough_s = samples / floor if floor else float("inf")
+        bound_s = self.chain.bound_s(limit_bytes, places_near(self.menu, stage), enough_s)
+        return replace(self, bound=min(self.bound, samples / bound_s), full=True)
+
+    def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
+        """Yield one point for each strategy of the spanning operators."""
+        for spanning in space.spanning_offered(self.load):
+            child = _quick_point(space.menu(self.load, spanning, self.menu.meets), limit_bytes, False, self.price)
+            if child:
+                yield replace(child, bound=min(self.bound, child.bound))
+
+
+def micro_batches(task: Task) -> list[tuple[int, int]]:
+    """Return the (micro-batch, accumulation) pairs of the sweep, by growing micro-batch.
+
+    Raises `OsdpError` if the global batch cannot be split as asked.
+    """
+    world = task.cluster.world_size
+    if task.global_batch is not None:
+        per_rank, rest = divmod(task.global_batch, world)
+        if rest or not per_rank:
+            raise OsdpError("the global batch must be a multiple of the number of ranks", got=str(task.global_batch),
+                            expected=f"a multiple of {world}",
+                            advice=f"--global-batch {max(1, round(task.global_batch / world)) * world}")  # fmt: skip
+        sizes = [task.micro_batch] if task.micro_batch else range(1, per_rank + 1)
+        pairs = [(size, per_rank // size) for size in sizes if per_rank % size == 0]
+        if not pairs:
+            raise OsdpError("the micro-batch does not divide the global batch", got=str(task.micro_batch),
+                            expected=f"a divisor of {per_rank} ({task.global_batch} over {world} ranks)")  # fmt: skip
+        return pairs
+    if task.micro_batch:
+        return [(task.micro_batch, 1)]
+    sizes, size = [], 1
+    while size <= MAX_MICRO_BATCH:
+        sizes.append(size)
+        size += 1 if size < EVERY_SIZE_TO else max(1, size // 8)
+    return [(size, 1) for size in sizes]
+
+
+def search(task: Task, progress: Progress = lambda what, fraction: None, space: Space | None = None) -> Found:
+    """Return the fastest plan within the limit.
+
+    Several searches of one graph with the same pins can share a `space`, whose caches then do.
+    Raises `OsdpError` if nothing fits, with the smallest limit that would do and who needs it, or if
+    a parameter has no dimension.
+    """
+    started = time.perf_counter()
+    for operator in task.graph.operators:
+        check_scalars(operator)
+    space = space or Space(task.graph, pins=task.pins)
+    loads = tuple(
+        space.workload(task.cluster, task.optimizer, task.graph.precision, *sizes, task.waits(*sizes))
+        for sizes in micro_batches(task)
+    )
+    rivals = baselines(space, loads, task.limit_bytes)
+    incumbent = _first_plan(rivals, space)
+    replicated = fastest_replicated(space, loads, task.limit_bytes, incumbent.samples_per_s if incumbent else 0.0)
+    if replicated.is_faster:
+        incumbent = _from_replicated(replicated, space)
+    queue = _points(space, loads, task.limit_bytes, progress)
+    count = len(queue)
+    incumbent, top = _best_first(queue, space, task.limit_bytes, incumbent, progress)
+    top = max(top, replicated.bound_samples_per_s)
+    if incumbent is None:
+        smallest = smallest_of(space, loads, task.limit_bytes)
+        if smallest.peak.total_bytes > task.limit_bytes:
+            raise NothingFits(refusal_of(smallest, space, task))
+        incumbent = smallest.candidate
+    progress("done", 1.0)
+    return Found(incumbent.space, incumbent.load, incumbent.options, incumbent.spanning, incumbent.samples_per_s,
+                 max(top, incumbent.samples_per_s), rivals, count, time.perf_counter() - started)  # fmt: skip
+
+
+def _best_first(queue: list[_Point], space: Space, limit_bytes: int, incumbent: Candidate | None,
+                progress: Progress) -> tuple[Candidate | None, float]:  # fmt: skip
+    """Return the best plan, and what no plan of the points exceeds in samples per second."""
+    count, solved, top, started = len(queue), 0, 0.0, time.process_time()
+    while queue:
+        point = heapq.heappop(queue)
+        speed = incumbent.samples_per_s if incumbent else 0.0
+        late = incumbent is not None and time.process_time() - started > BUDGET_S
+        if late or point.bound <= speed * (1 + CLOSE_ENOUGH):
+            return incumbent, max(top, point.bound)
+        if not point.full:
+            heapq.heappush(queue, point.tightened(limit_bytes, speed))
+        elif point.relaxed:
+            for child in point.split(space, limit_bytes):
+                heapq.heappush(queue, child)
+        else:
+            progress("solving", solved / (solved + count))
+            solved += 1
+            exact = time.process_time() - started < EXACT_BUDGET_S
+            candidate, bound = _solve(point, space, limit_bytes, exact)
+            top = max(top, bound)
+            if candidate is not None and candidate.samples_per_s > speed:
+                incumbent = candidate
+    return incumbent, top
+
+
+def _solve(point: _Point, space: Space, limit_bytes: int, exact: bool) -> tuple[Candidate | None, float]:
+    """Return the best plan found at a point, and what no plan of the point exceeds in samples per second."""
+    found = solve(point.chain, space, limit_bytes, exact)
+    bound = point.bound
+    if found.least_s:
+        bound = min(bound, point.load.samples_per_step / found.least_s)
+    if found.best is None:
+        return None, bound  # Nothing was found, which proves nothing.
+    if found.best.samples_per_s < bound * (1 - PROVEN):
+        peak = peak_memory(found.best.options, point.load)
+        bound = min(bound, point.tightened(limit_bytes, 0.0, peak.stage).bound)
+    return found.best, bound
+
+
+def _first_plan(rivals: Sequence[Baseline], space: Space) -> Candidate | None:
+    """Return the fastest baseline that fits; none if something is pinned, for baselines are not."""
+    fitting = [] if space.has_pins else [baseline for baseline in rivals if baseline.feasible]
+    best = max(fitting, key=lambda b: b.samples_per_s, default=None)
+    return _from_baseline(best, space) if best else None
+
+
+def _quick_point(menu: Menu, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:
+    """Return a point with memory priced at one moment only; None if memory rules it out.
+
+    `near` is a price that was good for a point like it.
+    """
+    if menu.is_empty:
+        return None
+    chain, places = ChainBound(menu), places_near(menu, None)
+    if any(chain.least_bytes(place) > limit_bytes for place in places):
+        return None
+    place = places[0]
+    bound_s, price = chain.near(limit_bytes, place, near) if near else chain.dual(limit_bytes, place, rounds=1)
+    bound = menu.load.samples_per_step / bound_s
+    return _Point(menu.load, menu, chain, bound, full=False, price=price, relaxed=relaxed)
+
+
+def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress: Progress) -> list[_Point]:
+    """Return the points of the sweep that memory does not rule out, as a heap."""
+    points: list[_Point] = []
+    for index, load in enumerate(loads):
+        progress("bounding", index / len(loads))
+        # With uneven micro-batches, plans that meet once per step wait less and are a branch of their own.
+        branches = (True, False) if load.waits.per_micro_batch != load.waits.per_step else (True,)
+        menus = [space.relaxed_menu(load, meets) for meets in branches]
+        found = [_quick_point(menu, limit_bytes, relaxed=bool(space.model.spanning)) for menu in menus]
+        points += [point for point in found if point]
+        if found[0] is None and load.accumulation == 1:
+            break  # More samples at once never need less memory.
+    heapq.heapify(points)
+    return points
+
+
+def _from_baseline(best: Baseline, space: Space) -> Candidate:
+    spanning = best.strategy if space.model.spanning else None
+    return Candidate(best.load, space, spanning, (), best.options)
+
+
+def _from_replicated(best: Replicated, space: Space) -> Candidate:
+    assert best.load is not None, "a plan that is faster is there"
+    return Candidate(best.load, space, COPY if space.model.spanning else None, (), best.options)

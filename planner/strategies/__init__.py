@@ -1,0 +1,1 @@
+"""The strategies that an operator can take."""

@@ -1,0 +1,139 @@
+"""What is known of a cluster: devices, memory, rates and links, each number with its source.
+
+A cluster is read from `configs/clusters/*.yaml` (published figures) or from a measured profile
+of the same form.  Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from profiler.cluster.figure import Figure
+from profiler.cluster.measurements import Measured, RingRule
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator (or one rank's share of a CPU)."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    name: str
+    """Marketing name."""
+    kind: str
+    """`cuda` or `cpu`."""
+    nominal_bytes: Figure
+    """Memory of one device as it is sold (1 GB meant as 1 GiB): the most that a user can ask for."""
+    memory_bytes: Figure
+    """Memory of one device that its driver leaves to programs."""
+    matmul_flops_per_s: dict[str, Figure]
+    """Peak rate of dense matrix products by precision (`fp32`, `bf16`)."""
+    matmul_efficiency: Figure
+    """Fraction of that peak which large matrix products reach, in (0, 1]."""
+    memory_bytes_per_s: Figure
+    """Rate at which kernels other than matrix products read and write device memory."""
+    reserve_bytes: dict[str, Figure]
+    """Memory that is not PyTorch's to give: context, communicator buffers, cuBLAS workspace, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One level of the network, as ring collectives see it (alpha-beta)."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    latency_s: Figure
+    """Time per ring step that does not depend on the size."""
+    bytes_per_s: Figure
+    """Bus bandwidth of one rank: collective bytes times (n-1)/n over time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One rank's share of its node's host, as offload uses it."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    link_bytes_per_s: Figure
+    """Rate of copies between device and host, each direction, while all ranks of the node copy."""
+    memory_bytes_per_s: Figure
+    """Rate at which the optimizer of one rank reads and writes host memory, while all ranks of the node do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`nodes` x `gpus_per_node` alike devices."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    SCHEMA: ClassVar[str] = "osdp.cluster/1"
+
+    schema: str
+    """Version of the file format."""
+    name: str
+    """Short name, as given to `--cluster`."""
+    description: str
+    """One line for `osdp clusters`."""
+    nodes: int
+    """Number of nodes."""
+    gpus_per_node: int
+    """Ranks per node."""
+    device: Device
+    """The device."""
+    intra: Link
+    """Link between ranks of one node."""
+    inter: Link | None
+    """Link between nodes, per rank with all ranks of a node communicating; None for one node."""
+    overlaps: bool
+    """Whether communication runs under computation on this backend."""
+    overlap_source: str
+    """Source of `overlaps`."""
+    host: Host | None = None
+    """The host's figures; None: the search offers no offload."""
+    ring: tuple[RingRule, ...] = ()
+    """Where the runtime reduce-scatters by a ring of its own, because that was measured to be faster."""
+    measured: Measured | None = None
+    """What `osdp profile` measured there; None: times are derived from the figures above."""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.gpus_per_node < 1:
+            raise ValueError(f"nodes and gpus_per_node must be at least 1, got {self.nodes} x {self.gpus_per_node}")
+        if self.nodes > 1 and self.inter is None:
+            raise ValueError(f"{self.nodes} nodes need an `inter` link")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.gpus_per_node
+
+    def with_ranks(self, nodes: int, gpus_per_node: int) -> Cluster:
+        """Return it with another number of ranks.
+
+        What was measured stays only for equally many ranks on a node: with others, groups of as many ranks
+        are on other nodes, and other ranks share a machine.
+        """
+        same = gpus_per_node == self.gpus_per_node
+        return replace(self, nodes=nodes, gpus_per_node=gpus_per_node, ring=self.ring if same else (),
+                       measured=self.measured if same else None)  # fmt: skip
+
+    def algorithm(self, operation: str, ranks: int, stride: int, size_bytes: float) -> str:
+        """Return how the runtime runs a collective: `native` or `ring`."""
+        for rule in self.ring:
+            if operation == "reduce_scatter" and (rule.ranks, rule.stride) == (ranks, stride):
+                return "ring" if size_bytes >= rule.from_bytes else "native"
+        return "native"
+
+    @property
+    def interference(self) -> float:
+        """Fraction of the time of communication under computation that computation loses to it."""
+        return self.measured.interference if self.measured and self.overlaps else 0.0
+
+    @property
+    def hides_buckets(self) -> bool:
+        """Whether DistributedDataParallel's all-reduces run under its backward."""
+        return self.overlaps or (self.measured is not None and self.measured.asynchronous)
+
+    @property
+    def reserve_bytes(self) -> float:
+        """Bytes per device that no tensor may use."""
+        return sum(figure.value for figure in self.device.reserve_bytes.values())

@@ -1,0 +1,185 @@
+"""What was measured on a cluster, in the form in which the planner uses it. Nothing here needs torch.
+
+A collective's time is a piecewise linear function of the bytes S of its whole tensor,
+
+    t(S) = latency_s + S / bytes_per_s        of the last piece with from_bytes <= S
+
+fitted to medians (`profiler.cluster.piecewise_fit`).  A call's is measured at a few micro-batches b; in between, and
+beyond, the ratio of measured to roofline (`planner.cost.workload`) is what is interpolated, so that a single
+measurement already tells how a call grows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from profiler.cluster.figure import Figure
+from profiler.model_graph import Call, ModelGraph
+
+_STRICT: dict[str, Any] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One line of a piecewise linear time."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    from_bytes: float
+    """Smallest size that it is for; the first piece starts at 0."""
+    latency_s: float
+    """Seconds at size 0, if the line went on."""
+    s_per_byte: float
+    """Slope."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTimes:
+    """How long one collective takes in one group while all such groups of the cluster run it at once.
+
+    The time is that of what `fully_shard` does around it too: copying in and out of the flat tensors.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    operation: str
+    """`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `reduce`, `pull`, `push` or `publish`."""
+    algorithm: str
+    """`native` (the backend's) or `ring` (ours)."""
+    ranks: int
+    """Ranks of the group."""
+    stride: int
+    """Distance of neighbours in the group, in ranks of the world."""
+    pieces: tuple[Piece, ...]
+    """The fit."""
+    residual: float
+    """Largest |fit - measured| / measured of the points."""
+    points: tuple[tuple[float, float], ...]
+    """(bytes of the whole tensor, median seconds), by size."""
+
+    def time_s(self, size_bytes: float) -> float:
+        """Return the fitted seconds at a size."""
+        piece = self.pieces[max(0, bisect_right([one.from_bytes for one in self.pieces], size_bytes) - 1)]
+        return piece.latency_s + size_bytes * piece.s_per_byte
+
+
+@dataclass(frozen=True, slots=True)
+class CallTimes:
+    """Seconds that one kind of call computes while all ranks compute."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    key: str
+    """`call_key` of the calls that it is for."""
+    name: str
+    """One of them: model and operator."""
+    micro_batches: tuple[int, ...]
+    """Sizes measured, ascending."""
+    forward_s: tuple[float, ...]
+    """Median seconds of forward at each."""
+    backward_s: tuple[float, ...]
+    """Median seconds of backward at each."""
+    saved_bytes: tuple[float, ...]
+    """Activations kept for backward at each, measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTimes:
+    """How long an optimizer step takes while all ranks take theirs."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    name: str
+    """`adam`, `adamw` or `sgd`."""
+    s_per_tensor: Figure
+    """Seconds for each tensor that is stepped, whatever its size."""
+    s_per_byte: Figure
+    """Seconds more per byte of trained fp32 parameters on a rank."""
+
+    def step_s(self, tensors: int, size_bytes: float) -> float:
+        """Return the seconds of a step."""
+        return tensors * self.s_per_tensor.value + size_bytes * self.s_per_byte.value
+
+
+@dataclass(frozen=True, slots=True)
+class RingRule:
+    """A group in which our ring reduce-scatter was measured to be faster than the backend's."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    ranks: int
+    stride: int
+    from_bytes: float
+    """Smallest tensor that goes round the ring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The measurements of one profile."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    date: str
+    """When, ISO 8601."""
+    versions: str
+    """Python, torch, backend."""
+    repetitions: int
+    """Timings of each point, interleaved; figures are medians."""
+    collectives: tuple[CollectiveTimes, ...] = ()
+    calls: tuple[CallTimes, ...] = ()
+    optimizers: tuple[OptimizerTimes, ...] = ()
+    overlapped_slowdown: float = 1.0
+    """How many times longer computation takes while communication runs in the background."""
+    asynchronous: bool = False
+    """Whether a collective that is waited for later (as DistributedDataParallel's are) runs under computation."""
+    unit_overhead_s: float = 0.0
+    """What each gather and each reduction of a unit of FSDP2 takes beyond its collectives."""
+    one_sided_overhead_s: float | None = None
+    """The same of each pull and each push of `odc`; None: not measured, and taken for as much."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of them: what does not fit together, and what was done about it."""
+
+    @property
+    def interference(self) -> float:
+        """Fraction of the time of communication under computation that computation loses to it."""
+        return 1.0 - 1.0 / self.overlapped_slowdown
+
+    def overhead_s(self, one_sided: bool) -> float:
+        """Return what each gather and reduction of a unit takes beyond what it communicates."""
+        if one_sided and self.one_sided_overhead_s is not None:
+            return self.one_sided_overhead_s
+        return self.unit_overhead_s
+
+    def times_of(self, operation: str, ranks: int, stride: int, algorithm: str) -> CollectiveTimes | None:
+        """Return the times of a collective in a group, if they were measured."""
+        wanted = operation, ranks, stride, algorithm
+        for times in self.collectives:
+            if (times.operation, times.ranks, times.stride, times.algorithm) == wanted:
+                return times
+        return None
+
+
+def call_key(graph: ModelGraph, call: Call) -> str:
+    """Return what calls have in common that take equally long: kind and shapes of the operator, and its work.
+
+    The key does not depend on the model's name or on the number of its layers.
+    """
+    operator = graph.operators[call.operator]
+    shapes = [parameter.shape for parameter in operator.parameters]
+    text = repr((operator.kind, shapes, graph.precision, call.forward, call.backward))
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def interpolated(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
+    """Return the value at a size, linear between neighbours and constant outside."""
+    if size <= sizes[0]:
+        return values[0]
+    for (below, low), (above, high) in pairwise(zip(sizes, values, strict=True)):
+        if size <= above:
+            return low + (high - low) * (size - below) / (above - below)
+    return values[-1]

@@ -1,0 +1,201 @@
+"""What the profiler knows of a model: operators, their calls in execution order, blocks.
+
+    nn.Module --trace--> ModelGraph --planner--> Plan
+
+Every cost is a function of the micro-batch b and affine in it, f(b) = fixed + per_sample * b
+(`Affine`): the tracer measures at two sizes and checks at a third.  Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+import networkx as nx
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A quantity that grows linearly with the micro-batch."""
+
+    fixed: float = 0.0
+    """Part that does not depend on the micro-batch (bytes or FLOPs)."""
+    per_sample: float = 0.0
+    """Part per sample of the micro-batch (bytes or FLOPs per sample)."""
+
+    def __call__(self, micro_batch: int) -> float:
+        return self.fixed + self.per_sample * micro_batch
+
+    def __add__(self, other: Affine) -> Affine:
+        return Affine(self.fixed + other.fixed, self.per_sample + other.per_sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter tensor, under the name that the unsharded model gives it."""
+
+    name: str
+    """Fully qualified name, as in `named_parameters()`."""
+    shape: tuple[int, ...]
+    """Unsharded shape."""
+    trainable: bool = True
+    """Whether it gets a gradient and optimizer state."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A module that owns parameters, or several that share (tie) them."""
+
+    name: str
+    """Path of the (first) module that owns the parameters, e.g. `blocks.3.mlp.up`."""
+    kind: str
+    """Class name of that module, e.g. `Linear`."""
+    parameters: tuple[Parameter, ...]
+    """Its parameters, tied ones once."""
+    modules: tuple[str, ...]
+    """Paths of all modules that must be wrapped together; more than one only when tied."""
+    block: int | None
+    """Index into `ModelGraph.blocks`, or None outside every block (and for operators tied across)."""
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one direction of a call makes the device do."""
+
+    matmul_flops: Affine
+    """Floating-point operations of matrix products, convolutions and attention."""
+    matmul_bytes: Affine
+    """Bytes that those read and write."""
+    other_bytes: Affine
+    """Bytes that all other kernels (normalisation, activation, residuals, loss) read and write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One execution of an operator and of the parameter-free computation that follows it.
+
+    A tied operator (embedding and head) has several calls.  Bytes leave parameters out.
+    """
+
+    operator: int
+    """Index into `ModelGraph.operators`."""
+    block: int | None
+    """Index into `ModelGraph.blocks`, or None outside every block."""
+    forward: Work
+    """Device work of the forward."""
+    backward: Work
+    """Device work of the backward (without recomputation)."""
+    saved_bytes: Affine
+    """Activations that this call is the first to keep for backward."""
+    forward_peak_bytes: Affine
+    """Highest live bytes while the forward runs, less what earlier calls saved."""
+    module_forward_peak_bytes: Affine
+    """The same until the operator's own module has ended."""
+    tail_forward_peak_bytes: Affine
+    """The same from then on.
+
+    What follows the module (the loss, for a head) runs when its parameters may be sharded again.
+    """
+    backward_peak_bytes: Affine
+    """Highest live bytes while the backward runs, less what earlier calls saved.
+
+    Counts this call's own saved activations, gradients of activations, temporaries, and the
+    gradients of this call's own parameters in the parameter dtype, unsharded.  Leaves out the
+    gradient of a tied parameter that waits, from its last call to its first, for the rest.
+    """
+    module_backward_peak_bytes: Affine
+    """The same from when the backward reaches the operator's own module."""
+    tail_backward_peak_bytes: Affine
+    """The same until then.
+
+    The backward of what follows the module (the loss, for a head) runs before its parameters are
+    needed, and so before they are gathered.
+    """
+    backward_start_bytes: Affine
+    """Live bytes when the backward begins, less what earlier calls saved: own saved activations and gradients."""
+    module_backward_start_bytes: Affine
+    """The same when it reaches the operator's own module."""
+    output_bytes: Affine
+    """Bytes of the activation handed to the next call (its gradient is as large)."""
+    slice_of: tuple[str, Call] | None = None
+    """Of a slice, the call that it is a part of, with its key (`profiler.cluster.measurements.call_key`)."""
+
+    def forward_peak(self, micro_batch: int) -> float:
+        """Return the bytes of `forward_peak_bytes`, closer: the higher of two lines."""
+        return max(self.module_forward_peak_bytes(micro_batch), self.tail_forward_peak_bytes(micro_batch))
+
+    def backward_peak(self, micro_batch: int) -> float:
+        """Return the bytes of `backward_peak_bytes`, closer: the higher of two lines."""
+        return max(self.module_backward_peak_bytes(micro_batch), self.tail_backward_peak_bytes(micro_batch))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The repeated unit around operators (a transformer layer): the unit of recomputation."""
+
+    name: str
+    """Module path, e.g. `blocks.3`."""
+    kind: str
+    """Class name, e.g. `Block`."""
+    first_call: int
+    """Index of its first call in `ModelGraph.calls`."""
+    last_call: int
+    """Index one past its last call."""
+    input_bytes: Affine
+    """Bytes of the tensors passed in: recomputation keeps them."""
+    block_class: int
+    """Blocks with equal numbers here are alike: same structure, same costs."""
+    kept_below_bytes: Affine = Affine()
+    """Of the input, what earlier calls keep for backward, whether their own blocks are recomputed or not."""
+    saved_first_bytes: Affine = Affine()
+    """Of the input, what the first call is the first to save; recomputation holds it once."""
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """A traced model. Made by `profiler.trace.trace.trace_model`; plain data, no tensors."""
+
+    SCHEMA: ClassVar[str] = "osdp.model_graph/2"
+
+    name: str
+    """As the user named it on the command line."""
+    precision: str
+    """Compute dtype of the trace: `fp32` or `bf16`."""
+    sequence_length: int
+    """Tokens per sample (1 where the model has no sequence)."""
+    operators: tuple[Operator, ...]
+    """All operators, in order of first execution."""
+    calls: tuple[Call, ...]
+    """All calls in execution order."""
+    blocks: tuple[Block, ...]
+    """All blocks in execution order; their call ranges do not overlap."""
+    edges: tuple[tuple[int, int], ...]
+    """Data flow between calls, (producer, consumer) indices."""
+    fingerprint: str
+    """Hash of the structure (names, shapes, kinds, costs): tells whether a plan is for this model."""
+    notes: tuple[str, ...] = ()
+    """What the tracer assumed or could not see, for the user to read."""
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters, tied ones once."""
+        return sum(operator.numel for operator in self.operators)
+
+    def dag(self) -> nx.DiGraph[Any]:
+        """Return the calls as a networkx DAG; nodes are call indices with the operator's name."""
+        graph: nx.DiGraph[Any] = nx.DiGraph()
+        for index, call in enumerate(self.calls):
+            graph.add_node(index, operator=self.operators[call.operator].name, block=call.block)
+        graph.add_edges_from(self.edges)
+        return graph

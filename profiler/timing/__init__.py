@@ -1,0 +1,1 @@
+"""Times a model and its device."""

@@ -1,0 +1,217 @@
+"""Measures what the calls of a model compute on a device, without ever holding the whole model.
+
+    build (stand_ins) -> passes in pieces (pieces, stopwatch) -> medians per kind of call (here)
+
+With t_c,r the seconds of call c in repetition r, the time of a kind of call k is
+
+    t_k = median over r of (mean over the calls c of kind k of t_c,r)                (`_medians`)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import pairwise
+from statistics import fmean, median
+
+import torch
+from torch import nn
+
+from profiler.cluster.measurements import CallTimes, call_key
+from profiler.errors import OsdpError
+from profiler.model_graph import Call, ModelGraph
+from profiler.model_source import ModelSource
+from profiler.timing.blockwise_pass import PieceError, PieceTimes, run_pieces
+from profiler.timing.shared_weights import build, real_inputs, stand_ins
+from profiler.timing.stopwatch import Clock, clock_of
+from profiler.trace.dataless_device import training
+from profiler.trace.trace import PRECISIONS
+from profiler.trace.trace_errors import first_line
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeTimes:
+    """What was measured of one model."""
+
+    calls: tuple[CallTimes, ...]
+    """One for each kind of call, in order of first execution."""
+    disagreement: tuple[float, ...]
+    """(sum of all calls' medians - t) / t at each micro-batch, t the median seconds of a whole forward and backward.
+
+    Far below zero where the device is shared: medians of short calls pass over interruptions, a pass does not.
+    """
+    cut: bool
+    """Whether passes were cut at the blocks; where a model does not allow it, all its activations lived."""
+
+
+def measure_calls(
+    source: ModelSource,
+    graph: ModelGraph,
+    device: torch.device,
+    micro_batches: Sequence[int],
+    *,
+    repetitions: int = 5,
+    warm_up: int = 2,
+    barrier: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] = lambda done, passes: None,
+    clock: Clock | None = None,
+) -> ComputeTimes:
+    """Time forward and backward of every kind of call in `graph`, the trace of `source`, on a device.
+
+    Runs `1 + warm_up + repetitions` training passes per micro-batch (ascending); the first counts what
+    is kept for backward.  `barrier` is called before each, so that all ranks compute at once, `progress`
+    after each with the passes done and all of them; `clock` is the device's unless given.  Raises
+    OsdpError, naming the operator, for a model that does not run, and for a graph of another model.
+    """
+    sizes = tuple(sorted(set(micro_batches)))
+    if not sizes or sizes[0] < 1 or repetitions < 1 or warm_up < 0:
+        raise OsdpError("nothing to measure", got=f"micro-batches {list(micro_batches)}, {repetitions} repetitions, "
+                        f"warm-up {warm_up}", expected="at least one of each, and a warm-up of 0 or more")  # fmt: skip
+    module, dtype = build(source, device), PRECISIONS[graph.precision]
+    with stand_ins(module, device, dtype), training(module), _own_random_numbers(device):
+        bench = _Bench(module, source, graph, device, clock or clock_of(device))
+        done, passes, points = 0, len(sizes) * (1 + warm_up + repetitions), []
+        for size in sizes:
+            bench.feed(size)
+            runs: list[PieceTimes] = []
+            for _ in range(1 + warm_up + repetitions):
+                barrier()
+                runs.append(bench.run(count_saved=not runs))
+                done += 1
+                progress(done, passes)
+            points.append(_Point(graph, size, runs[0], runs[1 + warm_up :]))
+    return _times(graph, points, bool(bench.blocks) or not graph.blocks)
+
+
+def _own_random_numbers(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context after which torch's generators are as they were."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+class _Bench:
+    """The model with what is needed to run it."""
+
+    def __init__(
+        self, module: nn.Module, source: ModelSource, graph: ModelGraph, device: torch.device, clock: Clock
+    ) -> None:
+        self.blocks: set[str] = {block.name for block in graph.blocks}
+        self._module, self._source, self._graph, self._device, self._clock = module, source, graph, device, clock
+        self._operators = {path: index for index, one in enumerate(graph.operators) for path in one.modules}
+        if missing := sorted(set(self._operators) - {path for path, _ in module.named_modules()}):
+            raise OsdpError(f"the graph is not of {source.name}", got=f"no module {missing[0]}",
+                            expected="the trace of the same model")  # fmt: skip
+
+    def feed(self, micro_batch: int) -> None:
+        """Make the inputs of the passes that follow."""
+        self._inputs = real_inputs(
+            self._module, self._source, micro_batch, self._device, PRECISIONS[self._graph.precision]
+        )
+
+    def run(self, *, count_saved: bool) -> PieceTimes:
+        """Run a pass; where the model cannot be cut at its blocks, from then on in one piece."""
+        def attempt() -> PieceTimes:
+            return run_pieces(
+                self._module, self._operators, self.blocks, self._inputs, self._clock, count_saved=count_saved
+            )
+
+        try:
+            return attempt()
+        except PieceError as failure:
+            if not self.blocks:
+                raise self._explain(failure) from failure.__cause__
+        self.blocks = set()
+        return self.run(count_saved=count_saved)
+
+    def _explain(self, failure: PieceError) -> OsdpError:
+        error = failure.__cause__ or failure
+        named = "the model's own forward"
+        if failure.operator is not None:
+            named = f"the {failure.direction} of `{self._graph.operators[failure.operator].name}`, or what follows it,"
+        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        return OsdpError(
+            f"cannot run {self._source.name} on {self._device}: {named} raised",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            expected="a forward and backward that run in training mode",
+            advice="a smaller micro-batch" if is_memory else "run the model once on its example inputs",
+        )
+
+
+class _Point:
+    """What the passes at one micro-batch say of the graph's calls."""
+
+    def __init__(self, graph: ModelGraph, micro_batch: int, first: PieceTimes, runs: Sequence[PieceTimes]) -> None:
+        keys = [call_key(graph, call) for call in graph.calls]
+        order = [call.operator for call in graph.calls]
+        moved = [_moved_bytes(call, micro_batch) for call in graph.calls]
+        kept = [call.saved_bytes(micro_batch) for call in graph.calls]
+        self.micro_batch = micro_batch
+        self.forward_s = _medians(keys, (spread(run.entries, order, run.forward_s, moved) for run in runs))
+        self.backward_s = _medians(keys, (spread(run.entries, order, run.backward_s, moved) for run in runs))
+        self.saved_bytes = _medians(keys, [spread(first.entries, order, first.saved_bytes, kept)])
+        pass_s = median(run.total_s for run in runs)
+        self.disagreement = sum(self.forward_s[key] + self.backward_s[key] for key in keys) / pass_s - 1.0
+
+
+def _moved_bytes(call: Call, micro_batch: int) -> float:
+    return call.forward.matmul_bytes(micro_batch) + call.forward.other_bytes(micro_batch)
+
+
+def _medians(keys: Sequence[str], runs: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Return each key's median over runs of the mean of the calls that have it."""
+    means: dict[str, list[float]] = defaultdict(list)
+    for values in runs:
+        alike: dict[str, list[float]] = defaultdict(list)
+        for key, value in zip(keys, values, strict=True):
+            alike[key].append(value)
+        for key, found in alike.items():
+            means[key].append(fmean(found))
+    return {key: median(found) for key, found in means.items()}
+
+
+def spread(
+    entries: Sequence[int], calls: Sequence[int], values: Sequence[float], weights: Sequence[float]
+) -> list[float]:
+    """Return the values of calls from those of entries, both given by their operators; the sum is the same.
+
+    Usually there is one entry for each call.  A call that begins without its operator's module (a
+    parameter read from outside) shares the value of the entry that it lies in, by `weights` (one per
+    call); an entry that began no call adds to the one before.
+    """
+    blocks = SequenceMatcher(None, entries, calls, autojunk=False).get_matching_blocks()
+    matched = [(one.a + step, one.b + step) for one in blocks for step in range(one.size)][1:]
+    starts = [(0, 0), *matched, (len(entries), len(calls))]
+    result: list[float] = []
+    for (entry, call), (next_entry, next_call) in pairwise(starts):
+        total, parts = sum(values[entry:next_entry]), weights[call:next_call]
+        whole = sum(parts)
+        result += [total * part / whole if whole else total / len(parts) for part in parts]
+    return result
+
+
+def _times(graph: ModelGraph, points: Sequence[_Point], cut: bool) -> ComputeTimes:
+    names: dict[str, str] = {}
+    for call in graph.calls:
+        names.setdefault(call_key(graph, call), f"{graph.name} {graph.operators[call.operator].name}")
+
+    def at_each(values: Callable[[_Point], Mapping[str, float]], key: str) -> tuple[float, ...]:
+        return tuple(values(point)[key] for point in points)
+
+    calls = tuple(
+        CallTimes(
+            key=key,
+            name=name,
+            micro_batches=tuple(point.micro_batch for point in points),
+            forward_s=at_each(lambda point: point.forward_s, key),
+            backward_s=at_each(lambda point: point.backward_s, key),
+            saved_bytes=at_each(lambda point: point.saved_bytes, key),
+        )
+        for key, name in names.items()
+    )
+    return ComputeTimes(
+        calls=calls,
+        disagreement=tuple(point.disagreement for point in points),
+        cut=cut,
+    )

@@ -1,0 +1,140 @@
+"""Whether a collective that is waited for later runs under computation, and what that costs the computation.
+
+Each round times three things on all ranks at once: matrix products for four fifths of the time of an all-reduce,
+the all-reduce alone, and both: the all-reduce is started, the products are computed and timed, and then it is
+waited for.  With a, b and c their medians,
+
+    it overlaps       if c < 0.85 (a + b)
+    slowdown          median over rounds of the products' time under the all-reduce over their time alone, at least 1
+
+The products end first, so that they have company all the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from profiler.errors import OsdpError
+from profiler.timing.device_rates import synchronize, timed_s
+from profiler.timing.together import meet, slowest
+
+ROWS = {"cpu": 256, "cuda": 2048}
+"""Of the matrices by kind of device: a small part of any collective worth hiding."""
+SHARE = 0.8
+"""Of the time of the collective, that is computed for."""
+OVERLAPPED = 0.85
+"""Part of the sum of both below which they overlap."""
+WARM_UP_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How communication and computation get along; medians of the slowest rank."""
+
+    computation_s: float
+    communication_s: float
+    both_s: float
+    slowdown: float
+    """How many times longer computation takes while communication runs; at least 1."""
+    on_streams: bool
+    """Whether the device has streams: without, FSDP2's own collectives are waited for at once."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a collective that is waited for later (as DistributedDataParallel's are) runs under computation."""
+        return self.both_s < OVERLAPPED * (self.computation_s + self.communication_s)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether FSDP2's collectives run under computation."""
+        return self.asynchronous and self.on_streams
+
+
+def measure_overlap(size_bytes: int, repetitions: int, device: torch.device) -> Overlap:
+    """Measure with all-reduces of a tensor of so many bytes over the world. A collective call."""
+    if dist.get_world_size() < 2 or size_bytes < 4 or repetitions < 1:
+        raise OsdpError("overlap cannot be measured like this", expected="2 ranks, 4 bytes and 1 repetition or more",
+                        got=f"{dist.get_world_size()}, {size_bytes} and {repetitions}")  # fmt: skip
+    bench = _Bench(size_bytes, device)
+    rounds = [bench.round() for _ in range(WARM_UP_ROUNDS + repetitions)][WARM_UP_ROUNDS:]
+    computation_s, communication_s, both_s, under_s = (list(column) for column in zip(*rounds, strict=True))
+    ratios = [under / alone for under, alone in zip(under_s, computation_s, strict=True)]
+    return Overlap(median(computation_s), median(communication_s), median(both_s), max(1.0, median(ratios)),
+                   device.type == "cuda")  # fmt: skip
+
+
+class _Bench:
+    """A tensor to reduce, and matrices to multiply for about as long."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        rows = ROWS[device.type]
+        self.device = device
+        self.gradient = torch.ones(size_bytes // 4, device=device)
+        self.left, self.right = torch.randn(rows, rows, device=device), torch.randn(rows, rows, device=device)
+        self.out = torch.empty(rows, rows, device=device)
+        self.products = 1
+        self.communicate()
+        self.compute()
+        (communication_s,) = slowest([self.timed_s(self.communicate)], self.device)
+        self.products = 8
+        (computation_s,) = slowest([self.timed_s(self.compute)], self.device)
+        self.products = max(1, round(SHARE * communication_s / computation_s * self.products))
+
+    def round(self) -> list[float]:
+        """Return the seconds of computation, communication, both, and computation under communication."""
+        alone = [self.timed_s(self.compute), self.timed_s(self.communicate)]
+        return slowest([*alone, *self.both()], self.device)
+
+    def both(self) -> tuple[float, float]:
+        """Return the seconds of both, and of the computation inside."""
+        meet(self.device)
+        started = time.perf_counter()
+        work = self.start()
+        clock = _Clock(self.device)
+        self.compute()
+        clock.stop()
+        work.wait()
+        synchronize(self.device)
+        return time.perf_counter() - started, clock.seconds()
+
+    def compute(self) -> None:
+        for _ in range(self.products):
+            torch.mm(self.left, self.right, out=self.out)
+
+    def communicate(self) -> None:
+        self.start().wait()
+
+    def start(self) -> dist.Work:
+        return cast(dist.Work, dist.all_reduce(self.gradient, dist.ReduceOp.AVG, async_op=True))
+
+    def timed_s(self, run: Callable[[], None]) -> float:
+        meet(self.device)
+        return timed_s(run, self.device)
+
+
+class _Clock:
+    """Times what is given to the device from now on, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        if self.on_cuda:
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self.events[0].record()
+        self.started = time.perf_counter()
+
+    def stop(self) -> None:
+        """End the time."""
+        self.ended = time.perf_counter()
+        if self.on_cuda:
+            self.events[1].record()
+
+    def seconds(self) -> float:
+        """Return the time, once the device has been waited for."""
+        return self.events[0].elapsed_time(self.events[1]) / 1e3 if self.on_cuda else self.ended - self.started

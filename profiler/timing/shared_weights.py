@@ -1,0 +1,142 @@
+"""A model on a real device that is never held whole: operators alike share one storage for their parameters.
+
+Its constructor runs on the device, so that buffers and constants get their values, but every parameter
+moves to the meta device as soon as a module registers it.  `stand_ins` then puts in its place a
+parameter over storage that all modules of the same class with the same shapes have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._pytree import tree_map_only
+
+from profiler.errors import OsdpError
+from profiler.model_source import Inputs, ModelSource
+from profiler.trace.trace_errors import explain_inputs, first_line
+
+STD = 0.02
+"""Standard deviation of the values that stand in for weights, as GPT-2 starts."""
+SEED = 0
+
+
+def build(source: ModelSource, device: torch.device) -> nn.Module:
+    """Return the model with real buffers on the device; at no time has more than one parameter data.
+
+    (A source that returns a module made before keeps it as it is.)  Raises OsdpError.
+    """
+    hook = register_module_parameter_registration_hook(_hollow)  # type: ignore[arg-type]
+    try:
+        with device:
+            module = source.build()
+    except OsdpError:
+        raise
+    except Exception as error:
+        raise OsdpError(
+            f"cannot build {source.name} on {device} with parameters that have no data",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            expected="a constructor that does not compute with its parameters' values",
+            advice="compute parameters from shapes alone, or in reset_parameters()",
+        ) from error
+    finally:
+        hook.remove()
+    return module
+
+
+def _hollow(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """Return what is registered instead of a parameter with data; None leaves it as it is."""
+    if parameter is None or parameter.is_meta:
+        return None
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+
+@contextmanager
+def stand_ins(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[list[Tensor]]:
+    """Give the module parameters and buffers with data on the device, and its own ones back at the end.
+
+    Floating ones are of `dtype`.  Yields the parameters' storages, as tensors.  Tied parameters share
+    storage as they did, but become parameters of their own, so that each gets a gradient of its own.
+    """
+    before = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
+    storages, buffers = _Storages(device, dtype), dict[int, Tensor]()
+    try:
+        for owner, parameters, registered in before:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    data = storages.of(owner, name, parameter)
+                    owner._parameters[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            for name, buffer in registered.items():
+                if buffer is not None:
+                    if id(buffer) not in buffers:
+                        buffers[id(buffer)] = _copy(buffer, device, dtype)
+                    owner._buffers[name] = buffers[id(buffer)]
+        yield storages.made
+    finally:
+        for owner, parameters, registered in before:
+            owner._parameters.clear()
+            owner._parameters.update(parameters)
+            owner._buffers.clear()
+            owner._buffers.update(registered)
+
+
+class _Storages:
+    """Data for parameters: one tensor for each place in a kind of module."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.made: list[Tensor] = []
+        self._device, self._dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(SEED)
+        self._by_place: dict[tuple[Any, ...], Tensor] = {}
+        self._by_parameter: dict[int, Tensor] = {}
+
+    def of(self, owner: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
+        """Return the data of a module's parameter; tied ones have that of the first."""
+        shapes = [(key, tuple(other.shape)) for key, other in owner._parameters.items() if other is not None]
+        place = (type(owner), *shapes, name, parameter.dtype)
+        data = self._by_parameter.get(id(parameter), self._by_place.get(place))
+        if data is None:
+            data = self._fill(name, parameter)
+            self.made.append(data)
+        self._by_parameter[id(parameter)] = data
+        # The other way round too: an embedding that is tied to a head still serves others like it.
+        self._by_place.setdefault(place, data)
+        return data
+
+    def _fill(self, name: str, parameter: nn.Parameter) -> Tensor:
+        dtype = self._dtype if parameter.is_floating_point() else parameter.dtype
+        data = torch.zeros(parameter.shape, dtype=dtype, device=self._device)
+        if not data.is_floating_point():
+            return data
+        if data.dim() == 1 and name == "weight":  # a norm's
+            return data.fill_(1.0)
+        return data.normal_(std=STD, generator=self._generator)
+
+
+def _copy(buffer: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a buffer's copy: a pass may change it. One without data becomes zeros."""
+    wanted = dtype if buffer.is_floating_point() else buffer.dtype
+    if buffer.is_meta:
+        return torch.zeros(buffer.shape, dtype=wanted, device=device)
+    return buffer.detach().to(device, wanted, copy=True)
+
+
+def real_inputs(
+    module: nn.Module, source: ModelSource, micro_batch: int, device: torch.device, dtype: torch.dtype
+) -> Inputs:
+    """Make the arguments of one forward on the device, floating tensors of `dtype`; raises OsdpError."""
+    try:
+        with device:
+            inputs = source.example_inputs(module, micro_batch)
+    except Exception as error:
+        raise explain_inputs(error, source.name) from error
+
+    def placed(tensor: Tensor) -> Tensor:
+        moved = tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+        return moved.requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(Tensor, placed, inputs)  # type: ignore[no-any-return]

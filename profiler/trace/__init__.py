@@ -1,0 +1,1 @@
+"""Traces a model without data: its operators and what each costs."""

@@ -1,0 +1,290 @@
+"""Puts passes at several micro-batches together into a `ModelGraph`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from profiler.errors import OsdpError
+from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
+from profiler.model_source import ModelSource
+from profiler.trace.activation_ledger import NOBODY, ROUND_BYTES, CallRecord, Tally
+from profiler.trace.affine_fit import SINGLE, SIZES, envelope, exact_line, line
+from profiler.trace.find_operators import Group
+from profiler.trace.metered_pass import Pass
+
+BUFFER_NOTE_BYTES = 2**20
+"""Buffers smaller than this are not worth a note."""
+
+
+def assemble(
+    module: nn.Module, source: ModelSource, precision: str, groups: Sequence[Group], passes: Sequence[Pass]
+) -> ModelGraph:
+    """Return the graph that the passes agree on: one per size of `fit.ALL_SIZES`, the last optional."""
+    first = passes[0]
+    if first.calls[0].operator == NOBODY:
+        raise OsdpError(f"{source.name} reads none of its parameters", expected="a forward that uses them")
+    _check_alike(source.name, groups, passes[: len(SIZES)])
+    if _order(passes[-1]) != _order(first):  # then it is the optional one
+        passes = passes[: len(SIZES)]
+    order = list(dict.fromkeys(call.operator for call in first.calls))
+    unused = sorted(set(range(len(groups))) - set(order))
+    position = {group: index for index, group in enumerate(order + unused)}
+    run = sorted({call.block for call in first.calls if call.block is not None})
+    block_of = {execution: index for index, execution in enumerate(run)}
+    calls = tuple(
+        _call(
+            [one.calls[index] for one in passes],
+            position[record.operator],
+            None if record.block is None else block_of[record.block],
+            groups[record.operator].modules[0],
+        )
+        for index, record in enumerate(first.calls)
+    )
+    operators = _operators(module, [groups[index] for index in order + unused], calls)
+    calls = _without_waiting(calls, _waiting_bytes(module, operators, calls))
+    blocks = _blocks(module, operators, calls, passes, run)
+    return ModelGraph(
+        name=source.name,
+        precision=precision,
+        sequence_length=source.sequence_length,
+        operators=operators,
+        calls=calls,
+        blocks=blocks,
+        edges=tuple(sorted(first.edges)),
+        fingerprint=_fingerprint(operators, calls, blocks, precision, source.sequence_length),
+        notes=tuple(_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
+    )
+
+
+def _order(one: Pass) -> list[tuple[int, int | None]]:
+    return [(call.operator, call.block) for call in one.calls]
+
+
+def _check_alike(name: str, groups: Sequence[Group], passes: Sequence[Pass]) -> None:
+    """Raise OsdpError unless every pass ran the same operators in the same order."""
+    expected = _order(passes[0])
+    for size, one in zip(SIZES, passes, strict=True):
+        order = _order(one)
+        if order == expected:
+            continue
+        differing = next((i for i, (a, b) in enumerate(zip(order, expected, strict=False)) if a != b), None)
+        at = "its end" if differing is None else f"`{groups[expected[differing][0]].modules[0]}`"
+        raise OsdpError(
+            f"{name} runs other operators at micro-batch {size} than at {SIZES[0]}",
+            got=f"{len(order)} calls against {len(expected)}, differing first at {at}",
+            expected="the same operators in the same order for every micro-batch",
+            advice="do not branch or loop on the batch dimension in forward",
+        )
+
+
+def _call(records: Sequence[CallRecord], operator: int, block: int | None, name: str) -> Call:
+    saved = exact_line(
+        [record.saved for record in records],
+        f"what `{name}` saves for backward",
+        add_bytes=max(record.saved_waste for record in records),
+    )
+    forward, backward = [record.forward for record in records], [record.backward for record in records]
+    return Call(
+        operator=operator,
+        block=block,
+        forward=_work(forward, f"the forward of `{name}`"),
+        backward=_work(backward, f"the backward of `{name}`"),
+        saved_bytes=saved,
+        forward_peak_bytes=_peak(forward),
+        module_forward_peak_bytes=_instants_peak(forward, [slice(None, record.inside) for record in records]),
+        tail_forward_peak_bytes=_instants_peak(forward, [_after(record.inside) for record in records]),
+        backward_peak_bytes=_peak(backward) if any(tally.events for tally in backward) else saved,
+        module_backward_peak_bytes=_instants_peak(backward, [slice(record.reached, None) for record in records])
+        if any(tally.events for tally in backward) else saved,
+        tail_backward_peak_bytes=_instants_peak(backward, [slice(record.reached) for record in records]),
+        backward_start_bytes=_start([tally.events[0] if tally.events else None for tally in backward], backward, saved),
+        module_backward_start_bytes=_start([record.arrived for record in records], backward, saved),
+        output_bytes=line([record.output for record in records]),
+    )
+
+
+def _work(tallies: Sequence[Tally], what: str) -> Work:
+    return Work(
+        matmul_flops=exact_line([tally.flops for tally in tallies], f"the number of FLOPs in {what}"),
+        matmul_bytes=line([tally.matmul_bytes for tally in tallies]),
+        other_bytes=line([tally.other_bytes for tally in tallies]),
+    )
+
+
+def _start(values: Sequence[int | None], tallies: Sequence[Tally], saved: Affine) -> Affine:
+    """Return a line over bytes at one instant; what the call saves where the backward never came there."""
+    found = [value for value in values if value is not None]
+    if len(found) < len(values):
+        return saved
+    return line(found, add_bytes=max(tally.waste for tally in tallies))
+
+
+def _instants_peak(tallies: Sequence[Tally], instants: Sequence[slice]) -> Affine:
+    """Return a line over some instants of each size; nothing where there are none."""
+    events = [tally.events[part] for tally, part in zip(tallies, instants, strict=True)]
+    if not any(events):
+        return Affine()
+    return envelope(events, add_bytes=max(tally.waste for tally in tallies))
+
+
+def _after(event: int | None) -> slice:
+    return slice(0) if event is None else slice(event, None)
+
+
+def _peak(tallies: Sequence[Tally]) -> Affine:
+    return envelope([tally.events for tally in tallies], add_bytes=max(tally.waste for tally in tallies))
+
+
+def _operators(module: nn.Module, groups: Sequence[Group], calls: Sequence[Call]) -> tuple[Operator, ...]:
+    named = dict(module.named_parameters())
+    blocks: list[set[int | None]] = [set() for _ in groups]
+    for call in calls:
+        blocks[call.operator].add(call.block)
+    return tuple(
+        Operator(
+            name=group.modules[0],
+            kind=type(module.get_submodule(group.modules[0])).__name__,
+            parameters=tuple(
+                Parameter(name, tuple(named[name].shape), named[name].requires_grad)
+                for name in group.parameters
+            ),
+            modules=group.modules,
+            block=next(iter(blocks[index])) if len(blocks[index]) == 1 else None,
+        )
+        for index, group in enumerate(groups)
+    )
+
+
+def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call]) -> dict[int, int]:
+    """Return, for operators that are called more than once, the bytes of the gradient that waits for the rest.
+
+    Autograd hands a parameter's gradient over when every use has added its part; until then it lives.
+    """
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    named = dict(module.named_parameters())
+    times = Counter(call.operator for call in calls)
+    waiting = {}
+    for index, operator in enumerate(operators):
+        trained = [named[p.name] for p in operator.parameters if p.trainable]
+        tied = [parameter for parameter in trained if uses[id(parameter)] > 1]
+        if times[index] > 1:
+            blocks = (-(-p.numel() * p.element_size() // ROUND_BYTES) for p in tied or trained)
+            waiting[index] = sum(blocks) * ROUND_BYTES
+    return waiting
+
+
+def _without_waiting(calls: Sequence[Call], waiting: Mapping[int, int]) -> tuple[Call, ...]:
+    """Return the calls with gradients that wait in autograd left out of their backward's peak.
+
+    They belong to the operator that they are for, like its unsharded parameters: the planner adds them.
+    """
+    last = {call.operator: index for index, call in enumerate(calls)}
+    first = {call.operator: index for index, call in reversed(list(enumerate(calls)))}
+    result = []
+    for index, call in enumerate(calls):
+        held = sum(size for operator, size in waiting.items() if first[operator] <= index < last[operator])
+        if not held or call.backward_peak_bytes == call.saved_bytes:
+            result.append(call)
+            continue
+        whole, module, tail, start, module_start = (
+            Affine(max(0.0, bytes_.fixed - held), bytes_.per_sample)
+            for bytes_ in (call.backward_peak_bytes, call.module_backward_peak_bytes,
+                           call.tail_backward_peak_bytes, call.backward_start_bytes, call.module_backward_start_bytes)
+        )  # fmt: skip
+        result.append(
+            replace(call, backward_peak_bytes=whole, module_backward_peak_bytes=module, tail_backward_peak_bytes=tail,
+                    backward_start_bytes=start, module_backward_start_bytes=module_start)
+        )  # fmt: skip
+    return tuple(result)
+
+
+def _blocks(
+    module: nn.Module,
+    operators: Sequence[Operator],
+    calls: Sequence[Call],
+    passes: Sequence[Pass],
+    executions: Sequence[int],
+) -> tuple[Block, ...]:
+    """Return the blocks that ran at least one call, alike ones numbered alike."""
+    blocks: list[Block] = []
+    members: list[list[int]] = [[] for _ in executions]
+    for position, call in enumerate(calls):
+        if call.block is not None:
+            members[call.block].append(position)
+    classes: dict[Any, int] = {}
+    for inside, execution in zip(members, executions, strict=True):
+        path = passes[0].executions[execution].path
+        runs = [one.executions[execution] for one in passes]
+        inputs = line([run.input_bytes for run in runs], add_bytes=max(run.input_waste for run in runs))
+        kept_below = line([run.kept_below_bytes for run in runs])
+        saved_first = line([run.saved_first_bytes for run in runs])
+        kind = type(module.get_submodule(path)).__name__
+        likeness = (kind, inputs, kept_below, saved_first, tuple(_likeness(calls[i], operators, path) for i in inside))
+        number = classes.setdefault(likeness, len(classes))
+        blocks.append(Block(path, kind, inside[0], inside[-1] + 1, inputs, number, kept_below, saved_first))
+    return tuple(blocks)
+
+
+def _likeness(call: Call, operators: Sequence[Operator], path: str) -> tuple[Any, ...]:
+    """Return what a call in the block at `path` has in common with its twins in other blocks."""
+    operator = operators[call.operator]
+    parameters = tuple(
+        (parameter.name.removeprefix(f"{path}."), parameter.shape, parameter.trainable)
+        for parameter in operator.parameters
+    )
+    costs = (
+        call.forward,
+        call.backward,
+        call.saved_bytes,
+        call.forward_peak_bytes,
+        call.module_forward_peak_bytes,
+        call.tail_forward_peak_bytes,
+        call.backward_peak_bytes,
+        call.module_backward_peak_bytes,
+        call.tail_backward_peak_bytes,
+        call.backward_start_bytes,
+        call.module_backward_start_bytes,
+        call.output_bytes,
+    )
+    return (operator.kind, parameters, costs)
+
+
+def _fingerprint(*parts: Any) -> str:
+    """Return 16 hex digits that depend on nothing but the parts' values."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _notes(
+    module: nn.Module,
+    passes: Sequence[Pass],
+    unused: Sequence[Group],
+    groups: Sequence[Group],
+    blocks: Sequence[Block],
+) -> list[str]:
+    first = passes[0]
+    notes = []
+    if len(passes) == len(SIZES):
+        notes.append(f"micro-batch {SINGLE} could not be traced; its costs come from larger ones")
+    if first.summed_outputs:
+        notes.append("the model returns no scalar loss; the sum of all its floating outputs was taken")
+    if unused:
+        names = ", ".join(group.modules[0] for group in unused)
+        notes.append(f"never used in the forward, so they have no calls and no gradients: {names}")
+    if first.read_outside:
+        names = ", ".join(groups[index].modules[0] for index in sorted(first.read_outside))
+        notes.append(f"parameters read outside their own module's forward: {names}")
+    if first.kept_bytes:
+        notes.append(f"not counted: {first.kept_bytes} bytes of tensors that the model keeps between steps")
+    buffers = sum(buffer.untyped_storage().nbytes() for buffer in module.buffers())
+    if buffers >= BUFFER_NOTE_BYTES:
+        notes.append(f"not counted: {buffers} bytes of buffers, which every rank holds whole")
+    runs = Counter(block.name for block in blocks)
+    if repeated := ", ".join(name for name, count in runs.items() if count > 1):
+        notes.append(f"blocks that run several times a forward, with the same parameters: {repeated}")
+    return notes

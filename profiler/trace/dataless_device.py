@@ -1,0 +1,185 @@
+"""Where a trace happens: a device whose tensors have shapes and no data.
+
+The meta device comes first: it is torch's quickest.  A model that wants to see a real device
+(`torch.autocast(x.device.type)`, say) cannot run there and gets `FakeTensorMode`, whose tensors
+claim to be on the CPU and cost about five times as much.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from profiler.model_source import Inputs
+from profiler.trace.shapes import make, predict
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+class MetaStage:
+    """Tensors on the meta device; the meter makes outputs itself where it knows their layout."""
+
+    device = torch.device("meta")
+    synthesize = True
+
+    def building(self) -> AbstractContextManager[Any]:
+        """Return a context in which factories make tensors of this stage."""
+        return self.device
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Return the context of the forward; the meter moves factories itself."""
+        return nullcontext()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether the tensor is of this stage."""
+        return tensor.is_meta
+
+
+class FakeStage:
+    """Tensors that have no data and say that they are on the CPU."""
+
+    device = torch.device("cpu")
+    synthesize = False
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy: only if needed
+
+        self._mode: FakeTensorMode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Open a context in which factories make tensors of this stage."""
+        with warnings.catch_warnings(), self._mode:
+            # Copying a fake parameter, as nn.Transformer does, looks at its address to no harm.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Open the context of the forward; torch's own log of what raises in it is not for users."""
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        before = log.level
+        log.setLevel(logging.CRITICAL)
+        try:
+            with self._mode:
+                yield
+        finally:
+            log.setLevel(before)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether the tensor is of this stage."""
+        return getattr(tensor, "fake_mode", None) is self._mode
+
+
+Stage = MetaStage | FakeStage
+
+
+class _Hollow(TorchDispatchMode):
+    """Leaves out what fills tensors that have no data, which is where building spends its time."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stage = stage
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _FILLS and self._stage.holds(args[0]):
+            return args[0]
+        kwargs = kwargs or {}
+        if self._stage.synthesize and self._is_here(args, kwargs):
+            layouts = predict(func, args, kwargs)
+            if layouts is not None:
+                return make(layouts)
+        return func(*args, **kwargs)
+
+    def _is_here(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether an op takes and makes tensors of the stage only."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device = kwargs.get("device")
+        placed = bool(tensors) if device is None else device == self._stage.device
+        return placed and all(self._stage.holds(tensor) for tensor in tensors)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: see `Meter._should_skip_dynamo`."""
+        return False
+
+
+_FILLS = {
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.uniform_.default,
+    torch.ops.aten.zero_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.mul_.Tensor,
+    torch.ops.aten.mul_.Scalar,
+    torch.ops.aten.div_.Tensor,
+    torch.ops.aten.add_.Tensor,
+    torch.ops.aten.erfinv_.default,
+    torch.ops.aten.clamp_.default,
+}
+
+
+def construct(make: Callable[[], nn.Module], stage: Stage) -> nn.Module:
+    """Call `make` where factories make tensors of the stage and fills are left out."""
+    with stage.building(), _Hollow(stage):
+        return make()
+
+
+def adapt(module: nn.Module, stage: Stage, dtype: torch.dtype) -> nn.Module:
+    """Return the module with all tensors on the stage, floating ones of `dtype`.
+
+    Where anything has to change, this is a copy, so that a module which the user holds on to stays
+    as it is; tied parameters stay tied.
+    """
+    tensors = (*module.parameters(), *module.buffers())
+    moved = {id(tensor): _like(tensor, stage, dtype) for tensor in tensors}
+    if all(moved[id(tensor)] is tensor for tensor in tensors):
+        return module
+    return copy.deepcopy(module, dict(moved))
+
+
+def _like(tensor: Tensor, stage: Stage, dtype: torch.dtype) -> Tensor:
+    wanted = dtype if tensor.is_floating_point() else tensor.dtype
+    if stage.holds(tensor) and tensor.dtype == wanted:
+        return tensor
+    with stage.running():
+        placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=stage.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(placed, requires_grad=tensor.requires_grad)
+    return placed.requires_grad_(tensor.requires_grad)
+
+
+def feed(example: Callable[[], Inputs], stage: Stage, dtype: torch.dtype) -> Inputs:
+    """Make the arguments of one forward, on the stage, floating tensors of `dtype`."""
+    with stage.building(), _Hollow(stage):
+        inputs = example()
+    return tree_map_only(Tensor, lambda tensor: _like(tensor, stage, dtype), inputs)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def training(module: nn.Module) -> Iterator[None]:
+    """Put the module in training mode, and back into what it was."""
+    before = [(child, child.training) for child in module.modules()]
+    module.train()
+    try:
+        yield
+    finally:
+        for child, mode in before:
+            child.training = mode

@@ -1,0 +1,244 @@
+"""One metered pass: forward, loss and backward of a module without data."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from profiler.errors import OsdpError
+from profiler.model_source import Inputs
+from profiler.trace.activation_ledger import CallRecord, LiveStorage
+from profiler.trace.dataless_device import Stage
+from profiler.trace.find_operators import Group
+from profiler.trace.op_meter import Memo, Meter
+
+
+@dataclass(slots=True)
+class Execution:
+    """One run of a block's forward."""
+
+    path: str
+    """Module path of the block."""
+    inputs: tuple[LiveStorage, ...]
+    """The storages passed in."""
+    kept_below_bytes: int = 0
+    """Of those, what earlier calls keep, whether their own blocks are recomputed or not."""
+    saved_first_bytes: int = 0
+    """Of those, what its first call is the first to save."""
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the storages passed in."""
+        return sum(storage.bytes for storage in self.inputs)
+
+    @property
+    def input_waste(self) -> int:
+        """What rounding adds to them."""
+        return sum(storage.waste for storage in self.inputs)
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one forward and backward showed."""
+
+    calls: Sequence[CallRecord]
+    edges: set[tuple[int, int]]
+    executions: Sequence[Execution]
+    ran: Mapping[str, None]
+    """Paths of the modules whose forward ran."""
+    read_outside: set[int]
+    """Operators whose parameters were read while none of their modules ran."""
+    kept_bytes: int
+    """Bytes that the model holds on to after the step and did not before."""
+    settled: bool
+    """Whether nothing of the step outlived it, be it kept or garbage in reference cycles.
+
+    If not, a second pass is nearer to what every step does: caches are filled and modules that torch
+    imports on first use are there (importing leaves cycles that hold the frames above them).
+    """
+    summed_outputs: bool
+    """Whether the loss is the sum of all outputs, for want of a scalar."""
+
+
+class TraceFailure(Exception):  # noqa: N818 - carries a failure, is none of its own
+    """An exception in a pass, with where it happened; `__cause__` is the exception."""
+
+    def __init__(self, where: str, op: torch._ops.OpOverload | None) -> None:
+        super().__init__(where)
+        self.where = where
+        self.op = op
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Tells the meter which module runs, and writes on exceptions which one they came from."""
+
+    meter: Meter
+    executions: list[Execution] = field(default_factory=list)
+    ran: dict[str, None] = field(default_factory=dict)
+
+    def wrap(
+        self, inner: Callable[..., Any], path: str, operator: int | None, is_block: bool
+    ) -> Callable[..., Any]:
+        """Return a forward that runs `inner` under watch."""
+        meter, ledger, ran = self.meter, self.meter.ledger, self.ran
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            ran[path] = None
+            outer = meter.block
+            if is_block and not ledger.in_backward:
+                inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                meter.block = len(self.executions)
+                self.executions.append(Execution(path, ledger.storages_of(inputs)))
+            if operator is not None:
+                meter.enter(operator)
+            try:
+                return inner(*args, **kwargs)
+            except BaseException as error:
+                error.__dict__.setdefault("osdp_path", path)
+                raise
+            finally:
+                meter.block = outer
+                if operator is not None:
+                    meter.leave(operator)
+
+        return forward
+
+    @contextmanager
+    def watching(self, root: nn.Module, operators: Mapping[str, int], blocks: set[str]) -> Iterator[None]:
+        """Wrap the forward of every module, and put the old ones back at the end."""
+        before = [(module, module.__dict__.get("forward")) for module in root.modules()]
+        try:
+            for path, module in root.named_modules():
+                watched = self.wrap(module.forward, path, operators.get(path), path in blocks)
+                module.__dict__["forward"] = watched
+            yield
+        finally:
+            for module, forward in before:
+                _restore(module, forward)
+
+
+def _restore(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
+
+
+def run_pass(
+    module: nn.Module,
+    groups: Sequence[Group],
+    blocks: Sequence[str],
+    inputs: Inputs,
+    stage: Stage,
+    memo: Memo,
+) -> Pass:
+    """Run one forward and backward under the meter.
+
+    Raises TraceFailure for what the model raises, OsdpError for a loss that cannot be trained.
+    """
+    named = dict(module.named_parameters())
+    parameters = [[named[name] for name in group.parameters] for group in groups]
+    operators = {path: index for index, group in enumerate(groups) for path in group.modules}
+    meter = Meter(parameters, module.buffers(), memo, synthesize=stage.synthesize)
+    ledger, watch = meter.ledger, _Watch(meter)
+    for tensor in tree_leaves(inputs):
+        if isinstance(tensor, Tensor):
+            ledger.adopt(tensor)
+    try:
+        with stage.running(), meter, watch.watching(module, operators, set(blocks)):
+            hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
+            with torch.enable_grad(), hooks:
+                output = module(*inputs[0], **inputs[1])
+                loss, summed = find_loss(output)
+            meter.turn(loss)
+            _find_saved_inputs(watch.executions, ledger.calls)
+            loss.backward()  # type: ignore[no-untyped-call]
+    except OsdpError:
+        raise
+    except Exception as error:
+        raise _locate(error, meter, groups) from error
+    finally:
+        meter.finish()
+    del output, loss
+    settled = not ledger.kept_bytes()
+    if not settled:
+        gc.collect()  # what only a reference cycle holds is not kept
+    return Pass(
+        calls=ledger.calls,
+        edges=ledger.edges,
+        executions=watch.executions,
+        ran=watch.ran,
+        read_outside=meter.read_outside,
+        kept_bytes=ledger.kept_bytes(),
+        settled=settled,
+        summed_outputs=summed,
+    )
+
+
+def _find_saved_inputs(executions: Sequence[Execution], calls: Sequence[CallRecord]) -> None:
+    """Note which inputs of blocks are kept for backward beside being inputs, as the forward has ended."""
+    first = {call.block: index for index, call in reversed(list(enumerate(calls)))}
+    for number, execution in enumerate(executions):
+        for storage in execution.inputs:
+            if storage.saver is None or storage() is None or number not in first:
+                continue
+            if storage.saver == first[number]:
+                execution.saved_first_bytes += storage.bytes
+            elif storage.saver < first[number]:
+                block = calls[storage.saver].block
+                if block is None or any(storage is one for one in executions[block].inputs):
+                    execution.kept_below_bytes += storage.bytes
+
+
+def _locate(error: Exception, meter: Meter, groups: Sequence[Group]) -> TraceFailure:
+    op, path = error.__dict__.get("osdp_op"), error.__dict__.get("osdp_path")
+    if meter.ledger.in_backward:
+        return TraceFailure(f"the backward of `{groups[meter.ledger.call.operator].modules[0]}`", op)
+    return TraceFailure(f"`{path}`" if path else "the model's own forward", op)
+
+
+def find_loss(output: Any) -> tuple[Tensor, bool]:
+    """Return the scalar to differentiate, and whether it had to be made by summing all outputs.
+
+    In this order: the output itself, `.loss` or ["loss"], the first scalar among the outputs, the
+    sum of all floating outputs.
+    """
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    tensors = list(_tensors(output))
+    candidates = [named] if isinstance(named, Tensor) else tensors
+    loss = next((tensor for tensor in candidates if tensor.dim() == 0 and tensor.is_floating_point()), None)
+    summed = loss is None
+    if loss is None:
+        floating = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_floating_point()]
+        loss = torch.stack([tensor.sum() for tensor in floating]).sum() if floating else None
+    if loss is None or not loss.requires_grad:
+        raise OsdpError(
+            "the model's loss does not depend on any trainable parameter",
+            got=type(output).__name__ if loss is None else "a scalar that requires no gradient",
+            expected="an output computed from trainable parameters with gradients enabled",
+            advice="return the loss itself, undetached, and compute it outside torch.no_grad()",
+        )
+    return loss, summed
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an output: nested tuples, lists, mappings, or an object's fields."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors(tuple(output.values()))
+    elif isinstance(output, (tuple, list)):
+        for item in output:
+            yield from _tensors(item)
+    elif is_dataclass(output):
+        yield from _tensors(dict(vars(output)))

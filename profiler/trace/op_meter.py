@@ -1,0 +1,264 @@
+"""Meters one forward and backward: a dispatch mode below autograd that sees every aten op.
+
+Each op is put down to a call (`_place`), made or run (`_measure`), and entered in the `Ledger`.  On the
+meta device an op whose output layout is known is not run at all: its outputs are made directly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from profiler.trace.activation_ledger import NOBODY, Ledger, LiveStorage
+from profiler.trace.autograd_order import next_number, running_number
+from profiler.trace.layout import Layout
+from profiler.trace.op_cost import Cost, Op, cost, describe
+from profiler.trace.shapes import META, Layouts, make, predict
+
+
+class Known(NamedTuple):
+    """What an op does with arguments of given shapes, types and values."""
+
+    cost: Cost
+    layouts: Layouts | None
+    """How to make its outputs without running it, None if it has to be run."""
+
+
+Memo = dict[tuple[Any, ...], Known]
+"""By op and description of its arguments (`_read`)."""
+
+
+class Meter(TorchDispatchMode):
+    """Meters what runs under it into `ledger`. Use once: a forward, `turn`, its backward, `finish`."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Sequence[torch.nn.Parameter]],
+        buffers: Iterable[Tensor],
+        memo: Memo,
+        *,
+        synthesize: bool,
+    ) -> None:
+        """Take the parameters of each operator, and all buffers.
+
+        The memo is what earlier meters learned of ops; this one adds to it.  With `synthesize`,
+        tensors are on the meta device and outputs of known layout are made without running the op.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = Ledger()
+        self.block: int | None = None
+        """Block execution that runs now; set by whoever drives the forward."""
+        self.read_outside: set[int] = set()
+        """Operators whose parameters were read while no module of theirs ran."""
+        self._parameters = parameters
+        self._memo = memo
+        self._synthesize = synthesize
+        self._ops: dict[torch._ops.OpOverload, Op] = {}
+        self._entered: tuple[int, int] | None = None
+        self._running: Counter[int] = Counter()
+        for operator, tensors in enumerate(parameters):
+            self.ledger.pin(tensors, operator)
+        self.ledger.pin(buffers, NOBODY)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: the trace is never compiled, and the guard would import dynamo (1.5 s)."""
+        return False
+
+    # --- what the driver of the pass tells --------------------------------------------------------
+
+    def enter(self, operator: int) -> None:
+        """Note that the forward of a module of `operator` begins: the next op starts a call of it."""
+        self._running[operator] += 1
+        if not self.ledger.in_backward:
+            self._entered = (operator, next_number())
+
+    def leave(self, operator: int) -> None:
+        """Note that the forward of a module of `operator` has ended."""
+        self._running[operator] -= 1
+        if not self.ledger.in_backward and self.ledger.call.operator == operator:
+            self.ledger.call.left = next_number()
+            self.ledger.call.inside = len(self.ledger.call.forward.events)
+        if self._entered is not None and self._entered[0] == operator:
+            self._entered = None
+
+    def turn(self, loss: Tensor) -> None:
+        """Note that the forward has ended and the backward of `loss` is to begin."""
+        self.ledger.turn(loss)
+
+    def finish(self) -> None:
+        """Drop the parameter gradients that are left."""
+        for parameters in self._parameters:
+            for parameter in parameters:
+                parameter.grad = None
+
+    # --- ops --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        op = self._ops.get(func)
+        if op is None:
+            op = self._ops[func] = describe(func)
+        try:
+            if op.passive:
+                return op.call(*args, **kwargs or {})
+            return self._measure(func, op, args, kwargs or {})
+        except BaseException as error:
+            # Noted on the exception: holding it would hold its frames, and with them tensors.
+            error.__dict__.setdefault("osdp_op", func)
+            raise
+
+    def _measure(
+        self, func: torch._ops.OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        description: list[Any] = [func]
+        tensors: list[Tensor] = []
+        for arg in args:
+            _read(arg, description, tensors)
+        for name, arg in kwargs.items():
+            description.append(name)
+            _read(arg, description, tensors)
+        foreign = self._place(tensors)
+        if self._synthesize:
+            if foreign:
+                return self._run_foreign(func, tensors, foreign, args, kwargs)
+            if op.has_device and (not tensors or kwargs.get("device") is not None):
+                kwargs = {**kwargs, "device": META}
+        key = tuple(description)
+        known = self._memo.get(key)
+        layouts = known.layouts if known else predict(func, args, kwargs) if self._synthesize else None
+        if layouts is not None:
+            out = make(layouts)
+        else:
+            out = args[0] if op.in_place and self._synthesize else func(*args, **kwargs)
+        outputs = _outputs(out)
+        fresh = self.ledger.produce(outputs)
+        if known is None:
+            if layouts is None and self._synthesize and fresh and not op.in_place:
+                layouts = _layouts(out)
+            known = self._memo[key] = Known(cost(op, tensors, outputs, args, kwargs, out), layouts)
+        if fresh or op.writes:
+            tally, spent = self.ledger.tally, known.cost
+            tally.flops += spent.flops
+            tally.matmul_bytes += spent.matmul_bytes
+            tally.other_bytes += spent.other_bytes
+        return out
+
+    def _run_foreign(
+        self,
+        func: torch._ops.OpOverload,
+        tensors: Sequence[Tensor],
+        foreign: Sequence[Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an op on constants of the model, which have data; move them if they meet traced tensors."""
+        if len(foreign) == len(tensors):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(META), (args, kwargs))
+        return self.__torch_dispatch__(func, (), args, kwargs)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _place(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Find the call that an op on `tensors` belongs to; return those not of this trace."""
+        live, resident = self.ledger.live, self.ledger.resident
+        reads: list[int] = []
+        used: list[LiveStorage] = []
+        foreign: list[Tensor] = []
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            storage = live.get(key)
+            if storage is not None:
+                used.append(storage)
+            elif (owner := resident.get(key)) is not None:
+                if owner != NOBODY:
+                    reads.append(owner)
+            elif self._synthesize and not tensor.is_meta:
+                foreign.append(tensor)
+            else:
+                self.ledger.pin((tensor,), NOBODY)
+        if self.ledger.in_backward:
+            self._follow_backward()
+        else:
+            self._follow_forward(reads, tensors)
+            self.ledger.settle_saves()
+            self.ledger.use(used)
+        return foreign
+
+    def _follow_forward(self, reads: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Begin a call if an operator was entered, or if only others' parameters are read."""
+        strange = bool(reads) and self.ledger.call.operator not in reads
+        if self._entered is not None and (not strange or self._entered[0] in reads):
+            self.ledger.begin(self._entered[0], self.block, self._entered[1])
+            self._entered = None
+        elif strange:
+            # The op's node, if it has one, was made before the op reached us.
+            made = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            self.ledger.begin(reads[0], self.block, next_number() - made)
+            self._entered = None
+            if not self._running[reads[0]]:
+                self.read_outside.add(reads[0])
+
+    def _follow_backward(self) -> None:
+        """Go to the call whose forward made the running node; parameter gradients of the last are done."""
+        number = running_number()
+        if number is None:  # outside of any node: the gradient of the loss itself, or two gradients are added
+            return
+        index = self.ledger.call_of(number)
+        if index is not None and index != self.ledger.index:
+            for parameter in self._parameters[self.ledger.call.operator]:
+                parameter.grad = None
+            self.ledger.go_back_to(index)
+        call = self.ledger.call
+        if call.left is not None and number >= call.left and index == self.ledger.index:
+            call.reached = len(call.backward.events) + 1  # with the event that this op will be
+        else:
+            self.ledger.arrive()
+
+
+def _read(value: Any, description: list[Any], tensors: list[Tensor]) -> None:
+    """Add an argument to an op's description, and its tensors to those that the op reads."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        description += (value.shape, value.stride(), value.dtype)
+    elif isinstance(value, (list, tuple)):
+        description.append(len(value))
+        for item in value:
+            _read(item, description, tensors)
+    else:
+        description += (value.__class__, value)  # the class, because 1 == 1.0 == True
+
+
+def _outputs(out: Any) -> list[Tensor]:
+    """Return the tensors among an op's outputs."""
+    if isinstance(out, Tensor):
+        return [out]
+    if isinstance(out, (list, tuple)):
+        return [tensor for item in out for tensor in _outputs(item)]
+    return []
+
+
+def _layouts(out: Any) -> Layouts | None:
+    """Return how to make outputs like `out` again, or None where they are not plain tensors."""
+    if isinstance(out, Tensor):
+        span = 1 + sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True))
+        whole = out.untyped_storage().nbytes() == (span if out.numel() else 0) * out.element_size()
+        return Layout(tuple(out.shape), out.stride(), out.dtype) if whole else None
+    if not isinstance(out, tuple):
+        return None
+    layouts = [None if item is None else _layouts(item) for item in out]
+    if any(layout is None and item is not None for layout, item in zip(layouts, out, strict=True)):
+        return None
+    return [layout if isinstance(layout, Layout) else None for layout in layouts]

@@ -1,0 +1,153 @@
+"""From a model to its `ModelGraph`: the pipeline of the tracer.
+
+    build (stage) -> operators, blocks (structure) -> a pass per micro-batch (passes, meter)
+      -> lines through the passes (fit) -> ModelGraph (assemble)
+
+No tensor has data, nothing is computed, no device is needed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph
+from profiler.model_source import Inputs, ModelSource
+from profiler.trace.affine_fit import SINGLE, SIZES
+from profiler.trace.build_graph import assemble
+from profiler.trace.dataless_device import FakeStage, MetaStage, Stage, adapt, construct, feed, training
+from profiler.trace.device_kernels import device_kernels
+from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_unrun
+from profiler.trace.metered_pass import Pass, TraceFailure, run_pass
+from profiler.trace.op_meter import Memo
+from profiler.trace.trace_errors import explain, explain_build, explain_inputs
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DEVICE_KINDS = ("cpu", "cuda")
+
+
+def trace_model(source: ModelSource, precision: str = "fp32", device_kind: str = "cpu") -> ModelGraph:
+    """Measure a model's operators, calls and blocks without data and without a device.
+
+    `precision` (`fp32`, `bf16`) is the dtype of parameters, floating buffers and floating inputs.
+    `device_kind` (`cpu`, `cuda`) is the kind of device whose attention and dropout kernels are
+    assumed.  Raises OsdpError for a model that cannot be traced, naming module and op.
+    """
+    _check_choice("precision", precision, tuple(PRECISIONS))
+    _check_choice("device_kind", device_kind, DEVICE_KINDS)
+    dtype = PRECISIONS[precision]
+    with _no_garbage_collection():
+        try:
+            survey = _survey(source, dtype, MetaStage(), device_kind)
+        except _Untraceable:
+            try:
+                survey = _survey(source, dtype, FakeStage(), device_kind)
+            except _Untraceable as failure:
+                raise failure.error from failure.__cause__
+    return assemble(survey.module, source, precision, survey.groups, survey.passes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    module: nn.Module
+    groups: Sequence[Group]
+    passes: Sequence[Pass]
+
+
+class _Untraceable(Exception):  # noqa: N818 - a stage's verdict; another stage may succeed
+    """The stage could not run the model; `error` is what to tell the user if none can."""
+
+    def __init__(self, error: OsdpError) -> None:
+        super().__init__(error.what)
+        self.error = error
+
+
+def _survey(source: ModelSource, dtype: torch.dtype, stage: Stage, device_kind: str) -> _Survey:
+    """Build the model on the stage and run a pass per micro-batch."""
+    with device_kernels(device_kind, stage.device.type):
+        try:
+            module = construct(source.build, stage)
+        except Exception as error:
+            raise _Untraceable(explain_build(error, source.name)) from error
+        _check_module(source.name, module)
+        try:
+            module = adapt(module, stage, dtype)
+        except Exception as error:
+            raise _Untraceable(explain_build(error, source.name)) from error
+        with training(module):
+            return _run_sizes(module, source, dtype, stage)
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    """Raise OsdpError for what is no module, or has nothing to train yet or at all."""
+    if not isinstance(module, nn.Module):
+        raise OsdpError(f"{name}: build() made no module", got=type(module).__name__, expected="an nn.Module")
+    parameters = dict(module.named_parameters())
+    for parameter_name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise OsdpError(
+                f"{name} is lazy: the shape of `{parameter_name}` is not known before its first forward",
+                advice="give the input sizes explicitly, as in nn.Linear instead of nn.LazyLinear",
+            )
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise OsdpError(
+            f"{name} has no trainable parameters",
+            got=f"{len(parameters)} parameters, none with requires_grad",
+            expected="at least one",
+            advice="unfreeze what is to be trained with parameter.requires_grad_(True)",
+        )
+
+
+def _run_sizes(module: nn.Module, source: ModelSource, dtype: torch.dtype, stage: Stage) -> _Survey:
+    groups, blocks = find_groups(module), find_blocks(module)
+    memo: Memo = {}
+
+    def run(size: int) -> Pass:
+        try:
+            inputs = _inputs(module, source, size, stage, dtype)
+            return run_pass(module, groups, blocks, inputs, stage, memo)
+        except TraceFailure as failure:
+            raise _Untraceable(explain(failure, source.name)) from failure.__cause__
+
+    trial = run(SIZES[0])
+    merged = merge_unrun(groups, {call.operator for call in trial.calls}, trial.ran)
+    if trial.settled and merged == groups:
+        passes = [trial]
+    else:
+        groups = merged
+        passes = [run(SIZES[0])]
+        passes[0].kept_bytes = max(passes[0].kept_bytes, trial.kept_bytes)
+    passes += [run(size) for size in SIZES[1:]]
+    with suppress(_Untraceable):
+        passes.append(run(SINGLE))
+    return _Survey(module, groups, passes)
+
+
+def _inputs(module: nn.Module, source: ModelSource, size: int, stage: Stage, dtype: torch.dtype) -> Inputs:
+    try:
+        return feed(lambda: source.example_inputs(module, size), stage, dtype)
+    except Exception as error:
+        raise _Untraceable(explain_inputs(error, source.name)) from error
+
+
+def _check_choice(what: str, got: str, choices: Sequence[str]) -> None:
+    if got not in choices:
+        raise OsdpError(f"unknown {what}", got=got, expected=" or ".join(choices))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the collector from freeing cycles at times of its own choosing: live memory would not repeat."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,156 @@
+"""From a plan to a schedule, and the checks that a schedule must pass before it is applied.
+
+What forms a unit is `planner.model.fsdp_units.units_of`'s to say, so that the planner charges for what the
+runtime does.  Here the units get module paths, parameters, owners and collectives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from planner.model.fsdp_units import Unit, owners_of, split_bounds, unit_parameters, units_of
+from planner.model.stages import StagedModel, cut
+from planner.plan import Plan, read_choices, runs_by_ddp
+from planner.strategies.registry import Strategy, unit_collectives
+from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph, Operator, Parameter
+from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit, Split
+from runtime.state.local_shards import Origin, whole
+
+
+def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
+    """Return the schedule of a plan for a traced model on a cluster; verified.
+
+    Raises `OsdpError` if the plan's operators, blocks or strategies are not the model's or the cluster's.
+    """
+    choices = dict(enumerate(read_choices(plan, graph, cluster)))
+    staged = cut(graph)
+    recomputed = tuple(block.name for block in graph.blocks if block.name in set(plan.recomputed_blocks))
+    units = _Units(staged, choices, plan.model.precision, cluster)
+    splits = tuple(
+        Split(graph.operators[index].modules[0], len(slices)) for index, slices in choices.items() if len(slices) > 1
+    )
+    schedule = Schedule(
+        nodes=cluster.nodes,
+        ranks_per_node=cluster.gpus_per_node,
+        precision=plan.model.precision,
+        accumulation=plan.accumulation,
+        units=units.scheduled(),
+        splits=splits,
+        recomputed=recomputed,
+        by_ddp=runs_by_ddp(plan, graph, cluster),
+    )
+    verify(schedule, graph)
+    return schedule
+
+
+class _Units:
+    """Turns the planner's units into scheduled ones."""
+
+    def __init__(self, staged: StagedModel, choices: Mapping[int, tuple[Strategy, ...]], precision: str,
+                 cluster: Cluster) -> None:  # fmt: skip
+        self.graph, self.precision, self.cluster = staged.graph, precision, cluster
+        self.units = units_of(staged, choices)
+        self.called = {call.operator for call in staged.graph.calls}
+        self.owners = owners_of(self.units, staged.graph, cluster.world_size)
+
+    def _operators(self, unit: Unit) -> tuple[Operator, ...]:
+        return tuple(self.graph.operators[index] for index in unit.operators)
+
+    def scheduled(self) -> tuple[ScheduledUnit, ...]:
+        """Return the units as the runtime applies them."""
+        return tuple(self._scheduled(index, unit) for index, unit in enumerate(self.units))
+
+    def _scheduled(self, index: int, unit: Unit) -> ScheduledUnit:
+        operators, parameters = self._operators(unit), unit_parameters(unit, self.graph)
+        block = None if unit.whole_block is None else self.graph.blocks[unit.whole_block].name
+        paths = tuple(dict.fromkeys(path for operator in operators for path in operator.modules))
+        name = block or operators[0].name or "the model itself"
+        if unit.slice is not None:
+            paths = (Split(operators[0].modules[0], unit.slice[1]).slice_path(unit.slice[0]),)
+            name = f"{operators[0].name} slice {unit.slice[0] + 1} of {unit.slice[1]}"
+        return ScheduledUnit(
+            name=name,
+            operators=tuple(operator.name for operator in operators),
+            modules=(block,) if block is not None else _outermost(paths),
+            parameters=tuple(self._parameter(parameter, unit, paths) for parameter in parameters),
+            strategy=unit.strategy,
+            collectives=unit_collectives(parameters, unit.strategy, self.precision, self.cluster),
+            owner=self.owners.get(index),
+            idle=not self.called.intersection(unit.operators),
+        )
+
+    def _parameter(self, parameter: Parameter, unit: Unit, paths: Sequence[str]) -> ScheduledParameter:
+        """Return a parameter with the place that it, or the slice of it, has in the original."""
+        if unit.slice is None:
+            return ScheduledParameter(parameter.name, whole(parameter.name, parameter.shape), parameter.trainable)
+        shape, offsets = parameter.shape, (0,) * len(parameter.shape)
+        if len(shape) == 2:
+            (weight,) = (p for op in self._operators(unit) for p in op.parameters if p.name == parameter.name)
+            shape, offsets = weight.shape, (0, split_bounds(weight.shape[1], unit.slice[1])[unit.slice[0]])
+        path = f"{paths[0]}.{parameter.name.rpartition('.')[2]}"
+        return ScheduledParameter(path, Origin(parameter.name, shape, offsets, parameter.shape), parameter.trainable)
+
+
+def _outermost(paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths that lie in none of the others: wrapping a module wraps what is in it."""
+    return tuple(path for path in paths if not any(_contains(other, path) for other in paths))
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return outer != inner and (outer == "" or inner.startswith(outer + "."))
+
+
+def verify(schedule: Schedule, graph: ModelGraph) -> None:
+    """Check a schedule against the model, whoever made it; raises `OsdpError`.
+
+    Every parameter is in one unit, whole; tied modules are wrapped together; no unit is empty; units
+    are in the order in which their operators first run; no path is wrapped twice.
+    """
+    covered: Counter[str] = Counter()
+    for unit in schedule.units:
+        if not unit.modules or not unit.parameters:
+            raise OsdpError(f"unit {unit.name} of the schedule is empty", got=str(unit.operators))
+        for parameter in unit.parameters:
+            covered[parameter.origin.name] += parameter.origin.numel
+    expected = Counter({p.name: p.numel for operator in graph.operators for p in operator.parameters})
+    if wrong := sorted(name for name in covered | expected if covered[name] != expected[name]):
+        raise OsdpError(
+            "the schedule does not cover every parameter once",
+            got=", ".join(f"{name}: {covered[name]} elements" for name in wrong[:5]),
+            expected=", ".join(f"{name}: {expected[name]}" for name in wrong[:5]),
+        )
+    _verify_wrapping(schedule, graph)
+    _verify_order(schedule, graph)
+
+
+def _verify_wrapping(schedule: Schedule, graph: ModelGraph) -> None:
+    """Check that each path is wrapped once, and tied modules together."""
+    wrapped = Counter(path for unit in schedule.units for path in unit.modules)
+    if twice := sorted(path for path, count in wrapped.items() if count > 1):
+        raise OsdpError("the schedule wraps a module twice", got=", ".join(twice[:5]), expected="each module once")
+    for unit in schedule.units:
+        for operator in graph.operators:
+            if operator.name in unit.operators and len(operator.modules) > 1:
+                apart = [path for path in operator.modules if not _is_inside(path, unit.modules)]
+                if apart:
+                    raise OsdpError(f"tied modules of {operator.name} are apart", got=", ".join(apart),
+                                    expected=f"all in unit {unit.name}")  # fmt: skip
+
+
+def _is_inside(path: str, modules: Sequence[str]) -> bool:
+    return any(path == outer or _contains(outer, path) for outer in modules)
+
+
+def _verify_order(schedule: Schedule, graph: ModelGraph) -> None:
+    """Check that units stand in the order in which the traced model first runs them."""
+    first: dict[str, int] = {}
+    for index, call in enumerate(graph.calls):
+        first.setdefault(graph.operators[call.operator].name, index)
+    positions = [min(first.get(name, len(graph.calls)) for name in unit.operators) for unit in schedule.units]
+    for index in range(1, len(positions)):
+        if positions[index] < positions[index - 1]:
+            raise OsdpError("units of the schedule are not in the order in which they run",
+                            got=f"{schedule.units[index].name} after {schedule.units[index - 1].name}")  # fmt: skip

@@ -1,0 +1,1 @@
+"""Initialises a model shard by shard, with the values that it would have as a whole."""

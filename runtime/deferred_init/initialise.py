@@ -1,0 +1,48 @@
+"""Values for a model that is sharded: rank 0's, or what its constructor would have given.
+
+No rank holds more than a few whole tensors at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from runtime.apply_schedule import ShardedModel
+from runtime.deferred_init.deferred_init import Recording, reset
+from runtime.state.state_dict import pieces_by_name
+
+
+def share_rank_0(model: nn.Module, device: torch.device) -> None:
+    """Give every rank's model the parameters and buffers of rank 0. A collective call."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            sent = tensor.detach().to(device)
+            dist.broadcast(sent, src=0)
+            if dist.get_rank() != 0:
+                tensor.copy_(sent)
+
+
+def fill(origin: nn.Module | Recording, shard: Callable[[nn.Module], ShardedModel]) -> ShardedModel:
+    """Shard a model on the meta device and give it the values that its constructor gives.
+
+    The values are made on the CPU from its default generator, one tensor after the other, on every
+    rank alike, and each rank keeps its part.
+    """
+    if isinstance(origin, Recording):
+        module, values = origin.module, origin.replay()
+    else:
+        module, values = origin, reset(origin)
+    sharded = shard(module)
+    pieces = pieces_by_name(sharded)
+    buffers = dict(module.named_buffers())
+    with torch.no_grad():
+        for name, value in values:
+            if name in buffers:
+                buffers[name].copy_(value)
+            for piece in pieces.get(name, ()):
+                piece.local(piece.parameter).copy_(value[piece.slices])
+    return sharded

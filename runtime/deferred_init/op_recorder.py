@@ -1,0 +1,265 @@
+"""Puts ops on a tape, running them on the meta device.
+
+Tensors are known by their storage, so that views, `.data`, `nn.Parameter` and ties need no entries.
+Ops that look at values (`item`, a boolean mask) get them, computed on the spot, unless they depend on
+random numbers, which are not drawn yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from profiler.errors import OsdpError
+from runtime.deferred_init.op_tape import Ref, Step, Tape, tensors_of
+from runtime.deferred_init.random_streams import RandomLog
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+ADVICE = "build the model on the CPU and pass the module itself"
+
+_aten = torch.ops.aten
+_EMPTY = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_permuted,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+}
+"""They make storages and fill nothing."""
+_FILLS = {
+    _aten.bernoulli_,
+    _aten.cauchy_,
+    _aten.copy_,
+    _aten.exponential_,
+    _aten.fill_,
+    _aten.geometric_,
+    _aten.log_normal_,
+    _aten.normal_,
+    _aten.random_,
+    _aten.uniform_,
+    _aten.zero_,
+}
+"""They replace what they write without reading it."""
+_LOOKS_AT_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class Recorder:
+    """Writes a tape; `runtime.deferred_init.recording` brings it the ops."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self.is_paused = False
+        """Whether ops are the recorder's own and none of the tape's."""
+        self._random = RandomLog()
+        self._numbers: dict[int, int] = {}
+        self._storages: list[torch.UntypedStorage] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow the random generators within; the default one is afterwards as it was before."""
+        with self._random.watching():
+            yield
+            end = self._random.look(torch.default_generator)
+            self.tape.end = end if end.jump is not None else None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing of what runs within."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def adopt(self, tensor: Tensor) -> Ref:
+        """Return the Ref of a tensor that the recorded code did not make; one with data is a constant."""
+        storage = tensor.untyped_storage()
+        if not tensor.is_meta:
+            self._twin(storage)
+        elif id(storage) not in self._numbers:
+            self._enter(storage)
+        return self.ref(tensor)
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Return what a tensor is on the tape."""
+        number = self._numbers.get(id(tensor.untyped_storage()))
+        if number is None and tensor.is_meta:
+            raise OsdpError(
+                "the factory uses a tensor on the meta device, which has no data",
+                got=f"shape {tuple(tensor.shape)} in {place()}",
+                expected="tensors without a device, on the CPU, or with data",
+                advice="make the whole model within the factory, and leave the device out",
+            )
+        if number is None:
+            return self.adopt(tensor)
+        return Ref(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on the tape."""
+        return id(tensor.untyped_storage()) in self._numbers
+
+    def as_meta(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the meta device that stands for a tensor."""
+        if tensor.is_meta:
+            return tensor
+        ref = self.ref(tensor)
+        return ref.over(self.tape.storages[ref.storage])
+
+    def value(self, tensor: Tensor, op: str) -> Tensor:
+        """Compute a tensor, for an op that wants to look at it. Raises OsdpError if it is random."""
+        with self.paused():
+            value = self.tape.value(self.ref(tensor))
+        if value is None:
+            raise OsdpError(
+                "the model's constructor looks at random numbers, which cannot be recorded",
+                got=f"{op} in {place()}",
+                advice=ADVICE,
+            )
+        return value
+
+    def op(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an op on the meta device and put it on the tape."""
+        if self._is_meant_for_meta(args, kwargs):
+            return func(*args, **kwargs)
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs = kwargs | {"device": CPU}
+        # A storage with data is given to a tensor: so torch.load makes its tensors.
+        args = [self._twin(arg) if isinstance(arg, torch.UntypedStorage) else arg for arg in args]
+        result = self._run(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return result
+        changed = [self.ref(tensor) for tensor in _changed(func, args, kwargs)]
+        outputs = tuple(self._new(tensor) for tensor in tensors_of(result))
+        if func.overloadpacket not in _EMPTY and (changed or any(outputs)):
+            stored_args, stored_kwargs = tree_map_only(Tensor, self.ref, (list(args), kwargs))
+            is_whole = func.overloadpacket in _FILLS or any(argument.is_out for argument in func._schema.arguments)
+            self._append(func, stored_args, stored_kwargs, changed, outputs, is_whole)
+        return result
+
+    def append_whole(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Put a random function that fills its first argument on the tape, as one step."""
+        with self.paused():
+            stored_args, stored_kwargs = tree_map_only(Tensor, self.ref, (list(args), kwargs))
+            outputs = (None,)
+            self._append(call, stored_args, stored_kwargs, [stored_args[0]], outputs, True, is_random=True)
+
+    def _append(
+        self,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        changed: Sequence[Ref],
+        outputs: tuple[Ref | None, ...],
+        is_whole: bool,
+        is_random: bool = False,
+    ) -> None:
+        refs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
+        whole = {ref.storage for ref in changed if is_whole and _covers(ref, self.tape.storages[ref.storage])}
+        # A storage that is replaced and read by the same op is among the Refs twice.
+        whole = {number for number in whole if sum(ref.storage == number for ref in refs) == 1}
+        reads = frozenset(ref.storage for ref in refs) - whole
+        writes = frozenset(ref.storage for ref in (*changed, *outputs) if ref)
+        draw = None
+        if is_random or torch.Tag.nondeterministic_seeded in getattr(call, "tags", ()):
+            generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+            draw = self._random.draw(generators[0] if generators else torch.default_generator)
+        step = Step(call, args, kwargs, outputs, reads, writes, torch.get_default_dtype(), draw)
+        self.tape.steps.append(step)
+
+    def _is_meant_for_meta(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether an op works on a tensor that the code itself put on the meta device."""
+        device = kwargs.get("device")
+        tensors = tensors_of((list(args), kwargs))
+        is_there = bool(tensors) and tensors[0].is_meta and not self.knows(tensors[0])
+        return is_there and (device is None or device == META)
+
+    def _run(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an op on the meta device, or for good if it returns what only data can tell."""
+        meta_args, meta_kwargs = tree_map_only(Tensor, self.as_meta, (list(args), dict(kwargs)))
+        for name, value in {"device": META, "generator": None, "pin_memory": False}.items():
+            if name in meta_kwargs:
+                meta_kwargs[name] = value
+        try:
+            return func(*meta_args, **meta_kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if _LOOKS_AT_DATA & set(func.tags) and not func._schema.is_mutable:
+                real = tree_map_only(Tensor, lambda tensor: self.value(tensor, str(func)), (list(args), kwargs))
+                return func(*real[0], **real[1])
+            if isinstance(error, NotImplementedError):
+                raise OsdpError(
+                    "the model's constructor runs an op that cannot be recorded",
+                    got=f"{func} in {place()}",
+                    advice=ADVICE,
+                ) from error
+            raise
+
+    def _new(self, tensor: Tensor) -> Ref | None:
+        """Return the Ref of an op's result if its storage is new, else None."""
+        storage = tensor.untyped_storage()
+        if id(storage) in self._numbers or not tensor.is_meta:
+            return None
+        self._enter(storage)
+        return self.ref(tensor)
+
+    def _twin(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Return the storage on the meta device that stands for one with data, which is a constant."""
+        if storage.device == META:
+            return storage
+        if id(storage) not in self._numbers:
+            twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device=META).untyped_storage()
+            number = self._enter(twin)
+            self._know(storage, number)
+            self.tape.constants[number] = storage
+        return self.tape.storages[self._numbers[id(storage)]]
+
+    def _enter(self, storage: torch.UntypedStorage) -> int:
+        number = len(self.tape.storages)
+        self.tape.storages.append(storage)
+        self._know(storage, number)
+        return number
+
+    def _know(self, storage: torch.UntypedStorage, number: int) -> None:
+        self._numbers[id(storage)] = number
+        self._storages.append(storage)  # held, so that no other storage gets the same id
+
+
+def place() -> str:
+    """Return file, line and function of the running code that is neither torch's nor ours."""
+    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    for frame in frames:
+        code = frame.f_code
+        if not code.co_filename.startswith(ours) and code.co_filename != contextlib.__file__:
+            return f"{code.co_filename}:{frame.f_lineno}, in {code.co_name}"
+    return "torch's own code"
+
+
+def _changed(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the arguments that an op writes to, by its schema."""
+    values = list(args)
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        value = values[position] if position < len(values) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.extend(tensors_of(value))
+    return written
+
+
+def _covers(ref: Ref, storage: torch.UntypedStorage) -> bool:
+    """Return whether a tensor is all of its storage, every byte once."""
+    expected = 1
+    for size, stride in sorted(zip(ref.sizes, ref.strides, strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return expected * ref.dtype.itemsize == storage.nbytes()

@@ -1,0 +1,198 @@
+"""Says what failed when a peer is gone or a loss is not finite: which rank, which collective, which unit.
+
+    with naming_faults("step 7", timeout_s=600):
+        loss.backward()
+
+PyTorch's error says on which socket a collective failed.  The traceback knows more: the innermost
+frame inside `torch.distributed.distributed_c10d` is the collective with its group, and the innermost
+FSDP2 frame around it is the unit.  DDP issues its collectives from C++, so there only the ranks that
+are missing can be named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from profiler.errors import OsdpError
+from runtime.failures.liveness import Lost, announce, answer, confess, find_lost
+
+ANSWER_S = 5.0
+"""How long a failed rank waits for the others to fail too. All of them wait for the same collective, so
+their timeouts end within the time by which one is ahead of another."""
+
+TRANSPORT = re.compile(r"gloo/|NCCL|ncclRemoteError|ncclSystemError")
+"""Marks of an error of a communication library."""
+LOST = re.compile(r"timed out|connection (was )?(reset|closed|refused)|broken pipe|socket|aborted", re.IGNORECASE)
+"""Marks of a lost peer in an error out of a function of torch.distributed; other errors there are misuse."""
+LIBRARY_SUFFIX = re.compile(r"_(single|into_tensor|tensor)$")
+"""torch 2.13 says all_gather_single for the all_gather_into_tensor of 2.11: both are an all_gather."""
+
+
+class PeerLost(OsdpError):  # noqa: N818 - a condition to catch, not a mistake of the caller
+    """A collective failed because a rank died, hangs or cannot be reached.
+
+    The process group cannot be used any more.
+    """
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a collective failed, as far as the traceback tells."""
+
+    collective: str = "a collective"
+    """all_gather, reduce_scatter, ..."""
+    ranks: tuple[int, ...] = ()
+    """Ranks of its group."""
+    unit: str | None = None
+    """Name of the FSDP2 unit; empty for the root."""
+
+    def __str__(self) -> str:
+        unit = "" if self.unit is None else f" of unit {self.unit}" if self.unit else " of the root unit"
+        return f"{self.collective}{unit}{f' among {_ranks(self.ranks)}' if self.ranks else ''}"
+
+
+@contextmanager
+def naming_faults(what: str, timeout_s: float) -> Iterator[None]:
+    """Turn a failed collective into a `PeerLost` that names what is known about it.
+
+    Other errors pass unchanged, and the other ranks learn of them. Nothing is done if there is only
+    one rank.
+
+    Args:
+        what: what runs, for the message: "step 7".
+        timeout_s: the process group's timeout, for the message; it also bounds how long the other
+            ranks are asked for, which takes some seconds at most.
+
+    Raises:
+        PeerLost: on every surviving rank, from PyTorch's error.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    try:
+        announce(what)
+        with naming_peers(what, timeout_s):
+            yield
+    except PeerLost:
+        raise
+    except Exception as error:
+        confess(error)
+        raise
+
+
+@contextmanager
+def naming_peers(what: str, timeout_s: float) -> Iterator[None]:
+    """Do what `naming_faults` does about lost peers alone, for ranks that have announced themselves."""
+    try:
+        yield
+    except PeerLost:
+        answer()
+        raise
+    except Exception as error:
+        if not is_lost_peer(error):
+            raise
+        rank, lost = dist.get_rank(), find_lost(min(ANSWER_S, timeout_s))
+        raise PeerLost(
+            f"rank {rank} failed in {place_of(error)} during {what}: {_told(lost)}",
+            got=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            expected=f"every rank to take part within {timeout_s:g} s",
+            advice=_advice(lost),
+        ) from error
+
+
+def check_finite(loss: Tensor, step: int) -> None:
+    """Refuse a loss that is infinite or not a number on any rank. Costs one small all-reduce.
+
+    Raises:
+        OsdpError: on all ranks alike, naming the step and the ranks.
+    """
+    is_bad = ~torch.isfinite(loss.detach()).all()
+    if dist.is_initialized():
+        bad = torch.zeros(dist.get_world_size(), device=loss.device)
+        bad[dist.get_rank()] = is_bad
+        dist.all_reduce(bad)
+    else:
+        bad = is_bad.reshape(1)
+    ranks = [rank for rank, is_bad_there in enumerate(bad.tolist()) if is_bad_there]
+    if ranks:
+        raise OsdpError(
+            f"the loss of step {step} is not finite on {_ranks(ranks)}",
+            expected="a finite loss",
+            advice="a lower learning rate, clipping, fp32 instead of bf16, or a look at the data",
+        )
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether an error is one of communication, and not of a wrong call or of the model."""
+    if not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, dist.DistError) or TRANSPORT.search(str(error)):
+        return True
+    return _frame_of_collective(error) is not None and LOST.search(str(error)) is not None
+
+
+def place_of(error: BaseException) -> Place:
+    """Read from an error's traceback in which collective, among whom and for which unit it failed."""
+    frame = _frame_of_collective(error)
+    if frame is None:
+        return Place(unit=_unit(error))
+    try:
+        ranks = tuple(dist.get_process_group_ranks(frame.f_locals.get("group")))
+    except (KeyError, ValueError, TypeError):  # the group is gone, or the local is no group
+        ranks = ()
+    return Place(LIBRARY_SUFFIX.sub("", frame.f_code.co_name), ranks, _unit(error))
+
+
+def _frame_of_collective(error: BaseException) -> FrameType | None:
+    """Return the innermost frame of a traceback that is a function of torch.distributed."""
+    module = "torch.distributed.distributed_c10d"
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_globals.get("__name__") == module]
+    return frames[-1] if frames else None
+
+
+def _unit(error: BaseException) -> str | None:
+    """Return the name of the innermost FSDP2 unit in a traceback; None if there is none.
+
+    `FSDPParamGroup._module_fqn` is private (the same in torch 2.11, read, and 2.13, run); without it no unit is named.
+    """
+    unit = None
+    for frame, _ in walk_tb(error.__traceback__):
+        owner: Any = frame.f_locals.get("self")
+        if hasattr(type(owner), "wait_for_unshard") and hasattr(owner, "_module_fqn"):
+            unit = owner._module_fqn or ""
+    return unit
+
+
+def _told(lost: tuple[Lost, ...] | None) -> str:
+    """Say in words what is known about the others."""
+    if lost is None:
+        return "the store of the process group is gone too, with the process or machine that kept it"
+    if not lost:
+        return "every rank answered, so the network failed or ranks disagree on what they exchange"
+    return "; ".join(
+        f"rank {one.rank} {one.how}{f' (last seen in {one.last_seen})' if one.last_seen else ''}" for one in lost
+    )
+
+
+def _advice(lost: tuple[Lost, ...] | None) -> str:
+    """Say what to look at."""
+    if lost is None:
+        return "the log of rank 0's machine; launch by torchrun, whose store outlives the ranks"
+    if not lost:
+        return "the same model, plan and data sizes on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL tells which differ"
+    return f"the log of {_ranks([one.rank for one in lost])} (out of memory? killed?), then resume the last checkpoint"
+
+
+def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
+    """Return "rank 2" or "ranks 0, 1, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

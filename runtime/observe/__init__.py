@@ -1,0 +1,1 @@
+"""What a model holds and sends as it runs."""

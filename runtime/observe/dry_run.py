@@ -1,0 +1,148 @@
+"""Rehearses training steps of a schedule without computing: what one rank of any number holds at most.
+
+One process stands for one rank.  The process group is PyTorch's fake one, and tensors are fake, so
+nothing is computed, sent or allocated; but what wraps, gathers, frees and reduces is this runtime
+with FSDP2's own code, and autograd's order of freeing is autograd's.  `LiveBytes` adds up.
+
+The second step is what counts: in the first, the optimizer makes its states, and DTensor looks at
+tensors of global size.  What a storage is for, `runtime.observe.live_bytes_by_category` knows; what else is made in the
+optimizer's step is `optimizer_temporaries`.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from profiler.errors import OsdpError
+from runtime.apply_schedule import apply_schedule
+from runtime.meshes import Meshes
+from runtime.observe.live_bytes import LiveBytes, Peak
+from runtime.observe.live_bytes_by_category import ACTIVATIONS, LabelledBytes
+from runtime.odc.dry_run_windows import rehearsed_windows
+from runtime.optimizers import OPTIMIZERS
+from runtime.schedule import Schedule
+from runtime.step.gradient_accumulation import Accumulation
+from runtime.strategies.ring_reduce_scatter import short_rings
+from runtime.torch_compat import few_chunks, forget_meshes, rehearse_buckets, rehearsing_data_parallel
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is rehearsed: a model and how it trains."""
+
+    build: Callable[[], nn.Module]
+    """Makes the model."""
+    feed: Callable[[nn.Module, int], tuple[Sequence[Any], dict[str, Any]]]
+    """(module, micro-batch) -> arguments of its forward."""
+    find_loss: Callable[[Any], Tensor]
+    """Output of the forward -> scalar to start backward from."""
+    optimizer: str
+    """Key of `runtime.optimizers.OPTIMIZERS`."""
+    micro_batch: int
+    """Samples in one forward."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one training step holds."""
+
+    peak: Peak
+    """Phase `forward`, `backward` or `optimizer`."""
+    rest_bytes: int
+    """Live between steps."""
+
+
+def rehearse(script: Script, schedule: Schedule, rank: int = 0) -> Rehearsal:
+    """Return what a rank of the schedule's world holds in a training step.
+
+    Takes no memory for weights.  There must be no process group.  Raises what the model or its
+    wrapping raise, and OsdpError for what the runtime refuses.
+    """
+    if dist.is_initialized():
+        raise OsdpError("a rehearsal needs a process of its own", got="a process group that is at work")
+    with _fake_world(schedule.world_size, rank), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _make_meshes(schedule)
+        live = LabelledBytes()
+        with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings():
+            model = script.build()
+            with rehearsing_data_parallel(), rehearsed_windows():
+                sharded = apply_schedule(model, schedule, torch.device("cpu"))
+            if sharded.runner is not None:
+                rehearse_buckets(sharded.runner)
+            offloaded = {p.path for unit in schedule.units for p in unit.parameters if unit.strategy.offload}
+            live.watch(model, offloaded)
+            live.hold(sharded.exchange.tensors() if sharded.exchange else (), "communication_buffers")
+            # On a GPU optimizers step through all tensors together unless told not to, and so they do here.
+            make = OPTIMIZERS[script.optimizer]
+            optimizers = [make(parameters, foreach=True) for parameters in live.by_home() if parameters]
+            run = Accumulation(sharded, schedule.accumulation).run
+            for _ in range(2):
+                gc.collect()
+                live.reset_peak()
+                rest_bytes = live.total_bytes
+                for _ in range(schedule.accumulation):
+                    _train(run, model, script, live)
+                _step(live, optimizers)
+            peak = live.peak
+            del optimizers, model, sharded, run
+    return Rehearsal(peak, rest_bytes)
+
+
+def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: LiveBytes) -> None:
+    """Run one micro-batch forward and backward."""
+    live.phase = "forward"
+    args, kwargs = script.feed(model, script.micro_batch)
+    loss = script.find_loss(run(*args, **kwargs))
+    live.phase = "backward"
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _fake_world(world_size: int, rank: int) -> Iterator[None]:
+    """Be one rank of a process group that sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    forget_meshes()
+    try:
+        yield
+    finally:
+        forget_meshes()
+        dist.destroy_process_group()
+
+
+def _make_meshes(schedule: Schedule) -> None:
+    """Make all meshes outside of fake mode: they compute with their tensors of ranks."""
+    meshes = Meshes("cpu", schedule.nodes, schedule.ranks_per_node)
+    meshes.mesh(schedule.world_size)
+    for unit in schedule.units:
+        meshes.mesh(unit.strategy.group)
+        if unit.strategy.kind.one_sided:
+            meshes.group_mesh(unit.strategy.group)
+        if unit.strategy.secondary:
+            meshes.mesh(unit.strategy.secondary)
+
+
+def _step(live: LabelledBytes, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Run the optimizers' steps and drop the gradients."""
+    live.phase = "optimizer"
+    for optimizer in optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        home = live.homes[parameters[0]]
+        live.category = home or "optimizer_temporaries"
+        live.label_gradients(parameters)
+        optimizer.step()
+        live.hold_states(optimizer, home)
+    live.phase, live.category = "zero", ACTIVATIONS
+    for optimizer in optimizers:
+        optimizer.zero_grad()

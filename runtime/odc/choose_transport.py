@@ -1,0 +1,128 @@
+"""Which transport a group of ranks gets, and why it may get none.
+
+    ranks on the CPU       shared memory                      of one machine
+    ranks on GPUs          CUDA IPC and the kernels of cuda/  of one machine; GPUs that reach each other
+    a rehearsal            tensors that nobody shares
+
+Much can forbid CUDA IPC: containers, MIG, drivers.  So no list of it is kept here: what can be asked is asked, and
+then a small window is made, published, pulled from and pushed into, before a model depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from profiler.errors import OsdpError
+from runtime.failures.peer_faults import PeerLost
+from runtime.failures.rank_agreement import Agreement
+from runtime.odc.cupy_device import CupyDevice, first_line
+from runtime.odc.dry_run_windows import RehearsedTransport, rehearses
+from runtime.odc.gpu_device import Device
+from runtime.odc.gpu_windows import DeviceTransport
+from runtime.odc.shared_memory import SharedMemoryTransport, can_share
+from runtime.odc.windows import Transport, WindowSpec
+
+TRIAL_NUMEL = 1000
+"""Elements of a shard that is tried out."""
+TRIAL_S = 60.0
+"""How long ranks wait for each other in a trial."""
+LOST = "another rank did not come"
+"""Reason that tells less than the other rank's."""
+
+
+def open_transport(group: dist.ProcessGroup, specs: Sequence[WindowSpec], device_type: str, timeout_s: float,
+                   ordered: bool = False) -> Transport:  # fmt: skip
+    """Open windows over a group, for tensors on "cpu" or "cuda". Collective.
+
+    Raises OsdpError on every rank if windows cannot be had (`why_none`).
+    """
+    if rehearses():
+        return RehearsedTransport(group, specs, timeout_s, ordered)
+    if device_type == "cpu":
+        return SharedMemoryTransport(group, specs, timeout_s, ordered)
+    device = Agreement(group, dist.get_rank(), group.size()).together("find its GPU", CupyDevice)
+    return DeviceTransport(group, specs, device, timeout_s, ordered)
+
+
+def why_none(group: dist.ProcessGroup, device_type: str) -> str:
+    """Return why ranks of a group cannot have windows, the same on all of them; empty if they can. Collective."""
+    if rehearses():
+        return ""
+    reason = can_share(group)
+    return reason if reason or device_type == "cpu" else why_no_windows(group, CupyDevice)
+
+
+def why_none_anywhere(groups: Sequence[dist.ProcessGroup], device_type: str) -> str:
+    """Return why this rank's groups or those of other ranks cannot have windows; empty if all can.
+
+    A collective call of all ranks, with the same answer on all.
+    """
+
+    def look() -> str:
+        return next(filter(None, [why_none(group, device_type) for group in groups]), "")
+
+    return next(filter(None, Agreement.all().gather("look for windows", look)), "")
+
+
+def why_no_windows(group: dist.ProcessGroup, find: Callable[[], Device]) -> str:
+    """Return why GPUs of one machine cannot have windows, the same on all ranks; empty if they can. Collective.
+
+    `find` returns this rank's GPU or raises OsdpError.
+    """
+    agreement = Agreement(group, dist.get_rank(), group.size())
+    ranks = dist.get_process_group_ranks(group)
+    found: list[Device] = []
+
+    def agreed(doing: str, reason: Callable[[], str]) -> str:
+        reasons = zip(ranks, agreement.gather(doing, reason), strict=True)
+        told = [(told == LOST, f"rank {rank}: {told}") for rank, told in reasons if told]
+        return min(told)[1] if told else ""
+
+    def look() -> str:
+        try:
+            found.append(find())
+        except OsdpError as error:
+            return _in_a_line(error)
+        return ""
+
+    if reason := agreed("look for its GPU", look):
+        return reason
+    device = found[0]
+    others = agreement.gather("name its GPU", lambda: device.identity)
+    if reason := agreed("look at the other GPUs", lambda: next(filter(None, map(device.obstacle, others)), "")):
+        return reason
+    return agreed("try windows", partial(_trial, group, device))
+
+
+def _trial(group: dist.ProcessGroup, device: Device) -> str:
+    """Publish, pull, push and take once; return what went wrong. Collective."""
+    specs = [WindowSpec("trial", TRIAL_NUMEL, torch.bfloat16)]
+    numbers = torch.arange(TRIAL_NUMEL * group.size(), device=device.torch_device).float() % 128
+    try:
+        with DeviceTransport(group, specs, device, TRIAL_S) as transport:
+            (window,) = transport.windows
+            own = numbers.view(group.size(), -1)[group.rank()]
+            window.publish(own)
+            transport.meet()
+            pulled = torch.empty(numbers.numel(), dtype=torch.bfloat16, device=device.torch_device)
+            window.pull(pulled)
+            window.push(numbers)
+            transport.meet()
+            taken = window.take_gradient()
+            if torch.equal(pulled, numbers.bfloat16()) and torch.equal(taken, group.size() * own):
+                return ""
+            return "what came through a window was not what was sent"
+    except PeerLost:
+        return LOST
+    except Exception as error:
+        return f"windows cannot be made: {_in_a_line(error)}"
+
+
+def _in_a_line(error: Exception) -> str:
+    if isinstance(error, OsdpError):
+        return f"{error.what} ({error.got})" if error.got else error.what
+    return first_line(error)

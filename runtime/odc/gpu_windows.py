@@ -1,0 +1,215 @@
+"""Windows in the memory of GPUs of one machine, which every rank's kernels reach by its address.
+
+Every rank has one allocation for all windows, laid out alike, and opens those of its peers (CUDA IPC):
+
+    flags | published 0 | accumulators 0 | published 1 | accumulators 1 | ..
+
+with every part at a multiple of 256 bytes.  So one table of n addresses and an offset is all that the
+kernels of `cuda/` take, and a window costs no handles of its own.  An ordered transport has an accumulator
+for each rank in every window, a multiple of 256 bytes apart.
+
+Everything goes to the current stream, and nobody waits for it but in a meeting.  That has two halves.  The
+processes meet as on the CPU, by a page of shared memory each (`runtime.odc.rendezvous`), which carries their notes
+and tells at once who died.  Then a barrier of the GPUs follows all that was launched before; it waits only for
+what GPUs have still to do, in slices, so that ranks that share a GPU get their turns and one that dies is seen.
+The host waits for its outcome: what is launched later, on any stream, comes after the meeting.
+
+Memory is freed when no peer has it open any more.  A peer that neither closes nor dies within `LEAVE_S` keeps it
+until this process ends.  If a process crashes, the driver frees what it had.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.failures.peer_faults import PeerLost
+from runtime.odc.gpu_device import Device
+from runtime.odc.kernels import MOST_BLOCKS, THREADS, grid_for
+from runtime.odc.rendezvous import MeetingPlace
+from runtime.odc.windows import Transport, WindowSpec
+
+ALIGNMENT_BYTES = 256
+"""Of every part, as of what CUDA allocates: more than any vector access needs."""
+FP32_BYTES = torch.float32.itemsize
+FLAG_BYTES = 8
+SLICE_S = 0.2
+"""How long a barrier waits on the GPU before the host looks whether all ranks live."""
+LEAVE_S = 2.0
+"""How long a rank that closes waits for the others to let go of its memory."""
+KERNEL_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+"""Parts of kernels' names."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a window lies in every rank's memory, in bytes from its start."""
+
+    published: int
+    """A shard in the window's dtype."""
+    accumulators: int
+    """Parts of the gradient in fp32: one, or one for each rank."""
+    stride_numel: int
+    """Elements from one accumulator to the next."""
+    end: int
+    """Start of the next window."""
+
+    @classmethod
+    def at(cls, start: int, spec: WindowSpec, accumulators: int) -> Region:
+        """Lay out a window from `start` on."""
+        first = start + _aligned(spec.shard_numel * spec.dtype.itemsize)
+        stride_bytes = _aligned(spec.gradient_numel * FP32_BYTES)
+        return cls(start, first, stride_bytes // FP32_BYTES, first + accumulators * stride_bytes)
+
+
+class DeviceTransport(Transport):
+    """Windows in the memory of GPUs."""
+
+    def __init__(self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], device: Device,
+                 timeout_s: float = 600.0, ordered: bool = False) -> None:  # fmt: skip
+        """Allocate this rank's windows and open those of the others. Collective.
+
+        Raises OsdpError on every rank if windows differ between them or one cannot be made or opened.
+        """
+        super().__init__(group, specs, timeout_s, ordered)
+        self._device, self.device_type = device, device.torch_device.type
+        self._accumulators = len(self.ranks) if ordered else 1
+        self._regions: list[Region] = []
+        size_bytes = _aligned(FLAG_BYTES * len(self.ranks))
+        for spec in specs:
+            self._regions.append(Region.at(size_bytes, spec, self._accumulators))
+            size_bytes = self._regions[-1].end
+        self._place = MeetingPlace(self.agreement, self.ranks, self.rank)
+        self._starts: list[int] = []
+        """Addresses of all ranks' memory, in order of rank."""
+        self._table: Tensor
+        """Those on the device."""
+        self._seen: Tensor
+        """Meetings at which the GPUs of the others were seen, and the status of the barrier."""
+        self._open_all(size_bytes)
+
+    def _open_all(self, size_bytes: int) -> None:
+        """Fill `_starts`, or leave nothing behind."""
+        mine: list[int] = []
+
+        def make() -> bytes:
+            mine.append(self._device.allocate(size_bytes))
+            return self._device.export(mine[0])
+
+        def attach() -> None:
+            for rank, handle in enumerate(handles):
+                self._starts.append(mine[0] if rank == self.rank else self._device.open(handle))
+            self._table = torch.tensor(self._starts, device=self._device.torch_device)
+            self._seen = torch.zeros(len(handles) + 1, dtype=torch.int64, device=self._device.torch_device)
+
+        try:
+            handles = self.agreement.gather("make windows on its GPU", make)
+            self.agreement.together("open the windows of the others", attach)
+        except BaseException:
+            self._let_go(mine)
+            raise
+
+    def publish(self, index: int, shards: Sequence[Tensor]) -> None:
+        # The kernels read fp32; from there to the window's dtype is what was meant, or nothing.
+        sources = [shard.detach().float() for shard in shards]
+        counts = [source.numel() for source in sources]
+        offsets = [sum(counts[:position]) for position in range(len(counts))]
+        table = torch.tensor([[source.data_ptr() for source in sources], offsets, counts],
+                             device=self._device.torch_device)  # fmt: skip
+        blocks, _ = grid_for(max(counts), 4 * THREADS, 1, self._device.room)
+        kernel = f"pack_cast_{KERNEL_DTYPES[self.windows[index].spec.dtype]}"
+        window = self._starts[self.rank] + self._regions[index].published
+        self._launch(kernel, (blocks, min(len(counts), MOST_BLOCKS)),
+                     *(row.data_ptr() for row in table), len(counts), window)  # fmt: skip
+
+    def pull(self, index: int, out: Tensor) -> None:
+        ranks, size_bytes = len(self.ranks), out.numel() * out.itemsize // len(self.ranks)
+        grid = grid_for(size_bytes, 16 * THREADS, ranks, self._device.room)
+        self._launch("gather", grid, self._table.data_ptr(), self._regions[index].published, size_bytes, ranks,
+                     self.rank, out.data_ptr())  # fmt: skip
+
+    def push(self, index: int, full: Tensor) -> None:
+        full = full.detach()
+        full = full if full.dtype in KERNEL_DTYPES else full.float()
+        ranks, region = len(self.ranks), self._regions[index]
+        count = full.numel() // ranks
+        if not count:
+            return
+        offset = region.accumulators // FP32_BYTES + (self.rank * region.stride_numel if self.ordered else 0)
+        grid = grid_for(count, 4 * THREADS, ranks, self._device.room)
+        self._launch(f"scatter_accumulate_{KERNEL_DTYPES[full.dtype]}", grid, full.data_ptr(),
+                     self._table.data_ptr(), offset, count, ranks, self.rank)  # fmt: skip
+
+    def take_gradient(self, index: int) -> Tensor:
+        region, count = self._regions[index], self.windows[index].spec.gradient_numel
+        gradient = torch.empty(count, device=self._device.torch_device)
+        if count:
+            slots = self._starts[self.rank] + region.accumulators
+            grid = grid_for(count, 4 * THREADS, 1, self._device.room)
+            self._launch("take_gradient", grid, slots, region.stride_numel, self._accumulators, count,
+                         gradient.data_ptr())  # fmt: skip
+        return gradient
+
+    def wait_for_all(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
+        end_s = time.monotonic() + timeout_s
+        try:
+            notes = self._place.wait(number, note, timeout_s)
+            self._device.join()
+            self._wait_for_gpus(number, timeout_s, end_s)
+        except PeerLost:
+            self.give_up()
+            raise
+        return notes
+
+    def _wait_for_gpus(self, number: int, timeout_s: float, end_s: float) -> None:
+        """Return when all that ranks launched before they came is done. Raises PeerLost."""
+        gone: dict[int, str] = {}
+        while late := self._late(number, min(SLICE_S, timeout_s)):
+            # One that came on the GPU and ended since is not lost, so the GPU is asked once more.
+            lost = {rank: how for rank, how in gone.items() if rank in late}
+            if not lost and time.monotonic() >= end_s:
+                lost = dict.fromkeys(late, "came, but its GPU did not")
+            if lost:
+                raise self._place.lost(lost, number, timeout_s)
+            gone = {rank: how for rank in late if (how := self._place.gone(rank))}
+
+    def _late(self, number: int, slice_s: float) -> list[int]:
+        """Have the GPUs meet; return the ranks whose did not come within a slice of time."""
+        ranks, seen = len(self.ranks), self._seen.data_ptr()
+        threads = min(1024, -(-ranks // 32) * 32)
+        self._launch("barrier", (1, 1), self._table.data_ptr(), ranks, self.rank, number, round(1e9 * slice_s), seen,
+                     seen + FLAG_BYTES * ranks, threads=threads)  # fmt: skip
+        *seen_at, status = self._seen.tolist()  # waits for the barrier
+        return [rank for rank, meeting in enumerate(seen_at) if meeting < number] if status else []
+
+    def give_up(self) -> None:
+        super().give_up()
+        self._place.give_up(self.meetings + 1)
+
+    def release(self) -> None:
+        if self._starts:
+            self._let_go([self._starts[self.rank]])
+
+    def _let_go(self, mine: Sequence[int]) -> None:
+        """Close what is open, free this rank's memory as soon as nobody uses it, and leave."""
+        self._device.synchronise()
+        for start in self._starts:
+            if start not in mine:
+                self._device.close(start)
+        self._starts.clear()
+        if self._place.leave(LEAVE_S):
+            for start in mine:
+                self._device.free(start)
+        self._place.release()
+
+    def _launch(self, kernel: str, grid: tuple[int, int], *arguments: int, threads: int = THREADS) -> None:
+        self._device.launch(kernel, grid, threads, arguments)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,144 @@
+"""Where ranks of one machine meet: every rank has a segment of shared memory that its peers have mapped.
+
+In its header a rank says to which meeting it has come and what it has to say there, that it gave up or closed,
+and by a lock that it lives (`runtime.odc.shared_segment`).  Windows on the CPU lie behind the header; those on
+GPUs elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from runtime.failures.peer_faults import PeerLost
+from runtime.failures.rank_agreement import Agreement
+from runtime.odc.shared_segment import CLOSED, FLAGS, HEADER_BYTES, OPEN, Patience, Segment
+from runtime.odc.windows import names
+
+
+class MeetingPlace:
+    """The segments of all ranks of a group, as this rank has them mapped."""
+
+    def __init__(self, agreement: Agreement, ranks: tuple[int, ...], rank: int, size_bytes: int = HEADER_BYTES) -> None:
+        """Make this rank's segment and map those of the others. Collective; no file has a name when it ends.
+
+        Args:
+            agreement: of the group.
+            ranks: the group's, by their numbers in the world.
+            rank: this one's place among them.
+            size_bytes: of each segment.
+
+        Raises:
+            OsdpError: on every rank, if one has no room.
+        """
+        self.ranks, self.rank = ranks, rank
+        self.segments: list[Segment] = []
+        """Of all ranks, in order of rank."""
+        mine: list[Segment] = []
+
+        def make() -> tuple[str, int]:
+            mine.append(Segment.create(size_bytes))
+            return str(mine[0].path), os.getpid()
+
+        def attach() -> None:
+            for other, (path, _) in enumerate(told):
+                self.segments.append(mine[0] if other == rank else Segment.attach(Path(path), size_bytes))
+
+        try:
+            told = agreement.gather("make shared memory", make)
+            agreement.together("map the shared memory of the others", attach)
+        except BaseException:
+            for segment in {*mine, *self.segments}:
+                segment.unlink()
+                segment.close()
+            raise
+        mine[0].unlink()
+        self._pids = [pid for _, pid in told]
+
+    def others_first(self) -> list[int]:
+        """Return all ranks from the next one on, so that they do not all go to the same one."""
+        ranks = len(self.ranks)
+        return [(self.rank + hop) % ranks for hop in range(1, ranks + 1)]
+
+    def wait(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
+        """Come to a meeting and wait for all; return their notes. Raises PeerLost."""
+        own, patience = self.segments[self.rank], Patience(timeout_s)
+        if not own.come(number, note, patience):
+            raise self.held(self.rank, FLAGS, timeout_s)
+        missing = [rank for rank in self.others_first() if rank != self.rank]
+        while missing := [rank for rank in missing if not self.segments[rank].has_come(number)]:
+            lost = {rank: how for rank in missing if (how := self._fate(rank, number))}
+            if not lost and not patience.sleep():
+                lost = dict.fromkeys(missing, "did not come")
+            if lost:
+                raise self.lost(lost, number, timeout_s)
+        # One that is gone from a later meeting was at this one.
+        gave_up = [rank for rank, segment in enumerate(self.segments) if OPEN < segment.state <= number]
+        if gave_up:
+            raise self.lost(dict.fromkeys(gave_up, "gave up waiting"), number, timeout_s)
+        return tuple(segment.note(number) for segment in self.segments)
+
+    def _fate(self, rank: int, number: int) -> str:
+        """Return what became of a rank that has not come to a meeting; empty if it may still come."""
+        segment = self.segments[rank]
+        if OPEN < segment.state <= number:
+            return "gave up waiting"
+        # A rank may come and then leave, so whether it came is asked last.
+        gone = self.gone(rank)
+        return "" if segment.has_come(number) else gone
+
+    def gone(self, rank: int) -> str:
+        """Return how a rank left; empty if it is there."""
+        segment = self.segments[rank]
+        has_closed, is_alive = segment.state == CLOSED, segment.is_alive()
+        if has_closed:
+            return "closed its windows"
+        return "" if is_alive else "died"
+
+    def lost(self, lost: dict[int, str], number: int, timeout_s: float) -> PeerLost:
+        """Return what to raise when ranks are lost; each with what became of it."""
+        told = "; ".join(f"rank {self.ranks[rank]} {how}" for rank, how in sorted(lost.items()))
+        here = f"rank {self.ranks[self.rank]} waited at meeting {number}"
+        return PeerLost(f"the ranks could not meet: {told}", got=here,
+                        expected=f"{names(self.ranks)} within {timeout_s:g} s",
+                        advice=f"the log of {names([self.ranks[rank] for rank in sorted(lost)])} (out of memory? "
+                               "killed? a longer step?), then resume the last checkpoint")  # fmt: skip
+
+    def held(self, rank: int, place: tuple[int, int], timeout_s: float) -> PeerLost:
+        """Return what to raise when bytes of a rank's segment stay locked."""
+        pid = self.segments[rank].holder(*place)
+        who = f"rank {self.ranks[self._pids.index(pid)]}" if pid in self._pids else "another rank"
+        return PeerLost(f"{who} stands still in the middle of a push or a meeting",
+                        got=f"memory of rank {self.ranks[rank]} locked for {timeout_s:g} s",
+                        expected="a fraction of a millisecond",
+                        advice=f"the log of {who} (stopped? swapping?), then resume the last checkpoint")  # fmt: skip
+
+    def give_up(self, number: int) -> None:
+        """Let the others know that this rank did not get to a meeting."""
+        if self.segments:
+            self.segments[self.rank].state = number
+
+    def leave(self, timeout_s: float) -> bool:
+        """Say that this rank uses nothing of the others any more; return whether all others say so too, or are gone."""
+        self._close()
+        self.segments[self.rank].has_left = True
+        patience = Patience(timeout_s)
+        while not all(segment.has_left or not segment.is_alive()
+                      for rank, segment in enumerate(self.segments) if rank != self.rank):  # fmt: skip
+            if not patience.sleep():
+                return False
+        return True
+
+    def release(self) -> None:
+        """Unmap all segments; the others see that this rank closed. May be called again."""
+        if not self.segments:
+            return
+        self._close()
+        for segment in self.segments:
+            segment.close()
+        self.segments.clear()
+
+    def _close(self) -> None:
+        own = self.segments[self.rank]
+        if own.state == OPEN:
+            own.state = CLOSED

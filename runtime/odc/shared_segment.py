@@ -1,0 +1,222 @@
+"""One rank's part of the shared memory: a file in /dev/shm that its peers map, and locks on its bytes.
+
+Nothing outlives a crash.  The file loses its name as soon as all peers have mapped it, and the kernel
+frees the memory with the last of them; what a rank leaves that dies before that, the next one that
+starts removes.
+
+Locks are POSIX record locks (fcntl(2), F_SETLK) on the very bytes that they guard.  The kernel drops them when
+their holder dies, however it dies, so none is ever stuck; and a rank that keeps the first byte of its
+own file locked for as long as it lives is dead when that lock is free, which needs no process
+numbers.  Taking and dropping one costs two system calls, 3 microseconds together, against 0.5 for a
+robust mutex of the C library, whose layout Python does not know; both are small beside a chunk.  Two traps:
+a process loses its locks on a file when it closes *any* descriptor of it, so each file is opened once;
+and a process does not exclude itself, so one thread at a time uses a segment.  A forked child holds none.
+
+Memory order.  Python has no atomic operations, so nothing relies on how plain loads and stores are
+ordered.  What one rank wrote before it dropped a lock is seen by a rank that takes the same lock later:
+the kernel guards a file's locks by a spin lock, whose release and acquire order the accesses before
+and after it on every processor, x86 as well as ARM, and moving a thread to another core is a full
+barrier.  A flag read without its lock is only a hint, confirmed under the lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from profiler.byte_sizes import format_bytes
+from profiler.errors import OsdpError
+
+FOLDER = Path("/dev/shm")
+PREFIX = "osdp-odc-"
+HEADER_BYTES = mmap.PAGESIZE
+"""In front of the windows."""
+LIFE = (0, 1)
+"""Range that the owner keeps locked while it lives: offset and length."""
+FLAGS = (64, 24)
+"""Range of the meetings' flags."""
+MEETINGS, STATE, LEFT = 64 // 8, 128 // 8, 136 // 8
+"""Indices of 8-byte integers: meetings that the owner came to; its state; whether it lets go of what peers own."""
+NOTES = 72 // 8
+"""Index of two doubles, what the owner said at the last even and the last odd meeting."""
+OPEN, CLOSED = 0, -1
+"""States; another is the number of the meeting that the owner gave up, or did not get to."""
+RECORD = "hhqqi0q"
+"""C's `struct flock` on 64-bit Linux: type, whence, start, length, pid."""
+
+
+class Patience:
+    """Sleeps longer and longer, 20 microseconds to 1 ms, up to a deadline."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s, self.end_s, self.pause_s = timeout_s, time.monotonic() + timeout_s, 2e-5
+
+    def sleep(self) -> bool:
+        """Sleep; return False if the time is over."""
+        time.sleep(self.pause_s)
+        self.pause_s = min(2 * self.pause_s, 1e-3)
+        return time.monotonic() < self.end_s
+
+
+class Segment:
+    """A file that is mapped: its own by the rank that made it, or a peer's."""
+
+    def __init__(self, path: Path, descriptor: int, size_bytes: int) -> None:
+        self.path, self._descriptor = path, descriptor
+        self._map = mmap.mmap(descriptor, size_bytes)
+        view = memoryview(self._map)[:HEADER_BYTES]
+        self._integers, self._doubles = view.cast("q"), view.cast("d")
+
+    @classmethod
+    def create(cls, size_bytes: int) -> Segment:
+        """Make a file of zeros that belongs to this process. Raises OsdpError if there is no room for it."""
+        remove_leftovers()
+        while True:
+            path = FOLDER / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            # A rank that starts now may have taken the file for a leftover before it was locked.
+            if try_lock(descriptor, fcntl.LOCK_EX, *LIFE) and os.fstat(descriptor).st_nlink:
+                break
+            os.close(descriptor)
+        try:
+            # Without this, a full /dev/shm would kill the process at the first access to a page.
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            return cls(path, descriptor, size_bytes)
+        except OSError as error:
+            path.unlink()
+            os.close(descriptor)
+            raise _no_room(size_bytes, error) from error
+
+    @classmethod
+    def attach(cls, path: Path, size_bytes: int) -> Segment:
+        """Map a peer's file."""
+        return cls(path, os.open(path, os.O_RDWR | os.O_CLOEXEC), size_bytes)
+
+    def unlink(self) -> None:
+        """Take away the file's name, if it still has it."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of the memory and of all locks; tensors in it must not be used any more."""
+        self._integers.release()
+        self._doubles.release()
+        with suppress(BufferError):  # a tensor that somebody still holds keeps it mapped
+            self._map.close()
+        os.close(self._descriptor)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor (numel,) that lies at `offset` bytes."""
+        if not numel:  # which `frombuffer` refuses
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
+
+    # --- locks
+
+    def try_lock(self, start: int, length: int) -> bool:
+        """Lock a range of bytes against other processes, unless one has it."""
+        return try_lock(self._descriptor, fcntl.LOCK_EX, start, length)
+
+    def unlock(self, start: int, length: int) -> None:
+        """Drop a lock."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, length, start)
+
+    def holder(self, start: int, length: int) -> int | None:
+        """Return the process that holds a lock in a range; None if another one could take it."""
+        asked = struct.pack(RECORD, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+        kind, *_, pid = struct.unpack(RECORD, fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
+        return None if kind == fcntl.F_UNLCK else pid
+
+    def is_alive(self) -> bool:
+        """Whether a peer that owns this segment lives and has not closed it."""
+        return self.holder(*LIFE) is not None
+
+    # --- flags
+
+    @property
+    def state(self) -> int:
+        """What the owner last said of itself."""
+        return self._integers[STATE]
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self._integers[STATE] = state
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the owner uses nothing of its peers any more."""
+        return bool(self._integers[LEFT])
+
+    @has_left.setter
+    def has_left(self, has_left: bool) -> None:
+        self._integers[LEFT] = has_left
+
+    def come(self, meeting: int, note: float, patience: Patience) -> bool:
+        """Say that the owner has come to a meeting; False if nobody could, because a peer stopped at a bad moment."""
+        while not self.try_lock(*FLAGS):
+            if not patience.sleep():
+                return False
+        # Of two notes, as a peer that is late may still read the one of the meeting before.
+        self._doubles[NOTES + meeting % 2] = note
+        self._integers[MEETINGS] = meeting
+        self.unlock(*FLAGS)
+        return True
+
+    def has_come(self, meeting: int) -> bool:
+        """Whether the owner has come to a meeting; if so, all that it wrote before is seen from now on."""
+        # A shared lock, as another peer that looks at the same moment is no reason to say no.
+        if self._integers[MEETINGS] < meeting or not try_lock(self._descriptor, fcntl.LOCK_SH, *FLAGS):
+            return False
+        try:
+            return self._integers[MEETINGS] >= meeting
+        finally:
+            self.unlock(*FLAGS)
+
+    def note(self, meeting: int) -> float:
+        """Return what the owner said at the last meeting."""
+        return self._doubles[NOTES + meeting % 2]
+
+
+def try_lock(descriptor: int, kind: int, start: int, length: int) -> bool:
+    """Lock a range of a file's bytes, alone (LOCK_EX) or with other readers (LOCK_SH); False if that cannot be now."""
+    try:
+        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB, length, start)
+    except (BlockingIOError, PermissionError):  # POSIX allows for either
+        return False
+    return True
+
+
+def remove_leftovers() -> None:
+    """Remove files of this user's ranks that died while they started."""
+    own = f"{PREFIX}{os.getpid()}-"
+    for path in FOLDER.glob(f"{PREFIX}*"):
+        if path.name.startswith(own):  # closing another descriptor of it would drop its locks
+            continue
+        with suppress(OSError):  # another user's, or gone
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if try_lock(descriptor, fcntl.LOCK_EX, *LIFE):
+                    path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _no_room(size_bytes: int, error: OSError) -> OsdpError:
+    if error.errno != errno.ENOSPC:
+        return OsdpError("no shared memory can be made", got=str(error))
+    space = os.statvfs(FOLDER)
+    return OsdpError(
+        f"{FOLDER} is too small for the windows",
+        got=f"{format_bytes(space.f_bavail * space.f_frsize)} free",
+        expected=f"{format_bytes(size_bytes)} for each rank",
+        advice="a larger one (docker run --shm-size=..., mount -o remount,size=... /dev/shm), or another strategy",
+    )

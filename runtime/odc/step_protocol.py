@@ -1,0 +1,270 @@
+"""When the ranks of a model meet: before parameters are pulled anew, and before gradients are used.
+
+    stale    --meet, publish, meet-->  open     at the first pull; values were given or loaded since the last one
+    open     --pulls and pushes------  open     micro-batches, as many as each rank likes
+    open     --meet, take----------->  taken    before the optimizer's step, or whenever gradients are asked for
+    taken    --publish, meet-------->  open     after the optimizer's step
+    taken    --meet----------------->  open     at the next pull, if the step is left out
+    open     --meet----------------->  open     when gradients are set to zero; what was accumulated is forgotten
+    any      --meet, publish, meet-->  open     where a loop says that a step starts anew (`renew`)
+
+With S the sum of what all N ranks pushed, c_r the micro-batches of rank r and M those of the plan, the gradient is
+
+    S / N            if all c_r are equal: what FSDP2 gives, the mean over ranks
+    S M / sum c_r    if not: losses are divided by M, as ever, and this is the mean over all micro-batches;
+                     also if they are equal, where M was given for that (`is_mean`)
+
+and other gradients of the model, means over ranks, are brought to the same scale.  What ranks must know of
+each other for that (sum of c_r, and of their squares; which parameters got a gradient) is pushed like a
+gradient, through a window of its own, as they meet.  Groups of ranks that are replicas of each other
+all-reduce what they accumulated.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.strategies.registry import Strategy
+from runtime.failures.liveness import announce
+from runtime.failures.peer_faults import PeerLost, naming_peers
+from runtime.failures.rank_agreement import Agreement
+from runtime.meshes import Meshes
+from runtime.odc.choose_transport import open_transport
+from runtime.odc.dry_run_windows import RehearsedTransport, rehearses
+from runtime.odc.windows import Transport, Window, WindowSpec
+from runtime.torch_compat import default_timeout
+
+TIMEOUT_S = 600.0
+"""How long a rank waits for others where the process group does not say."""
+
+
+class Unit(Protocol):
+    """Parameters that are published, and whose gradients are accumulated, together."""
+
+    spec: WindowSpec
+    window: Window
+    trained: list[nn.Parameter]
+    """Those that get a gradient."""
+    pushed: list[bool]
+    """Which of them got one on this rank since the last meeting."""
+
+    def use(self, window: Window, before_pull: Callable[[], None]) -> None:
+        """Communicate through a window; `before_pull` sees to it that there is something to pull."""
+
+    def publish(self) -> None:
+        """Let peers see this rank's shard after the next meeting."""
+
+    def add_gradient(self, gradient: Tensor, wanted: Sequence[bool]) -> None:
+        """Add a gradient (t,) to those of the wanted parameters."""
+
+    def forget(self) -> None:
+        """Forget which parameters got gradients."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units that are split over groups of equally many ranks and summed up in the same way, and this rank's group."""
+
+    units: tuple[Unit, ...]
+    transport: Transport
+    """Its last window is for the summary."""
+    across: dist.ProcessGroup | None
+    """Ranks with equal shards in the other groups; None if there is one group."""
+
+    @property
+    def summary(self) -> Window:
+        """The window for what ranks tell each other: two numbers on micro-batches, and one for each parameter."""
+        return self.transport.windows[-1]
+
+    def publish(self) -> None:
+        """Publish all shards, and meet."""
+        for unit in self.units:
+            unit.publish()
+        self.transport.meet()
+
+    def tell(self, micro_batches: int) -> None:
+        """Tell the others about this rank's step."""
+        flags = [float(flag) for unit in self.units for flag in unit.pushed]
+        told = torch.tensor([micro_batches, micro_batches**2, *flags], dtype=torch.float32,
+                            device=self.transport.device_type)  # fmt: skip
+        self.summary.push(told.repeat(len(self.transport.ranks)))
+
+    def told(self) -> list[float]:
+        """Return the sums of what all ranks told."""
+        if isinstance(self.transport, RehearsedTransport):  # every parameter has a gradient
+            return [0.0, 0.0] + [1.0] * (self.summary.spec.shard_numel - 2)
+        return self.take(self.summary).tolist()
+
+    def drop(self) -> None:
+        """Forget what was accumulated for this rank, and what it pushed."""
+        for window in self.transport.windows:
+            window.take_gradient()
+        for unit in self.units:
+            unit.forget()
+
+    def take(self, window: Window) -> Tensor:
+        """Return what all ranks of all groups pushed for this rank."""
+        taken = window.take_gradient()
+        if self.across is not None:
+            dist.all_reduce(taken, group=self.across)
+        return taken
+
+
+class Exchange:
+    """The units of a model that communicate one-sidedly."""
+
+    def __init__(self, units: Sequence[tuple[Strategy, Unit]], meshes: Meshes, micro_batches: int,
+                 timeout_s: float | None = None) -> None:  # fmt: skip
+        """Open windows for units, each with its strategy. A collective call.
+
+        `micro_batches` are those of a step of the plan; `timeout_s` is the process group's unless given.
+        Raises OsdpError on every rank if ranks of a group cannot share memory.
+        """
+        self.micro_batches, self.world_size = micro_batches, meshes.world_size
+        self._state = "stale"
+        timeout = default_timeout()
+        self.timeout_s = timeout_s or (timeout.total_seconds() if timeout else TIMEOUT_S)
+        alike: dict[tuple[int, bool], list[Unit]] = {}
+        for strategy, unit in units:
+            alike.setdefault((strategy.group, strategy.kind.ordered), []).append(unit)
+        if not rehearses():
+            announce("opening windows")
+        self._opened: list[Transport] = []
+        close = weakref.finalize(self, _close, self._opened, os.getpid())  # at the latest when Python exits
+        try:
+            self.groups = tuple(self._open(alike[kind], *kind, meshes) for kind in sorted(alike))
+        except BaseException:
+            close()
+            raise
+
+    def _open(self, units: Sequence[Unit], ranks: int, ordered: bool, meshes: Meshes) -> Group:
+        told = 2 + sum(len(unit.trained) for unit in units)
+        specs = [*(unit.spec for unit in units), WindowSpec("summary", told, torch.float32)]
+        group = meshes.group(ranks)
+        across = meshes.group(meshes.world_size // ranks, stride=ranks) if ranks < meshes.world_size else None
+
+        def open_windows() -> None:
+            self._opened.append(open_transport(group, specs, meshes.device_type, self.timeout_s, ordered))
+
+        if rehearses():
+            open_windows()
+        else:  # What is refused in one group is refused in all, which would else wait for it.
+            Agreement.all().together("open windows", open_windows)
+        transport = self._opened[-1]
+        for unit, window in zip(units, transport.windows, strict=False):
+            unit.use(window, self.open)
+        return Group(tuple(units), transport, across)
+
+    def open(self) -> None:
+        """Have there be something to pull, and room to push. A collective call."""
+        if self._state == "open":
+            return
+        with self._together():
+            for group in self.groups:
+                group.transport.meet()
+                if self._state == "stale":
+                    group.publish()
+        self._state = "open"
+
+    def expire(self) -> None:
+        """Take note that parameters have other values than were published."""
+        self._state = "stale"
+
+    def settle(self, micro_batches: int, is_mean: bool = False) -> float:
+        """Meet, and add to gradients what was accumulated, unless that was done. A collective call.
+
+        `micro_batches` is the number whose gradients this rank has pushed; `is_mean` makes the gradient S M / sum c_r
+        though all are equal. Returns by how much the model's other gradients, which are means over ranks, must be
+        scaled. Raises PeerLost, naming ranks, if some do not come.
+        """
+        scale = 1.0
+        if self._state == "taken":
+            return scale
+        self.open()
+        with self._together():
+            for group in self.groups:
+                group.tell(micro_batches)
+            for group in self.groups:
+                group.transport.meet()
+                scale = self._take(group, is_mean)
+        self._state = "taken"
+        return scale
+
+    @torch.no_grad()
+    def _take(self, group: Group, is_mean: bool) -> float:
+        total, squares, *flags = group.told()
+        are_equal = self.world_size * squares == total**2
+        scale = 1.0 if are_equal and not (is_mean and total) else self.micro_batches * self.world_size / total
+        for unit in group.units:
+            wanted = [flag > 0 for flag in flags[: len(unit.trained)]]
+            del flags[: len(unit.trained)]
+            if any(wanted):
+                unit.add_gradient(group.take(unit.window).mul_(scale / self.world_size), wanted)
+            unit.forget()
+        return scale
+
+    def drop(self, pending: bool = True) -> None:
+        """Meet, and forget what was accumulated if any rank of the group has `pending` gradients. A collective call."""
+        if self._state == "taken":
+            return
+        with self._together():
+            for group in self.groups:
+                if any(group.transport.meet(float(pending))):
+                    group.drop()
+                    group.transport.meet()
+
+    def renew(self, pending: bool) -> None:
+        """Publish what parameters are now, for a step that starts anew. A collective call.
+
+        What was accumulated is forgotten if any rank has `pending` gradients, pushed since the last `settle`.
+        """
+        with self._together():
+            for group in self.groups:
+                if any(group.transport.meet(float(pending))):
+                    group.drop()
+                group.publish()
+        self._state = "open"
+
+    def close(self) -> None:
+        """Let go of the windows. Not collective: others that still meet will be told."""
+        for group in self.groups:
+            group.transport.close()
+
+    def publish(self) -> None:
+        """Let parameters that the optimizer has changed be pulled. A collective call, after `settle`."""
+        with self._together():
+            for group in self.groups:
+                group.publish()
+        self._state = "open"
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Name the ranks that are lost to a meeting, or between groups; nothing can be exchanged after that."""
+        try:
+            with naming_peers("a meeting", self.timeout_s):
+                yield
+        except PeerLost:
+            for group in self.groups:
+                group.transport.give_up()
+            raise
+
+    def tensors(self) -> list[Tensor]:
+        """Return what a rehearsal holds in place of windows."""
+        rehearsed = [group.transport for group in self.groups if isinstance(group.transport, RehearsedTransport)]
+        return [tensor for transport in rehearsed for tensor in (*transport.published, *transport.sums)]
+
+
+def _close(transports: Sequence[Transport], process: int) -> None:
+    if os.getpid() != process:  # a fork that ends must not close its parent's
+        return
+    for transport in transports:
+        transport.close()

@@ -1,0 +1,276 @@
+"""Save and resume, under any plan and any number of ranks, on `torch.distributed.checkpoint` (DCP).
+
+    save    take the state -> DCP writes one file a rank to `<path>.partial` -> each rank checksums
+            its file -> manifest -> rename to `<path>`
+    load    manifest -> sizes, checksums (each rank a share), names and shapes -> DCP reads into place
+
+Every step ends with all ranks agreeing that it was done; if one fails, all raise OsdpError and the
+checkpoints that were there stay as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.optim import Optimizer
+
+from profiler.errors import OsdpError
+from runtime.failures.rank_agreement import Agreement, peer_errors
+from runtime.state import checkpoint_files as folders
+from runtime.state.checkpoint_files import latest, prune
+from runtime.state.checkpoint_manifest import (
+    Manifest,
+    ManifestReader,
+    OptimizerRecord,
+    StoredFile,
+    describe_file,
+    read_manifest,
+    stored_tensors,
+)
+from runtime.state.dcp_tensor import GlobalLoadPlanner, GlobalSavePlanner, GlobalTensor
+from runtime.state.local_shards import Piece
+from runtime.state.model_state import check_model, model_tensors, persistent_buffers
+from runtime.state.optimizer_state import Restoration, check_optimizer, optimizer_tensors
+
+__all__ = ["Saving", "latest", "load", "prune", "save"]
+
+
+class Saving:
+    """A checkpoint that is being written, or has been."""
+
+    def __init__(self, path: Path, future: Future[None]) -> None:
+        self.path = path
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        """Whether writing has ended, well or not."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is whole, on all ranks; raises OsdpError if it will never be."""
+        global _under_way
+        if _under_way is self:
+            _under_way = None
+        self._future.result()
+
+
+_under_way: Saving | None = None
+"""The save in the background whose end nobody has waited for; there is at most one."""
+_background = ThreadPoolExecutor(1, "checkpoint")
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a rank contributes to a checkpoint."""
+
+    tensors: dict[str, GlobalTensor]
+    optimizer: OptimizerRecord | None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def save(
+    path: str | Path,
+    module: nn.Module,
+    pieces: Sequence[Piece],
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    asynchronous: bool = False,
+) -> Saving:
+    """Save a model, its optimizer and `extra` to the folder `path`; collective.
+
+    Args:
+        path: folder that all ranks share; a checkpoint that is there is replaced when the new one is whole.
+        module: whose buffers are saved, as rank 0 has them.
+        pieces: what this rank holds of the parameters.
+        optimizer: any torch optimizer over these parameters whose state has their layout.
+        extra: what else `load` shall return, of rank 0; what JSON can hold.
+        asynchronous: return when the state is copied to host memory, and write in the background.
+            Every rank copies all that it holds, replicated parts too.
+
+    An earlier save in the background is waited for first, and its error raised here. Call `wait` on
+    the last one before the process group is destroyed.
+
+    Raises OsdpError, on all ranks, if any of them fails.
+    """
+    global _under_way
+    path = Path(path)
+    _settle()
+    ranks = Agreement.all()
+    with torch.no_grad():
+        state = ranks.together(f"save {path}", lambda: _take(module, pieces, optimizer, extra, ranks, asynchronous))
+    if asynchronous:
+        # DCP's own async_save is no help: checksums, manifest and renaming belong to the background too.
+        _under_way = Saving(path, _background.submit(_write, path, state, ranks))
+        return _under_way
+    _write(path, state, ranks)
+    finished: Future[None] = Future()
+    finished.set_result(None)
+    return Saving(path, finished)
+
+
+@torch.no_grad()
+def load(
+    path: str | Path, module: nn.Module, pieces: Sequence[Piece], optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Load a checkpoint into a model, and into its optimizer if one is given; collective.
+
+    The plan and the number of ranks may differ from those under which it was saved. Nothing is
+    changed before the checkpoint is known to be whole, undamaged and of this model. The optimizer
+    keeps its own way of computing (`foreach`, `fused`); all other options are as saved. Of a save in
+    the background the end is waited for first, and its error raised here.
+
+    Returns the `extra` that was saved. Raises OsdpError on all ranks.
+    """
+    path = Path(path)
+    _settle()
+    ranks = Agreement.all()
+    targets = model_tensors(module, pieces)
+    manifest = ranks.together(f"load {path}", lambda: _checked_manifest(path, targets, pieces, optimizer))
+    ranks.together(f"check {path}", lambda: _check_share(path, manifest, ranks))
+    restoration = Restoration.prepare(optimizer, pieces, manifest) if optimizer is not None else None
+    _read(path, manifest, targets | (restoration.targets if restoration else {}), ranks)
+    if restoration is not None:
+        restoration.finish()
+    return manifest.extra
+
+
+def _settle() -> None:
+    """Wait for the save in the background, if there is one; raises its error."""
+    if _under_way is not None:
+        _under_way.wait()
+
+
+def _take(module: nn.Module, pieces: Sequence[Piece], optimizer: Optimizer | None,
+          extra: Mapping[str, Any] | None, ranks: Agreement, copies: bool) -> _State:  # fmt: skip
+    """Return this rank's contribution, sharing the model's memory or as copies on the host."""
+    extra = dict(extra or {})
+    _check_plain(extra, "extra")
+    tensors = model_tensors(module, pieces)
+    if ranks.rank != 0:
+        for name in persistent_buffers(module):
+            tensors.pop(f"model.{name}", None)  # not there if the buffer is empty
+    record = None
+    if optimizer is not None:
+        moments, record = optimizer_tensors(optimizer, pieces)
+        tensors |= moments
+    if copies:
+        tensors = {key: tensor.copy_to_cpu() for key, tensor in tensors.items()}
+    return _State(tensors, record, json.loads(json.dumps(extra)))
+
+
+def _check_plain(value: object, at: str) -> None:
+    """Check that JSON gives back an equal value; raises OsdpError that says where it would not."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise OsdpError(f"{at} cannot be saved", got=f"the key {key!r}", expected="keys that are text")
+            _check_plain(item, f"{at}[{key!r}]")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_plain(item, f"{at}[{index}]")
+    elif not (value is None or type(value) in (bool, int, float, str)):
+        expected = "numbers, text, true, false, none, lists and dicts of these"
+        raise OsdpError(f"{at} cannot be saved", got=f"a {type(value).__name__}", expected=expected)
+
+
+def _write(path: Path, state: _State, ranks: Agreement) -> None:
+    """Write what all ranks have taken, and put it in its place."""
+    partial = path.with_name(path.name + folders.PARTIAL)
+    try:
+        ranks.on_first(f"make {partial}", lambda: folders.begin(path))
+        metadata = _write_tensors(partial, state.tensors, ranks)
+        found = ranks.gather(f"checksum its file in {partial}", lambda: _describe(partial, ranks.rank))
+        files = {name: file for each in found for name, file in each.items()}
+        records = ranks.gather(f"save {path}", lambda: state.optimizer)
+        manifest = Manifest(files, stored_tensors(metadata), _merge(records), state.extra)
+        ranks.on_first(f"finish {path}", lambda: folders.publish(path, manifest))
+    except OsdpError:
+        if ranks.rank == 0:
+            folders.abandon(path)
+        raise
+
+
+def _write_tensors(folder: Path, tensors: dict[str, GlobalTensor], ranks: Agreement) -> Metadata:
+    """Have DCP write the tensors, each part by one of the ranks that hold it."""
+    with peer_errors(f"write to {folder}"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        metadata: Metadata = save_tensors(
+            tensors,
+            storage_writer=FileSystemWriter(folder),
+            planner=GlobalSavePlanner(),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
+    return metadata
+
+
+def _describe(folder: Path, rank: int) -> dict[str, StoredFile]:
+    """Return size and checksum of the files that this rank wrote."""
+    files = sorted(folder.glob(f"__{rank}_*.distcp"))
+    if rank == 0:
+        files.append(folder / ".metadata")
+    return {file.name: describe_file(file) for file in files}
+
+
+def _merge(records: Sequence[OptimizerRecord | None]) -> OptimizerRecord | None:
+    """Return rank 0's record with the values that only other ranks have."""
+    first = records[0]
+    if first is None:
+        return None
+    values: dict[str, dict[str, Any]] = {}
+    for record in reversed(records):
+        values |= record.values if record is not None else {}
+    return replace(first, values=values)
+
+
+def _checked_manifest(path: Path, targets: Mapping[str, GlobalTensor], pieces: Sequence[Piece],
+                      optimizer: Optimizer | None) -> Manifest:  # fmt: skip
+    """Read the manifest, and check by it that the checkpoint is whole and of this model."""
+    try:
+        manifest = read_manifest(path)
+        folders.check_sizes(path, manifest)
+    except OsdpError as fault:
+        raise folders.refusal(path, fault) from fault
+    try:
+        check_model(manifest, targets)
+        if optimizer is not None:
+            check_optimizer(manifest, optimizer, pieces)
+    except OsdpError as fault:
+        what = f"{path} cannot be loaded: {fault.what}"
+        raise OsdpError(what, got=fault.got, expected=fault.expected, advice=fault.advice) from fault
+    return manifest
+
+
+def _check_share(path: Path, manifest: Manifest, ranks: Agreement) -> None:
+    """Check the contents of every `count`-th file."""
+    try:
+        folders.check_contents(path, manifest, sorted(manifest.files)[ranks.rank :: ranks.count])
+    except OsdpError as fault:
+        raise folders.refusal(path, fault) from fault
+
+
+def _read(path: Path, manifest: Manifest, targets: dict[str, GlobalTensor], ranks: Agreement) -> None:
+    """Have DCP read what this rank holds of the tensors, in place."""
+    with peer_errors(f"read {path}"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load_tensors(
+            targets,
+            storage_reader=ManifestReader(path, manifest),
+            planner=GlobalLoadPlanner(),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )

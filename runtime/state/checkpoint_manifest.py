@@ -1,0 +1,200 @@
+"""What a checkpoint's folder holds, and its manifest.
+
+    manifest.json     every file with its size and checksum, every tensor with the parts that were
+                      written and where, the optimizer's settings, and `extra`; with a checksum of its own
+    __0_0.distcp ...  one file a rank, tensors one after another, each as `torch.save` writes it
+    .metadata         the same table of tensors as DCP writes it, for torch's own tools; a pickle,
+                      which can run any code when it is loaded, so nothing here ever reads it
+
+Reading runs no code: the manifest is JSON, and tensors are loaded with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from profiler.errors import OsdpError
+from profiler.yaml_files import read_text, validate, write_text_atomic
+
+MANIFEST = "manifest.json"
+OUR_FILES = re.compile(r"manifest\.json|__\d+_\d+\.distcp|\.metadata(\.tmp)?|\.osdp-[0-9a-f]+\.tmp")
+"""What may lie in a checkpoint's folder, also when its writer was killed."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as its writer found it after writing."""
+
+    size_bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A part of a tensor, and where it lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start_bytes: int
+    length_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor, and the parts that together are all of it."""
+
+    dtype: str
+    """As PyTorch calls it: `float32`."""
+    shape: tuple[int, ...]
+    parts: tuple[StoredPart, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself; raises OsdpError for an unknown name."""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise OsdpError("the checkpoint has tensors of a kind that this PyTorch does not know", got=self.dtype)
+        return dtype
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """An optimizer without its tensors."""
+
+    kind: str
+    """Name of its class."""
+    groups: tuple[dict[str, Any], ...]
+    """Its parameter groups; `params` are original names, tuples became lists."""
+    values: dict[str, dict[str, Any]]
+    """State that is no tensor: by original name, then by name of the state."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a whole checkpoint holds."""
+
+    SCHEMA: ClassVar[str] = "osdp.checkpoint/1"
+
+    files: dict[str, StoredFile]
+    tensors: dict[str, StoredTensor]
+    """By key: `model.<original name>` or `optimizer.<original name>.<state>`."""
+    optimizer: OptimizerRecord | None
+    extra: dict[str, Any]
+    """What the caller wants back, such as where the data stands."""
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and have it and the folder's entries on the disk; raises OsdpError."""
+    body = asdict(manifest)
+    document = {"schema": Manifest.SCHEMA, "blake2b": _digest(body), "manifest": body}
+    write_text_atomic(folder / MANIFEST, json.dumps(document) + "\n")
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest in a checkpoint's folder; raises OsdpError if it is missing or damaged."""
+    path = folder / MANIFEST
+    if not path.exists():
+        raise OsdpError("it has no manifest, so it was never finished")
+    damaged = OsdpError("its manifest is damaged")
+    try:
+        document = json.loads(read_text(path))
+        schema, digest, body = document["schema"], document["blake2b"], document["manifest"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged from error
+    if schema != Manifest.SCHEMA:
+        raise OsdpError("another version of OSDP wrote it", got=str(schema)[:60], expected=Manifest.SCHEMA)
+    if digest != _digest(body):
+        raise damaged
+    manifest, problems = validate(body, Manifest)
+    if manifest is None or problems or not _is_closed(manifest):
+        raise damaged
+    return manifest
+
+
+def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
+    """Return what DCP says it has written, by key."""
+    tensors = {}
+    for key, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        parts = []
+        for chunk in tensor.chunks:
+            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            parts.append(StoredPart(tuple(chunk.offsets), tuple(chunk.sizes),
+                                    place.relative_path, place.offset, place.length))  # fmt: skip
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        tensors[key] = StoredTensor(dtype, tuple(tensor.size), tuple(parts))
+    return tensors
+
+
+def describe_file(path: Path) -> StoredFile:
+    """Read a file and return its size and checksum."""
+    with open(path, "rb") as stream:
+        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
+        return StoredFile(stream.tell(), digest.hexdigest())
+
+
+def sync_folder(folder: Path) -> None:
+    """Have a folder's entries on the disk, so that they outlive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a part lies, by the names under which DCP's reader asks (the same in torch 2.11, read, and 2.13, run)."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+class ManifestReader(FileSystemReader):
+    """DCP's reader, told by the manifest what there is, instead of by the pickle."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__(folder)
+        self._manifest = manifest
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return DCP's view of the manifest."""
+        tensors: dict[str, Any] = {}
+        places = {}
+        for key, tensor in self._manifest.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.parts]
+            properties = TensorProperties(dtype=tensor.torch_dtype)
+            tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+            for part in tensor.parts:
+                places[MetadataIndex(key, part.offsets)] = _Place(part.file, part.start_bytes, part.length_bytes)
+        return Metadata(tensors, storage_data=places)
+
+
+def _is_closed(manifest: Manifest) -> bool:
+    """Whether the manifest speaks of files in the checkpoint's own folder only."""
+    named = {part.file for tensor in manifest.tensors.values() for part in tensor.parts}
+    return named <= manifest.files.keys() and all(OUR_FILES.fullmatch(name) for name in manifest.files)
+
+
+def _digest(body: Any) -> str:
+    return hashlib.blake2b(json.dumps(body).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,202 @@
+"""The state of a torch optimizer, taken apart for a checkpoint and put together again.
+
+State is kept under the original parameter's name: tensors laid out as the parameter, scalars in
+tensors (`step`), and plain values.  So it fits an optimizer over any sharding of the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from profiler.errors import OsdpError
+from runtime.state.checkpoint_manifest import Manifest, OptimizerRecord, StoredTensor
+from runtime.state.dcp_tensor import GlobalTensor
+from runtime.state.local_shards import Piece
+from runtime.state.model_state import NAMES_SHOWN, assemble, everywhere, is_laid_out_as, local_data, new_like
+
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that say how a step is computed, not what: the optimizer at hand keeps its own."""
+_NAMES = frozenset({"params", "param_names"})
+
+
+def optimizer_tensors(optimizer: Optimizer, pieces: Sequence[Piece]) -> tuple[dict[str, GlobalTensor], OptimizerRecord]:
+    """Return the optimizer's tensors by key, sharing its memory, and what else it holds.
+
+    Raises OsdpError for parameters that are not the model's, and for state that is neither laid out
+    as the parameter nor a scalar.
+    """
+    moments: dict[str, list[tuple[Piece, Tensor]]] = {}
+    scalars: dict[str, GlobalTensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for piece, _ in _held(optimizer, pieces):
+        for state, value in optimizer.state.get(piece.parameter, {}).items():
+            key = _key(optimizer, piece, state)
+            if _is_scalar(value, piece.parameter, state):
+                if piece.numel:
+                    scalars.setdefault(key, everywhere(local_data(value)))
+            elif isinstance(value, Tensor) and is_laid_out_as(value, piece.parameter):
+                moments.setdefault(key, []).append((piece, value))
+            elif value is None or isinstance(value, bool | int | float | str):
+                values.setdefault(piece.name, {})[state] = value
+            else:
+                raise _unknown_layout(optimizer, piece, state, value)
+    groups = tuple(_record_group(group, _names(group, pieces)) for group in optimizer.param_groups)
+    tensors = {key: assemble(parts) for key, parts in moments.items() if prod(parts[0][0].shape)}
+    return tensors | scalars, OptimizerRecord(type(optimizer).__name__, groups, values)
+
+
+def check_optimizer(manifest: Manifest, optimizer: Optimizer, pieces: Sequence[Piece]) -> None:
+    """Check that the checkpoint's optimizer is of this kind, with the same parameters; raises OsdpError."""
+    record, kind = manifest.optimizer, type(optimizer).__name__
+    if record is None:
+        raise OsdpError("it holds no optimizer's state", expected=f"the state of {kind}")
+    if record.kind != kind:
+        raise OsdpError("it is of another optimizer", got=record.kind, expected=kind)
+    saved = {name: index for index, group in enumerate(record.groups) for name in group["params"]}
+    here = {piece.name for piece, _ in _held(optimizer, pieces)}
+    differing = sorted(here ^ saved.keys())
+    if differing:
+        what = "its optimizer has other parameters"
+        raise OsdpError(what, got=", ".join(differing[:NAMES_SHOWN]), expected="the same parameters being trained")
+    for group in optimizer.param_groups:
+        if len({saved[name] for name in _names(group, pieces)}) > 1:
+            what = "its optimizer has other parameter groups"
+            raise OsdpError(what, expected="parameters of a group that were in one group when saved")
+
+
+@dataclass
+class Restoration:
+    """An optimizer's state on its way in: `targets` are filled, then `finish` hands all over."""
+
+    optimizer: Optimizer
+    pieces: Sequence[Piece]
+    record: OptimizerRecord
+    targets: dict[str, GlobalTensor] = field(default_factory=dict)
+    """What to load, by key."""
+    states: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    """The optimizer's future state; tensors laid out as the parameter are parts of `targets`."""
+    scalars: list[tuple[nn.Parameter, dict[str, Any], str, str]] = field(default_factory=list)
+    """Parameter, its group, state and key of the others, of which `targets` has one for all slices."""
+
+    @classmethod
+    def prepare(cls, optimizer: Optimizer, pieces: Sequence[Piece], manifest: Manifest) -> Restoration:
+        """Find or make the tensors to load into; the optimizer is not changed yet, but for their contents."""
+        assert manifest.optimizer is not None
+        self = cls(optimizer, pieces, manifest.optimizer)
+        stored = _stored_states(manifest)
+        moments: dict[str, list[tuple[Piece, Tensor]]] = {}
+        for piece, group in _held(optimizer, pieces):
+            state = self.states.setdefault(piece.parameter, dict(self.record.values.get(piece.name, {})))
+            for name, tensor in stored.get(piece.name, {}).items():
+                key = _key(optimizer, piece, name)
+                if not tensor.shape and (piece.shape or name == "step"):
+                    self.targets[key] = everywhere(torch.zeros((), dtype=tensor.torch_dtype))
+                    self.scalars.append((piece.parameter, group, name, key))
+                else:
+                    old = optimizer.state.get(piece.parameter, {}).get(name)
+                    state[name] = new_like(piece.parameter, tensor, old)
+                    moments.setdefault(key, []).append((piece, state[name]))
+        self.targets |= {key: assemble(parts) for key, parts in moments.items()}
+        return self
+
+    def finish(self) -> None:
+        """Give the optimizer its state, and its groups their options."""
+        for parameter, group, name, key in self.scalars:
+            self.states[parameter][name] = _scalar_for(parameter, group, self.targets[key])
+        for parameter, state in self.states.items():
+            self.optimizer.state.pop(parameter, None)
+            if state:
+                self.optimizer.state[parameter] = state
+        saved = {name: group for group in self.record.groups for name in group["params"]}
+        for group in self.optimizer.param_groups:
+            for name in _names(group, self.pieces)[:1]:
+                _restore_group(group, saved[name])
+
+
+def _stored_states(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
+    """Return the optimizer's tensors, by original name and state."""
+    states: dict[str, dict[str, StoredTensor]] = {}
+    for key, tensor in manifest.tensors.items():
+        if key.startswith("optimizer."):
+            name, _, state = key.removeprefix("optimizer.").rpartition(".")
+            states.setdefault(name, {})[state] = tensor
+    return states
+
+
+def _held(optimizer: Optimizer, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, dict[str, Any]]]:
+    """Yield the pieces whose parameters the optimizer has, each with its group; raises OsdpError."""
+    of = {piece.parameter: piece for piece in pieces}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in of:
+                what = f"{type(optimizer).__name__} has a parameter that is not the model's"
+                got = f"one of shape {tuple(parameter.shape)}"
+                raise OsdpError(what, got=got, advice="make the optimizer after OSDP, from its parameters()")
+            yield of[parameter], group
+
+
+def _names(group: dict[str, Any], pieces: Sequence[Piece]) -> list[str]:
+    """Return the original names of a group's parameters, each once, in order."""
+    of = {piece.parameter: piece.name for piece in pieces}
+    return list(dict.fromkeys(of[parameter] for parameter in group["params"]))
+
+
+def _key(optimizer: Optimizer, piece: Piece, state: object) -> str:
+    if not isinstance(state, str) or "." in state:
+        what = f"{type(optimizer).__name__} names its state for {piece.name} in an unknown way"
+        raise OsdpError(what, got=repr(state))
+    return f"optimizer.{piece.name}.{state}"
+
+
+def _is_scalar(value: object, parameter: nn.Parameter, state: str) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and (parameter.dim() > 0 or state == "step")
+
+
+def _scalar_for(parameter: nn.Parameter, group: dict[str, Any], scalar: GlobalTensor) -> Tensor:
+    """Return a copy where torch's optimizers want it: on the host, unless the step runs on the device."""
+    on_device = group.get("fused") or group.get("capturable")
+    return scalar.parts[0][1].to(parameter.device if on_device else "cpu", copy=True)
+
+
+def _record_group(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    record: dict[str, Any] = {"params": names}
+    for option, value in group.items():
+        if option in _NAMES:
+            continue
+        plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        plain = [float(v) if isinstance(v, Tensor) else v for v in plain] if isinstance(plain, tuple | list) else plain
+        if not all(v is None or isinstance(v, bool | int | float | str) for v in _flat(plain)):
+            raise OsdpError(f"the optimizer's option `{option}` cannot be saved", got=f"a {type(value).__name__}",
+                            expected="a number, text, true, false, none or a list of these")  # fmt: skip
+        record[option] = plain
+    return record
+
+
+def _flat(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    for option, value in saved.items():
+        here = group.get(option)
+        if option in _NAMES or (option in HOW and option in group):
+            continue
+        if isinstance(here, Tensor):
+            here.fill_(value)
+        else:
+            group[option] = tuple(value) if isinstance(value, list) and not isinstance(here, list) else value
+
+
+def _unknown_layout(optimizer: Optimizer, piece: Piece, state: str, value: object) -> OsdpError:
+    kind = type(optimizer).__name__
+    got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return OsdpError(f"{kind} keeps `{state}` for {piece.name} in a layout that checkpoints do not know", got=got,
+                     expected=f"tensors of the parameter's shape {piece.shape}, and numbers",
+                     advice="save without the optimizer, or use another one")  # fmt: skip

@@ -1,0 +1,150 @@
+"""State dicts under the names and shapes of the original model, whatever the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from profiler.errors import OsdpError
+from runtime.apply_schedule import ShardedModel
+from runtime.parameter_places import registered_parameters
+from runtime.state.dcp_tensor import GlobalTensor
+from runtime.state.local_shards import Piece
+from runtime.state.model_state import persistent_buffers
+
+T = TypeVar("T")
+
+
+def pieces_by_name(sharded: ShardedModel) -> dict[str, list[Piece]]:
+    """Return the pieces of every original parameter, tied ones under each of their names, as the model lists them.
+
+    What a forward left gathered is freed: what rests is what counts, and may be about to change.
+    """
+    sharded.reshard()
+    of_parameter = {id(piece.parameter): piece for piece in sharded.pieces}
+    sliced = tuple(f"{split.module}.slices." for split in sharded.schedule.splits)
+    found: dict[str, list[Piece]] = {}
+    for registration in registered_parameters(sharded.module).values():
+        piece = of_parameter[id(registration.tensor)]
+        for path in registration.names:
+            found.setdefault(piece.name if path.startswith(sliced) else path, []).append(piece)
+    return found
+
+
+def _in_order(sharded: ShardedModel, state: dict[str, T]) -> dict[str, T]:
+    """Return a state dict in the order in which the original model lists its parameters and buffers."""
+    of_parameter = {id(piece.parameter): piece.name for piece in sharded.pieces}
+    ordered: dict[str, T] = {}
+    for path, value in sharded.module.state_dict(keep_vars=True).items():
+        name = path if path in state else of_parameter.get(id(value), path)  # a slice of a split layer
+        if name in state:
+            ordered[name] = state[name]
+    return ordered
+
+
+def full_tensors(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter whole, by its original name. A collective call: every rank must exhaust it."""
+    known: dict[int, Tensor] = {}
+    for name, pieces in pieces_by_name(sharded).items():
+        key = id(pieces[0].parameter)
+        if key not in known:
+            first = pieces[0]
+            full = torch.zeros(first.shape, dtype=first.parameter.dtype, device=sharded.device)
+            for piece in pieces:
+                if piece.is_first and piece.numel:
+                    full[piece.slices] = piece.local(piece.parameter).to(sharded.device)
+            # Every element comes from one rank, so the sum is exact.
+            dist.all_reduce(full)
+            known = {key: full}
+        yield name, known[key]
+
+
+def full_state_dict(sharded: ShardedModel, rank0_only: bool = True) -> dict[str, Tensor]:
+    """Return the state dict of the original model, on the CPU, tied parameters shared.
+
+    On rank 0, or on every rank; elsewhere it is empty. A collective call.
+    """
+    keeps = not rank0_only or dist.get_rank() == 0
+    state: dict[str, Tensor] = {}
+    shared: dict[int, Tensor] = {}
+    by_name = pieces_by_name(sharded)
+    for name, full in full_tensors(sharded):
+        if keeps:
+            state[name] = shared.setdefault(id(by_name[name][0].parameter), full.cpu())
+    if keeps:
+        state |= {name: value.detach().cpu() for name, value in persistent_buffers(sharded.module).items()}
+    return _in_order(sharded, state)
+
+
+def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
+    """Return what this rank holds, by original names.
+
+    Values are DTensors; plain tensors of a model that is all replicated; GlobalTensors of operators
+    that one rank owns or that are split.
+    """
+    state: dict[str, Any] = {}
+    owned = {id(parameter.resting) for unit in sharded.owned for parameter in unit.parameters}
+    for name, pieces in pieces_by_name(sharded).items():
+        parameter = pieces[0].parameter
+        if len(pieces) == 1 and id(parameter) not in owned:
+            state[name] = parameter.detach()
+        else:
+            parts = tuple((piece.offsets, piece.local(piece.parameter)) for piece in pieces if piece.numel)
+            state[name] = GlobalTensor(pieces[0].shape, parameter.dtype, parts)
+    state |= {name: value.detach() for name, value in persistent_buffers(sharded.module).items()}
+    return _in_order(sharded, state)
+
+
+def load_state_dict(sharded: ShardedModel, state: Mapping[str, Any],
+                    strict: bool = True) -> tuple[list[str], list[str]]:  # fmt: skip
+    """Copy values into a model; return (missing, unexpected) names.
+
+    Values are whole tensors, or what `sharded_state_dict` returns under the same plan.  Raises
+    OsdpError for names that lack or are not known, if `strict`, and for other shapes.
+    """
+    by_name, buffers = pieces_by_name(sharded), persistent_buffers(sharded.module)
+    missing = [name for name in (*by_name, *buffers) if name not in state]
+    unexpected = [name for name in state if name not in by_name and name not in buffers]
+    if strict and (missing or unexpected):
+        raise OsdpError(
+            "the state dict is not of this model",
+            got=f"unknown names {', '.join(unexpected[:5])}" if unexpected else f"{len(state)} names",
+            expected=f"also {', '.join(missing[:5])}" if missing else "only names of the model",
+        )
+    shapes = {name: pieces[0].shape for name, pieces in by_name.items()}
+    shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
+    for name, shape in shapes.items():
+        if name in state and tuple(state[name].shape) != shape:
+            raise OsdpError(f"{name} in the state dict has another shape", got=str(tuple(state[name].shape)),
+                            expected=str(shape))  # fmt: skip
+    # All sources first: nothing is changed before all is known to fit.
+    sources = [(piece, _source(name, piece, state[name]))
+               for name, pieces in by_name.items() if name in state for piece in pieces if piece.numel]  # fmt: skip
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            if name in state:
+                buffer.copy_(state[name])
+        for piece, source in sources:
+            piece.local(piece.parameter).copy_(source)
+    sharded.changed()
+    return missing, unexpected
+
+
+def _source(name: str, piece: Piece, value: Any) -> Tensor:
+    """Return what a piece takes of a whole tensor, or of this rank's parts of one. Raises OsdpError."""
+    if isinstance(value, GlobalTensor):
+        source = dict(value.parts).get(piece.offsets)
+    elif isinstance(value, DTensor):
+        source = value.to_local()
+    else:
+        source = value[piece.slices]
+    if source is None or tuple(source.shape) != piece.sizes:
+        raise OsdpError(f"{name} in the state dict is sharded otherwise", expected=f"{piece.sizes} at {piece.offsets}",
+                        got="nothing there" if source is None else str(tuple(source.shape)),
+                        advice="full_state_dict() or a checkpoint, where the plan is another")  # fmt: skip
+    return source

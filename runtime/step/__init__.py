@@ -1,0 +1,1 @@
+"""What happens around an optimizer step."""

@@ -1,0 +1,168 @@
+"""Gradient accumulation: strategies that reduce once per step must know the step's last micro-batch.
+
+Unless the user says it with `no_sync()`, the plan's number of micro-batches does: every M-th
+backward reduces.  A step of the optimizer in between would use gradients that differ from rank to
+rank; it is refused.
+
+Micro-batches count when their backward begins, so a forward without one (evaluation, whatever the
+mode) does not.  Only DistributedDataParallel must be told in forward already: under it the
+backward of a micro-batch comes before the next one's forward, or the step is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from profiler.errors import OsdpError
+from runtime.apply_schedule import ShardedModel
+from runtime.step.optimizer_hooks import watch_optimizers
+from runtime.strategies.alias_outputs import refuse_double_backward, tensors_in
+
+
+class Accumulation:
+    """Counts micro-batches of one model, tells it when to reduce, and sees to it that each forward starts clean."""
+
+    def __init__(self, sharded: ShardedModel, micro_batches: int) -> None:
+        self.sharded, self.micro_batches = sharded, micro_batches
+        self.done = 0
+        """Micro-batches of the step whose backward has begun, its last left out."""
+        self.pushed = 0
+        """Micro-batches whose backward has begun since ranks last met (`odc`)."""
+        waiting = [unit for unit in sharded.schedule.units if not unit.strategy.kind.one_sided]
+        self.once_per_step = any(c.phase == "step" for unit in waiting for c in unit.collectives)
+        """Whether units reduce in the backward of a step's last micro-batch; `odc` does in the optimizer's step."""
+        self.explicit = False
+        """Whether the user says, by `no_sync` or `sync`, when to reduce."""
+        self._postpones = False
+        self._in_backward = False
+        """Whether a backward has begun and not ended; at a forward: it failed."""
+        watch_optimizers(self, (piece.parameter for piece in sharded.pieces))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave what is reduced once per step to a later micro-batch."""
+        before = self._postpones
+        self._postpones = self.explicit = True
+        try:
+            yield
+        finally:
+            self._postpones = before
+
+    def sync(self) -> None:
+        """Make the next micro-batch the last of its step, whatever the plan says."""
+        self.explicit = True
+
+    def discard(self) -> None:
+        """Give up the step: forget its micro-batches and what waits to be reduced."""
+        if self._in_backward or (self.done and self.once_per_step):
+            self.sharded.recover()
+        elif self.sharded.exchange is not None:  # another rank may have pushed, so all have to meet
+            self.sharded.exchange.drop(self.pushed > 0)
+        self.done, self.pushed, self.explicit, self._in_backward = 0, 0, False, False
+
+    def settle(self) -> None:
+        """Have the gradients of the step so far be complete on this rank, before they are read. A collective call.
+
+        Raises OsdpError if gradients of the model are not all reduced, and PeerLost, naming ranks, if some
+        do not come.
+        """
+        exchange = self.sharded.exchange
+        if exchange is None:
+            return
+        self._check_reduced()
+        one_sided = {id(parameter) for group in exchange.groups for unit in group.units for parameter in unit.trained}
+        scale = exchange.settle(self.pushed)
+        self.pushed = 0
+        for piece in self.sharded.pieces:
+            if scale != 1.0 and piece.parameter.grad is not None and id(piece.parameter) not in one_sided:
+                piece.local(piece.parameter.grad).mul_(scale)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward, prepared for the backward that follows where there can be one."""
+        if not torch.is_grad_enabled():
+            return self.infer(self.sharded.module, *args, **kwargs)
+        if self._in_backward:
+            self.discard()
+        runner, postponed = self.sharded.runner, self._postpones
+        if runner is None:
+            output = self.sharded.module(*args, **kwargs)
+            self._count_backward(output, lambda: self._is_last(postponed))
+            return output
+        last = self._is_last(postponed)
+        with nullcontext() if last else runner.no_sync():
+            output = runner(*args, **kwargs)
+        self._count_backward(output, lambda: last)
+        return output
+
+    def infer(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run what no backward follows, and leave nothing gathered: values may change before the next.
+
+        Not in inference mode: what is gathered there for the first time could never be trained.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            output = function(*args, **kwargs)
+        self.sharded.reshard()
+        return output
+
+    def _is_last(self, postponed: bool) -> bool:
+        """Return whether the next micro-batch to be counted is its step's last, given whether the user postponed it."""
+        return not postponed and (self.explicit or self.done + 1 >= self.micro_batches)
+
+    def _count_backward(self, output: Any, is_last: Callable[[], bool]) -> None:
+        """Count the micro-batch when its backward begins."""
+        counted = False
+
+        def count(gradient: Tensor) -> None:
+            nonlocal counted
+            if counted:
+                return
+            counted, last = True, is_last()
+            if self.sharded.runner is None:
+                refuse_double_backward()
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+            if self.sharded.root is not None and self.once_per_step:
+                self.sharded.root.set_requires_all_reduce(last)
+            self.done, self.pushed = 0 if last else self.done + 1, self.pushed + 1
+            self.explicit = self.explicit and not last
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(count)  # type: ignore[no-untyped-call]
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+
+    def before_step(self, has_closure: bool) -> None:
+        """Free what is still gathered, whose values the optimizer's step changes, and complete the gradients.
+
+        Raises OsdpError if gradients of this model are not all reduced, or a closure would make further ones.
+        """
+        self._check_reduced()
+        if has_closure and self.sharded.exchange is not None:
+            raise OsdpError("an optimizer's step cannot run a closure under odc, whose ranks meet before the step",
+                            advice="run forward and backward before step(), or plan without odc")  # fmt: skip
+        self.sharded.reshard()
+        self.settle()
+
+    def _check_reduced(self) -> None:
+        if self.done and self.once_per_step:
+            count = "1 micro-batch" if self.done == 1 else f"{self.done} micro-batches"
+            raise OsdpError(
+                "the optimizer steps before the step's last micro-batch",
+                got=count,
+                expected="one outside of no_sync()" if self.explicit else f"{self.micro_batches}, as in the plan",
+                advice="say which is the last: run the others in `with model.no_sync():`, or call model.sync() "
+                "before it; model.zero_grad() gives the step up",
+            )
+
+    def after_step(self) -> None:
+        """Let peers pull what the optimizer has made of the parameters."""
+        if self.sharded.exchange is not None:
+            self.sharded.exchange.publish()

@@ -1,0 +1,1 @@
+"""How a unit is wrapped, one file for each way."""

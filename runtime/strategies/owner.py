@@ -1,0 +1,264 @@
+"""Owner sharding: an operator's parameters rest whole on one rank.
+
+    forward     the owner broadcasts the parameters, in compute dtype, as one flat buffer; freed afterwards
+    backward    broadcast again before the operator's backward; gradients reduced to the owner, in fp32
+
+A unit's backward begins with the gradient of an output of its modules.  It ends with the gradients of
+the inputs of the module that ran first, or, where no input needs one, when all backward is over.
+So a module must not change such inputs in place: PyTorch refuses it, as it does with FSDP2.
+Parameters without a gradient are left out of the reduction and keep none: as with FSDP2, which
+parameters get one has to be the same on all ranks.
+
+The modules see `full` parameters, views of the flat buffer whose storage is emptied and filled in
+place, so that autograd's saved views stay valid; between uses they see the resting ones.  The
+resting parameters are DTensors that the ranks share unevenly: all rows on the owner, none elsewhere.
+Optimizers work on them as on any other sharded parameter; their `full_tensor` is not defined,
+`runtime.state.local_shards` says what a rank holds.  Communication is on the compute stream: it does not overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from runtime.parameter_places import Place
+from runtime.strategies.alias_outputs import refuse_double_backward, tensors_in
+from runtime.torch_compat import uneven_dtensor
+
+T = TypeVar("T")
+
+
+class OwnedParameter:
+    """One parameter: where it is registered, how it rests, and what modules compute with."""
+
+    def __init__(self, places: Sequence[Place], resting: nn.Parameter, full: nn.Parameter) -> None:
+        self.places, self.resting, self.full = tuple(places), resting, full
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Let the modules see `parameter`."""
+        for module, name in self.places:
+            module.register_parameter(name, parameter)
+
+    def move_gradient(self, target: Tensor) -> None:
+        """Move the full parameter's gradient into a flat tensor (numel,)."""
+        assert self.full.grad is not None
+        target.copy_(self.full.grad.reshape(-1))
+        self.full.grad = None
+
+
+class OwnedUnit:
+    """An operator's modules, whose parameters one rank owns."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        places: Mapping[nn.Parameter, Sequence[Place]],
+        owner: int,
+        mesh: DeviceMesh,
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        offload: bool,
+    ) -> None:
+        self.owner, self.mesh, self.group, self.device = owner, mesh, mesh.get_group(), device
+        self.is_owner = dist.get_rank() == owner
+        self.home = torch.device("cpu") if offload else device
+        self.compute_dtype = compute_dtype
+        """What parameters and floating-point inputs are cast to; None: left as they are."""
+        wanted = list(places)
+        self.flat = torch.empty(sum(p.numel() for p in wanted), dtype=compute_dtype or wanted[0].dtype, device=device)
+        parts = torch.split(self.flat, [parameter.numel() for parameter in wanted])
+        fulls = [nn.Parameter(part.view(like.shape)) for part, like in zip(parts, wanted, strict=True)]
+        self.flat.untyped_storage().resize_(0)
+        self.parameters = [
+            OwnedParameter(places[parameter], self._rested(parameter), full)
+            for parameter, full in zip(wanted, fulls, strict=True)
+        ]
+        self.modules = frozenset(modules)
+        self.to_run: set[nn.Module] = set()
+        """Modules whose forward is still to come in this pass: tied ones are gathered once for all."""
+        self.kept = self.in_backward = False
+        """`kept`: stay gathered when a forward ends, as the backward comes next; `in_backward`: it is under way."""
+        self.release()
+        for module in modules:
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._after_forward, always_call=True)
+
+    def _rested(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a parameter as it rests on this rank."""
+        whole = parameter.detach()
+        local = whole if self.is_owner else whole.new_empty((0, *whole.shape[1:]))
+        return nn.Parameter(uneven_dtensor(local.to(self.home), self.mesh, whole.shape), parameter.requires_grad)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the modules see full parameters now."""
+        return self.flat.untyped_storage().nbytes() > 0
+
+    def gather(self) -> None:
+        """Broadcast the owner's parameters and let the modules see them."""
+        if self.is_gathered:
+            return
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        # Through `.data`: autograd's saved views are of this storage, and filling it is no new version.
+        data = self.flat.data
+        if self.is_owner:
+            parts = torch.split(data, [parameter.full.numel() for parameter in self.parameters])
+            for parameter, part in zip(self.parameters, parts, strict=True):
+                part.copy_(_local(parameter.resting).reshape(-1))
+        dist.broadcast(data, src=self.owner, group=self.group)
+        for parameter in self.parameters:
+            parameter.full.requires_grad_(parameter.resting.requires_grad)
+            parameter.register(parameter.full)
+
+    def release(self) -> None:
+        """Let the modules see the resting parameters and free the full ones; the next forward begins a new pass."""
+        self.to_run.clear()
+        for parameter in self.parameters:
+            parameter.register(parameter.resting)
+        self.flat.untyped_storage().resize_(0)
+
+    def reset(self) -> None:
+        """Forget a forward or backward that failed: its gradients, and that it was under way."""
+        for parameter in self.parameters:
+            parameter.full.grad = None
+        self.in_backward = False
+        self.release()
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...],
+                        kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+        is_first = module not in self.to_run
+        if is_first:
+            self._release_if_idle()  # what a pass that left out some module has left gathered may be old
+            self.to_run = set(self.modules)
+        self.gather()
+        inputs = (args, kwargs)
+        if self.compute_dtype is not None:
+            inputs = tree_map_only(Tensor, partial(_cast, self.compute_dtype), inputs)
+        return _mark(inputs, self.end_backward) if is_first else inputs
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.to_run.discard(module)
+        if not self.to_run:
+            self._release_if_idle()
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+
+    def _release_if_idle(self) -> None:
+        """Release, unless a backward needs it: this forward may be one that runs again for a backward."""
+        if not (self.kept or self.in_backward):
+            self.release()
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        refuse_double_backward()
+        self.gather()
+        if not self.in_backward:
+            self.in_backward = True
+            _waiting.append(self)
+            Variable._execution_engine.queue_callback(_end_waiting)
+
+    def end_backward(self) -> None:
+        """Free the full parameters, reduce the gradients that they got to the owner and add them to its own.
+
+        May be called again: a module that ran twice gets its gradient when both have been through backward.
+        """
+        self.in_backward = False
+        trained = [parameter for parameter in self.parameters if parameter.full.grad is not None]
+        sizes = [parameter.full.numel() for parameter in trained]
+        dtype = torch.promote_types(self.flat.dtype, torch.float32)
+        reduced = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+        parts = torch.split(reduced, sizes)
+        for parameter, part in zip(trained, parts, strict=True):
+            parameter.move_gradient(part)
+        self.release()
+        if not trained:
+            return
+        dist.reduce(reduced, dst=self.owner, op=dist.ReduceOp.SUM, group=self.group)
+        reduced.div_(self.group.size())
+        for parameter, part in zip(trained, parts, strict=True):
+            self._accumulate(parameter.resting, part)
+
+    def _accumulate(self, resting: nn.Parameter, gradient: Tensor) -> None:
+        shape = _local(resting).shape
+        local = gradient[: prod(shape)].view(shape)
+        if resting.grad is None:
+            # A copy, because the buffer holds the other parameters' gradients too.
+            local = local.to(self.home, resting.dtype, copy=True)
+            resting.grad = uneven_dtensor(local, self.mesh, resting.shape)
+        else:
+            _local(resting.grad).add_(local.to(self.home, resting.dtype))
+        for hook in (resting._post_accumulate_grad_hooks or {}).values():  # as FSDP2 calls them
+            hook(resting)
+
+
+_waiting: list[OwnedUnit] = []
+"""Units whose backward has begun since the last one ended, of all models: autograd runs one backward at a time."""
+
+
+def _end_waiting() -> None:
+    """End the backward of units that no input's gradient has ended, such as embeddings.
+
+    Those that come first in the model go first, as in FSDP2, so that memory is highest with the first of them
+    whatever the strategy.  One that a failed backward has left waiting has no gradient, and is only released.
+    """
+    while _waiting:
+        _waiting.pop().end_backward()
+
+
+class _Marked(torch.autograd.Function):
+    """The identity, on tensors that need gradients; calls a function when these are there."""
+
+    @staticmethod
+    def forward(ctx: Any, then: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.then = then
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.then()
+        return None, *gradients
+
+
+def _mark(inputs: T, then: Callable[[], None]) -> T:
+    """Have a function called in backward when the tensors in these inputs have their gradients."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not (tensors and torch.is_grad_enabled()):
+        return inputs
+    marked = iter(_Marked.apply(then, *tensors))  # type: ignore[no-untyped-call]
+    replaced: T = tree_map_only(Tensor, lambda tensor: next(marked) if tensor.requires_grad else tensor, inputs)
+    return replaced
+
+
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+@contextmanager
+def keep_owned(units: Sequence[OwnedUnit]) -> Iterator[None]:
+    """Keep these units gathered when a forward ends: their backward comes next."""
+    for unit in units:
+        unit.kept = True
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.kept = False

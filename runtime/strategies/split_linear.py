@@ -1,0 +1,64 @@
+"""A linear layer cut into slices along its input features, which run one after another.
+
+    y = x W^T + b = sum_i x_i W_i^T + b,    W = (W_1 ... W_k), x = (x_1 ... x_k)
+
+Each slice is a module of its own, so each can be sharded by a strategy of its own and only one is
+gathered at a time.  The bias is added once, by slice 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from planner.model.fsdp_units import split_bounds
+from profiler.errors import OsdpError
+
+
+class SplitLinear(nn.Module):
+    """A linear layer in slices, (..., in_features) -> (..., out_features)."""
+
+    def __init__(self, linear: nn.Linear, count: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bounds = split_bounds(linear.in_features, count)
+        self.slices = nn.ModuleList()
+        for index in range(count):
+            start, stop = self.bounds[index], self.bounds[index + 1]
+            part = nn.Linear(stop - start, linear.out_features, bias=False, device="meta")
+            weight = linear.weight.detach()[:, start:stop].clone()
+            part.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
+            if index == 0:
+                part.bias = linear.bias
+            self.slices.append(part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add up what the slices make of their features."""
+        parts = torch.split(x, [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)], dim=-1)
+        out: Tensor = self.slices[0](parts[0])
+        for part, features in zip(self.slices[1:], parts[1:], strict=True):
+            out = out + part(features)
+        return out
+
+    def extra_repr(self) -> str:
+        """Say how large it is."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, slices={len(self.slices)}"
+
+
+def split_linear(model: nn.Module, path: str, count: int) -> None:
+    """Replace the linear layer at `path` by its slices.
+
+    Raises OsdpError for what is no plain linear layer, or has fewer input features than slices.
+    """
+    linear = model.get_submodule(path)
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        raise OsdpError(f"{path} cannot be split", got=f"a {type(linear).__name__}",
+                        expected="a torch.nn.Linear, or a subclass with its forward")  # fmt: skip
+    if linear.in_features < count:
+        raise OsdpError(f"{path} cannot be split into {count} slices", got=f"{linear.in_features} input features")
+    shared = sum(module is linear for _, module in model.named_modules(remove_duplicate=False)) > 1
+    tied = sum(p is linear.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1
+    if shared or tied:
+        raise OsdpError(f"{path} cannot be split", got="a layer that is used or tied elsewhere too")
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent).register_module(name, SplitLinear(linear, count))

@@ -1,0 +1,367 @@
+"""Do plans keep what they promise?  `python scripts/bench/cluster.py [--rates 200mbit 1gbit] [--output FOLDER]`
+
+On an emulated cluster of 2 nodes x 2 CPU ranks (needs root; see docs/emulated-cluster.md), for each rate of the
+link between nodes: the machine is measured as by `osdp profile`, and with that
+
+    FSDP, ZeRO-2, HSDP, hierarchical, DDP   one strategy for everything
+    OSDP capped                             the plan of the search under a memory cap that HSDP exceeds
+    OSDP                                    the same with all the memory
+
+are predicted and then trained, each with gloo's own reduce-scatter and, where it was measured to be faster, with
+rings.  All contestants live in the same processes and see the same batches.  A round is one step of each, every
+step from a barrier to the end on the slowest rank; every second round goes backwards.  Ratios are of one round's
+times.  Losses of a round must be equal to 1e-4, or the benchmark fails.
+
+Memory is the peak of live tensors of one step on the fullest rank, which is what the cap is enforced on: a
+contestant that goes beyond the cap does not count as one that fits, whatever was predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any
+
+SCRIPT = Path(__file__).resolve()
+UNIFORM = {"FSDP": "shard", "ZeRO-2": "shard_grad", "HSDP": "group_shard:2", "hierarchical": "hierarchical",
+           "DDP": "replicate"}  # fmt: skip
+"""Strategy of every operator, by the name that people know it by."""
+MIB = 1 << 20
+LOSS_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One plan, predicted and measured."""
+
+    name: str
+    ring: bool
+    """Whether reduce-scatters may go round rings."""
+    predicted_s: float
+    predicted_bytes: float
+    """Peak without the reserve."""
+    tracked_bytes: float
+    """The same, of live tensors."""
+    seconds: list[float]
+    """Of every round, on the slowest rank."""
+    choices: dict[str, int]
+    """How many operators have which strategy."""
+    terms: dict[str, float]
+    """Predicted seconds by term."""
+
+    @property
+    def step_s(self) -> float:
+        """Median."""
+        return median(self.seconds)
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured."""
+        return self.predicted_s / self.step_s - 1.0
+
+
+# --- on the ranks ----------------------------------------------------------------------------
+
+
+def run_ranks(options: argparse.Namespace) -> None:
+    """Be one rank: measure the machine, plan, train; rank 0 writes the results."""
+    import torch.distributed as dist
+
+    from osdp.profile.cluster_from_timings import assemble
+    from osdp.profile.session import Wanted, measure
+    from osdp.profile.state import State
+    from osdp.training.process_group import joined
+    from osdp.zoo import load_model
+    from profiler.yaml_files import write_yaml
+    from runtime.failures.rank_agreement import from_rank_0
+
+    source = load_model(options.model)
+    with joined("cpu", timeout_s=600) as ranks:
+        wanted = Wanted(source, "fp32", (1,), options.repetitions, options.budget_s, "cpu")
+        found = measure(wanted, ranks.device, State({}), lambda what, fraction: None)
+        cluster = from_rank_0("assemble", lambda: assemble(found, f"emulated-{options.rates[0]}"))
+        plans = from_rank_0("plan", lambda: make_plans(options, cluster))
+        results = train_all(options, source, cluster, plans)
+        if dist.get_rank() == 0:
+            folder = Path(options.output)
+            write_yaml(folder / f"profile-{options.rates[0]}.yaml", cluster)
+            cap_bytes = plans["cap_bytes"]
+            text = json.dumps({"cap_bytes": cap_bytes, "contestants": [asdict(one) for one in results]}, indent=1)
+            (folder / f"results-{options.rates[0]}.json").write_text(text)
+
+
+def make_plans(options: argparse.Namespace, cluster: Any) -> dict[str, Any]:
+    """Return the cap, and the plans by (name, whether rings are allowed)."""
+    from osdp.planning.request import Request, plan_model
+    from osdp.training.choose_plan import uniform_plan
+    from osdp.zoo import load_model
+    from planner.cost.workload import Workload
+    from profiler.trace.trace import trace_model
+
+    source, plans = load_model(options.model), {}
+    graph = trace_model(source, "fp32", "cpu")
+    everything = Request(int(cluster.device.memory_bytes.value), "fp32", "adamw", micro_batch=1)
+    cap_bytes = int(options.cap_mib * MIB + cluster.reserve_bytes)
+    for ring in (False, True) if cluster.ring else (False,):
+        machine = cluster if ring else replace(cluster, ring=())
+        load = Workload(machine, "adamw", "fp32", 1)
+        for name, strategy in UNIFORM.items():
+            plans[name, ring] = uniform_plan(graph, load, everything, strategy)
+        plans["OSDP capped", ring] = plan_model(source, machine, replace(everything, limit_bytes=cap_bytes)).plan
+        plans["OSDP", ring] = plan_model(source, machine, everything).plan
+    # Copies reduce no shards: with and without rings they are one plan.
+    plans = {key: plan for key, plan in plans.items() if not (key[1] and set(plan.choices.values()) == {"replicate"})}
+    return {"cap_bytes": cap_bytes - cluster.reserve_bytes, "reserve_bytes": cluster.reserve_bytes, "plans": plans}
+
+
+class Runner:
+    """One contestant in training on this rank."""
+
+    def __init__(self, source: Any, hollow: Any, plan: Any, cluster: Any) -> None:
+        import torch
+
+        from osdp import OSDP
+        from runtime.optimizers import OPTIMIZERS
+
+        torch.manual_seed(0)
+        self.model = OSDP(source.build, plan, cluster, example_inputs=partial(source.example_inputs, hollow))
+        self.optimizer = OPTIMIZERS["adamw"](self.model.parameters(), lr=1e-3, weight_decay=0.0)
+
+    def step(self, inputs: Any) -> float:
+        """Train on one micro-batch; return the loss."""
+        args, kwargs = inputs
+        self.optimizer.zero_grad()
+        loss = self.model(*args, **kwargs)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+
+def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict[str, Any]) -> list[Contestant]:
+    """Train every contestant, interleaved; a collective call."""
+    from collections import Counter
+
+    import torch
+    import torch.distributed as dist
+
+    plans, hollow = made["plans"], source.build()
+    runners = [Runner(source, hollow, plan, cluster) for plan in plans.values()]
+    torch.manual_seed(1 + dist.get_rank())
+    seconds = torch.zeros(options.rounds, len(runners), dtype=torch.float64)
+    peaks = torch.zeros(len(runners), dtype=torch.float64)
+    for number in range(-options.warm_up, options.rounds):
+        inputs = source.example_inputs(hollow, 1)
+        order = range(len(runners)) if number % 2 else range(len(runners) - 1, -1, -1)
+        # After the first steps, so that the optimizer's states are there.
+        track = number == -1
+        results = {index: timed_step(runners[index], inputs, track) for index in order}
+        losses = torch.tensor([results[index][1] for index in range(len(runners))], dtype=torch.float64)
+        torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=LOSS_TOLERANCE, atol=0.0)
+        for index, (took_s, _, peak_bytes) in results.items():
+            if track:
+                peaks[index] = peak_bytes
+            if number >= 0:
+                seconds[number, index] = took_s
+        if dist.get_rank() == 0:
+            print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    return [
+        Contestant(
+            name=name,
+            ring=ring,
+            predicted_s=plan.predicted.step_time_s,
+            predicted_bytes=plan.predicted.peak_memory_bytes - made["reserve_bytes"],
+            tracked_bytes=float(peaks[index]),
+            seconds=seconds[:, index].tolist(),
+            choices=dict(Counter(plan.choices.values())),
+            terms=plan.predicted.time_by_term,
+        )
+        for index, ((name, ring), plan) in enumerate(plans.items())
+    ]
+
+
+def timed_step(runner: Runner, inputs: Any, track: bool) -> tuple[float, float, int]:
+    """Return this rank's seconds of a step from a barrier, its loss, and where tracked the peak of live bytes."""
+    import torch.distributed as dist
+
+    from osdp.training.measure import held_tensors
+    from runtime.observe.live_bytes import LiveBytes
+
+    dist.barrier()
+    started = time.perf_counter()
+    if not track:
+        loss = runner.step(inputs)
+        return time.perf_counter() - started, loss, 0
+    with LiveBytes() as live:
+        live.hold(held_tensors(runner.model, runner.optimizer))
+        loss = runner.step(inputs)
+    return time.perf_counter() - started, loss, live.peak_bytes
+
+
+# --- around them -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """The results at one rate."""
+
+    rate: str
+    cap_bytes: float
+    contestants: tuple[Contestant, ...]
+
+    def of(self, name: str, ring: bool) -> Contestant:
+        """Return a contestant; one that reduces no shards is the same with rings as without."""
+        found = {one.ring: one for one in self.contestants if one.name == name}
+        return found.get(ring, found[False])
+
+    def ratio(self, one: Contestant, over: Contestant) -> str:
+        """Return how many times as fast `one` is, and the quartiles of the rounds' ratios."""
+        ratios = [b / a for a, b in zip(one.seconds, over.seconds, strict=True)]
+        low, middle, high = quantiles(ratios, n=4, method="inclusive")
+        return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+    def best_uniform(self, ring: bool, cap_bytes: float) -> Contestant | None:
+        """Return the fastest of those with one strategy for everything that stay under a cap."""
+        found = [self.of(name, ring) for name in {c.name for c in self.contestants} & UNIFORM.keys()]
+        found = [one for one in found if one.tracked_bytes <= cap_bytes]
+        return min(found, key=lambda one: one.step_s, default=None)
+
+
+def run_case(options: argparse.Namespace, rate: str, folder: Path) -> Case:
+    """Run one rate in a cluster of its own."""
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(SCRIPT), "--as-rank",
+             "--rates", rate, "--output", str(folder)]  # fmt: skip
+    for name in ("model", "cap_mib", "rounds", "warm_up", "repetitions", "budget_s"):
+        ranks += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    cluster = [sys.executable, str(SCRIPT.with_name("emulated_cluster.py")), "run", "--nodes", "2", "--rate", rate]
+    # The agent of a node that is not first complains when the first is gone, which is how a run ends.
+    subprocess.run([*cluster, "--", *ranks], check=True, cwd=SCRIPT.parents[2], env=os.environ | {"LOGLEVEL": "ERROR"})
+    data = json.loads((folder / f"results-{rate}.json").read_text())
+    return Case(rate, data["cap_bytes"], tuple(Contestant(**one) for one in data["contestants"]))
+
+
+def report(case: Case) -> Iterator[str]:
+    """Yield the lines of one rate."""
+    rings = sorted({one.ring for one in case.contestants})
+    yield f"\n== {case.rate} between nodes; cap {case.cap_bytes / MIB:.1f} MiB of live tensors"
+    yield (f"{'plan':13s} {'reduces':7s} {'predicted':>9s} {'measured (quartiles)':>24s} {'error':>7s} "
+           f"{'compute':>7s} {'comm.':>6s} {'optim.':>6s} {'pred. MiB':>9s} {'tracked':>7s}  {'x FSDP, native':18s} "
+           f"{'x FSDP, same':18s}")  # fmt: skip
+    for one in case.contestants:
+        low, middle, high = quantiles(one.seconds, n=4, method="inclusive")
+        mark = " " if one.tracked_bytes <= case.cap_bytes else "*"
+        yield (f"{one.name:13s} {'ring' if one.ring else 'native':7s} {one.predicted_s:9.3f} "
+               f"{middle:9.3f} ({low:.3f}-{high:.3f}) {one.error:+7.1%} {one.terms['compute_s']:7.3f} "
+               f"{one.terms['exposed_communication_s']:6.3f} {one.terms['optimizer_s']:6.3f} "
+               f"{one.predicted_bytes / MIB:9.1f} {one.tracked_bytes / MIB:6.1f}{mark}  "
+               f"{case.ratio(one, case.of('FSDP', False)):18s} "
+               f"{case.ratio(one, case.of('FSDP', one.ring)):18s}")  # fmt: skip
+    yield "* beyond the cap; compute, communication and optimizer are seconds of the prediction"
+    for ring in rings:
+        for name, cap_bytes in (("OSDP capped", case.cap_bytes), ("OSDP", float("inf"))):
+            best, ours = case.best_uniform(ring, cap_bytes), case.of(name, ring)
+            if best is not None:
+                yield (f"{name}, {'ring' if ring else 'native'}: {case.ratio(ours, best)} times as fast as the best "
+                       f"uniform one that fits, {best.name}; its operators: {ours.choices}")  # fmt: skip
+
+
+def accuracy(cases: list[Case]) -> str:
+    """Return how far off predictions were, over all rates."""
+    found = [one for case in cases for one in case.contestants]
+    errors = [one.error for one in found]
+    within = [rank_correlation([c.predicted_s for c in case.contestants], [c.step_s for c in case.contestants])
+              for case in cases]  # fmt: skip
+    overall = rank_correlation([one.predicted_s for one in found], [one.step_s for one in found])
+    return (f"\n{len(found)} plans: mean absolute error {fmean(map(abs, errors)):.1%}, from {min(errors):+.1%} to "
+            f"{max(errors):+.1%}; rank correlation {overall:.3f} of all, "
+            f"{', '.join(f'{value:.3f}' for value in within)} within each rate")  # fmt: skip
+
+
+def rank_correlation(one: list[float], other: list[float]) -> float:
+    """Return Spearman's coefficient; equal values share the mean of their ranks."""
+    import numpy as np
+
+    ranks = []
+    for values in map(np.asarray, (one, other)):
+        below, upto = (values[:, None] > values).sum(1), (values[:, None] >= values).sum(1)
+        ranks.append((below + upto) / 2)
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def draw(cases: list[Case], path: Path) -> None:
+    """Draw measured steps as bars and predicted ones as marks, one panel for each rate."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(cases), figsize=(6.5 * len(cases), 5.5), squeeze=False, layout="constrained")
+    for panel, case in zip(panels[0], cases, strict=True):
+        found = sorted(case.contestants, key=lambda one: one.step_s)
+        names = [f"{one.name}{', ring' if one.ring else ''}" for one in found]
+        colours = ["tab:green" if one.name.startswith("OSDP") else "tab:blue" for one in found]
+        fits = [1.0 if one.tracked_bytes <= case.cap_bytes else 0.35 for one in found]
+        bars = panel.barh(names, [one.step_s for one in found], color=colours)
+        for bar, alpha in zip(bars, fits, strict=True):
+            bar.set_alpha(alpha)
+        spread = [[one.step_s - min(one.seconds) for one in found], [max(one.seconds) - one.step_s for one in found]]
+        panel.errorbar([one.step_s for one in found], names, xerr=spread, fmt="none", ecolor="black", capsize=2,
+                       label="slowest and fastest round")  # fmt: skip
+        panel.plot([one.predicted_s for one in found], names, "D", color="tab:orange", label="predicted")
+        panel.set_xlabel("seconds a step (bars: median measured; pale: beyond the memory cap)")
+        panel.set_title(f"{case.rate} between nodes, cap {case.cap_bytes / MIB:.0f} MiB")
+        panel.legend(loc="lower right")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Parse the command line, run every rate, report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"], help="of the link between nodes")
+    parser.add_argument("--model", default="gpt2-mini", help="as `osdp plan --model`")
+    parser.add_argument("--cap-mib", type=float, default=64.0, help="cap on live tensors of a rank")
+    parser.add_argument("--rounds", type=int, default=7, help="measured steps of each contestant")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps of each before those; the last tracks memory")
+    parser.add_argument("--repetitions", type=int, default=5, help="timings of each point of the profile")
+    parser.add_argument("--budget-s", type=float, default=150.0, help="about how long each profile may take")
+    parser.add_argument("--output", help="folder for profiles, results and the picture")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        run_ranks(options)
+        return
+    import torch
+
+    if options.output and find_spec("matplotlib") is None:
+        parser.error("the picture needs matplotlib: pip install 'osdp[plot]'")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(options.output or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        cases = [run_case(options, rate, folder) for rate in options.rates]
+        print(f"{date.today()}, python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU "
+              f"cores, 2 nodes x 2 ranks, gloo; {options.model}, 1 sample a rank, AdamW, fp32")  # fmt: skip
+        for case in cases:
+            print("\n".join(report(case)))
+        print(accuracy(cases))
+        if options.output:
+            draw(cases, folder / "cluster.png")
+            print(f"picture: {folder / 'cluster.png'}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(SCRIPT.parents[2]))
+    main()

@@ -1,0 +1,247 @@
+"""fairscale's own FSDP against OSDP's runtime under the same `auto_wrap`: `python scripts/bench/fairscale.py`.
+
+    fairscale    its FullyShardedDataParallel, the model itself wrapped as well
+    none, ...    osdp.compat.fairscale.FSDP with what gen_fsdp_args gives for it
+
+One rank for each GPU of this machine; `--nodes 2` lets them stand for two nodes, which tells the settings apart.
+All train the same model, with tied weights untied because fairscale's wrapper takes them apart, in fp32 by
+Adam on the same random batches.  First each is alone, for its peak memory (what torch's allocator handed out, on the
+fullest rank).  Then all live in the same processes; a round is one step of each, every second round in reverse order,
+and a time is from a barrier to the end on the slowest rank.  Ratios are of one round's times: the median, (its
+quartiles) and [what holds the true median with 95 %].  Losses of the first step must be equal to 1e-4.
+
+With `--device cpu` the program can be tried on gloo ranks, without fairscale's own, which needs CUDA's streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from bench_runtime import spread
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from osdp.cli.exits import status_of
+from osdp.compat.fairscale import FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap, gen_fsdp_args
+from osdp.compat.seed_groups import SETTINGS
+from osdp.training.config import load_config
+from osdp.training.model_and_task import model_and_task
+from osdp.training.process_group import Ranks
+from osdp.training.sentence_pairs import MadeUp, SentencePairs
+from osdp.training.tasks import batch
+from osdp.zoo import load_model
+from profiler.byte_sizes import MIB
+from profiler.errors import OsdpError
+from runtime.parameter_places import registered_parameters
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is run; see `--help`."""
+
+    model: str
+    nodes: int
+    ranks: int
+    device: str
+    batch: int
+    seq: int
+    large: int
+    rounds: int
+    warm_up: int
+
+    @property
+    def policy(self) -> Callable[..., bool]:
+        """Which modules are wrapped."""
+        return functools.partial(default_auto_wrap_policy, min_num_params=self.large)
+
+
+def fairscale_own(model: nn.Module, options: Options) -> nn.Module:
+    """Wrap as fairscale's documentation does; what is left of the model is wrapped with the model itself."""
+    from fairscale.nn import FullyShardedDataParallel
+
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel):
+        wrapped: nn.Module = auto_wrap(model.cuda(), auto_wrap_policy=options.policy)
+    own = isinstance(wrapped, FullyShardedDataParallel)
+    return wrapped if own else FullyShardedDataParallel(wrapped)
+
+
+def by_osdp(setting: str, model: nn.Module, options: Options) -> nn.Module:
+    """Wrap by OSDP's runtime."""
+    fsdp_args = gen_fsdp_args(options.nodes, options.ranks // options.nodes, setting, options.model)
+    with enable_wrap(wrapper_cls=FSDP, **fsdp_args):
+        return auto_wrap(model, auto_wrap_policy=options.policy)
+
+
+def contestants(options: Options) -> dict[str, Wrap]:
+    """Return who takes part; ratios are over the first."""
+    settings = SETTINGS if options.nodes > 1 and options.ranks > options.nodes else ("none",)
+    found = {f"OSDP, {setting}": functools.partial(by_osdp, setting, options=options) for setting in settings[::-1]}
+    own: dict[str, Wrap] = {"fairscale": functools.partial(fairscale_own, options=options)}
+    return own | found if options.device == "cuda" else dict(found)
+
+
+class Training:
+    """A wrapped model in training."""
+
+    def __init__(self, wrap: Wrap, options: Options) -> None:
+        torch.manual_seed(0)
+        self.model = wrap(untied(load_model(options.model, sequence_length=options.seq).build()))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+
+    def step(self, tokens: Tensor, keywords: dict[str, Tensor]) -> tuple[float, float]:
+        """Train on a batch; return seconds on this rank, and the loss."""
+        dist.barrier()
+        started_s = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = self.model(tokens, **keywords)
+        loss.backward()
+        self.optimizer.step()
+        value = loss.item()  # waits for the device
+        return time.perf_counter() - started_s, value
+
+
+def untied(model: nn.Module) -> nn.Module:
+    """Give every place of a tied weight its own copy."""
+    for registration in registered_parameters(model).values():
+        for module, name in registration.places[1:]:
+            setattr(module, name, nn.Parameter(registration.tensor.detach().clone()))
+    return model
+
+
+# --- measurement -----------------------------------------------------------------------------
+
+
+def measure(ranks: Ranks, options: Options) -> None:
+    """Measure on this rank; rank 0 prints. Raises OsdpError if losses differ."""
+    task = SentencePairs(MadeUp(), options.seq, 0)
+
+    def inputs(number: int) -> tuple[Tensor, dict[str, Tensor]]:
+        first = (number * ranks.world_size + ranks.rank) * options.batch
+        return ranks.tensors(batch(task, range(first, first + options.batch)))
+
+    wraps = contestants(options)
+    peaks_bytes = [peak_bytes(wrap, inputs, ranks, options) for wrap in wraps.values()]
+    runners = [Training(wrap, options) for wrap in wraps.values()]
+    seconds = torch.zeros(options.rounds, len(runners), dtype=torch.float64)
+    losses = torch.zeros(len(runners), dtype=torch.float64)
+    for number in range(options.warm_up + options.rounds):
+        order = range(len(runners)) if number % 2 else range(len(runners) - 1, -1, -1)
+        for index in order:
+            step_s, loss = runners[index].step(*inputs(number))
+            if number >= options.warm_up:
+                seconds[number - options.warm_up, index] = step_s
+            if number == 0:
+                losses[index] = loss
+    if not torch.allclose(losses, losses[:1].expand_as(losses), rtol=1e-4, atol=0.0):
+        raise OsdpError("the contestants do not compute the same", got=f"losses {losses.tolist()} of the first step")
+    there = seconds.to(ranks.device)
+    dist.all_reduce(there, op=dist.ReduceOp.MAX)
+    if ranks.rank == 0:
+        report(list(wraps), peaks_bytes, there.cpu(), options)
+
+
+def peak_bytes(wrap: Wrap, inputs: Callable[[int], tuple[Tensor, dict[str, Tensor]]], ranks: Ranks,
+               options: Options) -> int:  # fmt: skip
+    """Return the peak of two steps of a contestant that is alone, on the fullest rank; 0 on a CPU."""
+    if options.device == "cpu":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    training = Training(wrap, options)
+    for number in range(2):
+        training.step(*inputs(number))
+    found: int = ranks.maximum([torch.cuda.max_memory_allocated()])[0]
+    del training
+    gc.collect()
+    return found
+
+
+def report(names: list[str], peaks_bytes: list[int], seconds: Tensor, options: Options) -> None:
+    """Print the table; `seconds` (rounds, contestants) are of the slowest rank."""
+    print(f"{'':37s}  s a step  samples/s  peak MiB  samples/s, it over {names[0]}")
+    for index, name in enumerate(names):
+        step_s = median(seconds[:, index].tolist())
+        peak = f"{peaks_bytes[index] / MIB:8.0f}" if peaks_bytes[index] else f"{'-':>8s}"
+        ratio = spread((seconds[:, 0] / seconds[:, index]).tolist()) if index else ""
+        speed = options.ranks * options.batch / step_s
+        print(f"{name:37s}  {step_s:8.4f}  {speed:9.1f}  {peak}  {ratio}".rstrip(), flush=True)
+
+
+def rank_main(rank: int, options: Options, meeting: str) -> None:
+    """Be one rank."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    here = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
+    if options.device == "cuda":
+        torch.cuda.set_device(here)
+    else:
+        torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=options.ranks)
+    measure(Ranks(rank, options.ranks, here), options)
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def read_options() -> Options:
+    """Parse the command line; raises OsdpError where there are no GPUs for it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="bert-large", help="a BERT: its name or file (default bert-large)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    for name, default, what in (
+        ("nodes", 1, "nodes that the ranks stand for"),
+        ("ranks", 0, "ranks (default one for each GPU; 4 on a CPU)"),
+        ("batch", 8, "samples of a rank in a step"),
+        ("seq", 128, "tokens a sample"),
+        ("large", 1_000_000, "parameters from which a module is wrapped"),
+        ("rounds", 60, "measured steps of each contestant"),
+        ("warm-up", 5, "steps of each before those"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+    options = Options(**vars(parser.parse_args()))
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise OsdpError("fairscale's own FSDP needs GPUs, and torch sees none", expected="one GPU or more",
+                        advice="--device cpu tries the program without fairscale's own")  # fmt: skip
+    ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 4)
+    if options.device == "cuda" and ranks > torch.cuda.device_count():
+        raise OsdpError("there are fewer GPUs than ranks", got=f"{ranks} ranks",
+                        expected=f"{torch.cuda.device_count()} at most")  # fmt: skip
+    for name, least in (("nodes", 1), ("ranks", 0), ("batch", 1), ("large", 1), ("rounds", 2), ("warm_up", 1)):
+        if getattr(options, name) < least:
+            raise OsdpError(f"--{name.replace('_', '-')} is too small", got=str(getattr(options, name)),
+                            expected=f"{least} or more")  # fmt: skip
+    if ranks % options.nodes:
+        raise OsdpError("the ranks do not divide evenly into nodes", got=f"{ranks} ranks, {options.nodes} nodes")
+    return replace(options, ranks=ranks)
+
+
+def main() -> None:
+    """Check what is asked for and start the ranks. Raises OsdpError."""
+    options = read_options()
+    model_and_task(load_config("bert", {"model": options.model, "seq": options.seq}))
+    device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU with {os.cpu_count()} cores"
+    print(f"{date.today()}, torch {torch.__version__}, fairscale {version('fairscale')}; {device}")
+    size = f"{options.ranks} ranks as {options.nodes} nodes, {options.batch} x {options.seq} tokens a rank"
+    print(f"{options.model}, {size}, fp32, Adam; modules from {options.large:,} parameters; {options.rounds} rounds",
+          flush=True)  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(rank_main, (options, str(Path(folder, "meeting"))), nprocs=options.ranks)  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))

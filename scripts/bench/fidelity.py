@@ -1,0 +1,315 @@
+"""How near predictions and plans come: `python scripts/bench/fidelity.py [list] [random] [limits] [rivals] [planning]`.
+
+    list      fixed plans of the zoo's models, at 4 to 1,024 ranks: predicted peak against a rehearsed step
+    random    plans with random strategies for every operator, fp32 and bf16, with and without recomputation,
+              micro-batch 1 to 4, 4 to 1,024 ranks: the same
+    limits    memory that the chosen plan uses of its limit, and what more could still buy, within it and beyond
+    rivals    100 random (model, cluster, limit): the plan against every uniform baseline, by the simulator
+    planning  `osdp plan --model gpt2-1.5b --mem 8GB` from process start, whole space
+
+`--seed` and `--count` change the random cases.  Error is (predicted - tracked) / tracked, without the
+reserve on both sides.  A rehearsal computes nothing, so that one process does for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean, median, quantiles
+from typing import Any
+
+from osdp.planning.verify import verify
+from osdp.zoo import load_cluster, load_model
+from planner.analysis.explain import open_plan
+from planner.cost.simulator import simulated_s
+from planner.cost.workload import Workload
+from planner.model.fsdp_units import check_split
+from planner.plan import Plan, make_plan
+from planner.search.search import Task, search
+from planner.search.search_space import Choice, Space
+from planner.strategies.registry import Strategy, known_strategies
+from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph
+from profiler.trace.trace import trace_model
+
+GIB = 2**30
+MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-1.5b", "bert-large", "llama-1b", "uneven")
+"""Of the zoo; llama-7b is in the fixed list only, gpt2-tiny is too small to say anything."""
+GRIDS = ((1, 4), (1, 8), (2, 8), (8, 8), (32, 8), (128, 8))
+"""Nodes x ranks of a node, for random plans."""
+REPEATS = 3
+PROCESSES = max(1, min(4, (os.cpu_count() or 2)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan to be compared."""
+
+    model: str
+    precision: str
+    grid: tuple[int, int]
+    micro_batch: int
+    choices: Mapping[str, str]
+    """Strategy by operator; the key `*` is for all others."""
+    recompute: float = 0.0
+    """Fraction of the blocks that are recomputed, from the bottom."""
+    accumulation: int = 1
+    label: str = ""
+
+
+FIXED = (
+    Case("gpt2", "fp32", (1, 4), 2, {"*": "shard"}),
+    Case("gpt2", "fp32", (8, 8), 1, {"*": "shard_grad"}),
+    Case("gpt2", "bf16", (8, 8), 4, {"*": "group_shard:8"}, 1.0),
+    Case("gpt2", "fp32", (1, 8), 1, {"*": "replicate"}),
+    Case("gpt2", "bf16", (1, 8), 2, {"*": "replicate"}),
+    Case("gpt2", "fp32", (2, 8), 2, {"*": "hierarchical"}, 0.5),
+    Case("gpt2", "fp32", (1, 8), 2, {"*": "owner"}),
+    Case("gpt2-medium", "bf16", (2, 8), 4, {"*": "secondary_shard:8"}, 1.0),
+    Case("gpt2-medium", "fp32", (1, 8), 1, {"*": "shard", "*.mlp.*": "shard_grad"}),
+    Case("gpt2-large", "bf16", (8, 8), 2, {"*": "group_shard:8", "*.mlp.*": "shard_grad"}),
+    Case("gpt2-large", "fp32", (1, 8), 1, {"*": "shard"}, 1.0, accumulation=4),
+    Case("gpt2-1.5b", "fp32", (1, 8), 1, {"*": "shard"}),
+    Case("gpt2-1.5b", "bf16", (8, 8), 4, {"*": "group_shard:8"}, 1.0),
+    Case("gpt2-1.5b", "bf16", (128, 8), 1, {"*": "shard"}),
+    Case("gpt2-1.5b", "bf16", (2, 8), 2, {"*": "hierarchical"}, 1.0),
+    Case("bert-large", "fp32", (1, 4), 2, {"*": "shard_grad"}),
+    Case("bert-large", "bf16", (8, 8), 4, {"*": "secondary_shard:16", "*.attention.*": "owner"}, 0.5),
+    Case("llama-1b", "bf16", (2, 8), 1, {"*": "shard"}, 1.0),
+    Case("llama-1b", "fp32", (1, 8), 1, {"*": "group_shard:4"}),
+    Case("llama-7b", "bf16", (4, 8), 1, {"*": "shard"}, 1.0),
+    Case("llama-7b", "bf16", (4, 8), 1, {"*": "shard", "lm_head": "split(4*shard)"}, 1.0),
+    Case("llama-7b", "bf16", (1, 8), 1, {"*": "shard+offload"}, 1.0),
+    Case("uneven", "fp32", (1, 4), 2, {"*": "shard"}),
+    Case("uneven", "bf16", (32, 8), 2, {"*": "shard", "*.attention.*": "replicate"}, 0.5),
+)
+
+
+@cache
+def traced(model: str, precision: str) -> ModelGraph:
+    """Return the graph of a model of the zoo."""
+    return trace_model(load_model(model), precision)
+
+
+def machine(grid: tuple[int, int]) -> Cluster:
+    """Return a cluster of so many nodes and ranks; its rates do not matter to memory."""
+    return load_cluster("a100-2x8", *grid)
+
+
+def plan_of(case: Case) -> Plan:
+    """Return the plan that a case describes."""
+    from fnmatch import fnmatchcase
+
+    graph, cluster = traced(case.model, case.precision), machine(case.grid)
+    space, load = Space(graph), Workload(cluster, "adam", case.precision, case.micro_batch, case.accumulation)
+    shard = Strategy("shard", cluster.world_size)
+    choices = tuple(Choice((shard,) * len(stage.operators)) for stage in space.model.stages)
+    tied = shard if space.model.spanning else None
+    plan = make_plan(space.fixed(load, choices, tied), tied, space, load, limit_bytes=10**15, gap=0.0)
+    taken = dict(plan.choices)
+    for pattern, choice in case.choices.items():
+        taken |= {name: choice for name in taken if fnmatchcase(name, pattern)}
+    names = [block.name for block in graph.blocks]
+    return replace(plan, choices=taken, recomputed_blocks=names[: round(case.recompute * len(names))])
+
+
+def compared(case: Case) -> dict[str, Any]:
+    """Return the two peaks of a case and how long the rehearsal took."""
+    plan = plan_of(case)
+    found = verify(open_plan(plan, traced(case.model, case.precision), machine(case.grid)), on_gpus=False)
+    return {"error": found.error, "tracked": found.tracked_peak_bytes, "seconds": found.seconds,
+            "phase": found.predicted_phase}  # fmt: skip
+
+
+def compare_all(cases: Sequence[Case]) -> None:
+    """Print every case and the summary."""
+    errors, elsewhere = [], []
+    print(f"model         prec  ranks  batch  recomputed  {'strategies':42s}   tracked     error      s")
+    with get_context("forkserver").Pool(PROCESSES, maxtasksperchild=8) as pool:
+        for case, row in zip(cases, pool.imap(compared, cases), strict=True):
+            errors.append(row["error"])
+            if not row["phase"].endswith(f" {head_of(case)}"):
+                elsewhere.append(row["error"])
+            ranks = case.grid[0] * case.grid[1]
+            what = case.label or ", ".join(case.choices.values())
+            print(f"{case.model:12s}  {case.precision}  {ranks:5d}  {case.micro_batch} x {case.accumulation}"
+                  f"  {case.recompute:10.0%}  {what:42.42s}  {row['tracked'] / GIB:6.2f} GiB  {row['error']:+7.3%}"
+                  f"  {row['seconds']:5.1f}", flush=True)  # fmt: skip
+    for values, which in ((errors, "plans"), (elsewhere, "of them peak elsewhere than at the head and its loss")):
+        if values:
+            print(f"{len(values)} {which}: mean absolute error {mean(map(abs, values)):.3%}, "
+                  f"highest {max(values):+.3%}, lowest {min(values):+.3%}", flush=True)  # fmt: skip
+
+
+def head_of(case: Case) -> str:
+    """Return the operator that runs last."""
+    graph = traced(case.model, case.precision)
+    return graph.operators[graph.calls[-1].operator].name
+
+
+def random_cases(seed: int, count: int) -> Iterator[Case]:
+    """Yield plans in which every operator, or every block, takes a random strategy of a random few."""
+    for number in range(seed, seed + count):
+        rng = random.Random(number)
+        model, precision = rng.choice(MODELS), rng.choice(["fp32", "bf16"])
+        grid = rng.choice(GRIDS)
+        graph, cluster = traced(model, precision), machine(grid)
+        # On CPU the copy of an offloaded shard is the shard itself: of whole copies that would be seen.
+        known = [str(s) for s in known_strategies(cluster) if not s.offload or s.group == cluster.world_size]
+        pool = rng.sample(known, rng.choice([1, 2, 3]))
+        per_block = rng.random() < 0.4
+        of_block = {index: rng.choice(pool) for index in range(len(graph.blocks))}
+        splits = rng.random() < 0.2
+        choices = {}
+        for operator in graph.operators:
+            in_block = per_block and operator.block is not None
+            choices[operator.name] = of_block[operator.block or 0] if in_block else rng.choice(pool)
+            if splits and rng.random() < 0.1:
+                choices[operator.name] = _split(operator, rng, pool) or choices[operator.name]
+        label = f"{'by block' if per_block else 'by operator'}{', split' if splits else ''}: {', '.join(pool)}"
+        yield Case(model, precision, grid, rng.randint(1, 4), choices, rng.choice([0.0, 0.5, 1.0]),
+                   rng.choice([1, 1, 1, 2]), label)  # fmt: skip
+
+
+def _split(operator: Any, rng: random.Random, pool: Sequence[str]) -> str | None:
+    """Return a choice of slices, None for an operator that cannot be split."""
+    count = rng.choice([2, 4])
+    try:
+        check_split(operator, count)
+    except OsdpError:
+        return None
+    return f"split({', '.join(rng.choice(pool) for _ in range(count))})"
+
+
+def bench_list(options: argparse.Namespace) -> None:
+    """Compare the fixed plans."""
+    compare_all(FIXED)
+
+
+def bench_random(options: argparse.Namespace) -> None:
+    """Compare random plans."""
+    compare_all(list(random_cases(options.seed, options.count)))
+
+
+def bench_limits(options: argparse.Namespace) -> None:
+    """Print what plans use of 8 GB, the most that any plan within 8 GB can be faster, and what one more GiB buys."""
+    print("model         cluster       prec  used of 8 GB  samples/s  in 8 GB at most  with 9 GB")
+    for model in (*MODELS, "llama-7b"):
+        for name, precision in (("titan-rtx-8", "fp32"), ("a100-2x8", "bf16")):
+            cluster, graph = load_cluster(name), traced(model, precision)
+            try:
+                found, more = (search(Task(graph, cluster, size * GIB)) for size in (8, 9))
+            except OsdpError as refused:
+                print(f"{model:12s}  {name:12s}  {precision}  does not fit: {refused.expected}"[:110], flush=True)
+                continue
+            from planner.cost.peak_memory import peak_memory
+
+            used = peak_memory(found.options, found.load).total_bytes / (8 * GIB)
+            gain = more.samples_per_s / found.samples_per_s - 1
+            most = 1.0 / (1.0 - found.gap) - 1.0
+            print(f"{model:12s}  {name:12s}  {precision}  {used:12.2%}  {found.samples_per_s:9.2f}  {most:+14.2%}  "
+                  f"{gain:+9.2%}", flush=True)  # fmt: skip
+
+
+def _problem(number: int) -> tuple[str, float, float, float] | None:
+    """Return (what, advantage over the best baseline, over FSDP, gap) of a random problem; None if nothing fits."""
+    rng = random.Random(number)
+    model, precision = rng.choice(MODELS), rng.choice(["fp32", "bf16"])
+    names = ["titan-rtx-8", "a100-80g-8", "a100-2x8", "h100-8", "h100-4x8", "rtx4090-2"]
+    cluster = load_cluster(rng.choice(names))
+    limit = rng.uniform(3, min(40.0, cluster.device.memory_bytes.value / GIB))
+    what = f"{model} {precision} on {cluster.name} at {limit:.1f} GiB"
+    try:
+        found = search(Task(traced(model, precision), cluster, int(limit * GIB)))
+    except OsdpError:
+        return None
+    speed = found.load.samples_per_step / simulated_s(found.options, found.load)
+    rivals = {b: b.load.samples_per_step / simulated_s(b.options, b.load) for b in found.baselines if b.feasible}
+    best = max(rivals.values(), default=0.0)
+    fsdp = max((s for b, s in rivals.items() if b.name == "FSDP"), default=0.0)
+    return what, speed / best if best else float("inf"), speed / fsdp if fsdp else float("inf"), found.gap
+
+
+def bench_rivals(options: argparse.Namespace) -> None:
+    """Print how the plan compares with the uniform baselines on random problems."""
+    ratios, over_fsdp, gaps, number, only = [], [], [], options.seed, 0
+    with get_context("forkserver").Pool(PROCESSES) as pool:
+        for row in pool.imap(_problem, range(number, number + 10 * options.count)):
+            if row is None:
+                continue
+            what, ratio, fsdp, gap = row
+            gaps.append(gap)
+            if ratio == float("inf"):
+                only += 1
+            else:
+                ratios.append(ratio)
+            if fsdp != float("inf"):
+                over_fsdp.append(fsdp)
+            if ratio < 1:
+                print(f"slower: {what}: {ratio:.5f}", flush=True)
+            if len(gaps) == options.count:
+                pool.terminate()
+                break
+    print(f"{len(gaps)} problems with a plan that fits; in {only} of them no uniform baseline does")
+    for name, values in (("the best baseline", ratios), ("FSDP", over_fsdp)):
+        parts = quantiles(values, n=20)
+        print(f"times as fast as {name}: least {min(values):.4f}, 5 % {parts[0]:.4f}, median {median(values):.4f}, "
+              f"95 % {parts[-1]:.3f}, most {max(values):.3f}")  # fmt: skip
+    print(f"certified gap: median {median(gaps):.2%}, most {max(gaps):.2%}", flush=True)
+
+
+def bench_planning(options: argparse.Namespace) -> None:
+    """Time the command of the README."""
+    command = [sys.executable, "-m", "osdp", "plan", "--model", "gpt2-1.5b", "--mem", "8GB", "--json"]
+    cpu, seconds, gap = [], [], 0.0
+    for _ in range(REPEATS):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        seconds.append(report["seconds"])
+        gap = report["gap"]
+    for name, values in (("CPU from process start", cpu), ("search", [s["search"] for s in seconds]),
+                         ("trace", [s["trace"] for s in seconds])):  # fmt: skip
+        print(f"{name}: {median(values):.2f} s ({min(values):.2f}-{max(values):.2f})")
+    print(f"certified gap {gap:.2%}", flush=True)
+
+
+BENCHES = {"list": bench_list, "random": bench_random, "limits": bench_limits, "rivals": bench_rivals,
+           "planning": bench_planning}  # fmt: skip
+
+
+def main() -> None:
+    """Run the benchmarks named on the command line, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="BENCH", help=f"of {', '.join(BENCHES)}; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the first random case")
+    parser.add_argument("--count", type=int, default=100, help="of random cases")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(BENCHES):
+        parser.error(f"unknown benchmark: got {', '.join(sorted(unknown))}, expected {', '.join(BENCHES)}")
+    import torch
+
+    print(f"python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} CPU cores, "
+          f"{Path(__file__).name} {' '.join(sys.argv[1:])}")  # fmt: skip
+    for name in options.names or BENCHES:
+        started = time.perf_counter()
+        print(f"\n== {name}", flush=True)
+        BENCHES[name](options)
+        print(f"({time.perf_counter() - started:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,437 @@
+"""What does `odc` gain where lengths are uneven?  `python scripts/bench/odc.py [--sigmas 0 0.5 1] [--output FOLDER]`
+
+N ranks on this machine's CPU train a GPT-2 in fp32 with AdamW, M micro-batches of one sample a step, with lengths
+that are log-normal with the median and the sigmas given, cut off at a maximum; sigma 0 is the balanced control.
+For each sigma
+
+    FSDP         every operator `shard`: FSDP2 over gloo
+    FSDP, ring   the same with rings in place of gloo's reduce-scatter, if they were measured to be faster
+    ODC          every operator `odc`
+
+take steps in turn on the same samples, in the same processes.  A round is one step of each, every step from a barrier
+to the end on the slowest rank; every second round goes backwards.  Ratios are of one round's times.  The losses
+of a round must be equal to 1e-4, or the benchmark fails.
+
+Each step is predicted: the machine is measured first, as by `osdp profile`, and how a sample's seconds depend on its
+length by passes of the whole model at some lengths.  `predicted` is what the planner says of the distribution, before
+any length is drawn; `of these` is the same cost model's answer for the lengths that were drawn.  The planner is also
+asked for a plan in hardly more memory than `odc` needs with every block recomputed: copies of everything do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from functools import cached_property, partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Any
+
+SCRIPT = Path(__file__).resolve()
+FSDP, RING, ODC = "FSDP", "FSDP, ring", "ODC"
+LOSS_TOLERANCE = 1e-4
+COST_LENGTHS = 8
+"""At which a sample's seconds are measured, in equal steps up to the longest."""
+DRAWS = 20_000
+"""Lengths that the planner is told."""
+HEADROOM = 1.03
+"""Memory that the planner is given, over what `odc` needs with every block recomputed."""
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One plan at one sigma."""
+
+    name: str
+    predicted_s: float
+    """What the planner says of the distribution."""
+    of_these_s: float
+    """What the same cost model says of the lengths that were drawn."""
+    terms: dict[str, float]
+    """Of `predicted_s`."""
+    seconds: list[float]
+    """Of every round, on the slowest rank."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sigma."""
+
+    sigma: float
+    mean_length: float
+    """Of the lengths drawn."""
+    waits: dict[str, Any]
+    """Of the distribution: `planner.cost.stragglers.Waits`."""
+    contestants: list[Contestant]
+    loss_difference: float
+    """Largest relative difference between losses of one round."""
+    limit_bytes: float
+    """Memory that the planner was given, without the reserve."""
+    picked: dict[str, int]
+    """Strategies of the plan that it found, and how many operators have each."""
+
+    def of(self, name: str) -> Contestant:
+        """Return a contestant; FSDP itself where rings are no faster."""
+        found = {one.name: one for one in self.contestants}
+        return found.get(name, found[FSDP])
+
+    def ratios(self, over: str) -> list[float]:
+        """Return how many times as fast ODC is, round by round."""
+        return [b / a for a, b in zip(self.of(ODC).seconds, self.of(over).seconds, strict=True)]
+
+    def predicted(self, over: str) -> tuple[float, float]:
+        """Return the same as predicted: of the distribution, and of the lengths drawn."""
+        other, odc = self.of(over), self.of(ODC)
+        return other.predicted_s / odc.predicted_s, other.of_these_s / odc.of_these_s
+
+
+# --- on the ranks ----------------------------------------------------------------------------
+
+
+class Bench:
+    """One rank of the benchmark. Every method is a collective call."""
+
+    def __init__(self, options: argparse.Namespace, device: Any) -> None:
+        import torch.distributed as dist
+
+        from osdp.profile.state import State
+
+        self.options, self.device = options, device
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.state = State({})
+        """What was measured of the machine, so that it is measured once."""
+
+    def source(self, length: int) -> Any:
+        """Return the model, fed with samples of a length."""
+        import torch
+
+        from osdp.models.config import GPT2Config
+        from osdp.models.gpt2 import GPT2
+        from profiler.model_source import ModelSource
+
+        options = self.options
+        sizes = GPT2Config(512, options.maximum, options.hidden, options.layers, heads=max(1, options.hidden // 64))
+
+        def build() -> Any:
+            torch.manual_seed(0)
+            return GPT2(sizes)
+
+        def inputs(model: Any, batch: int) -> Any:
+            return model.example_inputs(batch, length)
+
+        return ModelSource("gpt2", build, inputs, length)
+
+    def cluster(self, length: int) -> Any:
+        """Measure the machine, and the model with samples of a length."""
+        from osdp.profile.cluster_from_timings import assemble
+        from osdp.profile.session import Wanted, measure
+        from runtime.failures.rank_agreement import from_rank_0
+
+        options = self.options
+        wanted = Wanted(self.source(length), "fp32", (1,), options.repetitions, options.budget_s, "cpu")
+        found = measure(wanted, self.device, self.state, lambda what, fraction: None)
+        return from_rank_0("assemble", lambda: assemble(found, "this machine"))
+
+    @cached_property
+    def costs(self) -> tuple[list[int], list[float]]:
+        """Lengths, and the seconds of forward and backward of a sample: median of rounds, mean of ranks."""
+        import torch
+        import torch.distributed as dist
+
+        from profiler.timing.device_rates import timed_s
+
+        lengths = [self.options.maximum * (index + 1) // COST_LENGTHS for index in range(COST_LENGTHS)]
+        model: Any = self.source(self.options.maximum).build()
+        seconds = torch.zeros(2 + self.options.repetitions, COST_LENGTHS, dtype=torch.float64)
+        for row in seconds:
+            for index, length in enumerate(lengths):
+                (tokens,), labels = model.example_inputs(1, length)
+
+                def run(tokens: Any = tokens, labels: Any = labels) -> None:
+                    model(tokens, **labels).backward()
+
+                dist.barrier()
+                row[index] = timed_s(run, self.device)
+        found = seconds[2:].median(dim=0).values  # the first two warm up
+        dist.all_reduce(found)
+        return lengths, (found / self.ranks).tolist()
+
+    def cost(self, lengths: Any) -> Any:
+        """Return the costs of samples over that of the longest: linear between the lengths measured, and to 0."""
+        import numpy as np
+
+        known, seconds = self.costs
+        return np.interp(lengths, [0, *known], [0.0, *(one / seconds[-1] for one in seconds)])
+
+    def case(self, sigma: float) -> Case:
+        """Predict and measure one sigma."""
+        import numpy as np
+
+        from osdp.uneven_lengths.lengths import LogNormal, draw_lengths
+        from planner.cost.stragglers import BALANCED, Imbalance, Waits, histogram
+        from profiler.trace.trace import trace_model
+        from runtime.failures.rank_agreement import from_rank_0
+
+        options = self.options
+        distribution = LogNormal(options.median, sigma, options.maximum)
+        longest = options.maximum if sigma else math.ceil(options.median)
+        cluster = self.cluster(longest)
+        count = options.rounds + options.warm_up
+        rng = np.random.default_rng(options.seed)
+        drawn = np.array(draw_lengths(distribution, count * self.ranks * options.micro_batches, rng))
+        drawn = drawn.reshape(count, self.ranks, options.micro_batches)
+        imbalance = BALANCED
+        if sigma:
+            told = self.cost(draw_lengths(distribution, DRAWS, np.random.default_rng(options.seed + 1)))
+            imbalance = Imbalance(lengths=histogram([*told, 1.0]), source=f"log-normal, sigma {sigma:g}")
+        waits = imbalance.waits(self.ranks, 1, options.micro_batches)
+        scale = self.cost(longest)
+        of_these = waits_of(self.cost(drawn[options.warm_up :]) / scale) if sigma else Waits()
+        graph = trace_model(self.source(longest), "fp32", "cpu")
+
+        def plans() -> Any:
+            made = {}
+            for name, choice in ((FSDP, "shard"), (RING, "shard"), (ODC, f"odc:{self.ranks}")):
+                machine = cluster if name == RING else replace(cluster, ring=())
+                made[name] = [self.plan(graph, machine, choice, one) for one in (waits, of_these)]
+            if not cluster.ring:
+                del made[RING]
+            return made, *self.pick(cluster, graph, longest, imbalance)
+
+        made, limit_bytes, picked = from_rank_0("plan", plans)
+        seconds, difference = self.train(cluster, {name: both[0] for name, both in made.items()}, drawn)
+        contestants = [
+            Contestant(name, both[0].predicted.step_time_s, both[1].predicted.step_time_s,
+                       both[0].predicted.time_by_term, seconds[index])
+            for index, (name, both) in enumerate(made.items())
+        ]  # fmt: skip
+        mean_length = float(drawn[options.warm_up :].mean())
+        return Case(sigma, mean_length, asdict(waits), contestants, difference, limit_bytes, picked)
+
+    def plan(self, graph: Any, cluster: Any, choice: str, waits: Any) -> Any:
+        """Return the plan with one strategy everywhere."""
+        from osdp.planning.request import Request
+        from osdp.training.choose_plan import uniform_plan
+        from planner.cost.workload import Workload
+
+        load = Workload(cluster, "adamw", "fp32", 1, self.options.micro_batches, waits)
+        return uniform_plan(graph, load, Request(1 << 40, "fp32", "adamw"), choice)
+
+    def pick(self, cluster: Any, graph: Any, length: int, imbalance: Any) -> tuple[float, dict[str, int]]:
+        """Return the memory that the planner gets, without the reserve, and the strategies that it takes then."""
+        from osdp.planning.request import Request, plan_model
+        from planner.cost.peak_memory import peak_memory
+        from planner.cost.workload import Workload
+        from planner.search.baselines import uniform
+        from planner.search.search_space import Space
+        from planner.strategies.registry import Strategy
+
+        load = Workload(cluster, "adamw", "fp32", 1, self.options.micro_batches)
+        smallest = peak_memory(uniform(Space(graph), load, Strategy("odc", self.ranks), recompute=True), load)
+        limit_bytes = int(HEADROOM * (smallest.total_bytes - cluster.reserve_bytes) + cluster.reserve_bytes)
+        request = Request(limit_bytes, "fp32", "adamw", 1, self.ranks * self.options.micro_batches, imbalance=imbalance)
+        plan = plan_model(self.source(length), cluster, request).plan
+        return limit_bytes - cluster.reserve_bytes, dict(Counter(plan.choices.values()))
+
+    def train(self, cluster: Any, plans: dict[str, Any], drawn: Any) -> tuple[list[list[float]], float]:
+        """Train all, interleaved; return their seconds per round, and the largest difference of losses."""
+        import torch
+        import torch.distributed as dist
+
+        runners = [Runner(self.source(self.options.maximum), plan, cluster) for plan in plans.values()]
+        rng = torch.Generator().manual_seed(1 + self.rank)
+        seconds = torch.zeros(len(drawn), len(runners), dtype=torch.float64)
+        worst = 0.0
+        for number, lengths in enumerate(drawn):
+            samples = [torch.randint(512, (1, int(length)), generator=rng) for length in lengths[self.rank]]
+            losses = torch.zeros(len(runners), dtype=torch.float64)
+            order = range(len(runners)) if number % 2 else range(len(runners) - 1, -1, -1)
+            for index in order:
+                dist.barrier()
+                started = time.perf_counter()
+                losses[index] = runners[index].step(samples)
+                seconds[number, index] = time.perf_counter() - started
+            dist.all_reduce(losses)
+            torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=LOSS_TOLERANCE, atol=0.0)
+            worst = max(worst, float((losses / losses[0] - 1).abs().max()))
+            if self.rank == 0:
+                took = ", ".join(f"{one:.2f} s" for one in seconds[number])
+                print(f"step {number + 1} of {len(drawn)}: {took}", file=sys.stderr, flush=True)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds[self.options.warm_up :].T.tolist(), worst
+
+
+def waits_of(costs: Any) -> Any:
+    """Return the waits of samples drawn; costs (rounds, ranks, micro-batches) over that of the longest."""
+    from planner.cost.stragglers import Waits
+
+    mean, micro_batches = costs.mean(), costs.shape[2]
+    each, once = costs.max(axis=1).mean() / mean, costs.sum(axis=2).max(axis=1).mean() / (mean * micro_batches)
+    return Waits(float(each), float(once), "drawn", float(mean))
+
+
+class Runner:
+    """One contestant in training on this rank."""
+
+    def __init__(self, source: Any, plan: Any, cluster: Any) -> None:
+        from osdp import OSDP
+        from runtime.optimizers import OPTIMIZERS
+
+        self.model = OSDP(source.build, plan, cluster, example_inputs=partial(source.example_inputs, source.build()))
+        self.optimizer = OPTIMIZERS["adamw"](self.model.parameters(), lr=1e-3, weight_decay=0.0)
+
+    def step(self, samples: Sequence[Any]) -> float:
+        """Train on one sample after the other; return their mean loss."""
+        self.optimizer.zero_grad()
+        total = 0.0
+        for tokens in samples:
+            loss = self.model(tokens, labels=tokens) / len(samples)
+            loss.backward()
+            total += float(loss.detach())
+        self.optimizer.step()
+        return total
+
+
+def run_ranks(options: argparse.Namespace) -> None:
+    """Be one rank: all sigmas in turn; rank 0 writes the results."""
+    from osdp.training.process_group import joined
+
+    with joined("cpu", timeout_s=600) as ranks:
+        bench = Bench(options, ranks.device)
+        cases = [bench.case(sigma) for sigma in options.sigmas]
+        lengths, seconds = bench.costs
+        if ranks.rank == 0:
+            data = {"cases": [asdict(case) for case in cases], "costs": list(zip(lengths, seconds, strict=True))}
+            (Path(options.output) / "odc.json").write_text(json.dumps(data, indent=1))
+
+
+# --- around them -----------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace, folder: Path) -> tuple[list[Case], list[tuple[int, float]]]:
+    """Run the ranks; return their cases, and the seconds of samples by length."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}",
+               str(SCRIPT), "--as-rank", "--output", str(folder)]  # fmt: skip
+    command += ["--sigmas", *map(str, options.sigmas)]
+    for name in ("ranks", "micro_batches", "median", "maximum", "hidden", "layers", "rounds", "warm_up",
+                 "repetitions", "budget_s", "seed"):  # fmt: skip
+        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    threads = str(max(1, (os.cpu_count() or 1) // options.ranks))
+    subprocess.run(command, check=True, cwd=SCRIPT.parents[2], env={"OMP_NUM_THREADS": threads} | os.environ)
+    data = json.loads((folder / "odc.json").read_text())
+    cases = [Case(**{**case, "contestants": [Contestant(**one) for one in case["contestants"]]})
+             for case in data["cases"]]  # fmt: skip
+    return cases, [tuple(one) for one in data["costs"]]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return median and quartiles."""
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def report(case: Case) -> Iterator[str]:
+    """Yield the lines of one sigma."""
+    each, once = case.waits["per_micro_batch"], case.waits["per_step"]
+    yield (f"\n== sigma {case.sigma:g}: samples of {case.mean_length:.0f} tokens in the mean; the slowest rank "
+           f"computes {each:.2f} times the mean of a micro-batch, {once:.2f} of a step")  # fmt: skip
+    yield (f"{'plan':11s} {'measured s (quartiles)':>23s} {'predicted':>9s} {'of these':>8s} {'error':>7s} "
+           f"{'compute':>8s} {'comm.':>6s} {'waiting':>7s} {'optim.':>6s}")  # fmt: skip
+    for one in case.contestants:
+        terms, error = one.terms, one.of_these_s / fmean(one.seconds) - 1
+        yield (f"{one.name:11s} {spread(one.seconds):>23s} {one.predicted_s:9.2f} {one.of_these_s:8.2f} {error:+7.1%} "
+               f"{terms['compute_s']:8.2f} {terms['exposed_communication_s']:6.2f} {terms['waiting_s']:7.2f} "
+               f"{terms['optimizer_s']:6.2f}")  # fmt: skip
+    for over in dict.fromkeys((FSDP, case.of(RING).name)):
+        predicted, of_these = case.predicted(over)
+        whole = sum(case.of(over).seconds) / sum(case.of(ODC).seconds)
+        yield (f"ODC is {spread(case.ratios(over))} times as fast as {over}, over all rounds {whole:.2f}; predicted "
+               f"{predicted:.2f} ({whole / predicted - 1:+.1%}), of these lengths {of_these:.2f} "
+               f"({whole / of_these - 1:+.1%})")  # fmt: skip
+    yield f"losses of a round differ by {case.loss_difference:.1e} at most"
+    yield f"in {case.limit_bytes / MIB:.0f} MiB the planner takes {case.picked}"
+
+
+def draw(cases: Sequence[Case], path: Path) -> None:
+    """Draw the speed-up against sigma: measured with its quartiles, and predicted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(7.5, 5), layout="constrained")
+    sigmas = [case.sigma for case in cases]
+    for over, colour in ((FSDP, "tab:blue"), (RING, "tab:green")):
+        if all(case.of(over).name == FSDP for case in cases) and over != FSDP:
+            continue
+        found = [quantiles(case.ratios(over), n=4, method="inclusive") for case in cases]
+        middle = [one[1] for one in found]
+        bars = [[one[1] - one[0] for one in found], [one[2] - one[1] for one in found]]
+        panel.errorbar(sigmas, middle, yerr=bars, marker="o", capsize=3, color=colour,
+                       label=f"over {over}: measured, with quartiles of the rounds")  # fmt: skip
+        panel.plot(sigmas, [case.predicted(over)[0] for case in cases], "--D", color=colour, alpha=0.6,
+                   label=f"over {over}: predicted")  # fmt: skip
+    panel.axhline(1.0, color="black", linewidth=0.8)
+    panel.set_xlabel("sigma of the log-normal lengths (0: balanced)")
+    panel.set_ylabel("times as fast: ODC")
+    panel.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Parse the command line, run, report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sigmas", nargs="+", type=float, default=[0.0, 0.5, 1.0], help="of the log-normal lengths")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=8, help="of a step, one sample each")
+    parser.add_argument("--median", type=float, default=148.0, help="of the lengths, in tokens")
+    parser.add_argument("--maximum", type=int, default=1024, help="longest sample, in tokens")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each contestant")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each before those")
+    parser.add_argument("--repetitions", type=int, default=5, help="timings of each point of the profile")
+    parser.add_argument("--budget-s", type=float, default=60.0, help="about how long the profile may take")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths")
+    parser.add_argument("--output", help="folder for results and the picture")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        run_ranks(options)
+        return
+    import torch
+
+    if options.output and find_spec("matplotlib") is None:
+        parser.error("the picture needs matplotlib: pip install 'osdp[plot]'")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(options.output or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        cases, costs = run(options, folder)
+        print(f"{date.today()}, python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU "
+              f"cores, {options.ranks} ranks, gloo; GPT-2 with {options.layers} blocks of {options.hidden}, "
+              f"{options.micro_batches} micro-batches of one sample a step, AdamW, fp32")  # fmt: skip
+        shown = ", ".join(f"{length}: {1e3 * seconds:.0f}" for length, seconds in costs)
+        print(f"forward and backward of a sample by its length, in ms: {shown}")
+        for case in cases:
+            print("\n".join(report(case)))
+        if options.output:
+            draw(cases, folder / "odc.png")
+            print(f"picture: {folder / 'odc.png'}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(SCRIPT.parents[2]))
+    main()

@@ -1,0 +1,177 @@
+"""How fast are the kernels of ODC on this GPU?  `python scripts/bench/odc_gpu.py [--peers 4] [--megabytes 1 8 64]`
+
+For shards of each size, the windows of all peers in this GPU's memory:
+
+    gather      the kernel of `cuda/gather.cu`, all shards in one launch
+    copies      a loop of `Tensor.copy_`, one for each shard
+    copy        one `Tensor.copy_` of as many bytes: the memory's bandwidth
+
+    push        the kernel of `cuda/scatter_accumulate.cu`, all parts of a gradient in one launch
+    adds        a loop of `Tensor.add_`, one for each part; not atomic, so fit for one rank at a time only
+
+A round times a few calls of each by CUDA events, every second round backwards.  Buffers take turns from round to
+round, more of them than fit into any cache.  GB/s count the bytes of the shards once; a copy reads and writes them, an
+addition reads twice and writes.  Shares are of one round's times: the median of all rounds, and the quartiles.  The
+kernels' target is 90 % of a copy, for shards of 8 MB and more.  Exits with 2 where there is no GPU or no CuPy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from profiler.errors import OsdpError
+from runtime.odc.cupy_device import CupyDevice
+from runtime.odc.gpu_device import Device
+from runtime.odc.kernels import THREADS, grid_for
+
+FP32_BYTES = 4
+BASIS = "copy"
+"""What shares are of."""
+CALLS = 10
+"""Of a contestant in a round."""
+SLEEP_CYCLES = 10_000_000
+"""How long the GPU waits before the calls of a round: some milliseconds."""
+Contestant = Callable[[int], None]
+"""Does its work on one of the sets of buffers."""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What one call works on; `peers` windows of `shard` elements each."""
+
+    windows: Tensor
+    """(peers, shard) fp32, of which gathers read and to which pushes add."""
+    full: Tensor
+    """(peers, shard): what was gathered, or a gradient."""
+    table: Tensor
+    """Addresses of the windows."""
+
+    @classmethod
+    def make(cls, peers: int, shard: int, device: torch.device) -> Buffers:
+        """Return buffers with numbers in them."""
+        windows = torch.randn(peers, shard, device=device)
+        full = torch.randn(peers, shard, device=device)
+        return cls(windows, full, torch.tensor([window.data_ptr() for window in windows], device=device))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contestant at one size."""
+
+    contestant: str
+    shard_bytes: int
+    peers: int
+    gb_per_s: float
+    """Median over rounds, 1e9 bytes of shards in a second."""
+    share: tuple[float, float, float]
+    """Quartiles of the copy's time over this one's, round by round."""
+
+
+def contestants(device: Device, sets: Sequence[Buffers]) -> dict[str, Contestant]:
+    """Return what is compared."""
+    peers, shard = sets[0].full.shape
+
+    def gather(index: int) -> None:
+        one = sets[index]
+        grid = grid_for(FP32_BYTES * shard, 16 * THREADS, peers, device.room)
+        device.launch("gather", grid, THREADS,
+                      (one.table.data_ptr(), 0, FP32_BYTES * shard, peers, 0, one.full.data_ptr()))  # fmt: skip
+
+    def push(index: int) -> None:
+        one = sets[index]
+        grid = grid_for(shard, 4 * THREADS, peers, device.room)
+        device.launch("scatter_accumulate_fp32", grid, THREADS,
+                      (one.full.data_ptr(), one.table.data_ptr(), 0, shard, peers, 0))  # fmt: skip
+
+    def copies(index: int) -> None:
+        for part, window in zip(sets[index].full, sets[index].windows, strict=True):
+            part.copy_(window)
+
+    def adds(index: int) -> None:
+        for part, window in zip(sets[index].full, sets[index].windows, strict=True):
+            window.add_(part)
+
+    def copy(index: int) -> None:
+        sets[index].full.copy_(sets[index].windows)
+
+    return {"gather": gather, "copies": copies, BASIS: copy, "push": push, "adds": adds}
+
+
+def seconds_of(run: Contestant, first: int, sets: int) -> float:
+    """Return how long a call takes, the mean of a few, on buffers from set `first` on."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(SLEEP_CYCLES)  # so that all calls are queued before the first begins, and none waits for Python
+    begin.record()
+    for call in range(first, first + CALLS):
+        run(call % sets)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / CALLS
+
+
+def measure(device: Device, peers: int, shard_bytes: int, rounds: int, cache_bytes: int) -> list[Result]:
+    """Time all contestants at one size."""
+    size_bytes = peers * shard_bytes
+    sets = [Buffers.make(peers, shard_bytes // FP32_BYTES, device.torch_device)
+            for _ in range(max(2, -(-2 * cache_bytes // size_bytes)))]  # fmt: skip
+    running = contestants(device, sets)
+    taken: dict[str, list[float]] = {name: [] for name in running}
+    for number in range(-2, rounds):  # two to warm up
+        for name in list(running)[:: 1 if number % 2 else -1]:
+            took_s = seconds_of(running[name], (number + 2) * CALLS, len(sets))
+            if number >= 0:
+                taken[name].append(took_s)
+    results = []
+    for name, times in taken.items():
+        low, middle, high = quantiles([basis / own for basis, own in zip(taken[BASIS], times, strict=True)], n=4)
+        results.append(Result(name, shard_bytes, peers, size_bytes / median(times) / 1e9, (low, middle, high)))
+    return results
+
+
+def main() -> int:
+    """Parse the command line, measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--peers", type=int, default=4, help="windows (default 4)")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="MB",
+                        help="sizes of a shard, 1e6 bytes (default 1 2 4 8 16 32 64)")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=50, help="measured rounds (default 50)")
+    parser.add_argument("--json", action="store_true", help="print results as JSON")
+    options = parser.parse_args()
+    if min(options.peers, *options.megabytes) < 1 or options.rounds < 2:
+        parser.error("one peer, one MB and two rounds is the least")
+    try:
+        device = CupyDevice()
+    except OsdpError as error:
+        print(error, file=sys.stderr)
+        return 2
+    properties = torch.cuda.get_device_properties(device.torch_device)
+    results = [result for size in options.megabytes
+               for result in measure(device, options.peers, size * 10**6, options.rounds,
+                                     properties.L2_cache_size)]  # fmt: skip
+    if options.json:
+        print(json.dumps({"gpu": properties.name, "torch": torch.__version__, "rounds": options.rounds,
+                          "results": [asdict(result) for result in results]}, indent=2))  # fmt: skip
+        return 0
+    print(f"{properties.name}, torch {torch.__version__}, {options.peers} peers, "
+          f"{options.rounds} rounds of {CALLS} calls")  # fmt: skip
+    print(f"{'shard':>8}  {'':<8}{'GB/s':>8}   share of a copy (quartiles)")
+    for one in results:
+        low, middle, high = one.share
+        print(f"{one.shard_bytes / 1e6:>5.0f} MB  {one.contestant:<8}{one.gb_per_s:>8.0f}   "
+              f"{middle:.1%} ({low:.1%} to {high:.1%})")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""How long planning takes: `python scripts/bench/planner.py [gpt2] [scaling] [limits]`.
+
+    gpt2      `osdp plan --model gpt2-1.5b --mem 8GB` as a user runs it, from process start
+    scaling   10, 100 and 1,000 layers, all alike and no two alike, traced and planned
+    limits    gpt2-1.5b on the default cluster and on 2 x 8 A100, beside the best uniform baseline
+
+Each case runs in a process of its own; CPU seconds and peak resident memory are that process's, as
+the kernel counts them (`getrusage`), so imports are included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+GIB = 2**30
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one child process cost and printed."""
+
+    cpu_s: float
+    """User and system time."""
+    wall_s: float
+    rss_bytes: int
+    """Peak resident memory."""
+    output: str
+
+
+def run(arguments: list[str]) -> Run:
+    """Run a command and return its costs; a failure ends the benchmark with its message."""
+    started = time.perf_counter()
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(arguments)} failed with status {process.returncode}")
+    cpu_s = usage.ru_utime + usage.ru_stime
+    return Run(cpu_s, time.perf_counter() - started, usage.ru_maxrss * 1024, output)
+
+
+def plan_command(*arguments: str) -> list[str]:
+    """Return the `osdp plan` command of this environment."""
+    return [sys.executable, "-m", "osdp", "plan", *arguments]
+
+
+def spread(values: list[float]) -> str:
+    """Return the median and the range."""
+    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def bench_gpt2() -> None:
+    """Time the command of the README."""
+    runs = [run(plan_command("--model", "gpt2-1.5b", "--mem", "8GB", "--json")) for _ in range(REPEATS)]
+    seconds = [json.loads(r.output)["seconds"] for r in runs]
+    print(f"osdp plan --model gpt2-1.5b --mem 8GB, {REPEATS} runs, median (range)")
+    print(f"  CPU, whole process  {spread([r.cpu_s for r in runs])} s")
+    print(f"  wall                {spread([r.wall_s for r in runs])} s")
+    print(f"  of which trace      {spread([s['trace'] for s in seconds])} s")
+    print(f"  of which search     {spread([s['search'] for s in seconds])} s")
+    print(f"  peak resident       {max(r.rss_bytes for r in runs) / GIB:.2f} GiB")
+    print(f"  certified gap       {json.loads(runs[0].output)['gap']:.2%}", flush=True)
+
+
+def bench_scaling() -> None:
+    """Time models of growing depth."""
+    print("layers  kind      operators  trace s  search s  CPU s  peak GiB  samples/s  gap      limit")
+    for layers in (10, 100, 1000):
+        for kind in ("alike", "distinct"):
+            child = run([sys.executable, __file__, "--child", str(layers), kind])
+            row: dict[str, Any] = json.loads(child.output)
+            print(f"{layers:6d}  {kind:8s}  {row['operators']:9d}  {row['trace_s']:7.2f}  {row['search_s']:8.2f}"
+                  f"  {child.cpu_s:5.1f}  {child.rss_bytes / GIB:8.2f}  {row['samples_per_s']:9.2f}"
+                  f"  {row['gap']:.3%}  {row['limit_bytes'] / GIB:.1f} GiB", flush=True)  # fmt: skip
+
+
+def child(layers: int, kind: str) -> None:
+    """Trace and plan one model and print what it took."""
+    from osdp.zoo import load_cluster
+    from planner.search.search import Task, search
+    from profiler.model_source import ModelSource
+    from profiler.trace.trace import trace_model
+
+    stack = layer_stack(layers, distinct=kind == "distinct")
+    source = ModelSource(f"{layers}-{kind}", lambda: stack, lambda module, batch: module.inputs(batch), 128)
+    started = time.perf_counter()
+    graph = trace_model(source)
+    traced = time.perf_counter()
+    cluster = load_cluster("titan-rtx-8")
+    # Between what full sharding with recomputation needs and what would need no planning at all.
+    limit = int(cluster.reserve_bytes + 16 * graph.numel / cluster.world_size * 1.5 + layers * 2e6 + 2e8)
+    found = search(Task(graph, cluster, limit))
+    print(json.dumps({
+        "operators": len(graph.operators), "trace_s": traced - started, "search_s": time.perf_counter() - traced,
+        "gap": found.gap, "samples_per_s": found.samples_per_s, "limit_bytes": limit,
+    }))  # fmt: skip
+
+
+def layer_stack(layers: int, distinct: bool) -> Any:
+    """Return a stack of transformer layers of seven operators; no two widths alike if `distinct`."""
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional
+
+    hidden, heads, tokens = 256, 4, 128
+
+    class Layer(nn.Module):
+        def __init__(self, inner: int) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+            self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+            self.up, self.gate = nn.Linear(hidden, inner), nn.Linear(hidden, inner)
+            self.down = nn.Linear(inner, hidden)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
+            attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+            y = self.norm2(x)
+            return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(512 + 4 * i if distinct else 1024) for i in range(layers))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+        def inputs(self, batch: int) -> tuple[tuple[Tensor], dict[str, Any]]:
+            return (torch.randn(batch, tokens, hidden),), {}
+
+    with torch.device("meta"):
+        return Stack()
+
+
+def bench_limits() -> None:
+    """Print the plan against the best uniform baseline over memory limits."""
+    print("cluster        limit  samples/s  memory used  gap    best uniform baseline that fits")
+    for cluster, limits in (("titan-rtx-8", (6, 8, 12, 24)), ("a100-2x8", (16, 40))):
+        for limit in limits:
+            command = plan_command("--model", "gpt2-1.5b", "--cluster", cluster, "--mem", f"{limit}GB", "--json")
+            report = json.loads(run(command).output)
+            fitting = [b for b in report["baselines"] if b["feasible"]]
+            best = max(fitting, key=lambda b: b["samples_per_s"], default=None)
+            predicted = report["predicted"]
+            speed, used = predicted["samples_per_s"], predicted["peak_memory_bytes"] / report["limit_bytes"]
+            rival = "none fits"
+            if best:
+                name, theirs = best["name"] + (" + recompute" if best["recompute"] else ""), best["samples_per_s"]
+                rival = f"{name} at {best['micro_batch']}: {theirs:.2f}, ours x{speed / theirs:.3f}"
+            print(f"{cluster:13s}  {limit:2d} GB  {speed:9.2f}  {used:11.1%}  {report['gap']:.2%}  {rival}", flush=True)
+
+
+def main() -> None:
+    """Run the cases named on the command line, or all."""
+    if sys.argv[1:2] == ["--child"]:
+        return child(int(sys.argv[2]), sys.argv[3])
+    cases = {"gpt2": bench_gpt2, "scaling": bench_scaling, "limits": bench_limits}
+    unknown = set(sys.argv[1:]) - set(cases)
+    if unknown:
+        raise SystemExit(f"unknown case: got {', '.join(unknown)}, expected {', '.join(cases)}")
+    print(f"python {sys.version.split()[0]}, {os.cpu_count()} CPU cores, {Path(__file__).name}")
+    for name in sys.argv[1:] or cases:
+        cases[name]()
+    return None
+
+
+if __name__ == "__main__":
+    main()
