@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from osdp.compat.fairscale import FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap, gen_fsdp_args
+from osdp.fairscale import FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap, gen_fsdp_args
 from osdp.models.bert import Bert
 from osdp.models.config import BertConfig
-from osdp.training.trace_step import TRACE_STEP, Tracer
+from osdp.tracing import TRACE_STEP, Tracer
 
 LENGTH, HIDDEN = 32, 0  # bytes of a sentence; the token in place of a masked one
 parser = argparse.ArgumentParser()

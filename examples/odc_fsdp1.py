@@ -13,7 +13,7 @@ from osdp import odc
 from osdp.models.config import GPT2Config
 from osdp.models.gpt2 import GPT2
 from osdp.odc.fsdp import fsdp1
-from osdp.training.trace_step import Tracer
+from osdp.tracing import Tracer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--trace", help="folder for each rank's memory over a step, and a Chrome trace of another")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from osdp import OSDP
 from osdp.models.config import GPT2Config
 from osdp.models.gpt2 import GPT2
-from osdp.training.trace_step import Tracer
+from osdp.tracing import Tracer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--trace", help="folder for each rank's memory over a step, and a Chrome trace of another")

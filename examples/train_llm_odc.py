@@ -109,7 +109,7 @@ def main() -> None:
 
 def check_trace(options: argparse.Namespace) -> None:
     """Raise OsdpError if traces cannot be made."""
-    from osdp.training.trace_step import TRACE_STEP, ready_folder
+    from osdp.tracing import TRACE_STEP, ready_folder
 
     if options.steps <= TRACE_STEP:
         raise OsdpError("too few steps for a trace, which are not timed", got=f"--steps {options.steps}",

@@ -20,8 +20,8 @@ from linear_example.flags import Options
 from linear_example.memory import Peak, memory_at
 from linear_example.model import LinearStack, learning_rate, make_data, make_model
 from osdp import OSDP
+from osdp.tracing import TRACE_STEP, Tracer
 from osdp.training.process_group import Ranks
-from osdp.training.trace_step import TRACE_STEP, Tracer
 from planner.plan import Plan
 
 PROFILED_STEPS = 2

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from osdp.training.trace_step import TRACE_STEP, Tracer
+from osdp.tracing import TRACE_STEP, Tracer
 from osdp.zoo import load_model
 
 SAMPLES = 8

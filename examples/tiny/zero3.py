@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tiny_gpt2 import build, described, parse_options, start, train
 
 from osdp import OSDP
-from osdp.compat.zero3_partition import owner_pins, zero3_partition_tensors
+from osdp.partition import owner_pins, zero3_partition_tensors
 
 options = parse_options(
     "Trains a small GPT-2 whose tensors have an owner each.",

@@ -1,6 +1,6 @@
 """OSDP's runtime under fairscale's `enable_wrap` and `auto_wrap`, with groups; for any model.
 
-    from osdp.compat.fairscale import FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap, gen_fsdp_args
+    from osdp.fairscale import FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap, gen_fsdp_args
 
     fsdp_args = gen_fsdp_args(nnodes=2, nproc_per_node=2, gsdp_type="group_sharding", model_type="bert-large")
     with enable_wrap(wrapper_cls=FSDP, **fsdp_args):
@@ -155,4 +155,4 @@ def _refuse(module: nn.Module, _: tuple[Any, ...]) -> NoReturn:
     """Stop the forward of a model that fairscale's own `auto_wrap` left half wrapped."""
     raise OsdpError("the model is marked to be sharded, but is not sharded yet", got=type(module).__name__,
                     expected="FSDP(model, **fsdp_args) after the `with` block, before the optimizer is made",
-                    advice="import auto_wrap from osdp.compat.fairscale, which does that")  # fmt: skip
+                    advice="import auto_wrap from osdp.fairscale, which does that")  # fmt: skip
