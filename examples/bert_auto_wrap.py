@@ -15,8 +15,9 @@ from osdp.tracing import TRACE_STEP, Tracer
 
 LENGTH, HIDDEN = 32, 0  # bytes of a sentence; the token in place of a masked one
 parser = argparse.ArgumentParser()
-parser.add_argument("--fsdp_args", default="group_sharding",
-                    choices=("group_sharding", "communication_with_groups", "none"))  # fmt: skip
+parser.add_argument(
+    "--fsdp_args", default="group_sharding", choices=("group_sharding", "communication_with_groups", "none")
+)
 parser.add_argument("--nnodes", type=int, help="machines; the ranks of one may stand for several, by default for 2")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--trace", help="folder for each rank's memory over a step, and a Chrome trace of another")
@@ -35,8 +36,17 @@ if torch.cuda.is_available():
 dist.init_process_group(backend)
 
 torch.manual_seed(0)
-model = Bert(BertConfig(vocabulary_size=256, maximum_positions=2 * LENGTH, token_types=2, hidden_size=64, layers=2,
-                        heads=4, intermediate_size=256)).to(device)  # fmt: skip
+model = Bert(
+    BertConfig(
+        vocabulary_size=256,
+        maximum_positions=2 * LENGTH,
+        token_types=2,
+        hidden_size=64,
+        layers=2,
+        heads=4,
+        intermediate_size=256,
+    )
+).to(device)
 fsdp_args = gen_fsdp_args(nnodes, ranks // nnodes, gsdp_type=options.fsdp_args, model_type="my-bert")
 with enable_wrap(wrapper_cls=FSDP, **fsdp_args):
     my_auto_wrap_policy = functools.partial(default_auto_wrap_policy, min_num_params=4000)
@@ -53,8 +63,12 @@ for step in range(1, options.steps + 1):
     second = torch.where(is_random.bool(), other, first + LENGTH)
     pairs = torch.cat([text.unfold(0, LENGTH, 1)[starts] for starts in (first, second)], dim=1)
     masked = torch.rand(pairs.shape, generator=draw) < 0.15
-    inputs = {"input_ids": pairs.masked_fill(masked, HIDDEN), "labels": pairs.masked_fill(~masked, -100),
-              "token_type_ids": types, "next_sentence_labels": is_random}  # fmt: skip
+    inputs = {
+        "input_ids": pairs.masked_fill(masked, HIDDEN),
+        "labels": pairs.masked_fill(~masked, -100),
+        "token_type_ids": types,
+        "next_sentence_labels": is_random,
+    }
     with tracer.step():
         loss = model(**{name: tensor.to(device) for name, tensor in inputs.items()})
         loss.backward()

@@ -26,11 +26,29 @@ from osdp.zoo import model_card, read_model_card
 from profiler.errors import OsdpError
 
 MODELS = {
-    "tiny": LlamaConfig(256, 65536, hidden_size=32, layers=2, heads=4, key_value_heads=2, intermediate_size=96,
-                        rope_base=1e4, tied_head=False),
-    "small": LlamaConfig(512, 65536, hidden_size=128, layers=4, heads=4, key_value_heads=2, intermediate_size=384,
-                         rope_base=1e4, tied_head=False),
-}  # fmt: skip
+    "tiny": LlamaConfig(
+        256,
+        65536,
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        key_value_heads=2,
+        intermediate_size=96,
+        rope_base=1e4,
+        tied_head=False,
+    ),
+    "small": LlamaConfig(
+        512,
+        65536,
+        hidden_size=128,
+        layers=4,
+        heads=4,
+        key_value_heads=2,
+        intermediate_size=384,
+        rope_base=1e4,
+        tied_head=False,
+    ),
+}
 CONTESTANTS = {"both": ("FSDP", "ODC"), "fsdp": ("FSDP",), "odc": ("ODC",)}
 LOSS_TOLERANCE = 1e-4
 """Relative; over some steps Adam makes more of a difference in the last bit."""
@@ -75,8 +93,11 @@ def sizes(spec: str) -> LlamaConfig:
     card = read_model_card(Path(spec)) if spec.endswith((".yaml", ".yml")) else model_card(spec)
     found = card.sizes()
     if not isinstance(found, LlamaConfig):
-        raise OsdpError("this example trains Llamas", got=f"{spec}, of family {card.family}",
-                        expected=f"{', '.join(MODELS)}, or a model of family llama")  # fmt: skip
+        raise OsdpError(
+            "this example trains Llamas",
+            got=f"{spec}, of family {card.family}",
+            expected=f"{', '.join(MODELS)}, or a model of family llama",
+        )
     return found
 
 
@@ -112,8 +133,11 @@ def check_trace(options: argparse.Namespace) -> None:
     from osdp.tracing import TRACE_STEP, ready_folder
 
     if options.steps <= TRACE_STEP:
-        raise OsdpError("too few steps for a trace, which are not timed", got=f"--steps {options.steps}",
-                        expected=f"at least {TRACE_STEP + 1}")  # fmt: skip
+        raise OsdpError(
+            "too few steps for a trace, which are not timed",
+            got=f"--steps {options.steps}",
+            expected=f"at least {TRACE_STEP + 1}",
+        )
     ready_folder(options.trace)
 
 
@@ -122,8 +146,17 @@ def train(options: argparse.Namespace) -> None:
     from osdp.training.process_group import joined
     from osdp.uneven_lengths.fsdp_vs_odc import Setting, compare
 
-    setting = Setting(sizes(options.model), lengths(options), options.max_length, options.samples, options.steps,
-                      options.packing, CONTESTANTS[options.only], options.seed, trace=options.trace)  # fmt: skip
+    setting = Setting(
+        sizes(options.model),
+        lengths(options),
+        options.max_length,
+        options.samples,
+        options.steps,
+        options.packing,
+        CONTESTANTS[options.only],
+        options.seed,
+        trace=options.trace,
+    )
     with joined("cpu", TIMEOUT_S) as ranks:
         progress = sys.stderr if options.json else sys.stdout
         rounds = []
@@ -149,8 +182,10 @@ def described(options: argparse.Namespace) -> str:
     fit = lengths(options)
     assert isinstance(fit, LogNormal)
     like = "like LongAlign's" if options.sigma is None else "median like LongAlign's, sigma given"
-    return (f"log-normal lengths, median {fit.median:.0f} tokens, sigma {fit.sigma:.2f}: {like}, "
-            f"scaled from at most {LONGALIGN.maximum} tokens to {fit.maximum}")  # fmt: skip
+    return (
+        f"log-normal lengths, median {fit.median:.0f} tokens, sigma {fit.sigma:.2f}: {like}, "
+        f"scaled from at most {LONGALIGN.maximum} tokens to {fit.maximum}"
+    )
 
 
 def check_losses(difference: float, rank: int) -> None:
@@ -180,21 +215,25 @@ def summary(options: argparse.Namespace, rounds: list[Any]) -> dict[str, Any]:
     by_name = {
         name: {
             "step_s": median(one.outcomes[name].step_s for one in timed),
-            "bubble_s": [fmean(one.outcomes[name].timelines[rank].bubble_s for one in timed)
-                         for rank in range(options.nproc)],
+            "bubble_s": [
+                fmean(one.outcomes[name].timelines[rank].bubble_s for one in timed) for rank in range(options.nproc)
+            ],
             "losses": [one.outcomes[name].loss for one in rounds],
         }
         for name in rounds[0].outcomes
-    }  # fmt: skip
+    }
     return {
-        "schema": "osdp.llm-odc/1", "ranks": options.nproc, "packing": options.packing, "steps": len(rounds),
+        "schema": "osdp.llm-odc/1",
+        "ranks": options.nproc,
+        "packing": options.packing,
+        "steps": len(rounds),
         "lengths": [list(one.lengths) for one in rounds],
         "micro_batches": [list(one.dealt.counts) for one in rounds],
         "contestants": by_name,
         "speed_up": {"median": median(ratios), "low": low, "high": high} if both else None,
         "speed_up_by_cost": fmean(one.dealt.cost_in_step / one.dealt.cost_alone for one in timed),
         "loss_difference": max(one.loss_difference for one in rounds),
-    }  # fmt: skip
+    }
 
 
 def report(result: dict[str, Any]) -> str:

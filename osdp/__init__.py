@@ -1,8 +1,8 @@
 """OSDP: finds the fastest parallel strategy that fits, and runs it on PyTorch.
 
-    from osdp import OSDP
+from osdp import OSDP
 
-    model = OSDP(model, description, device_info)
+model = OSDP(model, description, device_info)
 """
 
 from __future__ import annotations

@@ -39,9 +39,16 @@ class OSDP(nn.Module):
     table; `sharded`, what this rank holds.
     """
 
-    def __init__(self, model: nn.Module | Callable[..., Any], description: Described = None,
-                 device_info: DeviceInfo = None, *, example_inputs: Callable[..., Any] | None = None,
-                 compile_backend: str | None = None, find_unused_parameters: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., Any],
+        description: Described = None,
+        device_info: DeviceInfo = None,
+        *,
+        example_inputs: Callable[..., Any] | None = None,
+        compile_backend: str | None = None,
+        find_unused_parameters: bool = False,
+    ) -> None:
         """Shard `model` over the default process group. A collective call: all ranks give the same.
 
         model: a module (every rank's becomes that of rank 0), a module on the meta device, or a
@@ -108,13 +115,15 @@ class OSDP(nn.Module):
         self._accumulation.settle()
         return clip(self.sharded.pieces, max_norm, norm_type, self.sharded.device, error_if_nonfinite)
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True,
-                         remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:  # fmt: skip
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters under the names of the model; slices of a split operator under their own."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-    def named_buffers(self, prefix: str = "", recurse: bool = True,
-                      remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield buffers under the names of the model."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
@@ -194,8 +203,9 @@ class OSDP(nn.Module):
 OptimalShardedDataParallel = OSDP
 
 
-def _apply(model: nn.Module | Callable[[], Any], schedule: Schedule, compile_backend: str | None,
-           find_unused_parameters: bool) -> ShardedModel:  # fmt: skip
+def _apply(
+    model: nn.Module | Callable[[], Any], schedule: Schedule, compile_backend: str | None, find_unused_parameters: bool
+) -> ShardedModel:
     """Shard the model and give it its values."""
     device = default_device()
 

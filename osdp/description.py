@@ -60,8 +60,11 @@ def read_description(given: Described) -> Plan | Description:
             return read_yaml(path, Description, schema=Description.SCHEMA, check=_problems)
         case Mapping():
             return _from_mapping(dict(given))
-    raise OsdpError("the description is of no known form", got=type(given).__name__,
-                    expected="a dict, a path of a YAML file, a Plan, the seed's list, or None")  # fmt: skip
+    raise OsdpError(
+        "the description is of no known form",
+        got=type(given).__name__,
+        expected="a dict, a path of a YAML file, a Plan, the seed's list, or None",
+    )
 
 
 def _from_mapping(given: dict[str, Any]) -> Plan | Description:
@@ -101,7 +104,10 @@ def factory_of(model: Any, given: Described) -> Callable[[], Any]:
     """Return the factory that a class or function is, called with the config of the seed's list if that is given."""
     if isinstance(given, list | tuple):
         if len(given) != 3:
-            raise OsdpError("the seed's description has three entries", got=f"{len(given)}",
-                            expected="[layers, hidden size, config]; the model is made by model(config)")  # fmt: skip
+            raise OsdpError(
+                "the seed's description has three entries",
+                got=f"{len(given)}",
+                expected="[layers, hidden size, config]; the model is made by model(config)",
+            )
         return lambda: model(given[2])
     return model  # type: ignore[no-any-return]

@@ -13,8 +13,9 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OsdpError(f"the folder {path} cannot be made", got=error.strerror or str(error),
-                        advice="another folder") from None  # fmt: skip
+        raise OsdpError(
+            f"the folder {path} cannot be made", got=error.strerror or str(error), advice="another folder"
+        ) from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise OsdpError(f"nothing can be written into {path}", got="no permission", advice="another folder")
     return path

@@ -22,7 +22,8 @@ def check_picture(path: Path, what: str, otherwise: str) -> None:
     """Raise OsdpError if no picture can be drawn into `path`; the others are as in `check_drawing`."""
     check_drawing(what, otherwise)
     if path.suffix not in FORMATS:
-        raise OsdpError(f"{path} is no picture that can be drawn", got=path.suffix or "no suffix",
-                        expected=", ".join(FORMATS))  # fmt: skip
+        raise OsdpError(
+            f"{path} is no picture that can be drawn", got=path.suffix or "no suffix", expected=", ".join(FORMATS)
+        )
     if not path.parent.is_dir():
         raise OsdpError(f"{path} cannot be written", got="no such directory", advice=f"mkdir -p {path.parent}")

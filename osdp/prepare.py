@@ -40,8 +40,12 @@ class _Traced:
     """The plan that was given, or what to plan for."""
 
 
-def prepare(model: nn.Module | Callable[[], Any], description: Described, device_info: DeviceInfo,
-            example_inputs: Callable[..., Any] | None) -> tuple[Plan, Schedule]:  # fmt: skip
+def prepare(
+    model: nn.Module | Callable[[], Any],
+    description: Described,
+    device_info: DeviceInfo,
+    example_inputs: Callable[..., Any] | None,
+) -> tuple[Plan, Schedule]:
     """Return the plan and its schedule, the same on all ranks. A collective call; raises OsdpError."""
     check_process_group()
     ranks = Agreement.all()
@@ -55,8 +59,12 @@ def prepare(model: nn.Module | Callable[[], Any], description: Described, device
     return plan, schedule
 
 
-def _trace(model: nn.Module | Callable[[], Any], description: Described, device_info: DeviceInfo,
-           example_inputs: Callable[..., Any] | None) -> _Traced:  # fmt: skip
+def _trace(
+    model: nn.Module | Callable[[], Any],
+    description: Described,
+    device_info: DeviceInfo,
+    example_inputs: Callable[..., Any] | None,
+) -> _Traced:
     """Read what was given and trace the model."""
     wish = read_description(description)
     if isinstance(wish, Plan):
@@ -67,8 +75,14 @@ def _trace(model: nn.Module | Callable[[], Any], description: Described, device_
         check_parameters(wish, graph)
         return _Traced(source, graph, cluster, wish)
     cluster, limit_bytes = cluster_of_ranks(device_info)
-    request = Request(memory_limit(cluster, limit_bytes), wish.precision, wish.optimizer, wish.micro_batch,
-                      wish.global_batch, pins=tuple(map(parse_pin, wish.pins)))  # fmt: skip
+    request = Request(
+        memory_limit(cluster, limit_bytes),
+        wish.precision,
+        wish.optimizer,
+        wish.micro_batch,
+        wish.global_batch,
+        pins=tuple(map(parse_pin, wish.pins)),
+    )
     source = source_of(model, _name(model, wish), wish.sequence_length, example_inputs)
     return _Traced(source, trace_model(source, wish.precision, cluster.device.kind), cluster, request)
 

@@ -26,8 +26,9 @@ from typing import Literal
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import CollectiveTimes
 
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "pull", "push", "barrier",
-                    "publish"]  # fmt: skip
+Operation = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "pull", "push", "barrier", "publish"
+]
 
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "reduce": 1, "pull": 1, "push": 1}
 """How often a collective goes round the ring, and a one-sided operation to all peers."""
@@ -70,10 +71,11 @@ def _nearest(operation: Operation, cluster: Cluster, ranks: int, stride: int) ->
         return ranks_per_node(cluster, ranks, stride) < ranks
 
     alike = [
-        one for one in cluster.measured.collectives
+        one
+        for one in cluster.measured.collectives
         if (one.operation, one.algorithm) == (operation, "native")
         and crosses(one.ranks, one.stride) == crosses(ranks, stride)
-    ]  # fmt: skip
+    ]
     return min(alike, key=lambda one: (one.stride != stride, abs(one.ranks - ranks), one.stride), default=None)
 
 

@@ -68,8 +68,10 @@ def resolve(wishes: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
             operator = graph.operators[index]
             _check_split(pin, graph, index, len(slices))
             _settle(strategies, index, pin, slices, " and ".join(operator.modules))
-    return Pins({index: slices for index, (_, slices) in strategies.items()},
-                {block: again for block, (_, again) in recompute.items()})  # fmt: skip
+    return Pins(
+        {index: slices for index, (_, slices) in strategies.items()},
+        {block: again for block, (_, again) in recompute.items()},
+    )
 
 
 def on_cluster(pins: Pins, cluster: Cluster) -> Pins:
@@ -84,9 +86,12 @@ def _settle(settled: dict[int, tuple[Pin, Chosen]], index: int, pin: Pin, choice
     if decided == choice:
         return
     tied = " (one operator, as they share a parameter)" if " and " in names else ""
-    raise OsdpError(f"two pins contradict each other about {names}{tied}", got=f"{before} and {pin}",
-                    expected="one choice for each operator and each block; no pin goes before another",
-                    advice="patterns that do not overlap")  # fmt: skip
+    raise OsdpError(
+        f"two pins contradict each other about {names}{tied}",
+        got=f"{before} and {pin}",
+        expected="one choice for each operator and each block; no pin goes before another",
+        advice="patterns that do not overlap",
+    )
 
 
 def _operators(pin: Pin, graph: ModelGraph) -> list[int]:

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 from planner.cost.ddp import as_run, can_replicate, fits_replicated
 from planner.cost.peak_memory import peak_memory
 from planner.cost.simulator import simulated_s
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.stragglers import NO_WAITS, Waits
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_scalars
-from planner.search.search_space import Choice, Space, Spanning
+from planner.search.search_space import Space, Spanning, StageDecision
 from planner.strategies.registry import Strategy, format_choice, parse_choice
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import RingRule
@@ -149,7 +149,7 @@ def cluster_fingerprint(cluster: Cluster) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def predict(options: Sequence[Option], space: Space, load: Workload) -> Prediction:
+def predict(options: Sequence[StageCandidate], space: Space, load: Workload) -> Prediction:
     """Evaluate a plan, one option per stage, by the pure cost functions: its step takes what the simulator says.
 
     The closed form has the terms; exposed communication takes the rounding by which the two differ.
@@ -169,8 +169,17 @@ def predict(options: Sequence[Option], space: Space, load: Workload) -> Predicti
     )
 
 
-def make_plan(options: Sequence[Option], spanning: Spanning, space: Space, load: Workload, *,
-              limit_bytes: int, gap: float, headroom_bytes: int = 0, asked: Asked = Asked()) -> Plan:  # fmt: skip
+def make_plan(
+    options: Sequence[StageCandidate],
+    spanning: Spanning,
+    space: Space,
+    load: Workload,
+    *,
+    limit_bytes: int,
+    gap: float,
+    headroom_bytes: int = 0,
+    asked: Asked = Asked(),
+) -> Plan:
     """Write a search result down as a plan, priced as it will be run within the limit without the headroom."""
     graph, cluster = space.graph, load.cluster
     options = as_run(tuple(options), spanning, None, space, load, limit_bytes - headroom_bytes)
@@ -222,10 +231,12 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
     foreign = set(plan.choices) - {operator.name for operator in graph.operators}
     unknown = set(plan.recomputed_blocks) - {block.name for block in graph.blocks}
     if missing or foreign or unknown:
-        raise OsdpError("the plan's operators or blocks are not the model's",
-                        got=", ".join([*sorted(foreign), *sorted(unknown)][:5]) or "none that the model lacks",
-                        expected=f"also {', '.join(missing[:5])}" if missing else "only what the model has",
-                        advice="plan the model again")  # fmt: skip
+        raise OsdpError(
+            "the plan's operators or blocks are not the model's",
+            got=", ".join([*sorted(foreign), *sorted(unknown)][:5]) or "none that the model lacks",
+            expected=f"also {', '.join(missing[:5])}" if missing else "only what the model has",
+            advice="plan the model again",
+        )
     choices = [parse_choice(plan.choices[operator.name], cluster) for operator in graph.operators]
     for operator in graph.operators:
         check_scalars(operator)
@@ -245,14 +256,14 @@ def space_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Space:
 class Decisions:
     """What a plan decides, in the terms of a space."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[StageDecision, ...]
     """One per stage in execution order."""
     spanning: tuple[Strategy, ...]
     """One for each operator that runs in several stages."""
     idle: tuple[Strategy, ...]
     """One for each operator that is never called."""
 
-    def options(self, space: Space, load: Workload, limit_bytes: float) -> tuple[Option, ...]:
+    def options(self, space: Space, load: Workload, limit_bytes: float) -> tuple[StageCandidate, ...]:
         """Return what they cost as they are run within a limit, one option per stage."""
         options = space.fixed(load, self.choices, self.spanning, self.idle)
         return as_run(options, self.spanning, self.idle, space, load, limit_bytes)
@@ -267,18 +278,23 @@ def decisions_of(plan: Plan, space: Space, cluster: Cluster) -> Decisions:
     counts = {index: len(found) for index, found in enumerate(slices) if len(found) > 1}
     if counts != space.counts:
         names = (space.graph.operators[index].name for index in sorted(counts.keys() | space.counts.keys()))
-        raise OsdpError("the plan splits other operators than this space does", got=", ".join(names),
-                        expected="a space that was made for the plan", advice="planner.plan.space_of")  # fmt: skip
+        raise OsdpError(
+            "the plan splits other operators than this space does",
+            got=", ".join(names),
+            expected="a space that was made for the plan",
+            advice="planner.plan.space_of",
+        )
     strategies = [strategy for found in slices for strategy in found]
     choices = tuple(
-        Choice(tuple(strategies[o] for o in stage.operators), stage.name in plan.recomputed_blocks)
+        StageDecision(tuple(strategies[o] for o in stage.operators), stage.name in plan.recomputed_blocks)
         for stage in space.model.stages
     )
-    return Decisions(choices, tuple(strategies[o] for o in space.model.spanning),
-                     tuple(strategies[o] for o in space.model.idle))  # fmt: skip
+    return Decisions(
+        choices, tuple(strategies[o] for o in space.model.spanning), tuple(strategies[o] for o in space.model.idle)
+    )
 
 
-def options_of(plan: Plan, space: Space, load: Workload) -> tuple[tuple[Option, ...], tuple[Strategy, ...]]:
+def options_of(plan: Plan, space: Space, load: Workload) -> tuple[tuple[StageCandidate, ...], tuple[Strategy, ...]]:
     """Return the options that a plan's choices mean, one per stage, and the spanning operators' strategies.
 
     Raises `OsdpError` as `decisions_of` does.

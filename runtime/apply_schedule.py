@@ -27,9 +27,9 @@ from profiler.errors import OsdpError
 from runtime.meshes import Meshes
 from runtime.odc.collective_fallback import with_windows_or_without
 from runtime.odc.step_protocol import Exchange
-from runtime.parameter_places import Place, Registration, registered_buffers, registered_parameters
+from runtime.parameter_places import ParameterSite, Registration, registered_buffers, registered_parameters
 from runtime.schedule import Schedule, ScheduledUnit
-from runtime.state.local_shards import Piece, piece_of
+from runtime.state.local_shards import LocalShard, piece_of
 from runtime.strategies.activation_checkpointing import recompute
 from runtime.strategies.alias_outputs import return_no_views
 from runtime.strategies.hierarchical import communicate_in_two_phases
@@ -72,7 +72,7 @@ class ShardedModel:
     """What was applied: without one-sided units where ranks cannot have windows."""
     device: torch.device
     """Where it computes."""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[LocalShard, ...] = ()
     """What this rank holds, in the order of `module.named_parameters()`."""
     runner: DistributedDataParallel | None = None
     """What to call instead of `module`: DistributedDataParallel around it."""
@@ -132,9 +132,13 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def apply_schedule(model: nn.Module, schedule: Schedule, device: torch.device | None = None,
-                   compile_backend: str | None = None,
-                   find_unused_parameters: bool = False) -> ShardedModel:  # fmt: skip
+def apply_schedule(
+    model: nn.Module,
+    schedule: Schedule,
+    device: torch.device | None = None,
+    compile_backend: str | None = None,
+    find_unused_parameters: bool = False,
+) -> ShardedModel:
     """Shard a model in place, on the ranks of the default process group. A collective call.
 
     Parameters on the meta device become uninitialised: fill the pieces.  `compile_backend` compiles
@@ -219,16 +223,22 @@ class _Application:
                 made.clear()
                 self._shard(unit)
         if not isinstance(self.model, FSDPModule):
-            fully_shard(self.model, mesh=self.meshes.mesh(self.schedule.world_size), mp_policy=self.policy,
-                        reshard_after_forward=True, ignored_params=self._ignored())  # fmt: skip
+            fully_shard(
+                self.model,
+                mesh=self.meshes.mesh(self.schedule.world_size),
+                mp_policy=self.policy,
+                reshard_after_forward=True,
+                ignored_params=self._ignored(),
+            )
         if self.one_sided:
             self.sharded.exchange = Exchange(self.one_sided, self.meshes, self.schedule.accumulation)
 
     def _ignored(self) -> set[nn.Parameter]:
         return {parameter.resting for unit in self.sharded.owned for parameter in unit.parameters}
 
-    def _materialise(self, unit: ScheduledUnit, whole: dict[str, Registration[nn.Parameter]],
-                     ) -> dict[nn.Parameter, list[Place]]:  # fmt: skip
+    def _materialise(
+        self, unit: ScheduledUnit, whole: dict[str, Registration[nn.Parameter]]
+    ) -> dict[nn.Parameter, list[ParameterSite]]:
         """Return the unit's parameters and their places; from meta they get memory, not values.
 
         They leave `whole`: nothing else may hold what is about to be sharded.
@@ -245,7 +255,7 @@ class _Application:
             found[parameter] = registration.places
         return found
 
-    def _own(self, unit: ScheduledUnit, places: Mapping[nn.Parameter, Sequence[Place]]) -> None:
+    def _own(self, unit: ScheduledUnit, places: Mapping[nn.Parameter, Sequence[ParameterSite]]) -> None:
         assert unit.owner is not None
         modules = [self.model.get_submodule(path) for path in unit.modules]
         mesh = self.meshes.mesh(self.schedule.world_size)
@@ -263,9 +273,14 @@ class _Application:
         secondary = self.meshes.mesh(strategy.secondary) if strategy.secondary else mesh
         try:
             with share_secondary_mesh(secondary):
-                fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh,
-                            reshard_after_forward=strategy.reshard_after_forward, mp_policy=self.policy,
-                            offload_policy=offload, ignored_params=self._ignored())  # fmt: skip
+                fully_shard(
+                    modules if len(modules) > 1 else modules[0],
+                    mesh=mesh,
+                    reshard_after_forward=strategy.reshard_after_forward,
+                    mp_policy=self.policy,
+                    offload_policy=offload,
+                    ignored_params=self._ignored(),
+                )
         except (ValueError, AssertionError, RuntimeError) as error:
             raise OsdpError(f"{unit.name} cannot be wrapped as scheduled", got=str(error).splitlines()[0]) from error
         first = modules[0]
@@ -299,6 +314,9 @@ def inside_out(units: Sequence[ScheduledUnit]) -> Iterator[ScheduledUnit]:
         order = list(sorter.static_order())
     except CycleError as error:
         names = sorted({units[index].name for index in error.args[1]})
-        raise OsdpError("these units lie in each other, so neither can be wrapped first", got=", ".join(names),
-                        advice="give their operators one strategy") from None  # fmt: skip
+        raise OsdpError(
+            "these units lie in each other, so neither can be wrapped first",
+            got=", ".join(names),
+            advice="give their operators one strategy",
+        ) from None
     yield from (units[index] for index in order)

@@ -49,8 +49,9 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
 class _Units:
     """Turns the planner's units into scheduled ones."""
 
-    def __init__(self, staged: StagedModel, choices: Mapping[int, tuple[Strategy, ...]], precision: str,
-                 cluster: Cluster) -> None:  # fmt: skip
+    def __init__(
+        self, staged: StagedModel, choices: Mapping[int, tuple[Strategy, ...]], precision: str, cluster: Cluster
+    ) -> None:
         self.graph, self.precision, self.cluster = staged.graph, precision, cluster
         self.units = units_of(staged, choices)
         self.called = {call.operator for call in staged.graph.calls}
@@ -136,8 +137,11 @@ def _verify_wrapping(schedule: Schedule, graph: ModelGraph) -> None:
             if operator.name in unit.operators and len(operator.modules) > 1:
                 apart = [path for path in operator.modules if not _is_inside(path, unit.modules)]
                 if apart:
-                    raise OsdpError(f"tied modules of {operator.name} are apart", got=", ".join(apart),
-                                    expected=f"all in unit {unit.name}")  # fmt: skip
+                    raise OsdpError(
+                        f"tied modules of {operator.name} are apart",
+                        got=", ".join(apart),
+                        expected=f"all in unit {unit.name}",
+                    )
 
 
 def _is_inside(path: str, modules: Sequence[str]) -> bool:
@@ -152,5 +156,7 @@ def _verify_order(schedule: Schedule, graph: ModelGraph) -> None:
     positions = [min(first.get(name, len(graph.calls)) for name in unit.operators) for unit in schedule.units]
     for index in range(1, len(positions)):
         if positions[index] < positions[index - 1]:
-            raise OsdpError("units of the schedule are not in the order in which they run",
-                            got=f"{schedule.units[index].name} after {schedule.units[index - 1].name}")  # fmt: skip
+            raise OsdpError(
+                "units of the schedule are not in the order in which they run",
+                got=f"{schedule.units[index].name} after {schedule.units[index - 1].name}",
+            )

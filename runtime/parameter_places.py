@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 T = TypeVar("T", bound=Tensor)
 
-Place = tuple[nn.Module, str]
+ParameterSite = tuple[nn.Module, str]
 """A module, and the name under which it knows a tensor."""
 
 
@@ -21,7 +21,7 @@ class Registration(Generic[T]):
     tensor: T
     names: list[str] = field(default_factory=list)
     """Fully qualified, in the order of the model; the first is the one of `named_parameters()`."""
-    places: list[Place] = field(default_factory=list)
+    places: list[ParameterSite] = field(default_factory=list)
 
 
 def registered_parameters(model: nn.Module) -> dict[str, Registration[nn.Parameter]]:

@@ -83,12 +83,20 @@ def default_timeout() -> timedelta | None:
 
 def data_parallel(model: nn.Module, device: torch.device, find_unused_parameters: bool) -> DistributedDataParallel:
     """Wrap a model; its buffers stay each rank's own, as under every other strategy."""
-    own = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else (
-        "broadcast_buffers")  # fmt: skip
+    own = (
+        "forward_sync_buffers"
+        if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+        else ("broadcast_buffers")
+    )
     options: dict[str, Any] = {own: False}
     devices = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True,
-                                   find_unused_parameters=find_unused_parameters, **options)  # fmt: skip
+    return DistributedDataParallel(
+        model,
+        device_ids=devices,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused_parameters,
+        **options,
+    )
 
 
 def reset_iteration(root: FSDPModule) -> None:
@@ -98,9 +106,12 @@ def reset_iteration(root: FSDPModule) -> None:
     """
     reset = getattr(root, "reset_iter_state", None)
     if reset is None:
-        raise OsdpError("training cannot go on after a failed or unfinished step on this PyTorch",
-                        got=f"torch {torch.__version__}", expected="torch 2.13",
-                        advice="start again from the last checkpoint")  # fmt: skip
+        raise OsdpError(
+            "training cannot go on after a failed or unfinished step on this PyTorch",
+            got=f"torch {torch.__version__}",
+            expected="torch 2.13",
+            advice="start again from the last checkpoint",
+        )
     reset()
     for module in cast(nn.Module, root).modules():
         for group in _param_groups(module) if isinstance(module, FSDPModule) else ():

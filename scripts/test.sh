@@ -20,6 +20,7 @@ stage() {
 ensure_environment test
 cd "$root"
 stage ruff check
+stage ruff format --check
 stage mypy
 # Two files at a time: tests of one file may share what they have set up.
 stage pytest -n 2 --dist loadfile "$@"

@@ -16,8 +16,10 @@ def working_checkout(folder: Path) -> Path:
     They run on the Python and the installed OSDP of the tests, and see no GPU.
     """
     root = _checkout(folder, f'exec "{sys.executable}" -m osdp "$@"')
-    for name, command in (("torchrun", f'exec "{sys.executable}" -m torch.distributed.run "$@"'),
-                          ("nvidia-smi", "exit 9")):  # fmt: skip
+    for name, command in (
+        ("torchrun", f'exec "{sys.executable}" -m torch.distributed.run "$@"'),
+        ("nvidia-smi", "exit 9"),
+    ):
         _program(root / ".venv" / "bin" / name, command)
     for name in ("configs", "examples"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "profiles"))
@@ -42,8 +44,10 @@ def _checkout(folder: Path, osdp: str) -> Path:
     version = ".".join(map(str, sys.version_info[:3]))
     stamp = subprocess.run(
         ["sh", "-c", f'root=$1; . "$root/scripts/_environment.sh"; stamp_for {version} ""', "sh", str(root)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     (root / ".venv" / "osdp-stamp").write_text(stamp.stdout)
     return root
 

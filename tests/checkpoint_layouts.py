@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from runtime.state.local_shards import Origin, Piece, piece_of, whole
+from runtime.state.local_shards import LocalShard, Origin, piece_of, whole
 
 LAYOUTS = ("replicate", "shard", "group_shard", "owner", "slices", "mixed")
 
@@ -53,7 +53,7 @@ SLICED = {
 }
 
 
-def build(layout: str, seed: int) -> tuple[Net, list[Piece]]:
+def build(layout: str, seed: int) -> tuple[Net, list[LocalShard]]:
     """Return the model in a layout, on the ranks there are, and this rank's pieces."""
     torch.manual_seed(seed)
     net = Net()
@@ -84,7 +84,7 @@ def keep_on_one(module: nn.Module, owner: int) -> None:
             module.register_parameter(name, nn.Parameter(parameter.detach()[:0].clone()))
 
 
-def pieces_of(net: Net, world: int) -> Iterator[Piece]:
+def pieces_of(net: Net, world: int) -> Iterator[LocalShard]:
     shapes = {name: parameter.shape for name, parameter in Net().named_parameters()}
     for name, parameter in net.named_parameters():
         origin = SLICED.get(name) if isinstance(net.second, Slices) else None
@@ -100,7 +100,7 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def train(pieces: list[Piece], optimizer: Optimizer, steps: range) -> None:
+def train(pieces: list[LocalShard], optimizer: Optimizer, steps: range) -> None:
     """Step with gradients that depend on the name and the step only."""
     for step in steps:
         for piece in pieces:
@@ -112,7 +112,7 @@ def train(pieces: list[Piece], optimizer: Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-def whole_tensors(pieces: list[Piece], optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+def whole_tensors(pieces: list[LocalShard], optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """Return all parameters, and the optimizer's tensors, whole: what the ranks hold, put together."""
     mine = []
     for piece in pieces:

@@ -51,8 +51,9 @@ FOLDER = Path("/dev/shm")
 def build_kernels(folder: Path) -> Path:
     """Compile all kernels for the CPU; return the library. Skips the test where there is no compiler."""
     includes = "\n".join(f'#include "{file}"' for file in sorted(set(SOURCES.values())))
-    calls = "\n    ".join(f'if (kernel == "{name}") return call({name}, grid, block, words, number);'
-                          for name in SOURCES)  # fmt: skip
+    calls = "\n    ".join(
+        f'if (kernel == "{name}") return call({name}, grid, block, words, number);' for name in SOURCES
+    )
     build(folder, HARNESS.format(includes=includes, calls=calls))
     return folder / "harness.so"
 
@@ -120,8 +121,9 @@ class HostDevice(Device):
         assert max(grid[1], 1) <= 65535
         words = (ctypes.c_ulonglong * len(arguments))(*arguments)
         x, y = (min(blocks, self.most[0]) for blocks in grid)
-        taken = self._library.run(kernel.encode(), x, y, min(threads, self.most[1]), words,
-                                  ctypes.c_ulonglong(len(arguments)))  # fmt: skip
+        taken = self._library.run(
+            kernel.encode(), x, y, min(threads, self.most[1]), words, ctypes.c_ulonglong(len(arguments))
+        )
         assert taken == len(arguments), f"{kernel} takes {taken} arguments, got {len(arguments)}"
         self.launched[kernel] += 1
         if self._refuses == kernel:

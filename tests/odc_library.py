@@ -99,8 +99,9 @@ def micro_batch(model: nn.Module, rank: int, number: int, divisor: float = 1.0) 
     return loss.item()
 
 
-def step_of_all(reference: nn.Module, optimizer: torch.optim.Optimizer, counts: list[int], number: int,
-                divisor: float) -> None:  # fmt: skip
+def step_of_all(
+    reference: nn.Module, optimizer: torch.optim.Optimizer, counts: list[int], number: int, divisor: float
+) -> None:
     """Run a step of the losses of so many micro-batches of each rank, divided and summed up, in one process."""
     for rank, count in enumerate(counts):
         for k in range(count):

@@ -42,15 +42,41 @@ def build(family: str) -> nn.Module:
         case "gpt2":
             return GPT2(GPT2Config(vocabulary_size=29, maximum_positions=LENGTH, hidden_size=12, layers=2, heads=2))
         case "bert":
-            return Bert(BertConfig(vocabulary_size=29, maximum_positions=LENGTH, token_types=2, hidden_size=12,
-                                   layers=2, heads=2, intermediate_size=20))  # fmt: skip
+            return Bert(
+                BertConfig(
+                    vocabulary_size=29,
+                    maximum_positions=LENGTH,
+                    token_types=2,
+                    hidden_size=12,
+                    layers=2,
+                    heads=2,
+                    intermediate_size=20,
+                )
+            )
         case "llama":
-            return Llama(LlamaConfig(vocabulary_size=29, maximum_positions=LENGTH, hidden_size=12, layers=2,
-                                     heads=2, key_value_heads=1, intermediate_size=20, rope_base=1e4,
-                                     tied_head=True))  # fmt: skip
+            return Llama(
+                LlamaConfig(
+                    vocabulary_size=29,
+                    maximum_positions=LENGTH,
+                    hidden_size=12,
+                    layers=2,
+                    heads=2,
+                    key_value_heads=1,
+                    intermediate_size=20,
+                    rope_base=1e4,
+                    tied_head=True,
+                )
+            )
         case "uneven":
-            return Uneven(UnevenConfig(vocabulary_size=29, maximum_positions=LENGTH, head_size=4,
-                                       encoder_widths=(8, 12), decoder_widths=(8, 4)))  # fmt: skip
+            return Uneven(
+                UnevenConfig(
+                    vocabulary_size=29,
+                    maximum_positions=LENGTH,
+                    head_size=4,
+                    encoder_widths=(8, 12),
+                    decoder_widths=(8, 4),
+                )
+            )
     raise ValueError(family)
 
 

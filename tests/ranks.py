@@ -33,10 +33,18 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = (
-    "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict",
-    "torch.distributed._composable.replicate", "torch._dynamo", "numpy", "pytest", "hypothesis",
-    "osdp.api", "osdp.training.rank_main",
-)  # fmt: skip
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed._composable.replicate",
+    "torch._dynamo",
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "osdp.api",
+    "osdp.training.rank_main",
+)
 """What every rank imports, and would for 0.6 s each time."""
 GRACE_S = 0.3
 """How long a failure waits for earlier ones: peers of a dead rank may report before it is found dead."""
@@ -118,8 +126,16 @@ def run_ranks(
             for rank in range(world_size):
                 here, there = context.Pipe()
                 environment = _environment(rank, world_size, ranks_per_node or world_size, store.port)
-                task = Task(function, args, rank, world_size, environment, joins,
-                            collective_timeout_s or 0.8 * timeout_s, Path(folder, str(rank)))  # fmt: skip
+                task = Task(
+                    function,
+                    args,
+                    rank,
+                    world_size,
+                    environment,
+                    joins,
+                    collective_timeout_s or 0.8 * timeout_s,
+                    Path(folder, str(rank)),
+                )
                 process = context.Process(target=_rank_main, args=(there, pickle.dumps(task)))
                 process.start()
                 there.close()
@@ -139,15 +155,22 @@ def run_ranks(
 def _environment(rank: int, world_size: int, ranks_per_node: int, port: int) -> dict[str, str]:
     """Return what torchrun would set for a rank whose store listens on a port of this machine."""
     return {
-        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % ranks_per_node),
-        "LOCAL_WORLD_SIZE": str(ranks_per_node), "GROUP_RANK": str(rank // ranks_per_node),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "GROUP_RANK": str(rank // ranks_per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
-def _collect(processes: list[ForkServerProcess], pipes: list[Connection], awaited: list[int],
-             timeout_s: float, folder: Path) -> dict[int, Outcome]:  # fmt: skip
+def _collect(
+    processes: list[ForkServerProcess], pipes: list[Connection], awaited: list[int], timeout_s: float, folder: Path
+) -> dict[int, Outcome]:
     """Return the awaited outcomes, or raise for the rank that failed first."""
     outcomes: dict[int, Outcome] = {}
     end_s = time.monotonic() + timeout_s

@@ -24,13 +24,31 @@ from runtime.observe.dry_run import Script, rehearse
 
 SIZES = {
     "gpt2": {"maximum_positions": 256, "hidden_size": 256, "layers": 3, "heads": 4},
-    "llama": {"maximum_positions": 256, "hidden_size": 256, "layers": 3, "heads": 4, "key_value_heads": 2,
-              "intermediate_size": 640, "tied_head": False, "rope_base": 10000.0},
-    "bert": {"maximum_positions": 256, "token_types": 2, "hidden_size": 256, "layers": 3, "heads": 4,
-             "intermediate_size": 1024},
-    "uneven": {"maximum_positions": 256, "head_size": 64, "encoder_widths": (128, 256, 192),
-               "decoder_widths": (256, 128)},
-}  # fmt: skip
+    "llama": {
+        "maximum_positions": 256,
+        "hidden_size": 256,
+        "layers": 3,
+        "heads": 4,
+        "key_value_heads": 2,
+        "intermediate_size": 640,
+        "tied_head": False,
+        "rope_base": 10000.0,
+    },
+    "bert": {
+        "maximum_positions": 256,
+        "token_types": 2,
+        "hidden_size": 256,
+        "layers": 3,
+        "heads": 4,
+        "intermediate_size": 1024,
+    },
+    "uneven": {
+        "maximum_positions": 256,
+        "head_size": 64,
+        "encoder_widths": (128, 256, 192),
+        "decoder_widths": (256, 128),
+    },
+}
 NO_LIMIT = 1 << 50
 """Under which DistributedDataParallel runs what it can."""
 
@@ -53,9 +71,17 @@ def graph_of(family: str, vocabulary: int, length: int, precision: str) -> Model
     return trace_model(source(family, vocabulary, length), precision)
 
 
-def plan_of(graph: ModelGraph, machine: Cluster, choices: Mapping[str, str], recomputed: Collection[str] = (), *,
-            micro_batch: int = 2, accumulation: int = 1, optimizer: str = "adam",
-            limit_bytes: int = NO_LIMIT) -> Plan:  # fmt: skip
+def plan_of(
+    graph: ModelGraph,
+    machine: Cluster,
+    choices: Mapping[str, str],
+    recomputed: Collection[str] = (),
+    *,
+    micro_batch: int = 2,
+    accumulation: int = 1,
+    optimizer: str = "adam",
+    limit_bytes: int = NO_LIMIT,
+) -> Plan:
     """Return a plan as a file would have it, `choices` by the name of the operator; nothing in it is priced."""
     return Plan(
         schema=Plan.SCHEMA,
@@ -132,9 +158,16 @@ class Case:
             assert found, f"no operator is like {pattern}"
             choices |= found
         again = [block.name for block in graph.blocks[:: self.recompute]] if self.recompute else []
-        return plan_of(graph, cluster(*self.shape), choices, again, micro_batch=self.micro_batch,
-                       accumulation=self.accumulation, optimizer=self.optimizer,
-                       limit_bytes=self.limit_bytes)  # fmt: skip
+        return plan_of(
+            graph,
+            cluster(*self.shape),
+            choices,
+            again,
+            micro_batch=self.micro_batch,
+            accumulation=self.accumulation,
+            optimizer=self.optimizer,
+            limit_bytes=self.limit_bytes,
+        )
 
     def compare(self, rank: int | None = None) -> Compared:
         """Predict the plan's memory and rehearse it on a rank (None: the fullest)."""

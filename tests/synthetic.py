@@ -9,8 +9,15 @@ from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Para
 MB = 1 << 20
 
 
-def call(operator: int, block: int | None, *, gflops: float, saved_mb: float, peak_mb: float | None = None,
-         output_mb: float = 1.0) -> Call:  # fmt: skip
+def call(
+    operator: int,
+    block: int | None,
+    *,
+    gflops: float,
+    saved_mb: float,
+    peak_mb: float | None = None,
+    output_mb: float = 1.0,
+) -> Call:
     """A call whose costs are all per sample; backward computes twice the forward."""
     peak_mb = saved_mb + 2 * output_mb if peak_mb is None else peak_mb
     return Call(
@@ -44,8 +51,9 @@ def chain(shapes: list[tuple[int, int]], gflops: list[float], saved_mb: list[flo
     return ModelGraph("chain", "fp32", 1, operators, calls, (), edges, "chain")
 
 
-def transformer(layers: int, hidden: int, *, vocabulary: int = 4096, tied: bool = True, tokens: int = 1024,
-                distinct: bool = False) -> ModelGraph:  # fmt: skip
+def transformer(
+    layers: int, hidden: int, *, vocabulary: int = 4096, tied: bool = True, tokens: int = 1024, distinct: bool = False
+) -> ModelGraph:
     """A GPT-like graph: embedding, `layers` blocks of six operators, norm and head."""
     operators = [operator("embed", (vocabulary, hidden))]
     unit_mb = 4 * tokens * hidden / MB
@@ -53,21 +61,39 @@ def transformer(layers: int, hidden: int, *, vocabulary: int = 4096, tied: bool 
     blocks = []
     for layer in range(layers):
         inner = 2 * hidden + 4 * layer if distinct else 4 * hidden
-        shapes = {"norm1": (hidden,), "qkv": (3 * hidden, hidden), "out": (hidden, hidden), "norm2": (hidden,),
-                  "up": (inner, hidden), "down": (hidden, inner)}  # fmt: skip
+        shapes = {
+            "norm1": (hidden,),
+            "qkv": (3 * hidden, hidden),
+            "out": (hidden, hidden),
+            "norm2": (hidden,),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+        }
         units = {"norm1": 1, "qkv": 4, "out": 1, "norm2": 1, "up": 5, "down": 4}
         first = len(calls)
         for name, shape in shapes.items():
             calls.append(
-                call(len(operators), layer, gflops=2 * tokens * _numel(shape) / 1e9, output_mb=unit_mb,
-                     saved_mb=units[name] * unit_mb)
+                call(
+                    len(operators),
+                    layer,
+                    gflops=2 * tokens * _numel(shape) / 1e9,
+                    output_mb=unit_mb,
+                    saved_mb=units[name] * unit_mb,
+                )
             )
             operators.append(operator(f"blocks.{layer}.{name}", shape, layer))
         input_bytes = Affine(0, unit_mb * MB)
         blocks.append(
-            Block(f"blocks.{layer}", "Block", first, len(calls), input_bytes, layer if distinct else 0,
-                  saved_first_bytes=input_bytes)
-        )  # fmt: skip
+            Block(
+                f"blocks.{layer}",
+                "Block",
+                first,
+                len(calls),
+                input_bytes,
+                layer if distinct else 0,
+                saved_first_bytes=input_bytes,
+            )
+        )
     logits_mb = 4 * tokens * vocabulary / MB
     calls.append(call(len(operators), None, gflops=0.001, saved_mb=unit_mb, output_mb=unit_mb))
     operators.append(operator("norm", (hidden,)))
@@ -87,8 +113,17 @@ def _numel(shape: tuple[int, ...]) -> int:
     return total
 
 
-def cluster(nodes: int = 1, gpus: int = 8, *, intra: float = 10e9, inter: float = 1e9, latency_s: float = 20e-6,
-            flops: float = 10e12, overlaps: bool = True, memory_gib: float = 24) -> Cluster:  # fmt: skip
+def cluster(
+    nodes: int = 1,
+    gpus: int = 8,
+    *,
+    intra: float = 10e9,
+    inter: float = 1e9,
+    latency_s: float = 20e-6,
+    flops: float = 10e12,
+    overlaps: bool = True,
+    memory_gib: float = 24,
+) -> Cluster:
     """A cluster of round numbers, with no reserve."""
 
     def figure(value: float) -> Figure:

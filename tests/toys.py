@@ -121,9 +121,15 @@ def loss_of(output: Any) -> Tensor:
     raise TypeError(output)
 
 
-def plan_of(model: nn.Module, default: str = "shard", choices: Mapping[str, str] | None = None, *,
-            accumulation: int = 1, recomputed: tuple[str, ...] = (), ranks: tuple[int, int] = (2, 2),
-            ) -> Plan:  # fmt: skip
+def plan_of(
+    model: nn.Module,
+    default: str = "shard",
+    choices: Mapping[str, str] | None = None,
+    *,
+    accumulation: int = 1,
+    recomputed: tuple[str, ...] = (),
+    ranks: tuple[int, int] = (2, 2),
+) -> Plan:
     """Return a plan for a model on so many nodes and ranks per node."""
     graph, cluster = _graph(model), cluster_of(*ranks)
     return Plan(

@@ -14,12 +14,14 @@ CHUNK_NUMEL = 1000
 """In place of the real one, so that small windows have many chunks to quarrel about."""
 SIZES = (1, 7, 999, 1000, 1001, 20011)
 """Elements of a shard."""
-SPECS = tuple(WindowSpec(f"layer {size} {dtype}", size, dtype)
-              for size in SIZES for dtype in (torch.float32, torch.bfloat16))  # fmt: skip
+SPECS = tuple(
+    WindowSpec(f"layer {size} {dtype}", size, dtype) for size in SIZES for dtype in (torch.float32, torch.bfloat16)
+)
 
 
-def open_transport(specs: tuple[WindowSpec, ...] = SPECS, timeout_s: float = 60.0,
-                   ordered: bool = False) -> SharedMemoryTransport:  # fmt: skip
+def open_transport(
+    specs: tuple[WindowSpec, ...] = SPECS, timeout_s: float = 60.0, ordered: bool = False
+) -> SharedMemoryTransport:
     """Open windows over all ranks."""
     shared_memory.CHUNK_NUMEL = CHUNK_NUMEL
     group = dist.group.WORLD

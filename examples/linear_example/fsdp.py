@@ -1,17 +1,17 @@
 """FSDP2 as the flags say. They are those of FSDP1; what each means there, and how FSDP2 is told.
 
-    module_wrap            a unit for each linear layer
-    size_based             layers join until their unit has min_num_params; what remains belongs to the root
-    none                   one unit, the root
+module_wrap            a unit for each linear layer
+size_based             layers join until their unit has min_num_params; what remains belongs to the root
+none                   one unit, the root
 
-    forward_prefetch       gather(i+1) is sent before layer i computes: `set_modules_to_forward_prefetch`
-    BACKWARD_PRE           gather(i-1), gradients of i, reduce(i): what FSDP2 does by itself
-    BACKWARD_POST          gradients of i, gather(i-1), reduce(i): `unshard` from a hook on the gradient of
-                           what layer i took, which comes right before FSDP2 reduces
-    NONE                   gradients of i, reduce(i), gather(i-1): a unit that prefetches itself, which is
-                           gathered by then, prefetches nothing
+forward_prefetch       gather(i+1) is sent before layer i computes: `set_modules_to_forward_prefetch`
+BACKWARD_PRE           gather(i-1), gradients of i, reduce(i): what FSDP2 does by itself
+BACKWARD_POST          gradients of i, gather(i-1), reduce(i): `unshard` from a hook on the gradient of
+                       what layer i took, which comes right before FSDP2 reduces
+NONE                   gradients of i, reduce(i), gather(i-1): a unit that prefetches itself, which is
+                       gathered by then, prefetches nothing
 
-    cpu_offload            `CPUOffloadPolicy`
+cpu_offload            `CPUOffloadPolicy`
 """
 
 from __future__ import annotations

@@ -90,8 +90,9 @@ def run(options: Options, ranks: Ranks, tell: Tell) -> Result:
     )
 
 
-def _step_of(model: nn.Module, optimizer: Optimizer, data: tuple[Tensor, Tensor],
-             losses: list[Tensor]) -> Callable[[], None]:  # fmt: skip
+def _step_of(
+    model: nn.Module, optimizer: Optimizer, data: tuple[Tensor, Tensor], losses: list[Tensor]
+) -> Callable[[], None]:
     """Return a step of training, which adds its loss to `losses`.
 
     Gradients stay until the next step: the tutorial's figures after the warm-up have them.

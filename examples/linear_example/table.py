@@ -49,10 +49,12 @@ def table(results: Sequence[Result], options: Options) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
-        "  ".join(cell.rjust(width) if index else cell.ljust(width)
-                  for index, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
-    )  # fmt: skip
+    )
     return "\n".join(lines)
 
 

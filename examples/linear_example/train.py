@@ -24,8 +24,11 @@ def main(arguments: list[str]) -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     options = parse(arguments, device_type)
     if not is_rank():
-        raise OsdpError("this is one rank of several", got="no RANK in the environment",
-                        advice="torchrun --nproc_per_node 2 linear_example/train.py")  # fmt: skip
+        raise OsdpError(
+            "this is one rank of several",
+            got="no RANK in the environment",
+            advice="torchrun --nproc_per_node 2 linear_example/train.py",
+        )
     with joined(device_type, TIMEOUT_S) as ranks:
         if ranks.rank == 0:
             say_first(options, ranks)

@@ -66,8 +66,7 @@ def _reopened(path: Path, model: str | None, cluster: str | None) -> OpenPlan:
 def explain(
     path: PlanPath,
     operator: Annotated[
-        str | None,
-        typer.Argument(help="An operator, a block, a module around them, or a pattern such as '*.mlp.*'."),
+        str | None, typer.Argument(help="An operator, a block, a module around them, or a pattern such as '*.mlp.*'.")
     ] = None,
     model: ModelOfPlan = None,
     cluster: ClusterOfPlan = None,
@@ -120,11 +119,7 @@ def diff(
 
 @app.command()
 @guarded
-def schedule(
-    path: PlanPath,
-    model: ModelOfPlan = None,
-    cluster: ClusterOfPlan = None,
-) -> None:
+def schedule(path: PlanPath, model: ModelOfPlan = None, cluster: ClusterOfPlan = None) -> None:
     """Print what the runtime would do: the units, what they communicate, and when."""
     from runtime.compile_plan import compile_plan
 

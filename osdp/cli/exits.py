@@ -102,8 +102,14 @@ def _say(text: str) -> None:
 def _short_warnings() -> Iterator[None]:
     """Show warnings as one line that is for the user, without our source code."""
 
-    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int,
-             file: TextIO | None = None, line: str | None = None) -> None:  # fmt: skip
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         print(f"osdp: warning: {message}", file=file or sys.stderr)
 
     with warnings.catch_warnings():

@@ -64,7 +64,10 @@ AskWhatIf = Annotated[
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Write the plan to this YAML file, for OSDP() to run; of a frontier, "
-                 "the plans into this folder."),
-]  # fmt: skip
+    typer.Option(
+        "--output",
+        "-o",
+        help="Write the plan to this YAML file, for OSDP() to run; of a frontier, the plans into this folder.",
+    ),
+]
 Plot = Annotated[Path | None, typer.Option(help="Draw a frontier into this file (needs matplotlib).")]

@@ -126,9 +126,12 @@ def _wish(groups: Groups | None = None, precision: str = "fp32", **unknown: Any)
     """Return how a module is to be wrapped; raises OsdpError."""
     if unknown or not isinstance(groups, Groups | None):
         got = ", ".join(f"{name}={value!r}" for name, value in unknown.items()) or f"groups={groups!r}"
-        raise OsdpError("FSDP does not take these options", got=got,
-                        expected="groups, as gen_fsdp_args gives them, and precision",
-                        advice="fairscale's own options have no counterpart here: leave them out")  # fmt: skip
+        raise OsdpError(
+            "FSDP does not take these options",
+            got=got,
+            expected="groups, as gen_fsdp_args gives them, and precision",
+            advice="fairscale's own options have no counterpart here: leave them out",
+        )
     if precision not in COMPUTE_BYTES:
         raise OsdpError("FSDP does not know this precision", got=repr(precision), expected=", ".join(COMPUTE_BYTES))
     check_process_group()
@@ -141,8 +144,11 @@ def _wish(groups: Groups | None = None, precision: str = "fp32", **unknown: Any)
 def _shard(model: nn.Module, wish: Wish) -> nn.Module:
     """Shard a model with the marked modules in it, each as it was marked and the rest by `wish`."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise OsdpError("a part of the model is sharded already", got=type(model).__name__,
-                        expected="parts that are only marked: wrapped within enable_wrap")  # fmt: skip
+        raise OsdpError(
+            "a part of the model is sharded already",
+            got=type(model).__name__,
+            expected="parts that are only marked: wrapped within enable_wrap",
+        )
     marks = {module: mark for module in model.modules() if (mark := _marks.get(module)) is not None}
     shard_chosen(model, {module: mark.wish for module, mark in marks.items()} | {model: wish})
     for module, mark in marks.items():  # not before: what was refused must go on refusing to run
@@ -153,6 +159,9 @@ def _shard(model: nn.Module, wish: Wish) -> nn.Module:
 
 def _refuse(module: nn.Module, _: tuple[Any, ...]) -> NoReturn:
     """Stop the forward of a model that fairscale's own `auto_wrap` left half wrapped."""
-    raise OsdpError("the model is marked to be sharded, but is not sharded yet", got=type(module).__name__,
-                    expected="FSDP(model, **fsdp_args) after the `with` block, before the optimizer is made",
-                    advice="import auto_wrap from osdp.fairscale, which does that")  # fmt: skip
+    raise OsdpError(
+        "the model is marked to be sharded, but is not sharded yet",
+        got=type(module).__name__,
+        expected="FSDP(model, **fsdp_args) after the `with` block, before the optimizer is made",
+        advice="import auto_wrap from osdp.fairscale, which does that",
+    )

@@ -1,9 +1,9 @@
 """Sharding with groups, by the names that OSDP's first release gave it; a group is the ranks of a node.
 
-    setting                    strategy of everything    between nodes
-    group_sharding             group_shard:g             an all-reduce of gradients, once per step
-    communication_with_groups  hierarchical              a phase of each all-gather and reduce-scatter
-    none                       shard                     every all-gather and reduce-scatter
+setting                    strategy of everything    between nodes
+group_sharding             group_shard:g             an all-reduce of gradients, once per step
+communication_with_groups  hierarchical              a phase of each all-gather and reduce-scatter
+none                       shard                     every all-gather and reduce-scatter
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def grouped_strategy(setting: str, nodes: int, ranks_per_node: int) -> Strategy:
     if setting not in SETTINGS:
         raise OsdpError("there is no such way to shard with groups", got=repr(setting), expected=", ".join(SETTINGS))
     if nodes < 1 or ranks_per_node < 1:
-        raise OsdpError("there is at least one node, and one rank on each",
-                        got=f"{nodes} nodes with {ranks_per_node} ranks each")  # fmt: skip
+        raise OsdpError(
+            "there is at least one node, and one rank on each", got=f"{nodes} nodes with {ranks_per_node} ranks each"
+        )
     world_size = nodes * ranks_per_node
     if world_size == 1:
         if setting != "none":

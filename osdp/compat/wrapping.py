@@ -63,8 +63,11 @@ def schedule_of(model: nn.Module, chosen: Mapping[nn.Module, Wish]) -> Schedule:
     for path, module in model.named_modules():
         wish = chosen.get(module, root)
         if (wish.nodes, wish.ranks_per_node, wish.precision) != (root.nodes, root.ranks_per_node, root.precision):
-            raise OsdpError(f"{path} is wrapped for other ranks or another precision than {root.model}",
-                            got=_format(wish), expected=_format(root))  # fmt: skip
+            raise OsdpError(
+                f"{path} is wrapped for other ranks or another precision than {root.model}",
+                got=_format(wish),
+                expected=_format(root),
+            )
     # Of a cluster only its size matters here, none of its figures.
     cluster = load_cluster(CPU_CLUSTER, root.nodes, root.ranks_per_node)
     members = _units(model, chosen)
@@ -72,8 +75,16 @@ def schedule_of(model: nn.Module, chosen: Mapping[nn.Module, Wish]) -> Schedule:
         _unit(modules, parameters, _strategy(model, modules, chosen), root.precision, cluster, root.model)
         for modules, parameters in members.items()
     )
-    return Schedule(root.nodes, root.ranks_per_node, root.precision, accumulation=1, units=units, splits=(),
-                    recomputed=(), by_ddp=False)  # fmt: skip
+    return Schedule(
+        root.nodes,
+        root.ranks_per_node,
+        root.precision,
+        accumulation=1,
+        units=units,
+        splits=(),
+        recomputed=(),
+        by_ddp=False,
+    )
 
 
 def _format(wish: Wish) -> str:
@@ -83,8 +94,11 @@ def _format(wish: Wish) -> str:
 def _units(model: nn.Module, chosen: Mapping[nn.Module, Wish]) -> dict[tuple[str, ...], list[Registered]]:
     """Return the parameters of each unit by the paths of its modules."""
     first: dict[nn.Module, str] = {}
-    paths = {path: first.setdefault(module, path)
-             for path, module in model.named_modules(remove_duplicate=False) if module in chosen}  # fmt: skip
+    paths = {
+        path: first.setdefault(module, path)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if module in chosen
+    }
     joined = {path: {path} for path in paths.values()}
     registered = registered_parameters(model).values()
     for registration in registered:
@@ -117,13 +131,22 @@ def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
 def _strategy(model: nn.Module, modules: Sequence[str], chosen: Mapping[nn.Module, Wish]) -> Strategy:
     strategies = {chosen[model.get_submodule(path)].strategy for path in modules}
     if len(strategies) > 1:
-        raise OsdpError("modules that share parameters are wrapped in different ways", got=", ".join(modules),
-                        expected="one strategy for all of them")  # fmt: skip
+        raise OsdpError(
+            "modules that share parameters are wrapped in different ways",
+            got=", ".join(modules),
+            expected="one strategy for all of them",
+        )
     return strategies.pop()
 
 
-def _unit(modules: tuple[str, ...], registered: Sequence[Registered], strategy: Strategy,
-          precision: str, cluster: Cluster, name: str) -> ScheduledUnit:  # fmt: skip
+def _unit(
+    modules: tuple[str, ...],
+    registered: Sequence[Registered],
+    strategy: Strategy,
+    precision: str,
+    cluster: Cluster,
+    name: str,
+) -> ScheduledUnit:
     parameters = [Parameter(r.names[0], tuple(r.tensor.shape), r.tensor.requires_grad) for r in registered]
     return ScheduledUnit(
         name=modules[0] or name,

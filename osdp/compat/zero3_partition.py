@@ -49,9 +49,13 @@ class Balance:
         return max(self.bytes_by_rank) * len(self.ranks) / (sum(self.bytes_by_rank) or 1) or 1.0
 
 
-def zero3_partition_tensors(named_parameters: Mapping[str, Tensor], ranks_map: Sequence[str],
-                            evenness_priority: float = 0.0, *,
-                            by_module: bool = False) -> tuple[dict[str, int], Balance]:  # fmt: skip
+def zero3_partition_tensors(
+    named_parameters: Mapping[str, Tensor],
+    ranks_map: Sequence[str],
+    evenness_priority: float = 0.0,
+    *,
+    by_module: bool = False,
+) -> tuple[dict[str, int], Balance]:
     """Return the rank that keeps each tensor, by name, and how even that is.
 
     named_parameters: tensors in the order of the model, of any shape, on the meta device too.
@@ -65,8 +69,11 @@ def zero3_partition_tensors(named_parameters: Mapping[str, Tensor], ranks_map: S
     if not ranks_map:
         raise OsdpError("there is no rank to keep tensors", got="an empty ranks_map", expected="a device of each rank")
     if not 0 <= evenness_priority <= 1:
-        raise OsdpError("evenness_priority is out of range", got=str(evenness_priority),
-                        expected="from 0 (neighbours together) to 1 (even)")  # fmt: skip
+        raise OsdpError(
+            "evenness_priority is out of range",
+            got=str(evenness_priority),
+            expected="from 0 (neighbours together) to 1 (even)",
+        )
     items: dict[str, list[str]] = {}
     for name in named_parameters:
         items.setdefault(module_of(name) if by_module else name, []).append(name)
@@ -91,10 +98,12 @@ def owner_pins(parts: Mapping[str, int]) -> list[str]:
     for name, rank in parts.items():
         module = module_of(name)
         if owners.setdefault(module, rank) != rank:
-            raise OsdpError(f"parameters of {module or 'the model itself'} are on different ranks",
-                            got=f"{name} on rank {rank}, another on rank {owners[module]}",
-                            expected="whole modules",
-                            advice="zero3_partition_tensors(..., by_module=True)")  # fmt: skip
+            raise OsdpError(
+                f"parameters of {module or 'the model itself'} are on different ranks",
+                got=f"{name} on rank {rank}, another on rank {owners[module]}",
+                expected="whole modules",
+                advice="zero3_partition_tensors(..., by_module=True)",
+            )
     return [f"{module or ITSELF}=owner@{rank}" for module, rank in owners.items()]
 
 
@@ -160,8 +169,9 @@ def _neighbours(sizes: Sequence[int], ranks: int) -> list[int]:
     squares: list[float] = [0.0, *[float("inf")] * len(sizes)]
     cuts: list[list[int]] = []
     for _ in range(min(ranks, len(sizes))):
-        found = [min((squares[i] + (upto[j] - upto[i]) ** 2, i) for i in range(first[j], j))
-                 for j in range(1, len(upto))]  # fmt: skip
+        found = [
+            min((squares[i] + (upto[j] - upto[i]) ** 2, i) for i in range(first[j], j)) for j in range(1, len(upto))
+        ]
         squares = [squares[0], *(square for square, _ in found)]
         cuts.append([0, *(i for _, i in found)])
     lengths, stop = [], len(sizes)

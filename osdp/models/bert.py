@@ -9,15 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from osdp.models.config import BertConfig
-from osdp.models.layers import (
-    IGNORED,
-    Embedding,
-    Linear,
-    merge_heads,
-    random_tokens,
-    split_heads,
-    token_loss,
-)
+from osdp.models.layers import IGNORED, Embedding, Linear, merge_heads, random_tokens, split_heads, token_loss
 
 EPSILON = 1e-12
 MASKED_EVERY = 7

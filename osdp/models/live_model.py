@@ -19,8 +19,12 @@ from profiler.errors import OsdpError
 from profiler.model_source import ModelSource
 
 
-def source_of(model: nn.Module | Callable[[], Any], name: str, sequence_length: int | None,
-              example_inputs: Callable[..., Any] | None) -> ModelSource:  # fmt: skip
+def source_of(
+    model: nn.Module | Callable[[], Any],
+    name: str,
+    sequence_length: int | None,
+    example_inputs: Callable[..., Any] | None,
+) -> ModelSource:
     """Return what the tracer needs; `example_inputs(batch)` gives the arguments of forward.
 
     Without it the module's own method of that name is asked, or inputs are inferred from its first

@@ -58,8 +58,7 @@ class PackedLlama(Llama):
         super().__init__(config)
         self.blocks = nn.ModuleList(PackedBlock(config) for _ in range(config.layers))
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None,
-                lengths: Sequence[int] | None = None) -> Tensor:  # fmt: skip
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """(batch, sequence) -> the summed loss of the next token in each sample, or logits without `labels`.
 
         `lengths` are those of the samples in every sequence, one after another; None: each is one sample.

@@ -98,8 +98,9 @@ def load_user_model(spec: str, sequence_length: int | None) -> ModelSource:
     return ModelSource(spec, model.build, model.example_inputs, length)
 
 
-def module_source(name: str, build: Callable[[], Any], sequence_length: int | None,
-                  example_inputs: Callable[..., Any] | None) -> ModelSource:  # fmt: skip
+def module_source(
+    name: str, build: Callable[[], Any], sequence_length: int | None, example_inputs: Callable[..., Any] | None
+) -> ModelSource:
     """Return the model that `build` makes, to be called `name`; `example_inputs(batch)` feeds it if given.
 
     Builds it once without data. Raises OsdpError.
@@ -127,8 +128,7 @@ def _find_factory(spec: str) -> Callable[[], Any]:
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute or "/" in module_name or module_name.endswith(".py"):
         raise OsdpError(
-            f"{spec} does not name a factory",
-            expected="package.module:function, with dots and without .py",
+            f"{spec} does not name a factory", expected="package.module:function, with dots and without .py"
         )
     module = _import(module_name)
     try:

@@ -40,8 +40,11 @@ def load_cluster(spec: str, nodes: int | None = None, gpus_per_node: int | None 
         )
     resized = cluster.with_ranks(nodes, gpus_per_node)
     if cluster.measured and not resized.measured:
-        warnings.warn(f"{spec} was measured with {cluster.gpus_per_node} ranks on a node, not {gpus_per_node}: "
-                      "times are derived from its links and rates, which are of those", stacklevel=2)  # fmt: skip
+        warnings.warn(
+            f"{spec} was measured with {cluster.gpus_per_node} ranks on a node, not {gpus_per_node}: "
+            "times are derived from its links and rates, which are of those",
+            stacklevel=2,
+        )
     return resized
 
 

@@ -43,8 +43,11 @@ def parse_headroom(text: str) -> Headroom:
         try:
             return Headroom(size_bytes=parse_bytes(text))
         except OsdpError as error:
-            raise OsdpError("this is not a headroom", got=error.got,
-                            expected=f"a share of the limit such as 5%, or {error.expected}") from None  # fmt: skip
+            raise OsdpError(
+                "this is not a headroom",
+                got=error.got,
+                expected=f"a share of the limit such as 5%, or {error.expected}",
+            ) from None
     share = float(percent.group(1)) / 100
     if share >= 1:
         raise OsdpError("a headroom is less than the whole limit", got=text, expected="less than 100%")

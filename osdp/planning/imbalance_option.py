@@ -61,6 +61,9 @@ def lengths_in(path: Path) -> Iterator[float]:
         except ValueError:
             length = math.nan
         if not 0 < length < math.inf:
-            raise OsdpError(f"line {number} of {path} is no length", got=line.strip()[:40],
-                            expected="one positive number in each line")  # fmt: skip
+            raise OsdpError(
+                f"line {number} of {path} is no length",
+                got=line.strip()[:40],
+                expected="one positive number in each line",
+            )
         yield length

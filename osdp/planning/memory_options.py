@@ -1,9 +1,9 @@
 """Memory limits, as `--mem` says them: one, several, or a range.
 
-    8GB                  one
-    6GB,8GB,12GB         several
-    6GB:24GB:2GB         a range: start, stop (included, if a step ends there), step
-    6GB:12GB:2GB,24GB    both
+8GB                  one
+6GB,8GB,12GB         several
+6GB:24GB:2GB         a range: start, stop (included, if a step ends there), step
+6GB:12GB:2GB,24GB    both
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ def _range(text: str) -> range:
         raise OsdpError("a range of memory limits grows", got=repr(text), expected=f"{ends[1]}:{ends[0]}:{ends[2]}")
     limits = range(start, stop + 1, step)
     if len(limits) > MOST_LIMITS:
-        raise OsdpError("these are too many memory limits", got=f"{len(limits)} in {text!r}",
-                        expected=f"at most {MOST_LIMITS}", advice="a larger step")  # fmt: skip
+        raise OsdpError(
+            "these are too many memory limits",
+            got=f"{len(limits)} in {text!r}",
+            expected=f"at most {MOST_LIMITS}",
+            advice="a larger step",
+        )
     return limits

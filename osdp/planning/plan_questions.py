@@ -32,8 +32,13 @@ class FrontierRow:
     """The user's smaller limit whose plan was faster than what was found here, if one was."""
 
 
-def plan_frontier(source: ModelSource, cluster: Cluster, request: Request, limits_bytes: Sequence[int],
-                  progress: Progress = lambda what, fraction: None) -> tuple[FrontierRow, ...]:  # fmt: skip
+def plan_frontier(
+    source: ModelSource,
+    cluster: Cluster,
+    request: Request,
+    limits_bytes: Sequence[int],
+    progress: Progress = lambda what, fraction: None,
+) -> tuple[FrontierRow, ...]:
     """Trace a model once and return the fastest plan within each limit, by growing limit.
 
     The limit in `request` is left out of account.  Raises OsdpError as `plan_model` does, but for limits
@@ -51,8 +56,9 @@ def plan_frontier(source: ModelSource, cluster: Cluster, request: Request, limit
     )
 
 
-def _row(point: FrontierPoint, request: Request, task: Task, graph: ModelGraph, trace_s: float,
-         asked: dict[int, int]) -> FrontierRow:  # fmt: skip
+def _row(
+    point: FrontierPoint, request: Request, task: Task, graph: ModelGraph, trace_s: float, asked: dict[int, int]
+) -> FrontierRow:
     """Return a point in the terms of the user's limits."""
     planned = Planned(written(point.found, request), graph, point.found, trace_s) if point.found else None
     refusal = explain_refusal(point.refusal, task, request) if point.refusal else None
@@ -71,7 +77,14 @@ def what_if_open(view: OpenPlan, progress: Progress = lambda what, fraction: Non
     Raises OsdpError if nothing fits any more.
     """
     plan, graph, cluster = view.plan, view.space.graph, view.load.cluster
-    task = Task(graph, cluster, plan.usable_bytes, plan.optimizer, plan.asked.global_batch, plan.asked.micro_batch,
-                pins=pins_of(plan, graph, cluster),
-                imbalance=read_imbalance(plan.asked.imbalance) if plan.asked.imbalance else BALANCED)  # fmt: skip
+    task = Task(
+        graph,
+        cluster,
+        plan.usable_bytes,
+        plan.optimizer,
+        plan.asked.global_batch,
+        plan.asked.micro_batch,
+        pins=pins_of(plan, graph, cluster),
+        imbalance=read_imbalance(plan.asked.imbalance) if plan.asked.imbalance else BALANCED,
+    )
     return what_if(task, search(task, progress), progress)

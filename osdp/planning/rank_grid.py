@@ -34,11 +34,17 @@ def grid(emulated_nodes: int = 1) -> tuple[int, int]:
     text = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
     local = int(text) if text.isdecimal() else 0
     if not local or world_size % local:
-        raise OsdpError("the ranks do not divide evenly into nodes", got=f"{world_size} ranks, {text} on this node",
-                        expected="equally many ranks on every node")  # fmt: skip
+        raise OsdpError(
+            "the ranks do not divide evenly into nodes",
+            got=f"{world_size} ranks, {text} on this node",
+            expected="equally many ranks on every node",
+        )
     if local % emulated_nodes:
-        raise OsdpError("the ranks of a machine do not divide evenly into nodes", got=f"{local} ranks",
-                        expected=f"a multiple of {emulated_nodes}")  # fmt: skip
+        raise OsdpError(
+            "the ranks of a machine do not divide evenly into nodes",
+            got=f"{local} ranks",
+            expected=f"a multiple of {emulated_nodes}",
+        )
     return world_size // local * emulated_nodes, local // emulated_nodes
 
 

@@ -107,8 +107,9 @@ class Planned:
         return max(fitting, key=lambda baseline: baseline.samples_per_s, default=None)
 
 
-def plan_model(source: ModelSource, cluster: Cluster, request: Request,
-               progress: Progress = lambda what, fraction: None) -> Planned:  # fmt: skip
+def plan_model(
+    source: ModelSource, cluster: Cluster, request: Request, progress: Progress = lambda what, fraction: None
+) -> Planned:
     """Trace a model and return the fastest plan within the limit.
 
     Raises OsdpError for what cannot be asked, a model that cannot be traced, and where nothing fits.
@@ -140,8 +141,16 @@ def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Pro
 
 def task_of(request: Request, graph: ModelGraph, cluster: Cluster) -> Task:
     """Return what the search is asked; raises OsdpError for pins that cannot be honoured."""
-    return Task(graph, cluster, request.usable_bytes, request.optimizer, request.global_batch, request.micro_batch,
-                pins=resolve(request.pins, graph, cluster), imbalance=request.imbalance)  # fmt: skip
+    return Task(
+        graph,
+        cluster,
+        request.usable_bytes,
+        request.optimizer,
+        request.global_batch,
+        request.micro_batch,
+        pins=resolve(request.pins, graph, cluster),
+        imbalance=request.imbalance,
+    )
 
 
 def pins_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Pins:
@@ -151,10 +160,22 @@ def pins_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Pins:
 
 def written(found: Found, request: Request) -> Plan:
     """Return the plan that was found for a request."""
-    asked = Asked(request.micro_batch, request.global_batch, [str(pin) for pin in request.pins],
-                  lasting(request.imbalance_as_given))  # fmt: skip
-    return make_plan(found.options, found.spanning, found.space, found.load, limit_bytes=request.limit_bytes,
-                     gap=found.gap, headroom_bytes=request.headroom_bytes, asked=asked)  # fmt: skip
+    asked = Asked(
+        request.micro_batch,
+        request.global_batch,
+        [str(pin) for pin in request.pins],
+        lasting(request.imbalance_as_given),
+    )
+    return make_plan(
+        found.options,
+        found.spanning,
+        found.space,
+        found.load,
+        limit_bytes=request.limit_bytes,
+        gap=found.gap,
+        headroom_bytes=request.headroom_bytes,
+        asked=asked,
+    )
 
 
 def explain_refusal(refused: NothingFits, task: Task, request: Request) -> NothingFits:
@@ -163,12 +184,14 @@ def explain_refusal(refused: NothingFits, task: Task, request: Request) -> Nothi
     remedies = list(blame(task, refusal.load, request.pins)) if request.pins else []
     if request.headroom_bytes and refusal.needed_bytes <= request.limit_bytes:
         remedies.append(Remedy("without --headroom", refusal.needed_bytes))
-    return NothingFits(replace(
-        refusal,
-        remedies=(*remedies, *refusal.remedies),
-        headroom_bytes=request.headroom_bytes,
-        advised_bytes=request.headroom.over(refusal.needed_bytes),
-    ))  # fmt: skip
+    return NothingFits(
+        replace(
+            refusal,
+            remedies=(*remedies, *refusal.remedies),
+            headroom_bytes=request.headroom_bytes,
+            advised_bytes=request.headroom.over(refusal.needed_bytes),
+        )
+    )
 
 
 def memory_limit(cluster: Cluster, limit_bytes: int | None) -> int:
@@ -241,8 +264,10 @@ def check_output(path: Path, kind: str = "plan") -> None:
     except OsdpError:
         is_ours = False  # Not text, or nothing that we may read.
     if not is_ours:
-        raise OsdpError(f"{path} is there and is not a {kind}, so it is not overwritten",
-                        advice="another -o, or move that file away")  # fmt: skip
+        raise OsdpError(
+            f"{path} is there and is not a {kind}, so it is not overwritten",
+            advice="another -o, or move that file away",
+        )
 
 
 def write_plan(path: Path, plan: Plan, how: str = "") -> None:

@@ -88,8 +88,13 @@ def predict(graph: ModelGraph, cluster: Cluster, strategy: str, request: Request
     options = view.space.fixed(load, view.choices, view.tied, view.idle)
     ends = optimizer_moment(options, load).categories
     schedule = compile_plan(plan, graph, cluster)
-    return Uniform(strategy, plan, Footprint({name: round(ends[name]) for name in KEPT}, plan.predicted.tensors_bytes,
-                                             _scheduled(schedule.collectives())))  # fmt: skip
+    return Uniform(
+        strategy,
+        plan,
+        Footprint(
+            {name: round(ends[name]) for name in KEPT}, plan.predicted.tensors_bytes, _scheduled(schedule.collectives())
+        ),
+    )
 
 
 def _scheduled(collectives: Mapping[Collective, int]) -> Sent:
@@ -113,8 +118,12 @@ def count(source: ModelSource, found: Uniform, cluster: Cluster, ranks: Ranks) -
     """Train on the ranks of the process group and return what the last step did. A collective call."""
     plan = found.plan
     if found.predicted.sent["step"]:
-        raise OsdpError(f"what {found.strategy} sends cannot be counted", got="windows that ranks read and write",
-                        expected="a strategy that sends by collectives", advice="leave --measure out")  # fmt: skip
+        raise OsdpError(
+            f"what {found.strategy} sends cannot be counted",
+            got="windows that ranks read and write",
+            expected="a strategy that sends by collectives",
+            advice="leave --measure out",
+        )
     with torch.device("meta"):
         hollow = source.build()
     torch.manual_seed(0)

@@ -21,20 +21,27 @@ MOST_SAVED_ERROR = 0.02
 SAVED_ROUNDING_BYTES = 4096
 """Beside that: the trace rounds every tensor up to 512 bytes."""
 TAKEN = {
-    "cuda": {"beside_the_allocator": "measured: what the device has given beside PyTorch's allocator, at the start or "
-             "after all measurements, the larger"},
+    "cuda": {
+        "beside_the_allocator": "measured: what the device has given beside PyTorch's allocator, at the start or "
+        "after all measurements, the larger"
+    },
     "cpu": {"before_any_tensor": "measured: what the process held at the start"},
-}  # fmt: skip
+}
 """Name and source of what is taken beside tensors and their allocator, by kind of device."""
 ALLOCATED = {
     "cuda": {
-        "cublas_workspace": Figure(64.0 * MIB, "assumed: two workspaces, for the threads of forward and backward, of "
-                                   "the 32 MiB that they have on Hopper, the most of the presets"),
-        "allocator_rounding": Figure(64.0 * MIB, "assumed: 64 MiB for what the caching allocator loses to 512-byte "
-                                     "blocks and to segments of 2 and 20 MiB"),
+        "cublas_workspace": Figure(
+            64.0 * MIB,
+            "assumed: two workspaces, for the threads of forward and backward, of "
+            "the 32 MiB that they have on Hopper, the most of the presets",
+        ),
+        "allocator_rounding": Figure(
+            64.0 * MIB,
+            "assumed: 64 MiB for what the caching allocator loses to 512-byte blocks and to segments of 2 and 20 MiB",
+        ),
     },
     "cpu": {"allocator_rounding": Figure(32.0 * MIB, "assumed: 32 MiB for what malloc keeps")},
-}  # fmt: skip
+}
 """What the allocator takes beside tensors, by kind of device; as the presets of configs/clusters have it."""
 
 
@@ -99,12 +106,16 @@ def _notes(found: Findings) -> Iterator[str]:
     disagreement = found.model.disagreement
     if abs(disagreement) > MOST_DISAGREEMENT:
         more = "less" if disagreement < 0 else "more"
-        yield (f"the medians of the model's calls add up to {abs(disagreement):.0%} {more} than whole passes take, "
-               "and were scaled so that they do not: profile again on an idle machine, or with more "
-               "repetitions")  # fmt: skip
+        yield (
+            f"the medians of the model's calls add up to {abs(disagreement):.0%} {more} than whole passes take, "
+            "and were scaled so that they do not: profile again on an idle machine, or with more "
+            "repetitions"
+        )
     if not found.model.cut:
-        yield ("passes of the model could not be cut at its blocks: its calls were timed while all of its activations "
-               "lived, which takes more memory")  # fmt: skip
+        yield (
+            "passes of the model could not be cut at its blocks: its calls were timed while all of its activations "
+            "lived, which takes more memory"
+        )
     if found.graph is not None:
         yield from _memory_notes(found.graph, found.model.calls)
 
@@ -116,6 +127,8 @@ def _memory_notes(graph: ModelGraph, calls: tuple[CallTimes, ...]) -> Iterator[s
         for micro_batch, kept in zip(times.micro_batches, times.saved_bytes, strict=True):
             expected = traced[times.key].saved_bytes(micro_batch)
             if abs(kept - expected) > MOST_SAVED_ERROR * max(kept, expected) + SAVED_ROUNDING_BYTES:
-                yield (f"{times.name} keeps {kept:.0f} bytes for backward at micro-batch {micro_batch}, where its "
-                       f"trace says {expected:.0f}")  # fmt: skip
+                yield (
+                    f"{times.name} keeps {kept:.0f} bytes for backward at micro-batch {micro_batch}, where its "
+                    f"trace says {expected:.0f}"
+                )
                 break

@@ -69,8 +69,10 @@ def _bad_fits(times: Sequence[CollectiveTimes]) -> Iterator[str]:
     if bad:
         worst = max(bad, key=lambda one: one.residual)
         line = Line(worst.operation, worst.algorithm, worst.ranks, worst.stride)
-        yield (f"the times of {len(bad)} of {len(times)} collectives do not lie on a curve; worst {line}, "
-               f"{describe(worst.residual)}: profile again on an idle machine, or with more repetitions")  # fmt: skip
+        yield (
+            f"the times of {len(bad)} of {len(times)} collectives do not lie on a curve; worst {line}, "
+            f"{describe(worst.residual)}: profile again on an idle machine, or with more repetitions"
+        )
 
 
 def _disagreeing(lines: Lines) -> Iterator[str]:
@@ -78,22 +80,32 @@ def _disagreeing(lines: Lines) -> Iterator[str]:
     wide = [one for one in points if _spread(one[1]) > SPREAD]
     if wide:
         line, point = max(wide, key=lambda one: _spread(one[1]))
-        yield (f"repetitions disagree at {len(wide)} of {len(points)} points; worst {line} at "
-               f"{_size(point['size_bytes'])}: the middle half spreads over {100 * _spread(point):.0f} % of the median "
-               f"of {_duration(median(point['seconds']))}: something else uses the machine or the network")  # fmt: skip
+        yield (
+            f"repetitions disagree at {len(wide)} of {len(points)} points; worst {line} at "
+            f"{_size(point['size_bytes'])}: the middle half spreads over {100 * _spread(point):.0f} % of the median "
+            f"of {_duration(median(point['seconds']))}: something else uses the machine or the network"
+        )
 
 
 def _slower(lines: Lines, one: Line, other: Line, fair: float, why: str) -> Iterator[str]:
     """Say at how many sizes, and where most, `one` takes longer than `fair` times the other."""
     others = {point["size_bytes"]: point["seconds"] for point in lines[other]}
-    common = [(point["size_bytes"], point["seconds"], others[point["size_bytes"]])
-              for point in lines[one] if others.get(point["size_bytes"]) and point["seconds"]]  # fmt: skip
-    found = [(_excess(longer, shorter, fair), size, median(longer), median(shorter))
-             for size, longer, shorter in common if _excess(longer, shorter, fair) > MARGIN]  # fmt: skip
+    common = [
+        (point["size_bytes"], point["seconds"], others[point["size_bytes"]])
+        for point in lines[one]
+        if others.get(point["size_bytes"]) and point["seconds"]
+    ]
+    found = [
+        (_excess(longer, shorter, fair), size, median(longer), median(shorter))
+        for size, longer, shorter in common
+        if _excess(longer, shorter, fair) > MARGIN
+    ]
     if found and len(found) >= COMMON * len(common):
         _, size, longer_s, shorter_s = max(found)
-        yield (f"{one} is slower than {other} at {len(found)} of {len(common)} sizes, {why}; most at {_size(size)}: "
-               f"{_duration(longer_s)} against {_duration(shorter_s)}")  # fmt: skip
+        yield (
+            f"{one} is slower than {other} at {len(found)} of {len(common)} sizes, {why}; most at {_size(size)}: "
+            f"{_duration(longer_s)} against {_duration(shorter_s)}"
+        )
 
 
 def _excess(longer: Sequence[float], shorter: Sequence[float], fair: float) -> float:

@@ -34,8 +34,9 @@ def collective_times(state: CommunicationState) -> tuple[CollectiveTimes, ...]:
         try:
             pieces, residual = fit(points)
         except OsdpError as error:
-            raise OsdpError(f"{line}: {error.what}", got=error.got, expected=error.expected,
-                            advice=error.advice) from None  # fmt: skip
+            raise OsdpError(
+                f"{line}: {error.what}", got=error.got, expected=error.expected, advice=error.advice
+            ) from None
         found.append(CollectiveTimes(line.operation, line.algorithm, line.ranks, line.stride, pieces, residual, points))
     return tuple(found)
 

@@ -72,8 +72,14 @@ class UnitTimes:
     """Of each pull and each push, likewise; None where these were not measured."""
 
 
-def measure_units(times: tuple[CollectiveTimes, ...], nodes: int, ranks_per_node: int, repetitions: int,
-                  device: torch.device, meet: Callable[[], None]) -> UnitTimes:  # fmt: skip
+def measure_units(
+    times: tuple[CollectiveTimes, ...],
+    nodes: int,
+    ranks_per_node: int,
+    repetitions: int,
+    device: torch.device,
+    meet: Callable[[], None],
+) -> UnitTimes:
     """Return the overheads. A collective call."""
     rows, meshes = ROWS[device.type], Meshes(device.type, nodes, ranks_per_node)
     known = {(one.operation, one.ranks, one.stride, one.algorithm): one.time_s(4 * TENSORS * ELEMENTS) for one in times}
@@ -111,8 +117,9 @@ def measure_units(times: tuple[CollectiveTimes, ...], nodes: int, ranks_per_node
 class _Stack:
     """Units one after the other: plain, sharded over a mesh, or pulled and pushed over one inside nodes."""
 
-    def __init__(self, rows: int, device: torch.device, mesh: DeviceMesh | None = None,
-                 windows: Meshes | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, rows: int, device: torch.device, mesh: DeviceMesh | None = None, windows: Meshes | None = None
+    ) -> None:
         self.module = nn.Sequential(*(_Unit(rows) for _ in range(UNITS))).to(device)
         self.exchange: Exchange | None = None
         if mesh is not None:
@@ -120,8 +127,10 @@ class _Stack:
                 fully_shard(module, mesh=mesh)
         if mesh is not None and windows is not None:
             strategy = Strategy("odc", mesh.size())
-            units = [(strategy, OneSidedUnit(str(number), cast(FSDPModule, unit), None))
-                     for number, unit in enumerate(self.module)]  # fmt: skip
+            units = [
+                (strategy, OneSidedUnit(str(number), cast(FSDPModule, unit), None))
+                for number, unit in enumerate(self.module)
+            ]
             self.exchange = Exchange(units, windows, 1)
 
     def run(self, x: Tensor) -> None:

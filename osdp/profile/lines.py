@@ -112,8 +112,9 @@ def lines_on(nodes: int, ranks_per_node: int, on_cpu: bool) -> tuple[Line, ...]:
         if sent.kind in (ORDER if on_cpu else COLLECTIVES) and sent.ranks > 1
     }
     if on_cpu:
-        found |= {Line(one.operation, "ring", one.ranks, one.stride) for one in found
-                  if one.operation == "reduce_scatter"}  # fmt: skip
+        found |= {
+            Line(one.operation, "ring", one.ranks, one.stride) for one in found if one.operation == "reduce_scatter"
+        }
 
     def rank(line: Line) -> tuple[bool, int, int, int, str]:
         is_part = not line.on_whole_levels(nodes, ranks_per_node)

@@ -64,13 +64,15 @@ def prepare(line: Line, group: dist.ProcessGroup, numel: int, device: torch.devi
     return _PREPARE[line.operation](line, group, numel, value, device)
 
 
-def _prepare_all_gather(line: Line, group: dist.ProcessGroup, numel: int, value: float,
-                        device: torch.device) -> Exchange:  # fmt: skip
+def _prepare_all_gather(
+    line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device
+) -> Exchange:
     return _gathering(lambda flat, mine: all_gather(flat, mine, group), group, numel, value, device)
 
 
-def _gathering(gather: Callable[[Tensor, Tensor], None], group: dist.ProcessGroup, numel: int, value: float,
-               device: torch.device) -> Exchange:  # fmt: skip
+def _gathering(
+    gather: Callable[[Tensor, Tensor], None], group: dist.ProcessGroup, numel: int, value: float, device: torch.device
+) -> Exchange:
     """Return what FSDP2 does around a gather of (the flat tensor, this rank's part of it)."""
     ranks, each = group.size(), numel // group.size() // PARAMETERS
     shards = [torch.full((each,), value, device=device) for _ in range(PARAMETERS)]
@@ -88,14 +90,16 @@ def _gathering(gather: Callable[[Tensor, Tensor], None], group: dist.ProcessGrou
     return run
 
 
-def _prepare_reduce_scatter(line: Line, group: dist.ProcessGroup, numel: int, value: float,
-                            device: torch.device) -> Exchange:  # fmt: skip
+def _prepare_reduce_scatter(
+    line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device
+) -> Exchange:
     scatter = ring_reduce_scatter if line.algorithm == "ring" else reduce_scatter
     return _reducing(lambda mine, flat: scatter(mine, flat, dist.ReduceOp.AVG, group), group, numel, value, device)
 
 
-def _reducing(scatter: Callable[[Tensor, Tensor], None], group: dist.ProcessGroup, numel: int, value: float,
-              device: torch.device) -> Exchange:  # fmt: skip
+def _reducing(
+    scatter: Callable[[Tensor, Tensor], None], group: dist.ProcessGroup, numel: int, value: float, device: torch.device
+) -> Exchange:
     """Return what FSDP2 does around a reduction to (this rank's part, of the flat tensor)."""
     ranks, gradients = group.size(), _parameters(numel, value, device)
 
@@ -109,8 +113,9 @@ def _reducing(scatter: Callable[[Tensor, Tensor], None], group: dist.ProcessGrou
     return run
 
 
-def _prepare_all_reduce(line: Line, group: dist.ProcessGroup, numel: int, value: float,
-                        device: torch.device) -> Exchange:  # fmt: skip
+def _prepare_all_reduce(
+    line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device
+) -> Exchange:
     flat = torch.full((numel,), value, device=device)
 
     def run(_: int) -> list[Tensor]:
@@ -120,8 +125,9 @@ def _prepare_all_reduce(line: Line, group: dist.ProcessGroup, numel: int, value:
     return run
 
 
-def _prepare_broadcast(line: Line, group: dist.ProcessGroup, numel: int, value: float,
-                       device: torch.device) -> Exchange:  # fmt: skip
+def _prepare_broadcast(
+    line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device
+) -> Exchange:
     roots, owned = roots_of(group), _parameters(numel, value, device)
 
     def run(turn: int) -> list[Tensor]:
@@ -135,8 +141,7 @@ def _prepare_broadcast(line: Line, group: dist.ProcessGroup, numel: int, value: 
     return run
 
 
-def _prepare_reduce(line: Line, group: dist.ProcessGroup, numel: int, value: float,
-                    device: torch.device) -> Exchange:  # fmt: skip
+def _prepare_reduce(line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device) -> Exchange:
     roots, gradients = roots_of(group), _parameters(numel, value, device)
 
     def run(turn: int) -> list[Tensor]:
@@ -150,16 +155,14 @@ def _prepare_reduce(line: Line, group: dist.ProcessGroup, numel: int, value: flo
     return run
 
 
-def _prepare_pull(line: Line, group: dist.ProcessGroup, numel: int, value: float,
-                  device: torch.device) -> Exchange:  # fmt: skip
+def _prepare_pull(line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device) -> Exchange:
     def make(window: Window) -> Exchange:
         return _gathering(lambda flat, mine: window.pull(flat), group, numel, value, device)
 
     return _through_window(make, group, numel // group.size(), value)
 
 
-def _prepare_push(line: Line, group: dist.ProcessGroup, numel: int, value: float,
-                  device: torch.device) -> Exchange:  # fmt: skip
+def _prepare_push(line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device) -> Exchange:
     def make(window: Window) -> Exchange:
         def push(mine: Tensor, flat: Tensor) -> None:
             mine.zero_()  # FSDP2 gets zeros until the ranks have met
@@ -170,8 +173,7 @@ def _prepare_push(line: Line, group: dist.ProcessGroup, numel: int, value: float
     return _through_window(make, group, numel // group.size(), value)
 
 
-def _prepare_publish(line: Line, group: dist.ProcessGroup, numel: int, value: float,
-                     device: torch.device) -> Exchange:  # fmt: skip
+def _prepare_publish(line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device) -> Exchange:
     shard = torch.full((max(1, numel // PUBLISH_PASSES),), value, device=device)
 
     def make(window: Window) -> Exchange:
@@ -184,8 +186,9 @@ def _prepare_publish(line: Line, group: dist.ProcessGroup, numel: int, value: fl
     return _through_window(make, group, shard.numel(), value)
 
 
-def _through_window(make: Callable[[Window], Exchange], group: dist.ProcessGroup, shard_numel: int,
-                    value: float) -> Exchange:  # fmt: skip
+def _through_window(
+    make: Callable[[Window], Exchange], group: dist.ProcessGroup, shard_numel: int, value: float
+) -> Exchange:
     """Return an exchange through a window that goes with it; shards hold the ranks' values. A collective call."""
     transport = SharedMemoryTransport(group, [WindowSpec("profile", shard_numel, torch.float32)])
     (window,) = transport.windows

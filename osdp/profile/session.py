@@ -49,8 +49,17 @@ Progress = Callable[[str, float], None]
 
 COMMUNICATION_SHARE = 0.6
 """Part of the budget that communication may take."""
-DONE = {"memory": 0.0, "communication": 0.0, "rates": COMMUNICATION_SHARE, "overlap": 0.65, "units": 0.7,
-        "tracing": 0.75, "model": 0.8, "optimizers": 0.95, "memory at the end": 1.0}  # fmt: skip
+DONE = {
+    "memory": 0.0,
+    "communication": 0.0,
+    "rates": COMMUNICATION_SHARE,
+    "overlap": 0.65,
+    "units": 0.7,
+    "tracing": 0.75,
+    "model": 0.8,
+    "optimizers": 0.95,
+    "memory at the end": 1.0,
+}
 """Fraction done when a part begins, about; parts come in this order."""
 UNIT_REPETITIONS = 4
 """Steps of small units for each repetition of other timings: they are short, and so is what is looked for."""
@@ -114,8 +123,12 @@ def question(wanted: Wanted) -> dict[str, Any]:
     model = wanted.model
     asked = asdict(replace(wanted, model=None))
     asked["model"] = [model.name, model.sequence_length] if model else None
-    return asked | {"nodes": nodes, "ranks_per_node": ranks_per_node, "versions": versions(wanted.device),
-                    "host": platform.node()}  # fmt: skip
+    return asked | {
+        "nodes": nodes,
+        "ranks_per_node": ranks_per_node,
+        "versions": versions(wanted.device),
+        "host": platform.node(),
+    }
 
 
 def versions(device: str) -> str:
@@ -165,8 +178,13 @@ class _Session:
             model=model,
         )
 
-    def part(self, name: str, type_: type[T], measure_it: Callable[[], T],
-             is_of_this: Callable[[T], bool] = lambda known: True) -> T:  # fmt: skip
+    def part(
+        self,
+        name: str,
+        type_: type[T],
+        measure_it: Callable[[], T],
+        is_of_this: Callable[[T], bool] = lambda known: True,
+    ) -> T:
         """Return a part of rank 0's state; measured now unless it is there, whole and `is_of_this` question."""
 
         def kept() -> T | None:
@@ -236,8 +254,9 @@ class _Session:
         self.progress(f"tracing {source.name}", DONE["tracing"])
         graph = trace_model(source, self.wanted.precision, self.wanted.device)
         key = graph_key(graph)
-        return graph, self.part("model", ModelTimes, partial(self.model_times, source, graph),
-                                lambda known: known.graph_key == key)  # fmt: skip
+        return graph, self.part(
+            "model", ModelTimes, partial(self.model_times, source, graph), lambda known: known.graph_key == key
+        )
 
     def model_times(self, source: ModelSource, graph: ModelGraph) -> ModelTimes:
         """Return the mean times of calls, and the optimizer steps of the slowest rank over a shard of the world."""
@@ -246,18 +265,29 @@ class _Session:
         def progress(done: int, passes: int) -> None:
             self.progress(f"measuring calls: pass {done} of {passes}", start + (end - start) * done / passes)
 
-        mine = measure_calls(source, graph, self.device, self.wanted.micro_batches, repetitions=repetitions,
-                             barrier=self.meet, progress=progress)  # fmt: skip
+        mine = measure_calls(
+            source,
+            graph,
+            self.device,
+            self.wanted.micro_batches,
+            repetitions=repetitions,
+            barrier=self.meet,
+            progress=progress,
+        )
         self.progress("measuring optimizers", end)
         shapes = [
             padded_rows(parameter, dist.get_world_size())
-            for operator in graph.operators for parameter in operator.parameters if parameter.trainable
-        ]  # fmt: skip
+            for operator in graph.operators
+            for parameter in operator.parameters
+            if parameter.trainable
+        ]
         size_bytes = sum(4 * rows * rest for rows, rest in shapes)
         steps = optimizer_times(shapes, OPTIMIZERS, self.device, repetitions, self.meet)
         everyone = self.ranks.gather("measure the model", lambda: (mine, steps))
-        slowest = [max(of_ranks, key=lambda one: one.step_s(len(shapes), size_bytes))
-                   for of_ranks in zip(*(steps for _, steps in everyone), strict=True)]  # fmt: skip
+        slowest = [
+            max(of_ranks, key=lambda one: one.step_s(len(shapes), size_bytes))
+            for of_ranks in zip(*(steps for _, steps in everyone), strict=True)
+        ]
         calls = [of_calls for of_calls, _ in everyone]
         return ModelTimes(
             calls=mean_calls(calls),

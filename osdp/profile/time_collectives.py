@@ -80,8 +80,9 @@ class Trial:
         return self.overhead_s + self.repeats * self.seconds
 
 
-def measure_rounds(request: Request, device: torch.device,
-                   saved: CommunicationState | None = None) -> Iterator[CommunicationState]:  # fmt: skip
+def measure_rounds(
+    request: Request, device: torch.device, saved: CommunicationState | None = None
+) -> Iterator[CommunicationState]:
     """Yield all timings so far: before the first round, and after each. A collective call at every step.
 
     Each yielded state is a new one, and none holds part of a round: what was yielded last can be kept, and
@@ -107,8 +108,10 @@ def measure_rounds(request: Request, device: torch.device,
             timer.round(state)
     while rounds_done(state) < request.repetitions and state["points"]:
         seconds = timer.round(state)
-        points = [Timings(**{**point, "seconds": [*point["seconds"], took_s]})
-                  for point, took_s in zip(state["points"], seconds, strict=True)]  # fmt: skip
+        points = [
+            Timings(**{**point, "seconds": [*point["seconds"], took_s]})
+            for point, took_s in zip(state["points"], seconds, strict=True)
+        ]
         state = CommunicationState(points=points)
         yield state
 
@@ -127,8 +130,11 @@ class Timer:
         unit = ELEMENT_BYTES * element_unit(self.meshes.world_size)
         self.sizes_bytes = sorted({-(-size // unit) * unit for size in request.sizes_bytes if size > 0})
         if len(self.sizes_bytes) < MIN_POINTS:
-            raise OsdpError("too few sizes to measure", got=", ".join(map(str, request.sizes_bytes)) or "none",
-                            expected=f"{MIN_POINTS} sizes or more that differ by {unit} bytes")  # fmt: skip
+            raise OsdpError(
+                "too few sizes to measure",
+                got=", ".join(map(str, request.sizes_bytes)) or "none",
+                expected=f"{MIN_POINTS} sizes or more that differ by {unit} bytes",
+            )
 
     def time_s(self, line: Line, size_bytes: int, repeats: int) -> float:
         """Return this rank's seconds for one of `repeats` collectives in a row."""
@@ -201,9 +207,12 @@ def affordable(trials: list[Trial], left_s: float, rounds: int) -> list[Trial]:
     kept = set(needed)
     round_s = sum(trial.cost_s for trial in kept)
     if rounds * round_s > left_s:
-        raise OsdpError("there is too little time to measure communication",
-                        got=f"{left_s:.1f} s after a first pass", advice="allow more time, or fewer repetitions",
-                        expected=f"{rounds * round_s:.1f} s for {rounds} rounds of the smallest sizes")  # fmt: skip
+        raise OsdpError(
+            "there is too little time to measure communication",
+            got=f"{left_s:.1f} s after a first pass",
+            advice="allow more time, or fewer repetitions",
+            expected=f"{rounds * round_s:.1f} s for {rounds} rounds of the smallest sizes",
+        )
     for block in candidates:
         cost_s = sum(trial.cost_s for trial in block)
         has_small = block[0].index == 0 or any(one in kept for one in blocks[block[0].line])
@@ -215,5 +224,12 @@ def affordable(trials: list[Trial], left_s: float, rounds: int) -> list[Trial]:
 
 def _no_timings(trial: Trial) -> Timings:
     line = trial.line
-    return Timings(operation=line.operation, algorithm=line.algorithm, ranks=line.ranks, stride=line.stride,
-                   size_bytes=trial.size_bytes, repeats=trial.repeats, seconds=[])  # fmt: skip
+    return Timings(
+        operation=line.operation,
+        algorithm=line.algorithm,
+        ranks=line.ranks,
+        stride=line.stride,
+        size_bytes=trial.size_bytes,
+        repeats=trial.repeats,
+        seconds=[],
+    )

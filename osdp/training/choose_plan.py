@@ -55,8 +55,9 @@ def choose_plan(job: Job, progress: Progress) -> Chosen:
         return Chosen(job.plan, _fits(job.plan), 0.0)
     cluster, _ = cluster_of_ranks(config.cluster, config.emulated_nodes)
     wanted_bytes = None if config.mem is None else parse_bytes(config.mem)
-    request = Request(memory_limit(cluster, wanted_bytes), config.precision, config.optimizer, config.batch,
-                      config.global_batch)  # fmt: skip
+    request = Request(
+        memory_limit(cluster, wanted_bytes), config.precision, config.optimizer, config.batch, config.global_batch
+    )
     plan = _planned(job, cluster, request, progress)
     return Chosen(plan, _fits(plan), time.perf_counter() - started)
 
@@ -87,11 +88,19 @@ def _choice(config: TrainConfig, cluster: Cluster) -> str:
 
 def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:
     """Return the workload of a micro-batch that the user gave."""
-    task = Task(graph, cluster, request.limit_bytes, request.optimizer, request.global_batch, request.micro_batch,
-                imbalance=request.imbalance)  # fmt: skip
+    task = Task(
+        graph,
+        cluster,
+        request.limit_bytes,
+        request.optimizer,
+        request.global_batch,
+        request.micro_batch,
+        imbalance=request.imbalance,
+    )
     ((micro_batch, accumulation),) = micro_batches(task)
-    return Workload(cluster, request.optimizer, request.precision, micro_batch, accumulation,
-                    task.waits(micro_batch, accumulation))  # fmt: skip
+    return Workload(
+        cluster, request.optimizer, request.precision, micro_batch, accumulation, task.waits(micro_batch, accumulation)
+    )
 
 
 def uniform_plan(graph: ModelGraph, load: Workload, request: Request, choice: str) -> Plan:

@@ -30,9 +30,16 @@ CHOICES = {
 }
 """What fields may say that have a few values."""
 _AT_LEAST_ONE = (
-    "seq", "steps", "batch", "global_batch", "ranks_per_node", "emulated_nodes", "checkpoint_every", "checkpoint_keep",
+    "seq",
+    "steps",
+    "batch",
+    "global_batch",
+    "ranks_per_node",
+    "emulated_nodes",
+    "checkpoint_every",
+    "checkpoint_keep",
     "log_every",
-)  # fmt: skip
+)
 _NOT_NEGATIVE = ("seed", "weight_decay", "warmup_steps")
 _POSITIVE = ("lr", "clip", "timeout_s")
 
@@ -138,8 +145,9 @@ def load_config(spec: str | None, options: Mapping[str, Any]) -> TrainConfig:
     config = dataclasses.replace(config, **given)
     for problem in _problems(config):
         option = f"--{problem.location[0].replace('_', '-')}"
-        raise OsdpError(f"{option} {problem.complaint}", got=problem.got, expected=problem.expected,
-                        advice=problem.advice)  # fmt: skip
+        raise OsdpError(
+            f"{option} {problem.complaint}", got=problem.got, expected=problem.expected, advice=problem.advice
+        )
     return config
 
 
@@ -156,8 +164,9 @@ def _path(spec: str) -> Path:
     if spec not in names:
         near = get_close_matches(spec, names, n=1)
         advice = f"did you mean {near[0]}?" if near else "your own file: path/to/config.yaml"
-        raise OsdpError("there is no such training configuration", got=repr(spec), expected=", ".join(names),
-                        advice=advice)  # fmt: skip
+        raise OsdpError(
+            "there is no such training configuration", got=repr(spec), expected=", ".join(names), advice=advice
+        )
     return resource_dir("configs") / "train" / f"{spec}.yaml"
 
 

@@ -19,8 +19,9 @@ TEST_SAMPLES = 256
 
 
 @torch.no_grad()
-def held_out_accuracies(model: OSDP, task: Task, ranks: Ranks, batch: int,
-                        count: int = TEST_SAMPLES) -> tuple[Accuracy, ...]:  # fmt: skip
+def held_out_accuracies(
+    model: OSDP, task: Task, ranks: Ranks, batch: int, count: int = TEST_SAMPLES
+) -> tuple[Accuracy, ...]:
     """Return how much the model gets right of `count` samples; nothing if the task has no test. A collective call.
 
     Each rank answers its share, and all run forward equally often.

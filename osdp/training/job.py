@@ -46,9 +46,12 @@ def prepare(config: TrainConfig) -> Job:
     plan = None if config.plan is None else _plan(config, Path(config.plan))
     source, task, hollow = model_and_task(config)
     if plan is not None and plan.model.sequence_length != task.sequence_length:
-        raise OsdpError("the plan is for samples of another length", got=f"{plan.model.sequence_length} tokens",
-                        expected=f"{task.sequence_length}, as the task {task.name} has",
-                        advice=f"--seq {plan.model.sequence_length}, or another plan")  # fmt: skip
+        raise OsdpError(
+            "the plan is for samples of another length",
+            got=f"{plan.model.sequence_length} tokens",
+            expected=f"{task.sequence_length}, as the task {task.name} has",
+            advice=f"--seq {plan.model.sequence_length}, or another plan",
+        )
     resume = _checkpoints(config)
     if config.trace is not None:
         from osdp.training.trace_step import ready_folder
@@ -72,13 +75,20 @@ def ranks_to_start(config: TrainConfig) -> int:
         return (config.ranks_per_node or CPU_RANKS) * config.emulated_nodes
     available = torch.cuda.device_count()
     if config.ranks_per_node is None and available % config.emulated_nodes:
-        raise OsdpError("the GPUs do not divide evenly into nodes", got=f"{available} GPUs",
-                        expected=f"a multiple of {config.emulated_nodes}, the emulated nodes",
-                        advice="--ranks-per-node says how many each node gets")  # fmt: skip
+        raise OsdpError(
+            "the GPUs do not divide evenly into nodes",
+            got=f"{available} GPUs",
+            expected=f"a multiple of {config.emulated_nodes}, the emulated nodes",
+            advice="--ranks-per-node says how many each node gets",
+        )
     ranks = available if config.ranks_per_node is None else config.ranks_per_node * config.emulated_nodes
     if ranks > available:
-        raise OsdpError("there are fewer GPUs than ranks", got=f"{ranks} ranks",
-                        expected=f"at most {available}, one for each GPU", advice="--device cpu")  # fmt: skip
+        raise OsdpError(
+            "there are fewer GPUs than ranks",
+            got=f"{ranks} ranks",
+            expected=f"at most {available}, one for each GPU",
+            advice="--device cpu",
+        )
     return ranks
 
 
@@ -86,11 +96,12 @@ def check_ranks(plan: Plan, nodes: int, ranks_per_node: int) -> None:
     """Raise OsdpError if a plan is for another number of ranks."""
     wanted = plan.cluster
     if (wanted.nodes, wanted.gpus_per_node) != (nodes, ranks_per_node):
-        raise OsdpError("the plan is for another number of ranks",
-                        got=f"{nodes} nodes with {ranks_per_node} ranks each",
-                        expected=f"{wanted.nodes} with {wanted.gpus_per_node} each",
-                        advice=f"--ranks-per-node {wanted.gpus_per_node} on {wanted.nodes} nodes, or plan for what "
-                               "is there")  # fmt: skip
+        raise OsdpError(
+            "the plan is for another number of ranks",
+            got=f"{nodes} nodes with {ranks_per_node} ranks each",
+            expected=f"{wanted.nodes} with {wanted.gpus_per_node} each",
+            advice=f"--ranks-per-node {wanted.gpus_per_node} on {wanted.nodes} nodes, or plan for what is there",
+        )
 
 
 def _device(config: TrainConfig) -> str:
@@ -114,9 +125,12 @@ def _plan(config: TrainConfig, path: Path) -> Plan:
     pairs["global_batch"] = (config.global_batch, plan.micro_batch * plan.accumulation * ranks)
     for name, (wanted, planned) in pairs.items():
         if wanted is not None and wanted != planned:
-            raise OsdpError(f"the plan {path} is for another {name.replace('_', ' ')}", got=str(planned),
-                            expected=f"{wanted}, as the configuration says",
-                            advice=f"--{name.replace('_', '-')} {planned}, or plan again")  # fmt: skip
+            raise OsdpError(
+                f"the plan {path} is for another {name.replace('_', ' ')}",
+                got=str(planned),
+                expected=f"{wanted}, as the configuration says",
+                advice=f"--{name.replace('_', '-')} {planned}, or plan again",
+            )
     return plan
 
 
@@ -129,12 +143,18 @@ def _checkpoints(config: TrainConfig) -> Path | None:
     if config.resume not in ("auto", "never"):
         path = Path(config.resume)
         if not path.is_dir():
-            raise OsdpError(f"there is no checkpoint {path}", expected="a folder such as checkpoints/step-000100",
-                            advice="--resume auto takes the newest whole one")  # fmt: skip
+            raise OsdpError(
+                f"there is no checkpoint {path}",
+                expected="a folder such as checkpoints/step-000100",
+                advice="--resume auto takes the newest whole one",
+            )
         return path
     newest = latest(Path(config.checkpoint)) if config.checkpoint is not None else None
     if newest is not None and config.resume == "never":
-        raise OsdpError(f"{config.checkpoint} holds checkpoints of another run", got=str(newest),
-                        expected="an empty folder where nothing is resumed",
-                        advice="--resume auto, or another --checkpoint")  # fmt: skip
+        raise OsdpError(
+            f"{config.checkpoint} holds checkpoints of another run",
+            got=str(newest),
+            expected="an empty folder where nothing is resumed",
+            advice="--resume auto, or another --checkpoint",
+        )
     return newest

@@ -54,12 +54,16 @@ class Nodes:
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
-            raise OsdpError("there is no such node", got=f"--node-rank {self.index}",
-                            expected=f"from 0 to {self.count - 1}")  # fmt: skip
+            raise OsdpError(
+                "there is no such node", got=f"--node-rank {self.index}", expected=f"from 0 to {self.count - 1}"
+            )
         port = self.endpoint.partition(":")[2]
         if self.count > 1 and not (port.isdecimal() and 0 < int(port) < 2**16):
-            raise OsdpError("several nodes need a place to meet", got=self.endpoint or "no --rdzv-endpoint",
-                            expected="--rdzv-endpoint HOST:PORT of node 0, the same on every node")  # fmt: skip
+            raise OsdpError(
+                "several nodes need a place to meet",
+                got=self.endpoint or "no --rdzv-endpoint",
+                expected="--rdzv-endpoint HOST:PORT of node 0, the same on every node",
+            )
 
 
 def is_rank() -> bool:
@@ -67,8 +71,14 @@ def is_rank() -> bool:
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
-def launch(command: Sequence[str], ranks: int, nodes: Nodes, device: str, timeout_s: float,
-           program: Sequence[str] = ("-m", "osdp")) -> None:  # fmt: skip
+def launch(
+    command: Sequence[str],
+    ranks: int,
+    nodes: Nodes,
+    device: str,
+    timeout_s: float,
+    program: Sequence[str] = ("-m", "osdp"),
+) -> None:
     """Run `command`, the arguments of `osdp`, as `ranks` ranks on this node until all are done.
 
     `program` is what Python runs in place of `osdp`: a script that ends as `osdp.cli.rank_process` says.
@@ -114,16 +124,23 @@ def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[None]:
 
     def store(limit_s: float) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), is_master=nodes.index == 0, timeout=timedelta(seconds=limit_s), wait_for_workers=False,
+            host,
+            int(port),
+            is_master=nodes.index == 0,
+            timeout=timedelta(seconds=limit_s),
+            wait_for_workers=False,
             multi_tenant=True,
-        )  # fmt: skip
+        )
 
     if nodes.index == 0:
         try:
             kept = store(timeout_s)
         except dist.DistNetworkError as error:
-            raise OsdpError("node 0 cannot listen where the nodes are to meet", got=f"{nodes.endpoint}: {error}",
-                            expected="an address of this machine and a free port") from None  # fmt: skip
+            raise OsdpError(
+                "node 0 cannot listen where the nodes are to meet",
+                got=f"{nodes.endpoint}: {error}",
+                expected="an address of this machine and a free port",
+            ) from None
         yield
         with suppress(dist.DistError):  # a node that was lost at the very end
             kept.wait(left, timedelta(seconds=_SHUTDOWN_S))

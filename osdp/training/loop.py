@@ -64,8 +64,12 @@ class Trainer:
         extra = self.model.load_checkpoint(path, self.optimizer)
         known, here = extra.get("data"), self.job.task.identity()
         if known != here:
-            raise OsdpError(f"{path} is of a run with other data", got=str(known), expected=str(here),
-                            advice="the options of that run, or another --checkpoint")  # fmt: skip
+            raise OsdpError(
+                f"{path} is of a run with other data",
+                got=str(known),
+                expected=str(here),
+                advice="the options of that run, or another --checkpoint",
+            )
         self.position = Position(extra["step"], extra["sample"])
 
     def run(self) -> Measurements:
@@ -93,8 +97,11 @@ class Trainer:
             self._save()
         self._settle()
         if config.trace is not None and tracer.steps < TRACE_STEP:
-            warnings.warn(f"only {tracer.steps} steps were left: --trace looks into steps {MEMORY_STEP} and "
-                          f"{TRACE_STEP} of a run", stacklevel=2)  # fmt: skip
+            warnings.warn(
+                f"only {tracer.steps} steps were left: --trace looks into steps {MEMORY_STEP} and "
+                f"{TRACE_STEP} of a run",
+                stacklevel=2,
+            )
         return measured
 
     def _step(self, rate: float) -> tuple[Tensor, Tensor | None]:
@@ -125,8 +132,11 @@ class Trainer:
         output: Any = self.model(tokens, **keywords)
         found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if not isinstance(found, Tensor) or found.numel() != 1:
-            raise OsdpError("the model returns no loss", got=type(output).__name__,
-                            expected="a scalar tensor, or an object with `loss`, when it is given labels")  # fmt: skip
+            raise OsdpError(
+                "the model returns no loss",
+                got=type(output).__name__,
+                expected="a scalar tensor, or an object with `loss`, when it is given labels",
+            )
         return found
 
     def _report(self, loss: Tensor, norm: Tensor | None, rate: float, measured: Measurements) -> None:

@@ -29,10 +29,12 @@ def model_and_task(config: TrainConfig) -> tuple[ModelSource, Task, nn.Module]:
     module = _hollow(source)
     _, keywords = source.example_inputs(module, 1)
     if not _takes_tokens(module) or set(keywords) not in ({"labels"}, {"input_ids", "labels"}):
-        raise OsdpError(f"{config.model} is no language model that this command can train",
-                        got=f"forward({', '.join(_parameters(module))})",
-                        expected="forward(tokens, labels=...) that returns the loss of the next token",
-                        advice="--task sentences for a BERT, or osdp.OSDP(your model) in your own loop")  # fmt: skip
+        raise OsdpError(
+            f"{config.model} is no language model that this command can train",
+            got=f"forward({', '.join(_parameters(module))})",
+            expected="forward(tokens, labels=...) that returns the loss of the next token",
+            advice="--task sentences for a BERT, or osdp.OSDP(your model) in your own loop",
+        )
     _check_vocabulary(config.model, module, task)
     return source, task, module
 
@@ -41,9 +43,12 @@ def _addition(config: TrainConfig) -> tuple[ModelSource, Task]:
     of_one_sum = 3 * config.digits + 1
     length = config.seq or of_one_sum
     if length < of_one_sum:
-        raise OsdpError("a sum does not go into a sample", got=f"{length} tokens",
-                        expected=f"at least {of_one_sum} for numbers of {config.digits} digits",
-                        advice="a larger --seq, or fewer --digits")  # fmt: skip
+        raise OsdpError(
+            "a sum does not go into a sample",
+            got=f"{length} tokens",
+            expected=f"at least {of_one_sum} for numbers of {config.digits} digits",
+            advice="a larger --seq, or fewer --digits",
+        )
     return load_model(config.model, sequence_length=length), Addition(config.digits, length, config.seed)
 
 
@@ -51,8 +56,11 @@ def _bytes(config: TrainConfig) -> tuple[ModelSource, Task]:
     assert config.data is not None, "the configuration is checked"
     source = load_model(config.model, sequence_length=config.seq)
     if source.sequence_length < 2:
-        raise OsdpError("a sample needs two tokens at least: one to predict the next from",
-                        got=f"{source.sequence_length}", advice="a larger --seq")  # fmt: skip
+        raise OsdpError(
+            "a sample needs two tokens at least: one to predict the next from",
+            got=f"{source.sequence_length}",
+            advice="a larger --seq",
+        )
     return source, Bytes(Path(config.data), source.sequence_length, config.seed)
 
 
@@ -63,10 +71,12 @@ def _sentences(config: TrainConfig) -> tuple[ModelSource, Task, nn.Module]:
     module = _hollow(source)
     _, keywords = task.sample(0)
     if not _takes_tokens(module) or not set(keywords) <= set(_parameters(module)):
-        raise OsdpError(f"{config.model} cannot learn the task sentences",
-                        got=f"forward({', '.join(_parameters(module))})",
-                        expected=f"forward(tokens, {', '.join(f'{name}=...' for name in keywords)}) that returns the "
-                        "loss", advice="a BERT such as bert-large, or another --task")  # fmt: skip
+        raise OsdpError(
+            f"{config.model} cannot learn the task sentences",
+            got=f"forward({', '.join(_parameters(module))})",
+            expected=f"forward(tokens, {', '.join(f'{name}=...' for name in keywords)}) that returns the loss",
+            advice="a BERT such as bert-large, or another --task",
+        )
     _check_vocabulary(config.model, module, task)
     return _fed_by(task, source), task, module
 
@@ -107,8 +117,11 @@ def _takes_tokens(module: nn.Module) -> bool:
 def _check_vocabulary(spec: str, module: nn.Module, task: Task) -> None:
     size = _vocabulary(module)
     if size is not None and size < task.vocabulary_size:
-        raise OsdpError(f"{spec} knows too few tokens for the task {task.name}", got=f"{size}",
-                        expected=f"at least {task.vocabulary_size}")  # fmt: skip
+        raise OsdpError(
+            f"{spec} knows too few tokens for the task {task.name}",
+            got=f"{size}",
+            expected=f"at least {task.vocabulary_size}",
+        )
 
 
 def _vocabulary(module: nn.Module) -> int | None:

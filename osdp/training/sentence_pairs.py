@@ -117,9 +117,12 @@ class TextFile:
         self._documents = parts if self.has_held_out else {False: documents}
         self._starts = {held_out: _starts(part) for held_out, part in self._documents.items()}
         if len(documents) < 2 or not self._starts[False]:
-            raise OsdpError(f"{path} has no pairs of sentences", got=f"{len(documents)} documents, {len(lines)} lines",
-                            expected="two documents or more, with blank lines between them, and a sentence on each "
-                            "line", advice="a blank line between paragraphs, or another --data")  # fmt: skip
+            raise OsdpError(
+                f"{path} has no pairs of sentences",
+                got=f"{len(documents)} documents, {len(lines)} lines",
+                expected="two documents or more, with blank lines between them, and a sentence on each line",
+                advice="a blank line between paragraphs, or another --data",
+            )
 
     def pair(self, random: np.random.Generator, room: int, is_next: bool, held_out: bool) -> tuple[Tokens, Tokens]:
         """Return two sentences; the first takes half of the room at most."""
@@ -158,8 +161,12 @@ class SentencePairs:
     def __init__(self, corpus: Corpus, sequence_length: int, seed: int) -> None:
         """Take pairs of `sequence_length` tokens, special ones counted; raises OsdpError if that is too short."""
         if sequence_length < SHORTEST:
-            raise OsdpError("a sample is too short for a pair of sentences", got=f"{sequence_length} tokens",
-                            expected=f"at least {SHORTEST}", advice="a larger --seq")  # fmt: skip
+            raise OsdpError(
+                "a sample is too short for a pair of sentences",
+                got=f"{sequence_length} tokens",
+                expected=f"at least {SHORTEST}",
+                advice="a larger --seq",
+            )
         self.corpus, self.sequence_length, self.seed = corpus, sequence_length, seed
 
     @property

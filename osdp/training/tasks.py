@@ -143,9 +143,12 @@ class Bytes:
         self.seed = seed
         self._data = open_text(path)
         if len(self._data) < sequence_length:
-            raise OsdpError(f"{path} is shorter than one sample", got=f"{len(self._data)} bytes",
-                            expected=f"at least {sequence_length}, the sequence length",
-                            advice="a longer file, or a smaller --seq")  # fmt: skip
+            raise OsdpError(
+                f"{path} is shorter than one sample",
+                got=f"{len(self._data)} bytes",
+                expected=f"at least {sequence_length}, the sequence length",
+                advice="a longer file, or a smaller --seq",
+            )
 
     def sample(self, index: int) -> Sample:
         """Return tokens and `labels`, (sequence,) each; all bytes are learned."""

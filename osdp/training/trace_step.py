@@ -33,8 +33,15 @@ from runtime.observe.live_bytes_by_category import ACTIVATIONS, LabelledBytes
 
 MEMORY_STEP, TRACE_STEP = 3, 4
 """Steps that are looked into; in the first ones memory is allocated and kernels are chosen."""
-ORDER = ("parameters", "optimizer", "gradients", "unsharded_parameters", "communication_buffers", ACTIVATIONS,
-         "optimizer_temporaries")  # fmt: skip
+ORDER = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "unsharded_parameters",
+    "communication_buffers",
+    ACTIVATIONS,
+    "optimizer_temporaries",
+)
 """Categories from below, those that rest first."""
 
 
@@ -167,8 +174,11 @@ def draw_memory(path: Path, moments: Sequence[Moment], title: str, predicted_byt
     peak_mib = max(map(sum, zip(*rows, strict=True)))
     if predicted_bytes is not None:
         axes.axhline(predicted_bytes / MIB, color="black", linestyle="--", label="peak, predicted")
-    axes.set(title=f"{title}: live tensors, at most {peak_mib:,.1f} MiB", ylabel="MiB",
-             xlabel="ms since the start of the step, slowed down by counting")  # fmt: skip
+    axes.set(
+        title=f"{title}: live tensors, at most {peak_mib:,.1f} MiB",
+        ylabel="MiB",
+        xlabel="ms since the start of the step, slowed down by counting",
+    )
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
     whole = path.with_suffix(f".{os.getpid()}.tmp.png")
     figure.savefig(whole, dpi=110)

@@ -15,11 +15,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from osdp.api import OSDP
 from osdp.models.config import LlamaConfig
@@ -116,8 +117,12 @@ def compare(setting: Setting) -> Iterator[Round]:
     for number in range(1, setting.steps + 1):
         lengths = lengths_of(setting, number)
         if max(lengths) < 2:
-            raise OsdpError("a step has nothing to learn", got="samples of one token each",
-                            expected="one that has a next token", advice="longer samples, or more")  # fmt: skip
+            raise OsdpError(
+                "a step has nothing to learn",
+                got="samples of one token each",
+                expected="one that has a next token",
+                advice="longer samples, or more",
+            )
         dealt = deal(setting.packing, lengths, ranks, setting.capacity, cost)
         names = list(contestants) if number % 2 else list(contestants)[::-1]
         found = {name: contestants[name].step(number, lengths, dealt) for name in names}
@@ -127,8 +132,11 @@ def compare(setting: Setting) -> Iterator[Round]:
 def make_contestants(setting: Setting) -> dict[str, Contestant]:
     """Return the contestants by name, all with the same parameters. A collective call."""
     longest = setting.capacity
-    source = ModelSource("llama", lambda: PackedLlama(setting.model),
-                         lambda model, batch: model.example_inputs(batch, longest), longest)  # type: ignore[operator]  # fmt: skip
+
+    def inputs(model: nn.Module, batch: int) -> Any:
+        return model.example_inputs(batch, longest)  # type: ignore[operator]
+
+    source = ModelSource("llama", lambda: PackedLlama(setting.model), inputs, longest)
     graph = trace_model(source)
     return {name: Contestant(setting, name, graph) for name in setting.contestants}
 

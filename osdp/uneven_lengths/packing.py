@@ -98,8 +98,9 @@ def deal(method: str, lengths: Sequence[int], ranks: int, capacity: int, cost: C
     if not lengths:
         raise OsdpError("a step has no samples", expected="at least one")
     if max(lengths) > capacity:
-        raise OsdpError("a sample is longer than a pack may be", got=f"{max(lengths)} tokens",
-                        expected=f"at most {capacity}")  # fmt: skip
+        raise OsdpError(
+            "a sample is longer than a pack may be", got=f"{max(lengths)} tokens", expected=f"at most {capacity}"
+        )
     if method == "kk":
         dealt = _balanced(lengths, ranks, capacity, cost)
     else:
@@ -154,8 +155,9 @@ def weights(counts: Sequence[int], targets: int) -> tuple[float, float]:
     return len(counts) / targets, (len(counts) if is_even else sum(counts)) / targets
 
 
-def _balanced(lengths: Sequence[int], ranks: int, capacity: int, cost: Callable[[int], float],
-              ) -> tuple[tuple[Pack, ...], ...]:  # fmt: skip
+def _balanced(
+    lengths: Sequence[int], ranks: int, capacity: int, cost: Callable[[int], float]
+) -> tuple[tuple[Pack, ...], ...]:
     """Return the packs of `kk`."""
     costs = [cost(length) for length in lengths]
     packs_per_rank = -(-sum(lengths) // (capacity * ranks))

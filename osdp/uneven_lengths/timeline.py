@@ -90,7 +90,7 @@ class Timeline:
         return self.total_s("waiting")
 
 
-class Recorder:
+class CallTimeline:
     """Takes down the calls of this rank."""
 
     def __init__(self) -> None:
@@ -120,9 +120,9 @@ class Recorder:
 
 
 @contextmanager
-def record_step(model: OSDP) -> Iterator[Recorder]:
+def record_step(model: OSDP) -> Iterator[CallTimeline]:
     """Record what this rank does in the step that runs inside; afterwards `recorder.recording` has it."""
-    recorder = Recorder()
+    recorder = CallTimeline()
     with ExitStack() as stack:
         for unit in model.schedule.units:
             module = model.module.get_submodule(unit.modules[0])
@@ -143,8 +143,11 @@ def gather_recordings(recording: Recording) -> list[Recording]:
     told = Agreement.all().gather("tell what it did", lambda: (_machine(), recording))
     machines = {machine for machine, _ in told}
     if len(machines) > 1:
-        raise OsdpError("a timeline cannot compare the clocks of several machines", got=f"{len(machines)} machines",
-                        expected="all ranks on one")  # fmt: skip
+        raise OsdpError(
+            "a timeline cannot compare the clocks of several machines",
+            got=f"{len(machines)} machines",
+            expected="all ranks on one",
+        )
     return [found for _, found in told]
 
 
@@ -159,8 +162,11 @@ def timelines(recordings: Sequence[Recording]) -> tuple[Timeline, ...]:
             arrivals.setdefault(key, {})[rank] = call.start_s
     odd = next((key for key, found in arrivals.items() if set(found) != set(key[0])), None)
     if odd is not None:
-        raise OsdpError("the ranks did not meet equally often", got=f"meeting {odd[1] + 1} of ranks {odd[0]}",
-                        expected="a step of each rank, all the same one")  # fmt: skip
+        raise OsdpError(
+            "the ranks did not meet equally often",
+            got=f"meeting {odd[1] + 1} of ranks {odd[0]}",
+            expected="a step of each rank, all the same one",
+        )
     latest = {key: max(found.values()) for key, found in arrivals.items()}
     start_s, end_s = min(one.start_s for one in recordings), max(one.end_s for one in recordings)
     return tuple(Timeline(tuple(_spans(recording, latest, start_s, end_s))) for recording in recordings)
@@ -175,8 +181,9 @@ def _numbered(recording: Recording) -> Iterator[tuple[Call, tuple[tuple[int, ...
             seen[call.ranks] += 1
 
 
-def _spans(recording: Recording, latest: dict[tuple[tuple[int, ...], int], float], start_s: float,
-           end_s: float) -> Iterator[Span]:  # fmt: skip
+def _spans(
+    recording: Recording, latest: dict[tuple[tuple[int, ...], int], float], start_s: float, end_s: float
+) -> Iterator[Span]:
     came = {id(call): latest[key] for call, key in _numbered(recording)}
     edges: list[tuple[Kind, float]] = []
     """Each kind with the end of its stretch."""
@@ -192,7 +199,7 @@ def _spans(recording: Recording, latest: dict[tuple[tuple[int, ...], int], float
 
 
 @contextmanager
-def _watched_unit(module: FSDPModule, recorder: Recorder) -> Iterator[None]:
+def _watched_unit(module: FSDPModule, recorder: CallTimeline) -> Iterator[None]:
     own = communication_of(module)
     if own is None:
         yield
@@ -209,15 +216,16 @@ def _watched_unit(module: FSDPModule, recorder: Recorder) -> Iterator[None]:
 class _Watched:
     """Communication of `fully_shard` with a recorder around it."""
 
-    def __init__(self, own: AllGather | ReduceScatter, name: str, recorder: Recorder) -> None:
+    def __init__(self, own: AllGather | ReduceScatter, name: str, recorder: CallTimeline) -> None:
         self.own, self.name, self.recorder = own, name, recorder
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer."""
         return self.own.allocate(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *args: Any,
-                 **kwargs: Any) -> Any:  # fmt: skip
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *args: Any, **kwargs: Any
+    ) -> Any:
         """Communicate."""
         call = self.recorder.watched(self.name, dist.get_process_group_ranks(group), self.own)
         return call(output_tensor, input_tensor, group, *args, **kwargs)

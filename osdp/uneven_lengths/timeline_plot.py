@@ -40,6 +40,9 @@ def plot_timelines(path: Path, found: Mapping[str, Sequence[Timeline]], title: s
         axes.invert_yaxis()
     pictures[-1].set_xlabel("seconds since the step began")
     figure.suptitle(title)
-    figure.legend(handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()], ncols=len(COLOURS),
-                  loc="outside lower center")  # fmt: skip
+    figure.legend(
+        handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()],
+        ncols=len(COLOURS),
+        loc="outside lower center",
+    )
     figure.savefig(path)

@@ -24,7 +24,7 @@ from planner.cost.workload import Workload
 from planner.name_patterns import matches, unknown_name
 from planner.pins import parse_pin, resolve
 from planner.plan import Decisions, Plan, Prediction, check_model, decisions_of, predict, space_of
-from planner.search.search_space import Choice, Space
+from planner.search.search_space import Space, StageDecision
 from planner.strategies.registry import Strategy, strategies_on
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import ModelGraph
@@ -42,7 +42,7 @@ class OpenPlan:
     plan: Plan
     space: Space
     load: Workload
-    choices: tuple[Choice, ...]
+    choices: tuple[StageDecision, ...]
     """One per stage in execution order."""
     tied: tuple[Strategy, ...]
     """One for each operator that runs in several stages."""
@@ -146,8 +146,7 @@ def open_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> OpenPlan:
     """
     check_model(plan, graph)
     space = space_of(plan, graph, cluster)
-    load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation,
-                    plan.waits)  # fmt: skip
+    load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation, plan.waits)
     decided = decisions_of(plan, space, cluster)
     prediction = predict(decided.options(space, load, plan.usable_bytes), space, load)
     return OpenPlan(plan, space, load, decided.choices, decided.spanning, decided.idle, prediction)
@@ -203,18 +202,24 @@ def alternatives(view: OpenPlan, target: Target) -> list[Alternative]:
     return sorted(found, key=lambda other: (other.delta_s, other.peak_bytes))
 
 
-def _decided(view: OpenPlan, target: Target, strategy: Strategy,
-             recompute: bool) -> tuple[tuple[Choice, ...], tuple[Strategy, ...]]:  # fmt: skip
+def _decided(
+    view: OpenPlan, target: Target, strategy: Strategy, recompute: bool
+) -> tuple[tuple[StageDecision, ...], tuple[Strategy, ...]]:
     """Return the plan's choices with the target's replaced."""
     choices = list(view.choices)
     for index in target.stages:
         stage = view.space.model.stages[index]
-        choices[index] = Choice((strategy,) * len(stage.operators), recompute and stage.block is not None)
+        choices[index] = StageDecision((strategy,) * len(stage.operators), recompute and stage.block is not None)
     return tuple(choices), (strategy,) * len(view.tied) if target.spanning else view.tied
 
 
-def _alternative(view: OpenPlan, strategy: Strategy, recompute: bool | None, choices: tuple[Choice, ...],
-                 tied: tuple[Strategy, ...]) -> Alternative:  # fmt: skip
+def _alternative(
+    view: OpenPlan,
+    strategy: Strategy,
+    recompute: bool | None,
+    choices: tuple[StageDecision, ...],
+    tied: tuple[Strategy, ...],
+) -> Alternative:
     decided = Decisions(choices, tied, view.idle)
     options = decided.options(view.space, view.load, view.plan.usable_bytes)
     before, after = view.prediction, predict(options, view.space, view.load)
@@ -233,7 +238,7 @@ def _alternative(view: OpenPlan, strategy: Strategy, recompute: bool | None, cho
 
 def parts(view: OpenPlan) -> list[Part]:
     """Return the parts of a plan in execution order, each with the best changes of one of its stages."""
-    groups: dict[tuple[str, Choice | None], list[int]] = {}
+    groups: dict[tuple[str, StageDecision | None], list[int]] = {}
     for index, choice in enumerate(view.choices):
         if choice.strategies or choice.recompute:
             groups.setdefault((view.label_of(index), choice), []).append(index)

@@ -32,8 +32,9 @@ class FrontierPoint:
     """The smaller limit whose plan was faster than what the search found here, if one was."""
 
 
-def frontier(task: Task, limits_bytes: Iterable[int],
-             progress: Progress = lambda what, fraction: None) -> tuple[FrontierPoint, ...]:  # fmt: skip
+def frontier(
+    task: Task, limits_bytes: Iterable[int], progress: Progress = lambda what, fraction: None
+) -> tuple[FrontierPoint, ...]:
     """Return what each limit allows, by growing limit; `task` says all but the limit."""
     space = Space(task.graph, pins=task.pins)
     limits = sorted(set(limits_bytes))

@@ -35,7 +35,7 @@ from planner.collectives import collective_s
 from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_costs import StageCosts
 from planner.cost.stage_memory import Moment
-from planner.cost.stage_option import Option, Segment
+from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.search.search_space import Space, Spanning
@@ -101,8 +101,14 @@ def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: 
     return trains and plain and precision == "fp32"
 
 
-def as_run(options: tuple[Option, ...], spanning: Spanning, idle: Sequence[Strategy] | None, space: Space,
-           load: Workload, limit_bytes: float) -> tuple[Option, ...]:  # fmt: skip
+def as_run(
+    options: tuple[StageCandidate, ...],
+    spanning: Spanning,
+    idle: Sequence[Strategy] | None,
+    space: Space,
+    load: Workload,
+    limit_bytes: float,
+) -> tuple[StageCandidate, ...]:
     """Return a plan's options as the runtime runs it: by DistributedDataParallel if it can and that fits.
 
     `idle` gives the strategies of operators that are never called; None: as the search shards them.
@@ -121,7 +127,7 @@ def fits_replicated(space: Space, load: Workload, recompute: Sequence[bool], lim
     return _fit(Replica(space, load).options(recompute), load, limit_bytes)
 
 
-def _fit(options: Sequence[Option], load: Workload, limit_bytes: float) -> bool:
+def _fit(options: Sequence[StageCandidate], load: Workload, limit_bytes: float) -> bool:
     return peak_memory(options, load).total_bytes <= limit_bytes
 
 
@@ -183,7 +189,7 @@ class Replica:
             found[call] += collective_s("all_reduce", bucket.size_bytes, cluster, cluster.world_size)
         return found
 
-    def options(self, recompute: Sequence[bool]) -> tuple[Option, ...]:
+    def options(self, recompute: Sequence[bool]) -> tuple[StageCandidate, ...]:
         """Return the options, one per stage, given which stages are recomputed."""
         stages = list(self._stages(recompute))
         backward_s = [seconds for stage in stages for seconds in stage.backward_s]
@@ -246,12 +252,14 @@ class _Stage:
         *before, last = self.costs.backward_s
         return [*before, last + (sum(self.costs.forward_s) if self.recompute else 0.0)]
 
-    def option(self, unseen: tuple[int, int], reduce_s: Sequence[float], interference_s: Sequence[float]) -> Option:
+    def option(
+        self, unseen: tuple[int, int], reduce_s: Sequence[float], interference_s: Sequence[float]
+    ) -> StageCandidate:
         """Return the stage as the sums take it; `unseen` are gradients to be added in forward and in backward."""
         costs, own = self.costs, self.own_bytes
         again_s = sum(costs.forward_s) if self.recompute else 0.0
         top = len(self.backward_s) - 1
-        return Option(
+        return StageCandidate(
             strategies=(COPY,) * len(self.operators),
             recompute=self.recompute,
             parameters=own.parameters,
@@ -267,8 +275,16 @@ class _Stage:
             reduce_input=0,
             reduces=False,
             segments=tuple(
-                Segment(forward_s, backward_s, again_s if j == top else 0.0, 0.0, 0.0, 0.0, reduced_s,
-                        step_interference_s=interfered_s)
+                Segment(
+                    forward_s,
+                    backward_s,
+                    again_s if j == top else 0.0,
+                    0.0,
+                    0.0,
+                    0.0,
+                    reduced_s,
+                    step_interference_s=interfered_s,
+                )
                 for j, (forward_s, backward_s, reduced_s, interfered_s) in enumerate(
                     zip(costs.forward_s, self.backward_s, reduce_s, interference_s, strict=True)
                 )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cost.stage_memory import Moment
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
 
 
@@ -40,7 +40,7 @@ class MemoryPeak:
         return sum(self.categories.values())
 
 
-def neighbour_bytes(moment: Moment, reduce_input: int, below: Option | None) -> float:
+def neighbour_bytes(moment: Moment, reduce_input: int, below: StageCandidate | None) -> float:
     """Return the buffers of other stages that are alive at a moment: of the last reduction, and of the one below."""
     total = reduce_input if moment.above else 0
     if moment.below and below:
@@ -50,12 +50,12 @@ def neighbour_bytes(moment: Moment, reduce_input: int, below: Option | None) -> 
     return total
 
 
-def beside(option: Option, is_above: bool) -> tuple[int, Option | None]:
+def beside(option: StageCandidate, is_above: bool) -> tuple[int, StageCandidate | None]:
     """Return what `neighbour_bytes` takes of one neighbour alone: the stage above, or the one below."""
     return (option.reduce_input if option.reduces else 0, None) if is_above else (0, option)
 
 
-def peak_memory(options: Sequence[Option], load: Workload) -> MemoryPeak:
+def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak:
     """Return the peak of a plan, one option per stage in execution order."""
     accumulates = load.accumulation > 1
     resting = float(sum(option.rest for option in options))
@@ -79,7 +79,7 @@ def peak_memory(options: Sequence[Option], load: Workload) -> MemoryPeak:
     return best if found is None else _peak_at(options, *found, load)
 
 
-def _reductions_above(options: Sequence[Option]) -> list[int]:
+def _reductions_above(options: Sequence[StageCandidate]) -> list[int]:
     """Return, for each stage, the reduce-scatter input that stages above have left."""
     found, left = [0] * len(options), 0
     for index in reversed(range(len(options))):
@@ -89,11 +89,11 @@ def _reductions_above(options: Sequence[Option]) -> list[int]:
     return found
 
 
-def _gathers_below(options: Sequence[Option]) -> list[tuple[Option | None, Option | None]]:
+def _gathers_below(options: Sequence[StageCandidate]) -> list[tuple[StageCandidate | None, StageCandidate | None]]:
     """Return, for each stage, those below whose gathers it sees in backward and in forward: past owners."""
-    found: list[tuple[Option | None, Option | None]] = []
-    in_backward: Option | None = None
-    in_forward: Option | None = None
+    found: list[tuple[StageCandidate | None, StageCandidate | None]] = []
+    in_backward: StageCandidate | None = None
+    in_forward: StageCandidate | None = None
     for option in options:
         found.append((in_backward, in_forward))
         in_backward = option if option.prefetches else in_backward
@@ -101,32 +101,45 @@ def _gathers_below(options: Sequence[Option]) -> list[tuple[Option | None, Optio
     return found
 
 
-def optimizer_moment(options: Sequence[Option], load: Workload) -> MemoryPeak:
+def optimizer_moment(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak:
     """Return the memory of the optimizer step."""
     parameters = float(sum(option.parameters for option in options))
     windows = float(sum(option.window for option in options))
-    return MemoryPeak("optimizer", None, None, {
-        "parameters": parameters,
-        "optimizer": float(sum(option.optimizer for option in options)),
-        "gradients": float(sum(option.gradients for option in options)),
-        **({"communication_buffers": windows} if windows else {}),
-        "optimizer_temporaries": load.optimizer.temporaries * float(sum(option.gradients for option in options)),
-        "reserve": load.cluster.reserve_bytes,
-    })  # fmt: skip
+    return MemoryPeak(
+        "optimizer",
+        None,
+        None,
+        {
+            "parameters": parameters,
+            "optimizer": float(sum(option.optimizer for option in options)),
+            "gradients": float(sum(option.gradients for option in options)),
+            **({"communication_buffers": windows} if windows else {}),
+            "optimizer_temporaries": load.optimizer.temporaries * float(sum(option.gradients for option in options)),
+            "reserve": load.cluster.reserve_bytes,
+        },
+    )
 
 
-def _peak_at(options: Sequence[Option], index: int, moment: Moment, reduced: float, load: Workload) -> MemoryPeak:
+def _peak_at(
+    options: Sequence[StageCandidate], index: int, moment: Moment, reduced: float, load: Workload
+) -> MemoryPeak:
     before, option = options[:index], options[index]
     waiting = 0 if moment.phase == "forward" else option.ambient_gradients
     reduction = _reductions_above(options)[index]
     below = _gathers_below(options)[index][moment.phase == "forward"]
-    return MemoryPeak(moment.phase, index, moment.operator, {
-        "parameters": float(sum(option.parameters for option in options)),
-        "optimizer": float(sum(option.optimizer for option in options)),
-        "gradients": reduced + moment.gradients + waiting,
-        "unsharded_parameters": moment.unsharded + option.ambient_unsharded + sum(o.kept for o in before),
-        "communication_buffers": moment.buffers + neighbour_bytes(moment, reduction, below)
-        + sum(o.window for o in options),
-        "activations": moment.activations + sum(o.saved for o in before),
-        "reserve": load.cluster.reserve_bytes,
-    })  # fmt: skip
+    return MemoryPeak(
+        moment.phase,
+        index,
+        moment.operator,
+        {
+            "parameters": float(sum(option.parameters for option in options)),
+            "optimizer": float(sum(option.optimizer for option in options)),
+            "gradients": reduced + moment.gradients + waiting,
+            "unsharded_parameters": moment.unsharded + option.ambient_unsharded + sum(o.kept for o in before),
+            "communication_buffers": moment.buffers
+            + neighbour_bytes(moment, reduction, below)
+            + sum(o.window for o in options),
+            "activations": moment.activations + sum(o.saved for o in before),
+            "reserve": load.cluster.reserve_bytes,
+        },
+    )

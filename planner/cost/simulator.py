@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cost.stage_option import Option, Segment
+from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.step_time import meet, reduction_s, waiting_s
 from planner.cost.workload import Workload
 
@@ -93,8 +93,9 @@ def _backward(streams: _Streams, segments: Sequence[Segment], last: bool) -> Non
         done = streams.run("compute", "backward", index, duration, start)
         streams.free_s["compute"] = max(done.end_s, reduced_s)
         label = "reduce-scatter + all-reduce" if last and segments[index].step_reduce_s else "reduce-scatter"
-        reduction = streams.run("communication", label, index, reduction_s(segments[index], last),
-                                streams.free_s["compute"])  # fmt: skip
+        reduction = streams.run(
+            "communication", label, index, reduction_s(segments[index], last), streams.free_s["compute"]
+        )
         reduced_s = reduction.end_s
         if index and not streams.overlaps:
             gather = streams.run("communication", "all-gather", index - 1, segments[index - 1].backward_gather_s)
@@ -115,14 +116,14 @@ def _micro_batch(streams: _Streams, segments: Sequence[Segment], last: bool, wai
         streams.join()
 
 
-def _waits(options: Sequence[Option], load: Workload) -> tuple[float, float]:
+def _waits(options: Sequence[StageCandidate], load: Workload) -> tuple[float, float]:
     """Return the seconds of waiting at the end of every micro-batch and before the optimizer."""
     meets = meet(options)
     waiting = sum(waiting_s(option, load, meets) for option in options)
     return (waiting / load.accumulation, 0.0) if meets else (0.0, waiting)
 
 
-def simulate(options: Sequence[Option], load: Workload) -> tuple[Event, ...]:
+def simulate(options: Sequence[StageCandidate], load: Workload) -> tuple[Event, ...]:
     """Return every event of one step; the step takes until the last one's `end_s`."""
     segments = [segment for option in options for segment in option.segments]
     streams, (each_s, once_s) = _Streams(load.cluster.overlaps), _waits(options, load)
@@ -134,7 +135,7 @@ def simulate(options: Sequence[Option], load: Workload) -> tuple[Event, ...]:
     return tuple(streams.events)
 
 
-def simulated_s(options: Sequence[Option], load: Workload) -> float:
+def simulated_s(options: Sequence[StageCandidate], load: Workload) -> float:
     """Return the simulated seconds of one step: as `simulate`, but micro-batches that are alike are played once."""
     segments = [segment for option in options for segment in option.segments]
     each_s, once_s = _waits(options, load)

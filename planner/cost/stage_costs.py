@@ -16,8 +16,9 @@ class UnitCosts:
         self.graph, self.load = model.graph, load
         self.known: dict[tuple[tuple[int, ...], Strategy, bool], tuple[UnitBytes, UnitTraffic]] = {}
 
-    def __call__(self, operators: tuple[int, ...], strategy: Strategy,
-                 elsewhere: bool = False) -> tuple[UnitBytes, UnitTraffic]:  # fmt: skip
+    def __call__(
+        self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False
+    ) -> tuple[UnitBytes, UnitTraffic]:
         key = (operators, strategy, elsewhere)
         if key not in self.known:
             load = self.load
@@ -44,8 +45,10 @@ class StageCosts:
         # Gradients of activations that are left when the backward of a call is over.
         self.outgoing = [
             max(0.0, graph.calls[before].backward_start_bytes(batch) - graph.calls[before].saved_bytes(batch))
-            if before >= 0 else 0.0 for before in stage.input_bytes_of_calls
-        ]  # fmt: skip
+            if before >= 0
+            else 0.0
+            for before in stage.input_bytes_of_calls
+        ]
         self.backward_start = [call.backward_start_bytes(batch) for call in stage.calls]
         self.module_backward_start = [call.module_backward_start_bytes(batch) for call in stage.calls]
         self.output = [call.output_bytes(batch) for call in stage.calls]

@@ -122,8 +122,9 @@ def _is_late(costs: StageCosts, operator: int) -> bool:
     return "Embedding" in this.kind or this is bottom or this.modules == bottom.modules
 
 
-def make_unit(costs: StageCosts, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts,
-              own: bool, elsewhere: bool) -> StagedUnit:  # fmt: skip
+def make_unit(
+    costs: StageCosts, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts, own: bool, elsewhere: bool
+) -> StagedUnit:
     unit, traffic = units(operators, strategy, elsewhere)
     calls = [j for j, call in enumerate(costs.stage.calls) if call.operator in operators]
     is_owned = strategy.kind.wrapping == "owner"
@@ -147,7 +148,7 @@ def make_unit(costs: StageCosts, operators: tuple[int, ...], strategy: Strategy,
     )
 
 
-class Clock:
+class StageMemoryWalk:
     """Walks a stage's calls forward and backward and notes every moment's bytes.
 
     Spanning units that have a call here are walked as units; what others hold is `Option.ambient_*`.
@@ -184,8 +185,9 @@ class Clock:
                     buffers, live = gathered + unit.bytes.gathered, costs.saved[j] + costs.incoming[j]
                     self.note("forward", call.operator, unsharded, 0, buffers, live, below=from_below)
                     temporary = buffers + unit.bytes.gather_temporary
-                    self.note("forward", call.operator, unsharded - unit.bytes.unsharded, 0, temporary, live,
-                              below=from_below)  # fmt: skip
+                    self.note(
+                        "forward", call.operator, unsharded - unit.bytes.unsharded, 0, temporary, live, below=from_below
+                    )
                     if not unit.stalls:
                         gathered, from_below = unit.bytes.gathered, False
             self.forward_call(j, unsharded, gathered, from_below)
@@ -229,15 +231,25 @@ class Clock:
                 operator, temporary = unit.operators[0], unit.prefetch_temporary
                 self.note("recompute", operator, unsharded, held, buffers + temporary, live, True, target is None)
                 unsharded += unit.bytes.unsharded - unit.kept
-                self.note("recompute", operator, unsharded + unit.bytes.secondary, held, buffers, live, True,
-                          target is None)  # fmt: skip
+                self.note(
+                    "recompute", operator, unsharded + unit.bytes.secondary, held, buffers, live, True, target is None
+                )
             for j in range(unit.first, unit.last + 1):
                 live = around + costs.saved[j] + costs.forward_peak[j]
-                self.note("recompute", costs.stage.calls[j].operator, unsharded, held, buffers, live, above=True,
-                          below=target is None)  # fmt: skip
+                self.note(
+                    "recompute",
+                    costs.stage.calls[j].operator,
+                    unsharded,
+                    held,
+                    buffers,
+                    live,
+                    above=True,
+                    below=target is None,
+                )
 
-    def note_before_recomputation(self, others: list[StagedUnit], top: StagedUnit, target: StagedUnit | None,
-                                  held: float) -> None:  # fmt: skip
+    def note_before_recomputation(
+        self, others: list[StagedUnit], top: StagedUnit, target: StagedUnit | None, held: float
+    ) -> None:
         """Note the gather of a block's last unit, after which the block runs again, and what is prefetched then."""
         costs, j = self.costs, top.last
         live = costs.block_saved + max(0.0, costs.module_backward_start[j] - (costs.saved[j + 1] - costs.saved[j]))
@@ -245,8 +257,17 @@ class Clock:
         operator, gathered = costs.stage.calls[j].operator, top.prefetched
         self.note("recompute", operator, unsharded + top.bytes.secondary, held, gathered, live, above=True)
         buffers = target.prefetched + target.prefetch_temporary if target else 0
-        self.note("recompute", operator, unsharded, held, buffers, live, above=True, below=target is None,
-                  gathers_below=target is None)  # fmt: skip
+        self.note(
+            "recompute",
+            operator,
+            unsharded,
+            held,
+            buffers,
+            live,
+            above=True,
+            below=target is None,
+            gathers_below=target is None,
+        )
 
     def backward(self) -> None:
         """Note the moments of the backward."""
@@ -275,8 +296,16 @@ class Clock:
                         prefetched, below, _ = self.next_prefetch(j)
             withheld = costs.withheld[j] if self.is_whole else 0.0
             live = extra + costs.saved[j] + peak + withheld
-            self.note("backward", call.operator, unsharded, gradients, prefetched + reduce_input, live,
-                      above=above, below=below)  # fmt: skip
+            self.note(
+                "backward",
+                call.operator,
+                unsharded,
+                gradients,
+                prefetched + reduce_input,
+                live,
+                above=above,
+                below=below,
+            )
             done.add(call.operator)
             for unit in self.units:
                 if unit.opens and unit.first == j and unit.late:
@@ -297,17 +326,36 @@ class Clock:
         if costs.is_bottom:
             self.note_late(late, done, reduced, waiting_unsharded)
 
-    def note_gather(self, unit: StagedUnit, j: int, unsharded: float, gradients: float, reduce_input: int,
-                    live: float, above: bool) -> None:  # fmt: skip
+    def note_gather(
+        self, unit: StagedUnit, j: int, unsharded: float, gradients: float, reduce_input: int, live: float, above: bool
+    ) -> None:
         """Note that a unit is gathered for its backward, and then what is prefetched."""
         operator, held = self.costs.stage.calls[j].operator, unsharded + unit.bytes.secondary
         self.note("backward", operator, held, gradients, unit.prefetched + reduce_input, live, above=above)
         prefetched, below, temporary = self.next_prefetch(j)
-        self.note("backward", operator, unsharded, gradients, prefetched + temporary + reduce_input, live,
-                  above=above, below=below, gathers_below=below)  # fmt: skip
+        self.note(
+            "backward",
+            operator,
+            unsharded,
+            gradients,
+            prefetched + temporary + reduce_input,
+            live,
+            above=above,
+            below=below,
+            gathers_below=below,
+        )
 
-    def note_reduction(self, unit: StagedUnit, operator: int, unsharded: float, waiting: float, around: int,
-                       live: float, above: bool, below: bool) -> None:  # fmt: skip
+    def note_reduction(
+        self,
+        unit: StagedUnit,
+        operator: int,
+        unsharded: float,
+        waiting: float,
+        around: int,
+        live: float,
+        above: bool,
+        below: bool,
+    ) -> None:
         """Note what is held when a unit's gradients have been copied, and when they are reduced.
 
         `around` are buffers of other units.  FSDP2 frees the one of the reduction before; an owner does not.
@@ -334,13 +382,15 @@ class Clock:
             done -= set(unit.operators)
             self.waiting = [other for other in self.waiting if other is not unit]
             waiting = reduced + self.held(done)
-            self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, 0.0, above=False,
-                                below=False)  # fmt: skip
+            self.note_reduction(
+                unit, unit.operators[0], unsharded - unit.freed, waiting, 0, 0.0, above=False, below=False
+            )
             unsharded -= unit.bytes.unsharded
             reduced += 0 if self.accumulates else unit.bytes.gradients
 
-    def note_tail(self, unit: StagedUnit, j: int, unsharded: float, gradients: float, buffers: int,
-                  above: bool, below: bool) -> None:  # fmt: skip
+    def note_tail(
+        self, unit: StagedUnit, j: int, unsharded: float, gradients: float, buffers: int, above: bool, below: bool
+    ) -> None:
         """Note the backward of what follows a unit's last module: the unit is not unsharded again yet."""
         costs = self.costs
         unsharded -= unit.bytes.unsharded - unit.kept
@@ -365,14 +415,34 @@ class Clock:
         waiting = {unit.operators[0] for unit in self.waiting}
         return sum(full[o] for o in done - waiting) + sum(unit.bytes.full_gradients for unit in self.waiting)
 
-    def note(self, phase: str, operator: int, unsharded: float, gradients: float, buffers: float, activations: float,
-             above: bool = False, below: bool = False, gathers_below: bool = False) -> None:  # fmt: skip
+    def note(
+        self,
+        phase: str,
+        operator: int,
+        unsharded: float,
+        gradients: float,
+        buffers: float,
+        activations: float,
+        above: bool = False,
+        below: bool = False,
+        gathers_below: bool = False,
+    ) -> None:
         """Keep a moment if it is the highest yet of those that see the same neighbours."""
         # Most moments are not: a large search makes millions, so objects are made of the rest only.
         total, sees = unsharded + gradients + buffers + activations, (phase == "forward", above, below, gathers_below)
         if total > self.highest.get(sees, (-1.0,))[0]:
-            self.highest[sees] = (total, phase, operator, unsharded, gradients, buffers, activations, above, below,
-                                  gathers_below)  # fmt: skip
+            self.highest[sees] = (
+                total,
+                phase,
+                operator,
+                unsharded,
+                gradients,
+                buffers,
+                activations,
+                above,
+                below,
+                gathers_below,
+            )
 
     def moments(self) -> tuple[Moment, ...]:
         """Return the moments that were kept."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from planner.cost.stage_costs import StageCosts, UnitCosts
-from planner.cost.stage_memory import Clock, Moment, StagedUnit, make_unit
+from planner.cost.stage_memory import Moment, StagedUnit, StageMemoryWalk, make_unit
 from planner.model.fsdp_units import join
 from planner.model.stages import StagedModel
 from planner.strategies.registry import Strategy
@@ -66,7 +66,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Option:
+class StageCandidate:
     """A stage with strategies chosen."""
 
     strategies: tuple[Strategy, ...]
@@ -154,8 +154,14 @@ def _segments(costs: StageCosts, units: list[StagedUnit], recompute: bool) -> tu
     return tuple(segments)
 
 
-def make_option(costs: StageCosts, units: UnitCosts, strategies: tuple[Strategy, ...], recompute: bool,
-                spanning: Mapping[int, Strategy], elsewhere: frozenset[int] = frozenset()) -> Option:  # fmt: skip
+def make_option(
+    costs: StageCosts,
+    units: UnitCosts,
+    strategies: tuple[Strategy, ...],
+    recompute: bool,
+    spanning: Mapping[int, Strategy],
+    elsewhere: frozenset[int] = frozenset(),
+) -> StageCandidate:
     """Return a stage under one strategy per operator.
 
     `spanning` gives the strategies of operators that run in several stages, of which those with a
@@ -165,11 +171,10 @@ def make_option(costs: StageCosts, units: UnitCosts, strategies: tuple[Strategy,
     stage = costs.stage
     found = join(stage.operators, ((strategy,) for strategy in strategies), costs.model.slices)
     own = [
-        make_unit(costs, u.operators, u.strategy, units, own=True, elsewhere=u.operators[0] in elsewhere)
-        for u in found
+        make_unit(costs, u.operators, u.strategy, units, own=True, elsewhere=u.operators[0] in elsewhere) for u in found
     ]
     here = [make_unit(costs, (o,), spanning[o], units, own=False, elsewhere=o in elsewhere) for o in stage.spanning]
-    clock = Clock(costs, own, here, recompute)
+    clock = StageMemoryWalk(costs, own, here, recompute)
     clock.forward()
     if recompute:
         clock.recomputation()
@@ -181,7 +186,7 @@ def make_option(costs: StageCosts, units: UnitCosts, strategies: tuple[Strategy,
     reducing = [unit for unit in opened if unit.replaces_reduction]
     late = [unit for unit in own if unit.late]
     gradients = sum(unit.bytes.gradients for unit in opened)
-    return Option(
+    return StageCandidate(
         strategies=strategies,
         recompute=recompute,
         parameters=sum(unit.bytes.parameters for unit in opened),

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from planner.cost.stage_option import Option, Segment
+from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.workload import Workload
 
 
@@ -83,18 +83,18 @@ def backward_s(segments: Sequence[Segment], overlaps: bool, last: bool) -> float
     return total
 
 
-def meet(options: Iterable[Option]) -> bool:
+def meet(options: Iterable[StageCandidate]) -> bool:
     """Return whether a plan makes ranks wait for each other in every micro-batch."""
     return any(option.meets for option in options)
 
 
-def waiting_s(option: Option, load: Workload, meets: bool) -> float:
+def waiting_s(option: StageCandidate, load: Workload, meets: bool) -> float:
     """Return a stage's share of the waiting in a step, given whether the plan meets in every micro-batch."""
     computing_s = sum(segment.forward_s + segment.backward_s for segment in option.segments)
     return (load.waits.factor(meets) - 1.0) * load.accumulation * computing_s
 
 
-def step_time(options: Sequence[Option], load: Workload) -> StepTime:
+def step_time(options: Sequence[StageCandidate], load: Workload) -> StepTime:
     """Return the predicted time of a step, one option per stage in execution order."""
     segments = [segment for option in options for segment in option.segments]
     overlaps, repeats = load.cluster.overlaps, load.accumulation

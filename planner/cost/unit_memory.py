@@ -108,8 +108,14 @@ def _window(shard_bytes: int, trained_bytes: int, strategy: Strategy) -> int:
     return _rounded(shard_bytes) + _rounded(strategy.accumulators * trained_bytes)
 
 
-def unit_bytes(parameters: Iterable[Parameter], strategy: Strategy, precision: str, optimizer: Optimizer,
-               elsewhere: bool = False, node: int = 1) -> UnitBytes:  # fmt: skip
+def unit_bytes(
+    parameters: Iterable[Parameter],
+    strategy: Strategy,
+    precision: str,
+    optimizer: Optimizer,
+    elsewhere: bool = False,
+    node: int = 1,
+) -> UnitBytes:
     """Return the memory of a unit; equations at the top of this module.
 
     `elsewhere` says that another rank owns it, which matters to strategy `owner` only; `node` is the

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from planner.cost.stage_option import Option, Segment
+from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.step_time import reduction_s, step_time, waiting_s
 from planner.cost.workload import Workload
 
 
-class Windows(NamedTuple):
+class OverlapTerms(NamedTuple):
     """The numbers of one stage; all but `inner_s` are those of one micro-batch."""
 
     inner_s: float
@@ -66,18 +66,18 @@ def _inner_s(segments: Sequence[Segment], repeats: int) -> float:
     return total
 
 
-def windows_of(option: Option, load: Workload, meets: bool = True) -> Windows:
+def overlap_terms(option: StageCandidate, load: Workload, meets: bool = True) -> OverlapTerms:
     """Return the numbers of a stage under one option; `meets` says which waiting the plan is charged."""
     waiting = waiting_s(option, load, meets)
     if not load.cluster.overlaps:
         time = step_time([option], load)
         alone_s = time.total_s - time.waiting_s + waiting
-        return Windows(alone_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, single=True)
+        return OverlapTerms(alone_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, single=True)
     segments, repeats = option.segments, load.accumulation
     lost_s = sum(repeats * segment.interference_s + segment.step_interference_s for segment in segments)
     first, last, single = segments[0], segments[-1], len(segments) == 1
     second = None if single else segments[1]
-    return Windows(
+    return OverlapTerms(
         inner_s=option.optimizer_s + waiting + lost_s + (0.0 if single else _inner_s(segments, repeats)),
         first_gather_s=first.forward_gather_s,
         reduce_s=first.reduce_s,

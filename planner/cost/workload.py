@@ -43,8 +43,12 @@ class Workload:
             raise OsdpError("unknown optimizer", got=self.optimizer_name, expected=", ".join(OPTIMIZERS))
         rates = self.cluster.device.matmul_flops_per_s
         if self.precision not in rates:
-            raise OsdpError(f"{self.cluster.device.name} has no rate for this precision", got=self.precision,
-                            expected=", ".join(rates), advice="another --precision, or another --cluster")  # fmt: skip
+            raise OsdpError(
+                f"{self.cluster.device.name} has no rate for this precision",
+                got=self.precision,
+                expected=", ".join(rates),
+                advice="another --precision, or another --cluster",
+            )
 
     @property
     def optimizer(self) -> Optimizer:

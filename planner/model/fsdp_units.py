@@ -33,8 +33,9 @@ class Unit:
     """Index of the block, if the unit is all of a block's own operators."""
 
 
-def join(operators: Iterable[int], choices: Iterable[tuple[Strategy, ...]],
-         alone: frozenset[int] = frozenset()) -> tuple[Unit, ...]:  # fmt: skip
+def join(
+    operators: Iterable[int], choices: Iterable[tuple[Strategy, ...]], alone: frozenset[int] = frozenset()
+) -> tuple[Unit, ...]:
     """Return the units of one stage's operators, given the strategies of each one's slices.
 
     Operators in `alone` are not joined with others.
@@ -98,9 +99,12 @@ def check_scalars(operator: Operator) -> None:
     """
     for parameter in operator.parameters:
         if not parameter.shape:
-            raise OsdpError(f"parameter {parameter.name} has no dimension, and FSDP2 takes no such parameter",
-                            got="shape ()", expected="at least one dimension",
-                            advice="make it a tensor of shape (1,)")  # fmt: skip
+            raise OsdpError(
+                f"parameter {parameter.name} has no dimension, and FSDP2 takes no such parameter",
+                got="shape ()",
+                expected="at least one dimension",
+                advice="make it a tensor of shape (1,)",
+            )
 
 
 def check_split(operator: Operator, slices: int) -> None:
@@ -111,11 +115,17 @@ def check_split(operator: Operator, slices: int) -> None:
     is_linear = bool(shapes) and len(shapes[0]) == 2 and shapes[1:] in ([], [shapes[0][:1]])
     if operator.kind != "Linear" or len(operator.modules) != 1 or not is_linear:
         tied = " that is tied to others" if len(operator.modules) > 1 else ""
-        raise OsdpError(f"operator {operator.name} cannot be split", got=f"a {operator.kind}{tied}",
-                        expected="one linear layer, its weight (out, in) and perhaps a bias (out,)")  # fmt: skip
+        raise OsdpError(
+            f"operator {operator.name} cannot be split",
+            got=f"a {operator.kind}{tied}",
+            expected="one linear layer, its weight (out, in) and perhaps a bias (out,)",
+        )
     if shapes[0][1] < slices:
-        raise OsdpError(f"operator {operator.name} cannot be split into {slices} slices",
-                        got=f"{shapes[0][1]} input features", expected=f"at least {slices}")  # fmt: skip
+        raise OsdpError(
+            f"operator {operator.name} cannot be split into {slices} slices",
+            got=f"{shapes[0][1]} input features",
+            expected=f"at least {slices}",
+        )
 
 
 def split_bounds(features: int, slices: int) -> tuple[int, ...]:

@@ -62,10 +62,13 @@ def slice_operators(graph: ModelGraph, counts: Mapping[int, int]) -> tuple[Model
 
 def _slices(operator: Operator, count: int) -> list[Operator]:
     return [
-        replace(operator, name=f"{operator.name} slice {index + 1} of {count}",
-                parameters=split_parameters(operator.parameters, index, count))
+        replace(
+            operator,
+            name=f"{operator.name} slice {index + 1} of {count}",
+            parameters=split_parameters(operator.parameters, index, count),
+        )
         for index in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def _times(quantity: Affine, factor: float) -> Affine:

@@ -65,8 +65,9 @@ class StagedModel:
 def _wholes(graph: ModelGraph, slices: frozenset[int]) -> dict[int, int]:
     """Return, for every operator, the first slice of the operator that it is a slice of, or itself."""
     first: dict[tuple[str, ...], int] = {}
-    return {o: first.setdefault(graph.operators[o].modules, o) if o in slices else o
-            for o in range(len(graph.operators))}  # fmt: skip
+    return {
+        o: first.setdefault(graph.operators[o].modules, o) if o in slices else o for o in range(len(graph.operators))
+    }
 
 
 def _ranges(graph: ModelGraph, spanning: set[int], wholes: dict[int, int]) -> list[tuple[int, int, int | None]]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from planner.cost.ddp import as_run
 from planner.cost.peak_memory import peak_memory
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
-from planner.search.search_space import Choice, Space
+from planner.search.search_space import Space, StageDecision
 from planner.strategies.registry import Strategy, strategies_on
 
 NAMES = {"replicate": "DDP", "shard_grad": "ZeRO-2", "shard": "FSDP", "group_shard": "HSDP"}
@@ -35,16 +35,16 @@ class Baseline:
     """Whether it fits at any micro-batch."""
     load: Workload
     """The best micro-batch and accumulation (infeasible: those that need least memory)."""
-    options: tuple[Option, ...]
+    options: tuple[StageCandidate, ...]
     peak_memory_bytes: int
     samples_per_s: float
     """Predicted; of a configuration that does not fit, what it would reach with enough memory."""
 
 
-def uniform(space: Space, load: Workload, strategy: Strategy, recompute: bool) -> tuple[Option, ...]:
+def uniform(space: Space, load: Workload, strategy: Strategy, recompute: bool) -> tuple[StageCandidate, ...]:
     """Return the options of a model with one strategy everywhere."""
     choices = tuple(
-        Choice((strategy,) * len(stage.operators), recompute and stage.block is not None)
+        StageDecision((strategy,) * len(stage.operators), recompute and stage.block is not None)
         for stage in space.model.stages
     )
     return space.fixed(load, choices, strategy if space.model.spanning else None)
@@ -68,8 +68,9 @@ def _best(found: Iterable[Baseline]) -> Baseline:
     return min(found, key=lambda baseline: baseline.peak_memory_bytes)
 
 
-def _sizes(space: Space, loads: Iterable[Workload], strategy: Strategy, recompute: bool,
-           limit_bytes: float) -> Iterator[Baseline]:  # fmt: skip
+def _sizes(
+    space: Space, loads: Iterable[Workload], strategy: Strategy, recompute: bool, limit_bytes: float
+) -> Iterator[Baseline]:
     for load in loads:
         baseline = _at(space, load, strategy, recompute, limit_bytes)
         yield baseline
@@ -85,7 +86,5 @@ def baselines(space: Space, loads: tuple[Workload, ...], limit_bytes: float) -> 
     for name in NAMES:
         group = [strategy for strategy in strategies if strategy.name == name]
         for recompute in (False, True) if has_blocks and group else (False,) if group else ():
-            found.append(
-                _best(b for s in group for b in _sizes(space, loads, s, recompute, limit_bytes))
-            )  # fmt: skip
+            found.append(_best(b for s in group for b in _sizes(space, loads, s, recompute, limit_bytes)))
     return tuple(found)

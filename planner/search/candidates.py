@@ -60,7 +60,7 @@ NO_PINS = Pins()
 
 
 @dataclass(frozen=True)
-class Choice:
+class StageDecision:
     """A stage's strategies by operator and whether it is recomputed."""
 
     strategies: tuple[Strategy, ...]
@@ -93,8 +93,9 @@ def first_and_least(strategies: Sequence[Strategy], count: int) -> tuple[Strateg
     return tuple(dict.fromkeys((*strategies[:count], least)))
 
 
-def choices_of(stage: Stage, graph: ModelGraph, strategies: Sequence[Strategy], pins: Pins = NO_PINS,
-               whole: bool = False) -> list[Choice]:  # fmt: skip
+def choices_of(
+    stage: Stage, graph: ModelGraph, strategies: Sequence[Strategy], pins: Pins = NO_PINS, whole: bool = False
+) -> list[StageDecision]:
     """Return the choices of a stage; `strategies` by falling preference for mixes.
 
     `whole` leaves out mixes and splits.
@@ -110,10 +111,10 @@ def choices_of(stage: Stage, graph: ModelGraph, strategies: Sequence[Strategy], 
     return [_choice(slices, recompute) for slices in taken for recompute in again]
 
 
-def _choice(slices: Slices, recompute: bool) -> Choice:
+def _choice(slices: Slices, recompute: bool) -> StageDecision:
     counts = tuple(len(parts) for parts in slices)
     flat = tuple(strategy for parts in slices for strategy in parts)
-    return Choice(flat, recompute, counts if len(flat) > len(slices) else ())
+    return StageDecision(flat, recompute, counts if len(flat) > len(slices) else ())
 
 
 def _with_pins(slices: Slices, stage: Stage, pins: Pins) -> Slices:

@@ -28,12 +28,12 @@ from dataclasses import dataclass, replace
 import pulp
 
 from planner.cost.peak_memory import beside, neighbour_bytes, peak_memory
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time, waiting_s
-from planner.cost.windows import Windows, windows_of
+from planner.cost.windows import OverlapTerms, overlap_terms
 from planner.cost.workload import Workload
 from planner.search.pareto import lightest
-from planner.search.search_space import Menu
+from planner.search.search_space import CandidateSet
 
 EXACT_STAGES = 8
 """Up to this many stages the exact form is worth trying.  Measured on two CPU cores: mostly under 0.1 s,
@@ -71,7 +71,7 @@ Terms = dict[pulp.LpVariable, float]
 class _Edges:
     """What one stage's windows at its edges are made of, as terms in its counts."""
 
-    def __init__(self, count: Sequence[pulp.LpVariable], windows: Sequence[Windows], last: bool) -> None:
+    def __init__(self, count: Sequence[pulp.LpVariable], windows: Sequence[OverlapTerms], last: bool) -> None:
         def terms(name: str) -> Terms:
             return {n: getattr(w, name) for n, w in zip(count, windows, strict=True)}
 
@@ -88,7 +88,7 @@ class _Edges:
 class Solution:
     """What the solver says, decoded."""
 
-    options: tuple[Option, ...]
+    options: tuple[StageCandidate, ...]
     """One option per stage in execution order."""
     picks: tuple[int, ...]
     """For each stage, the index of its option in the menu."""
@@ -98,14 +98,14 @@ class Solution:
     """In exact form: no plan of the menu within the limit is faster, by the solver's own bound."""
 
 
-def steady_s(option: Option, menu: Menu) -> float:
+def steady_s(option: StageCandidate, menu: CandidateSet) -> float:
     """Return what one more stage of this option adds to the step of a long run of it."""
     four, three = (step_time([option] * count, menu.load) for count in (4, 3))
     own_s = four.total_s - four.waiting_s - three.total_s + three.waiting_s
     return own_s + waiting_s(option, menu.load, menu.meets)
 
 
-def drift_bytes(option: Option, load: Workload) -> float:
+def drift_bytes(option: StageCandidate, load: Workload) -> float:
     """Return by how much the live memory changes when its backward is over."""
     gradients = 0 if load.accumulation > 1 else option.gradients
     return gradients + option.late - option.saved - option.kept
@@ -122,7 +122,7 @@ def make_solver(gap: float, seconds: float) -> pulp.LpSolver:
 class CountingProgram:
     """Builds and solves the program for one menu and one limit."""
 
-    def __init__(self, menu: Menu, limit_bytes: float | None, exact: bool = False) -> None:
+    def __init__(self, menu: CandidateSet, limit_bytes: float | None, exact: bool = False) -> None:
         self.menu, self.load = menu, menu.load
         self.exact = exact
         self.runs = tuple((kind, 1) for kind in menu.kinds) if self.exact else menu.runs()
@@ -136,7 +136,7 @@ class CountingProgram:
         self.with_rows: set[int] = set()
         """Runs of one stage whose rows have been added."""
         self.windows = [
-            [windows_of(option, self.load, menu.meets) for option in self.options(r)] for r in range(len(self.runs))
+            [overlap_terms(option, self.load, menu.meets) for option in self.options(r)] for r in range(len(self.runs))
         ]
         for r, (kind, length) in enumerate(self.runs):
             self._add_run(r, len(menu.options[kind]), length)
@@ -155,7 +155,7 @@ class CountingProgram:
     def _integer(self, name: str, most: int) -> pulp.LpVariable:
         return self.problem.add_variable(name, 0, most, pulp.LpInteger)
 
-    def options(self, r: int) -> tuple[Option, ...]:
+    def options(self, r: int) -> tuple[StageCandidate, ...]:
         """Return the options of a run."""
         return self.menu.options[self.runs[r][0]]
 
@@ -316,7 +316,7 @@ class CountingProgram:
         return float(pulp.value(self.problem.objective)) * (1 - SOLVER_ERROR) if proven else 0.0
 
     @classmethod
-    def smallest(cls, menu: Menu) -> Solution:
+    def smallest(cls, menu: CandidateSet) -> Solution:
         """Return a plan that needs about the least memory; its objective means nothing."""
         kept = [lightest(options) for options in menu.options]
         program = cls(menu.only(kept), None, exact=len(menu.kinds) <= EXACT_STAGES)
@@ -381,13 +381,13 @@ def _expression(terms: Terms) -> pulp.LpAffineExpression:
     return pulp.LpAffineExpression([(variable, value) for variable, value in terms.items() if value])
 
 
-def fastest(menu: Menu, limit_bytes: float, exact: bool = False) -> Solution | None:
+def fastest(menu: CandidateSet, limit_bytes: float, exact: bool = False) -> Solution | None:
     """Return the fastest plan of a menu within a limit, or None if nothing fits."""
     program = CountingProgram(menu, limit_bytes, exact)
     program.minimise_time()
     return program.solve(limit_bytes)
 
 
-def counted_s(options: Sequence[Option], menu: Menu) -> float:
+def counted_s(options: Sequence[StageCandidate], menu: CandidateSet) -> float:
     """Return what the counted objective gives for a plan: the pure function behind it."""
     return sum(steady_s(option, menu) for option in options)

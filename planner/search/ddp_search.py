@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from planner.cost.ddp import COPY, Replica, can_replicate
 from planner.cost.peak_memory import peak_memory
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.search.search_space import Space
@@ -33,7 +33,7 @@ class Replicated:
 
     load: Workload | None = None
     """None if none does."""
-    options: tuple[Option, ...] = ()
+    options: tuple[StageCandidate, ...] = ()
     samples_per_s: float = 0.0
     bound_samples_per_s: float = 0.0
     """No such plan of any workload is faster, but for those below the floor."""
@@ -116,10 +116,10 @@ class _Sizing:
         hidden_s = min(time.exposed_communication_s, least_s / self.load.accumulation)
         return time.total_s + least_s - (hidden_s if self.load.cluster.hides_buckets else 0.0)
 
-    def fewest_recomputed(self) -> tuple[Option, ...]:
+    def fewest_recomputed(self) -> tuple[StageCandidate, ...]:
         """Return the options with as few recomputed blocks, taken in order, as fit; none if all do not do."""
 
-        def options(count: int) -> tuple[Option, ...]:
+        def options(count: int) -> tuple[StageCandidate, ...]:
             chosen = set(self.order[:count])
             return self.replica.options([again or j in chosen for j, again in enumerate(self.pinned)])
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from planner.cost.peak_memory import MemoryPeak
 from planner.cost.workload import Workload
 from planner.pins import Pin, on_cluster, resolve
-from planner.search.least_memory import Smallest, is_ruled_out, smallest_plan
+from planner.search.least_memory import LeastMemoryPlan, is_ruled_out, smallest_plan
 from planner.search.search_space import Space
 from profiler.byte_sizes import MIB, format_bytes, whole_mib
 from profiler.cluster.cluster import Cluster
@@ -106,15 +106,21 @@ def _advice(refusal: Refusal) -> Iterator[str]:
         yield "a smaller model or shorter samples (--seq), which have to be traced to know"
 
 
-def refusal_of(smallest: Smallest, space: Space, task: Task) -> Refusal:
+def refusal_of(smallest: LeastMemoryPlan, space: Space, task: Task) -> Refusal:
     """Return why no plan of a task fits, given the one that needs least memory."""
     candidate, peak = smallest.candidate, smallest.peak
     operator = candidate.space.operator_at(peak)
     largest = sorted(space.graph.operators, key=lambda operator: -operator.numel)[:2]
     attempts = _changes(task, candidate.load)
     remedies = tuple(remedy for change in attempts for remedy in _first_enough(space, change, task))
-    return Refusal(task.limit_bytes, peak, candidate.load, operator.name if operator else "",
-                   tuple(operator.name for operator in largest), remedies)  # fmt: skip
+    return Refusal(
+        task.limit_bytes,
+        peak,
+        candidate.load,
+        operator.name if operator else "",
+        tuple(operator.name for operator in largest),
+        remedies,
+    )
 
 
 def _first_enough(space: Space, attempts: Iterable[tuple[str, Workload]], task: Task) -> Iterator[Remedy]:

@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 
 from planner.cost.peak_memory import beside, neighbour_bytes
 from planner.cost.stage_memory import Moment
-from planner.cost.stage_option import Option
-from planner.cost.windows import Windows, windows_of
+from planner.cost.stage_option import StageCandidate
+from planner.cost.windows import OverlapTerms, overlap_terms
 from planner.cost.workload import Workload
-from planner.search.search_space import Menu
+from planner.search.search_space import CandidateSet
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -45,7 +45,7 @@ ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryEvent:
     """A moment at which memory is priced: in the backward of a stage, or the optimizer step (None)."""
 
     stage: int | None
@@ -78,16 +78,15 @@ class _Faces:
 
 
 _INNER, _FORWARD, _TOP, _TOP_GATHER, _BOTTOM, _SINGLE = (
-    Windows._fields.index(name)
-    for name in ("inner_s", "forward_s", "top_s", "top_gather_s", "bottom_s", "single")
+    OverlapTerms._fields.index(name) for name in ("inner_s", "forward_s", "top_s", "top_gather_s", "bottom_s", "single")
 )
-_UPWARD = [Windows._fields.index(name) for name in ("first_gather_s", "reduce_s", "last_reduce_s")]
-_DOWNWARD = Windows._fields.index("last_gather_s")
-_BOTTOM_REDUCE = [Windows._fields.index(name) for name in ("bottom_reduce_s", "last_bottom_reduce_s")]
+_UPWARD = [OverlapTerms._fields.index(name) for name in ("first_gather_s", "reduce_s", "last_reduce_s")]
+_DOWNWARD = OverlapTerms._fields.index("last_gather_s")
+_BOTTOM_REDUCE = [OverlapTerms._fields.index(name) for name in ("bottom_reduce_s", "last_bottom_reduce_s")]
 
 
-def _faces(options: Sequence[Option], menu: Menu) -> _Faces:
-    windows = np.array([windows_of(option, menu.load, menu.meets) for option in options], dtype=np.float64)
+def _faces(options: Sequence[StageCandidate], menu: CandidateSet) -> _Faces:
+    windows = np.array([overlap_terms(option, menu.load, menu.meets) for option in options], dtype=np.float64)
     upward, upward_of = np.unique(windows[:, _UPWARD], axis=0, return_inverse=True)
     downward, downward_of = np.unique(windows[:, _DOWNWARD], return_inverse=True)
     upward_of = upward_of.reshape(-1)
@@ -113,12 +112,12 @@ def _edges_s(faces: _Faces, above: Array, below: Array, load: Workload) -> Array
 class ChainBound:
     """The dynamic program for one menu."""
 
-    def __init__(self, menu: Menu) -> None:
+    def __init__(self, menu: CandidateSet) -> None:
         self.menu, self.load = menu, menu.load
         self.faces = [_faces(options, menu) for options in menu.options]
         self.tables: dict[tuple[int | None, int, int | None], Array] = {}
-        self._held: dict[tuple[int, int, Place | None], Array] = {}
-        self._duals: dict[tuple[float, Place, int], tuple[float, float]] = {}
+        self._held: dict[tuple[int, int, MemoryEvent | None], Array] = {}
+        self._duals: dict[tuple[float, MemoryEvent, int], tuple[float, float]] = {}
         self._table_lists: dict[tuple[int | None, int, int | None], Any] = {}
 
     def table(self, above: int | None, kind: int, below: int | None) -> Array:
@@ -150,10 +149,15 @@ class ChainBound:
     def _lists(self) -> list[tuple[Any, ...]]:
         # Plain lists: one-element look-ups in numpy arrays cost several times as much.
         return [
-            (f.inner_s.tolist(), f.upward_of.tolist(), f.downward_of.tolist(), f.downward[f.downward_of].tolist(),
-             f.upward[f.upward_of].tolist())
+            (
+                f.inner_s.tolist(),
+                f.upward_of.tolist(),
+                f.downward_of.tolist(),
+                f.downward[f.downward_of].tolist(),
+                f.upward[f.upward_of].tolist(),
+            )
             for f in self.faces
-        ]  # fmt: skip
+        ]
 
     def _table_list(self, above: int | None, kind: int, below: int | None) -> Any:
         key = (above, kind, below)
@@ -161,7 +165,7 @@ class ChainBound:
             self._table_lists[key] = self.table(above, kind, below).tolist()
         return self._table_lists[key]
 
-    def memory(self, place: Place) -> list[Array]:
+    def memory(self, place: MemoryEvent) -> list[Array]:
         """Return, for each stage, the bytes of each option at a moment."""
         rows: list[Array] = []
         for index, kind in enumerate(self.menu.kinds):
@@ -260,28 +264,28 @@ class ChainBound:
             picks.append(int(np.argmin(cost)))
         return tuple(picks)
 
-    def least_bytes(self, place: Place) -> float:
+    def least_bytes(self, place: MemoryEvent) -> float:
         """Return what every plan holds at a moment at least, reserve included."""
         return sum(float(row.min()) for row in self.memory(place)) + self.load.cluster.reserve_bytes
 
-    def dual_s(self, limit_bytes: float, place: Place, rounds: int = ROUNDS) -> float:
+    def dual_s(self, limit_bytes: float, place: MemoryEvent, rounds: int = ROUNDS) -> float:
         """Return the bound at one moment."""
         return self.dual(limit_bytes, place, rounds)[0]
 
-    def dual(self, limit_bytes: float, place: Place, rounds: int = ROUNDS) -> tuple[float, float]:
+    def dual(self, limit_bytes: float, place: MemoryEvent, rounds: int = ROUNDS) -> tuple[float, float]:
         """Return the bound at one moment, and the price of a byte that gives it."""
         key = (limit_bytes, place, rounds)
         if key not in self._duals:
             self._duals[key] = self._dual(*key)
         return self._duals[key]
 
-    def near(self, limit_bytes: float, place: Place, price: float) -> tuple[float, float]:
+    def near(self, limit_bytes: float, place: MemoryEvent, price: float) -> tuple[float, float]:
         """Return the best bound at one moment and its price, of a few prices about a given one."""
         memory, prices = self.memory(place), price * np.array([0.6, 1.0, 1.7])
         duals = self.least(memory, prices) - prices * (limit_bytes - self.load.cluster.reserve_bytes)
         return float(duals.max()), float(prices[np.argmax(duals)])
 
-    def _dual(self, limit_bytes: float, place: Place, rounds: int) -> tuple[float, float]:
+    def _dual(self, limit_bytes: float, place: MemoryEvent, rounds: int) -> tuple[float, float]:
         room = limit_bytes - self.load.cluster.reserve_bytes
         memory = self.memory(place)
         best, price = self.free_s, 0.0
@@ -300,9 +304,9 @@ class ChainBound:
     @cached_property
     def free_s(self) -> float:
         """Seconds of the fastest sequence if memory were free."""
-        return float(self.least(self.memory(Place(None)), np.zeros(1))[0])
+        return float(self.least(self.memory(MemoryEvent(None)), np.zeros(1))[0])
 
-    def bound_s(self, limit_bytes: float, places: Sequence[Place], enough_s: float = float("inf")) -> float:
+    def bound_s(self, limit_bytes: float, places: Sequence[MemoryEvent], enough_s: float = float("inf")) -> float:
         """Return the best lower bound over the given moments.
 
         Stops as soon as the bound reaches `enough_s`.
@@ -312,8 +316,9 @@ class ChainBound:
             return best
         return max(best, self.dual_s(limit_bytes, place))
 
-    def tightest(self, limit_bytes: float, places: Sequence[Place],
-                 enough_s: float = float("inf")) -> tuple[float, Place | None]:  # fmt: skip
+    def tightest(
+        self, limit_bytes: float, places: Sequence[MemoryEvent], enough_s: float = float("inf")
+    ) -> tuple[float, MemoryEvent | None]:
         """Return a bound at the moment that gives the best one, and the moment; None: memory is ample."""
         best, best_place, price = self.free_s, None, 0.0
         for place in places:
@@ -327,14 +332,14 @@ class ChainBound:
         return best, best_place
 
 
-def _relation(index: int, place: Place) -> int:
+def _relation(index: int, place: MemoryEvent) -> int:
     """Return where a stage is, seen from the place: 9 optimizer, else its distance cut to [-2, 2]."""
     if place.stage is None:
         return 9
     return max(-2, min(2, index - place.stage))
 
 
-def _held(option: Option, relation: int, place: Place, load: Workload) -> float:
+def _held(option: StageCandidate, relation: int, place: MemoryEvent, load: Workload) -> float:
     """Return the bytes that one stage's option adds at the place."""
     if relation == 9:
         return option.rest + (1 + load.optimizer.temporaries) * option.gradients
@@ -354,18 +359,18 @@ def _held(option: Option, relation: int, place: Place, load: Workload) -> float:
     return held
 
 
-def places_near(menu: Menu, stage: int | None) -> tuple[Place, ...]:
+def places_near(menu: CandidateSet, stage: int | None) -> tuple[MemoryEvent, ...]:
     """Return the moments worth pricing: in the given stage, in the last two, and the optimizer step."""
     count = len(menu.kinds)
     stages = dict.fromkeys(s for s in (stage, count - 1, count - 2) if s is not None and 0 <= s < count)
-    found: list[Place] = []
+    found: list[MemoryEvent] = []
     for s in stages:
         seen = {moment.sees: moment for option in menu.options[menu.kinds[s]] for moment in option.moments}
-        found += [Place(s, m) for m in seen.values() if m.phase != "forward" and (m.above or m.below)]
-    return (*found, Place(None))
+        found += [MemoryEvent(s, m) for m in seen.values() if m.phase != "forward" and (m.above or m.below)]
+    return (*found, MemoryEvent(None))
 
 
-def lower_bound_s(menu: Menu, limit_bytes: float, stage: int | None = None) -> float:
+def lower_bound_s(menu: CandidateSet, limit_bytes: float, stage: int | None = None) -> float:
     """Return seconds that no plan of the menu within the limit can beat.
 
     `stage` is where the memory of a good plan peaks; any value is valid, a good one is tighter.

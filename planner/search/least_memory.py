@@ -15,7 +15,7 @@ from planner.cost.peak_memory import MemoryPeak, peak_memory
 from planner.cost.workload import Workload
 from planner.search.counting_ilp import CountingProgram
 from planner.search.lagrangian_bound import ChainBound, places_near
-from planner.search.search_space import Menu, Space
+from planner.search.search_space import CandidateSet, Space
 from planner.search.solve_menu import Candidate
 from profiler.byte_sizes import whole_mib
 
@@ -24,7 +24,7 @@ PRICES = (1e-9, 1e-6, 1e-3)
 
 
 @dataclass(frozen=True)
-class Smallest:
+class LeastMemoryPlan:
     """The plan that needs least memory, of those found."""
 
     candidate: Candidate
@@ -36,9 +36,9 @@ class Smallest:
         return whole_mib(self.peak.total_bytes)
 
 
-def smallest_plan(space: Space, load: Workload, limit_bytes: float = float("inf")) -> Smallest:
+def smallest_plan(space: Space, load: Workload, limit_bytes: float = float("inf")) -> LeastMemoryPlan:
     """Return the plan of one workload that needs least memory, as it is run within a limit."""
-    best: Smallest | None = None
+    best: LeastMemoryPlan | None = None
     chains = [ChainBound(space.menu(load, spanning)) for spanning in space.spanning_offered(load)]
     least = {index: _least_bytes(chain) for index, chain in enumerate(chains)}
     for index in sorted(least, key=lambda index: least[index]):
@@ -51,9 +51,9 @@ def smallest_plan(space: Space, load: Workload, limit_bytes: float = float("inf"
     return best
 
 
-def _smallest_of_menu(space: Space, chain: ChainBound, limit_bytes: float) -> Smallest:
+def _smallest_of_menu(space: Space, chain: ChainBound, limit_bytes: float) -> LeastMemoryPlan:
     """Return the smallest plan of a menu, of those that pricing and the program find."""
-    best: Smallest | None = None
+    best: LeastMemoryPlan | None = None
     sizes = {picks: _peak_bytes(chain.menu, picks) for picks in _small_plans(chain)}
     for picks in sorted(sizes, key=lambda picks: sizes[picks]):
         if best is not None and sizes[picks] >= best.peak.total_bytes:
@@ -65,7 +65,7 @@ def _smallest_of_menu(space: Space, chain: ChainBound, limit_bytes: float) -> Sm
     return best
 
 
-def smallest_of(space: Space, loads: Sequence[Workload], limit_bytes: float) -> Smallest:
+def smallest_of(space: Space, loads: Sequence[Workload], limit_bytes: float) -> LeastMemoryPlan:
     """Return the smallest plan of several workloads, by growing micro-batch."""
     # With a given global batch, few samples at once mean more micro-batches, which keep gradients.
     ends = (loads[0], loads[-1]) if loads[0].accumulation > 1 else loads[:1]
@@ -93,14 +93,14 @@ def _small_plans(chain: ChainBound) -> Iterator[tuple[int, ...]]:
             yield tuple(chain.sequence(memory, price))
 
 
-def _peak_bytes(menu: Menu, picks: Sequence[int]) -> float:
+def _peak_bytes(menu: CandidateSet, picks: Sequence[int]) -> float:
     options = [menu.options[kind][k] for kind, k in zip(menu.kinds, picks, strict=True)]
     return peak_memory(options, menu.load).total_bytes
 
 
-def _settled(space: Space, menu: Menu, picks: Sequence[int], limit_bytes: float) -> Smallest:
+def _settled(space: Space, menu: CandidateSet, picks: Sequence[int], limit_bytes: float) -> LeastMemoryPlan:
     """Return a plan of a menu as it is priced, written down and run."""
     settled = space.settled(menu.load, menu.chosen(picks), menu.spanning)
     options = as_run(settled.options, menu.spanning, None, settled.space, menu.load, limit_bytes)
     candidate = Candidate(menu.load, settled.space, menu.spanning, settled.choices, options)
-    return Smallest(candidate, peak_memory(options, menu.load))
+    return LeastMemoryPlan(candidate, peak_memory(options, menu.load))

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from planner.cost.peak_memory import peak_memory
-from planner.cost.stage_option import Option
-from planner.search.lagrangian_bound import ChainBound, Place, places_near
-from planner.search.search_space import Menu
+from planner.cost.stage_option import StageCandidate
+from planner.search.lagrangian_bound import ChainBound, MemoryEvent, places_near
+from planner.search.search_space import CandidateSet
 
 MAX_PASSES = 6
 """Passes over all moves; on the models of the zoo the third finds nothing any more."""
@@ -28,10 +28,10 @@ REACH = 50
 """How far apart two stages may be to be swapped: more pairs cost time and never helped."""
 
 
-class Polisher:
+class LocalSearch:
     """Improves one plan of a menu."""
 
-    def __init__(self, menu: Menu, limit_bytes: float, chain: ChainBound | None = None) -> None:
+    def __init__(self, menu: CandidateSet, limit_bytes: float, chain: ChainBound | None = None) -> None:
         self.menu, self.limit_bytes = menu, limit_bytes
         self.chain = chain or ChainBound(menu)
 
@@ -87,7 +87,7 @@ class Polisher:
     def _held(self, move: Mapping[int, int]) -> float:
         return sum(self.held[i][pick] for i, pick in move.items()) if self.held else 0.0
 
-    def cheapest_fitting(self, place: Place) -> tuple[int, ...] | None:
+    def cheapest_fitting(self, place: MemoryEvent) -> tuple[int, ...] | None:
         """Return the sequence that fits at the lowest price of memory at a place, by bisection.
 
         Where no two stages are alike this is close to the best plan; where many are, they all change
@@ -109,6 +109,6 @@ class Polisher:
         """Return whether a plan is within the limit."""
         return peak_memory(self.options(picks), self.menu.load).total_bytes <= self.limit_bytes
 
-    def options(self, picks: Sequence[int]) -> tuple[Option, ...]:
+    def options(self, picks: Sequence[int]) -> tuple[StageCandidate, ...]:
         """Return the options of a plan."""
         return tuple(self.menu.options[kind][k] for kind, k in zip(self.menu.kinds, picks, strict=True))

@@ -27,10 +27,10 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
-from planner.cost.windows import windows_of
+from planner.cost.windows import overlap_terms
 from planner.cost.workload import Workload
 from planner.strategies.registry import Strategy
 
@@ -52,30 +52,40 @@ def undominated(numbers: NDArray[np.float64]) -> list[int]:
     return sorted(rows)
 
 
-def option_numbers(options: Sequence[Option], load: Workload, meets: bool = True) -> NDArray[np.float64]:
-    """Return the numbers of the options of one stage, shape (options, numbers); `meets` as in `windows_of`."""
+def option_numbers(options: Sequence[StageCandidate], load: Workload, meets: bool = True) -> NDArray[np.float64]:
+    """Return the numbers of the options of one stage, shape (options, numbers); `meets` as in `overlap_terms`."""
     sees = sorted({moment.sees for option in options for moment in option.moments})
     return np.array([[*memory_numbers(option, sees), *_time_numbers(option, load, meets)] for option in options])
 
 
-def lightest(options: Sequence[Option]) -> list[int]:
+def lightest(options: Sequence[StageCandidate]) -> list[int]:
     """Return the options that need not be left out if only memory counts."""
     sees = sorted({moment.sees for option in options for moment in option.moments})
     return undominated(np.array([memory_numbers(option, sees) for option in options]))
 
 
-def memory_numbers(option: Option, sees: Sequence[Sees]) -> list[float]:
+def memory_numbers(option: StageCandidate, sees: Sequence[Sees]) -> list[float]:
     """Return what the peak of a plan is made of; `sees` are the kinds of moments that the stage can have."""
     held = dict.fromkeys(sees, 0.0)
     for moment in option.moments:
         held[moment.sees] = max(held[moment.sees], option.bytes_at(moment))
-    return [option.rest, option.gradients, option.gradients + option.late, option.saved + option.kept,
-            option.gather_output, option.prefetched, option.prefetched + option.prefetch_temporary,
-            option.reduce_input, float(not option.gathers), float(not option.prefetches), *held.values()]  # fmt: skip
+    return [
+        option.rest,
+        option.gradients,
+        option.gradients + option.late,
+        option.saved + option.kept,
+        option.gather_output,
+        option.prefetched,
+        option.prefetched + option.prefetch_temporary,
+        option.reduce_input,
+        float(not option.gathers),
+        float(not option.prefetches),
+        *held.values(),
+    ]
 
 
-def _time_numbers(option: Option, load: Workload, meets: bool) -> list[float]:
-    windows = windows_of(option, load, meets)
+def _time_numbers(option: StageCandidate, load: Workload, meets: bool) -> list[float]:
+    windows = overlap_terms(option, load, meets)
     same = float(windows.single) + 2.0 * option.reduces
     return [*windows[:-1], same, -same]  # both signs: only options that agree in it are compared
 
@@ -87,6 +97,11 @@ def unit_numbers(unit: UnitBytes, traffic: UnitTraffic, strategy: Strategy) -> l
     seconds = [getattr(traffic, field.name) for field in fields(traffic) if field.name.endswith("_s")]
     own = [getattr(unit, field.name) for field in fields(unit) if field.name not in SUMMED]
     return [
-        unit.parameters + unit.optimizer + unit.window, kept, in_backward * unit.gathered,
-        in_backward * unit.gather_temporary, *own, *seconds, float(traffic.meets),
-    ]  # fmt: skip
+        unit.parameters + unit.optimizer + unit.window,
+        kept,
+        in_backward * unit.gathered,
+        in_backward * unit.gather_temporary,
+        *own,
+        *seconds,
+        float(traffic.meets),
+    ]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from planner.cost.ddp import COPY
 from planner.cost.peak_memory import peak_memory
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.stragglers import BALANCED, Imbalance, Waits
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_scalars
@@ -32,7 +32,7 @@ from planner.search.ddp_search import Replicated, fastest_replicated
 from planner.search.infeasible import NothingFits, refusal_of
 from planner.search.lagrangian_bound import ChainBound, places_near
 from planner.search.least_memory import smallest_of
-from planner.search.search_space import NO_PINS, Menu, Pins, Space, Spanning
+from planner.search.search_space import NO_PINS, CandidateSet, Pins, Space, Spanning
 from planner.search.solve_menu import PROVEN, Candidate, solve
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
@@ -84,7 +84,7 @@ class Found:
     space: Space
     """The space that the plan is priced in: with the operators split that the plan splits."""
     load: Workload
-    options: tuple[Option, ...]
+    options: tuple[StageCandidate, ...]
     """One per stage in execution order."""
     spanning: Spanning
     samples_per_s: float
@@ -110,7 +110,7 @@ class _Point:
     """One point of the sweep; ordered by falling bound."""
 
     load: Workload
-    menu: Menu
+    menu: CandidateSet
     chain: ChainBound
     bound: float
     """Upper bound on samples per second."""
@@ -151,14 +151,20 @@ def micro_batches(task: Task) -> list[tuple[int, int]]:
     if task.global_batch is not None:
         per_rank, rest = divmod(task.global_batch, world)
         if rest or not per_rank:
-            raise OsdpError("the global batch must be a multiple of the number of ranks", got=str(task.global_batch),
-                            expected=f"a multiple of {world}",
-                            advice=f"--global-batch {max(1, round(task.global_batch / world)) * world}")  # fmt: skip
+            raise OsdpError(
+                "the global batch must be a multiple of the number of ranks",
+                got=str(task.global_batch),
+                expected=f"a multiple of {world}",
+                advice=f"--global-batch {max(1, round(task.global_batch / world)) * world}",
+            )
         sizes = [task.micro_batch] if task.micro_batch else range(1, per_rank + 1)
         pairs = [(size, per_rank // size) for size in sizes if per_rank % size == 0]
         if not pairs:
-            raise OsdpError("the micro-batch does not divide the global batch", got=str(task.micro_batch),
-                            expected=f"a divisor of {per_rank} ({task.global_batch} over {world} ranks)")  # fmt: skip
+            raise OsdpError(
+                "the micro-batch does not divide the global batch",
+                got=str(task.micro_batch),
+                expected=f"a divisor of {per_rank} ({task.global_batch} over {world} ranks)",
+            )
         return pairs
     if task.micro_batch:
         return [(task.micro_batch, 1)]
@@ -199,12 +205,22 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
             raise NothingFits(refusal_of(smallest, space, task))
         incumbent = smallest.candidate
     progress("done", 1.0)
-    return Found(incumbent.space, incumbent.load, incumbent.options, incumbent.spanning, incumbent.samples_per_s,
-                 max(top, incumbent.samples_per_s), rivals, count, time.perf_counter() - started)  # fmt: skip
+    return Found(
+        incumbent.space,
+        incumbent.load,
+        incumbent.options,
+        incumbent.spanning,
+        incumbent.samples_per_s,
+        max(top, incumbent.samples_per_s),
+        rivals,
+        count,
+        time.perf_counter() - started,
+    )
 
 
-def _best_first(queue: list[_Point], space: Space, limit_bytes: int, incumbent: Candidate | None,
-                progress: Progress) -> tuple[Candidate | None, float]:  # fmt: skip
+def _best_first(
+    queue: list[_Point], space: Space, limit_bytes: int, incumbent: Candidate | None, progress: Progress
+) -> tuple[Candidate | None, float]:
     """Return the best plan, and what no plan of the points exceeds in samples per second."""
     count, solved, top, started = len(queue), 0, 0.0, time.process_time()
     while queue:
@@ -250,7 +266,7 @@ def _first_plan(rivals: Sequence[Baseline], space: Space) -> Candidate | None:
     return _from_baseline(best, space) if best else None
 
 
-def _quick_point(menu: Menu, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:
+def _quick_point(menu: CandidateSet, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:
     """Return a point with memory priced at one moment only; None if memory rules it out.
 
     `near` is a price that was good for a point like it.

@@ -22,7 +22,7 @@ import numpy as np
 
 from planner.cost.peak_memory import MemoryPeak, peak_memory
 from planner.cost.stage_costs import StageCosts, UnitCosts
-from planner.cost.stage_option import Option, ambient, make_option
+from planner.cost.stage_option import StageCandidate, ambient, make_option
 from planner.cost.stragglers import NO_WAITS, Waits
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
@@ -35,8 +35,8 @@ from planner.search.candidates import (
     LIGHT_STRATEGIES,
     MANY_KINDS,
     NO_PINS,
-    Choice,
     Pins,
+    StageDecision,
     choices_of,
     first_and_least,
     light_stages,
@@ -47,7 +47,7 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator
 
-__all__ = ["NO_PINS", "Choice", "Menu", "Pins", "Settled", "Space", "Spanning", "idle_strategy"]
+__all__ = ["NO_PINS", "CandidateSet", "Pins", "Settled", "Space", "Spanning", "StageDecision", "idle_strategy"]
 
 NOWHERE: frozenset[int] = frozenset()
 """No operator is owned by another rank."""
@@ -57,7 +57,7 @@ Spanning = Strategy | tuple[Strategy, ...] | None
 
 
 @dataclass(frozen=True)
-class Menu:
+class CandidateSet:
     """For one workload and one strategy of the spanning operators: the options of every stage."""
 
     load: Workload
@@ -65,9 +65,9 @@ class Menu:
     """Strategies of the spanning operators; None if there are none, or all are offered."""
     kinds: tuple[int, ...]
     """For each stage in execution order, its index into `options`."""
-    options: tuple[tuple[Option, ...], ...]
+    options: tuple[tuple[StageCandidate, ...], ...]
     """The options of each kind of stage."""
-    choices: tuple[tuple[Choice, ...], ...]
+    choices: tuple[tuple[StageDecision, ...], ...]
     """The choice behind each option."""
     meets: bool = True
     """Whether its plans are charged the waiting of ranks that meet in every micro-batch (`planner.cost.step_time`)."""
@@ -81,17 +81,17 @@ class Menu:
         """Return (kind, length) of maximal runs of alike stages in execution order."""
         return tuple((kind, len(list(run))) for kind, run in groupby(self.kinds))
 
-    def only(self, kept: Sequence[Sequence[int]]) -> Menu:
+    def only(self, kept: Sequence[Sequence[int]]) -> CandidateSet:
         """Return the menu with some options of each kind of stage."""
         options = tuple(tuple(self.options[kind][k] for k in rows) for kind, rows in enumerate(kept))
         choices = tuple(tuple(self.choices[kind][k] for k in rows) for kind, rows in enumerate(kept))
         return replace(self, options=options, choices=choices)
 
-    def without_dominated(self) -> Menu:
+    def without_dominated(self) -> CandidateSet:
         """Return the menu without the options that no plan needs."""
         return self.only([undominated(option_numbers(options, self.load, self.meets)) for options in self.options])
 
-    def chosen(self, picks: Sequence[int]) -> tuple[Choice, ...]:
+    def chosen(self, picks: Sequence[int]) -> tuple[StageDecision, ...]:
         """Return the choices of a plan, given the index of every stage's option."""
         return tuple(self.choices[kind][k] for kind, k in zip(self.kinds, picks, strict=True))
 
@@ -102,16 +102,17 @@ class Settled:
 
     space: Space
     """With the operators split that the plan splits."""
-    choices: tuple[Choice, ...]
+    choices: tuple[StageDecision, ...]
     """One per stage of that space."""
-    options: tuple[Option, ...]
+    options: tuple[StageCandidate, ...]
 
 
 class _MeanCosts(UnitCosts):
     """Costs of units on the mean over ranks, rounded down."""
 
-    def __call__(self, operators: tuple[int, ...], strategy: Strategy,
-                 elsewhere: bool = False) -> tuple[UnitBytes, UnitTraffic]:  # fmt: skip
+    def __call__(
+        self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False
+    ) -> tuple[UnitBytes, UnitTraffic]:
         mine, traffic = super().__call__(operators, strategy, elsewhere)
         if strategy.kind.wrapping != "owner" or elsewhere:
             return mine, traffic
@@ -126,15 +127,16 @@ def idle_strategy(cluster: Cluster) -> Strategy:
     return max(strategies_on(cluster), key=lambda strategy: strategy.group)
 
 
-def _around(option: Option, unsharded: int, gradients: int) -> Option:
+def _around(option: StageCandidate, unsharded: int, gradients: int) -> StageCandidate:
     """Return an option with what spanning operators elsewhere hold."""
     if not unsharded and not gradients:
         return option
     return replace(option, ambient_unsharded=unsharded, ambient_gradients=gradients)
 
 
-def _columns(found: Sequence[Sequence[tuple[Choice, Option]]]) -> tuple[tuple[tuple[Option, ...], ...],
-                                                                        tuple[tuple[Choice, ...], ...]]:  # fmt: skip
+def _columns(
+    found: Sequence[Sequence[tuple[StageDecision, StageCandidate]]],
+) -> tuple[tuple[tuple[StageCandidate, ...], ...], tuple[tuple[StageDecision, ...], ...]]:
     """Return the options and the choices of each kind of stage."""
     options = tuple(tuple(option for _, option in pairs) for pairs in found)
     return options, tuple(tuple(choice for choice, _ in pairs) for pairs in found)
@@ -159,7 +161,7 @@ class Space:
         self._variants: dict[tuple[int, tuple[int, ...]], tuple[StagedModel, dict[int, int]]] = {}
         self._loads: dict[tuple[object, ...], Workload] = {}
         self.light = light_stages(self.model.stages, self.model.graph)
-        self._offers: dict[tuple[object, ...], tuple[Choice, ...]] = {}
+        self._offers: dict[tuple[object, ...], tuple[StageDecision, ...]] = {}
         self._sliced: dict[tuple[tuple[int, int], ...], Space] = {}
         self.stage_costs = cache(self._stage_costs)
         self._variant_costs = cache(self._make_variant_costs)
@@ -178,9 +180,11 @@ class Space:
     def _check_pins(self) -> None:
         for operator in (*self.model.spanning, *self.model.idle):
             if len(self.pins.strategies.get(operator, ())) > 1:
-                raise OsdpError(f"operator {self.graph.operators[operator].name} is not split by the search",
-                                got="a pin of several slices", expected="one strategy, as it runs in several stages "
-                                "or is never called")  # fmt: skip
+                raise OsdpError(
+                    f"operator {self.graph.operators[operator].name} is not split by the search",
+                    got="a pin of several slices",
+                    expected="one strategy, as it runs in several stages or is never called",
+                )
 
     @property
     def has_pins(self) -> bool:
@@ -203,8 +207,15 @@ class Space:
 
     # --- options ---
 
-    def workload(self, cluster: Cluster, optimizer: str, precision: str, micro_batch: int,
-                 accumulation: int = 1, waits: Waits = NO_WAITS) -> Workload:  # fmt: skip
+    def workload(
+        self,
+        cluster: Cluster,
+        optimizer: str,
+        precision: str,
+        micro_batch: int,
+        accumulation: int = 1,
+        waits: Waits = NO_WAITS,
+    ) -> Workload:
         """Return a workload, the same object for the same figures: caches go by it, so searches share them."""
         key = (id(cluster), optimizer, precision, micro_batch, accumulation, waits)
         if key not in self._loads:
@@ -235,8 +246,14 @@ class Space:
             return dict.fromkeys(self.model.spanning, spanning)
         return dict(zip(self.model.spanning, spanning, strict=True))
 
-    def _option(self, kind: int, choice: Choice, spanning: Spanning, load: Workload,
-                elsewhere: frozenset[int] | None = NOWHERE) -> Option:  # fmt: skip
+    def _option(
+        self,
+        kind: int,
+        choice: StageDecision,
+        spanning: Spanning,
+        load: Workload,
+        elsewhere: frozenset[int] | None = NOWHERE,
+    ) -> StageCandidate:
         here = self.model.stages[self._examples[kind]].spanning
         option = self._alone(kind, choice, spanning if here else None, load, elsewhere)
         return _around(option, *self._ambient(kind, spanning, load)) if spanning else option
@@ -245,8 +262,9 @@ class Space:
         around = self.spanning_choices(spanning)
         return ambient(self.model, self._examples[kind], around, self._unit_costs(load))
 
-    def _make_alone(self, kind: int, choice: Choice, spanning: Spanning, load: Workload,
-                    elsewhere: frozenset[int] | None) -> Option:  # fmt: skip
+    def _make_alone(
+        self, kind: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: frozenset[int] | None
+    ) -> StageCandidate:
         """Return the option without what spanning operators elsewhere hold; `elsewhere` None: on the mean rank."""
         around, mean = self.spanning_choices(spanning), elsewhere is None
         if choice.counts:
@@ -266,14 +284,16 @@ class Space:
             return replace(option, parameters=option.parameters + self._resting(idle, load, mean=mean))
         return option
 
-    def _resting(self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = frozenset(),
-                 mean: bool = False) -> int:  # fmt: skip
+    def _resting(
+        self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = frozenset(), mean: bool = False
+    ) -> int:
         """Return the bytes of operators that are never called: parameters, and never a gradient."""
         units = self._unit_costs(load, mean)
         return sum(units((o,), strategy, o in elsewhere)[0].parameters for o, strategy in idle.items())
 
-    def _unit_costs(self, load: Workload, mean: bool = False, variant: object = None,
-                    model: StagedModel | None = None) -> UnitCosts:  # fmt: skip
+    def _unit_costs(
+        self, load: Workload, mean: bool = False, variant: object = None, model: StagedModel | None = None
+    ) -> UnitCosts:
         key = (id(load.cluster), load.precision, load.optimizer_name, mean, variant)
         if key not in self._units:
             # It refers to `load`, so the cluster lives as long as its id is a key.
@@ -287,7 +307,7 @@ class Space:
         """Whether so few stages are alike that mixes and splits are left out."""
         return len(self._examples) > MANY_KINDS
 
-    def choices(self, kind: int, load: Workload) -> tuple[Choice, ...]:
+    def choices(self, kind: int, load: Workload) -> tuple[StageDecision, ...]:
         """Return the choices of a kind of stage, those left out that no plan needs at any micro-batch."""
         uneven = load.waits.are_uneven
         key = (kind, id(load.cluster), load.precision, load.optimizer_name, uneven)
@@ -302,8 +322,9 @@ class Space:
             self._offers[key] = tuple(choices_of(stage, self.model.graph, strategies, self.pins, whole))
         return self._offers[key]
 
-    def _offered(self, operators: Sequence[int], strategies: Sequence[Strategy], load: Workload,
-                 alone: bool = False) -> tuple[Strategy, ...]:  # fmt: skip
+    def _offered(
+        self, operators: Sequence[int], strategies: Sequence[Strategy], load: Workload, alone: bool = False
+    ) -> tuple[Strategy, ...]:
         """Return the strategies that no other dominates if all the operators take the same one.
 
         `alone` says that each of the operators is a unit of its own, as it is under `owner` in any case.
@@ -325,7 +346,9 @@ class Space:
             strategies = self._offered(self.model.spanning, strategies, load, alone=True)
         return self.spanning_strategies(strategies)
 
-    def _menu_options(self, kind: int, spanning: Spanning, load: Workload) -> list[tuple[Choice, Option]]:
+    def _menu_options(
+        self, kind: int, spanning: Spanning, load: Workload
+    ) -> list[tuple[StageDecision, StageCandidate]]:
         """Return the choices of a kind of stage and an option of each, on the mean rank if ranks differ."""
         others = {*self.spanning_choices(spanning).values(), *self.idle_strategies(load.cluster)}
         found = []
@@ -334,8 +357,9 @@ class Space:
             found.append((choice, self._alone(kind, choice, spanning, load, None if differ else NOWHERE)))
         return found
 
-    def _make_worthwhile(self, kind: int, spanning: Spanning, load: Workload,
-                         meets: bool) -> list[tuple[Choice, Option]]:  # fmt: skip
+    def _make_worthwhile(
+        self, kind: int, spanning: Spanning, load: Workload, meets: bool
+    ) -> list[tuple[StageDecision, StageCandidate]]:
         """Return those that no others dominate, without what spanning operators elsewhere hold.
 
         What these hold is the same for all, so it changes nothing of who dominates whom.
@@ -343,7 +367,7 @@ class Space:
         found = [pair for pair in self._menu_options(kind, spanning, load) if meets or not pair[1].meets]
         return [found[k] for k in undominated(option_numbers([option for _, option in found], load, meets))]
 
-    def _menu(self, load: Workload, spanning: Spanning, meets: bool = True) -> Menu:
+    def _menu(self, load: Workload, spanning: Spanning, meets: bool = True) -> CandidateSet:
         """Return the options of every stage under given strategies of the spanning operators.
 
         With `meets` plans are charged for ranks that meet in every micro-batch, as all but a few do.
@@ -355,9 +379,9 @@ class Space:
             pairs = self._worthwhile(kind, spanning if self.model.stages[example].spanning else None, load, meets)
             held = self._ambient(kind, spanning, load) if spanning else (0, 0)
             found.append([(choice, _around(option, *held)) for choice, option in pairs])
-        return Menu(load, spanning, self.kinds, *_columns(found), meets)
+        return CandidateSet(load, spanning, self.kinds, *_columns(found), meets)
 
-    def _relaxed_menu(self, load: Workload, meets: bool = True) -> Menu:
+    def _relaxed_menu(self, load: Workload, meets: bool = True) -> CandidateSet:
         """Return a menu that costs no plan more than it does, whatever the spanning operators take.
 
         Stages that call them offer all their strategies, each for itself; elsewhere they hold the least.
@@ -370,17 +394,22 @@ class Space:
             held = [self._ambient(kind, take, load) for take in takes]
             if self.model.stages[example].spanning:
                 each = zip(takes, held, strict=True)
-                found.append([(choice, _around(option, *around)) for take, around in each
-                              for choice, option in self._worthwhile(kind, take, load, meets)])  # fmt: skip
+                found.append(
+                    [
+                        (choice, _around(option, *around))
+                        for take, around in each
+                        for choice, option in self._worthwhile(kind, take, load, meets)
+                    ]
+                )
                 continue
             least = min(unsharded for unsharded, _ in held), min(gradients for _, gradients in held)
             pairs = self._worthwhile(kind, None, load, meets)
             found.append([(choice, _around(option, *least)) for choice, option in pairs])
-        return Menu(load, None, self.kinds, *_columns(found), meets).without_dominated()
+        return CandidateSet(load, None, self.kinds, *_columns(found), meets).without_dominated()
 
     # --- whole plans ---
 
-    def settled(self, load: Workload, choices: Sequence[Choice], spanning: Spanning) -> Settled:
+    def settled(self, load: Workload, choices: Sequence[StageDecision], spanning: Spanning) -> Settled:
         """Return a plan of the search as it is priced and written down."""
         counts: dict[int, int] = {}
         for stage, choice in zip(self.model.stages, choices, strict=True):
@@ -410,13 +439,23 @@ class Space:
         position = [call.operator for call in example.calls].index(peak.operator)
         return self.model.graph.operators[stage.calls[position].operator]
 
-    def fixed(self, load: Workload, choices: tuple[Choice, ...], spanning: Spanning,
-              idle: tuple[Strategy, ...] | None = None) -> tuple[Option, ...]:  # fmt: skip
+    def fixed(
+        self,
+        load: Workload,
+        choices: tuple[StageDecision, ...],
+        spanning: Spanning,
+        idle: tuple[Strategy, ...] | None = None,
+    ) -> tuple[StageCandidate, ...]:
         """Return the options of a whole plan on the rank that holds most, one choice per stage; see `fullest`."""
         return self.fullest(load, choices, spanning, idle)[1]
 
-    def fullest(self, load: Workload, choices: tuple[Choice, ...], spanning: Spanning,
-                idle: tuple[Strategy, ...] | None = None) -> tuple[int, tuple[Option, ...]]:  # fmt: skip
+    def fullest(
+        self,
+        load: Workload,
+        choices: tuple[StageDecision, ...],
+        spanning: Spanning,
+        idle: tuple[Strategy, ...] | None = None,
+    ) -> tuple[int, tuple[StageCandidate, ...]]:
         """Return the rank that holds most under a whole plan, one choice per stage, and its options.
 
         `idle` gives the strategies of operators that are never called, as little as can be if None.
@@ -434,7 +473,9 @@ class Space:
             return next(iter(ranks.items()))
         return max(ranks.items(), key=lambda rank: peak_memory(rank[1], load).total_bytes)
 
-    def _owners(self, choices: tuple[Choice, ...], others: Mapping[int, Strategy], cluster: Cluster) -> dict[int, int]:
+    def _owners(
+        self, choices: tuple[StageDecision, ...], others: Mapping[int, Strategy], cluster: Cluster
+    ) -> dict[int, int]:
         """Return the owning rank of every operator of strategy `owner`."""
         taken = dict(others)
         for stage, choice in zip(self.model.stages, choices, strict=True):
@@ -445,8 +486,14 @@ class Space:
         owners = owners_of(units, self.model.graph, cluster.world_size)
         return {units[position].operators[0]: rank for position, rank in owners.items()}
 
-    def _on_rank(self, load: Workload, choices: tuple[Choice, ...], spanning: Spanning, idle: Mapping[int, Strategy],
-                 elsewhere: frozenset[int]) -> tuple[Option, ...]:  # fmt: skip
+    def _on_rank(
+        self,
+        load: Workload,
+        choices: tuple[StageDecision, ...],
+        spanning: Spanning,
+        idle: Mapping[int, Strategy],
+        elsewhere: frozenset[int],
+    ) -> tuple[StageCandidate, ...]:
         """Return the options of a whole plan where another rank owns the operators in `elsewhere`."""
         options = []
         for kind, stage, choice in zip(self.kinds, self.model.stages, choices, strict=True):

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 from planner.cost.ddp import as_run
 from planner.cost.peak_memory import peak_memory
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.search.counting_ilp import EXACT_STAGES, CountingProgram, Solution, fastest
-from planner.search.lagrangian_bound import ChainBound, Place, places_near
-from planner.search.local_search import Polisher
-from planner.search.search_space import Choice, Menu, Settled, Space, Spanning
+from planner.search.lagrangian_bound import ChainBound, MemoryEvent, places_near
+from planner.search.local_search import LocalSearch
+from planner.search.search_space import CandidateSet, Settled, Space, Spanning, StageDecision
 
 FEW_OPTIONS = 40
 """Kinds of stages with at most so many options give all of them to the program."""
@@ -43,8 +43,8 @@ class Candidate:
     space: Space
     """With the operators split that the plan splits."""
     spanning: Spanning
-    choices: tuple[Choice, ...]
-    options: tuple[Option, ...]
+    choices: tuple[StageDecision, ...]
+    options: tuple[StageCandidate, ...]
     """One per stage in execution order, on the fullest rank."""
 
     @property
@@ -63,7 +63,7 @@ class Solved:
     """No plan of the menu within the limit is faster, by the solver's own bound; 0 if it says nothing."""
 
 
-def columns_of(chain: ChainBound, limit_bytes: float) -> Menu:
+def columns_of(chain: ChainBound, limit_bytes: float) -> CandidateSet:
     """Return the menu with the options that are worth giving to the program."""
     menu = chain.menu
     if all(len(options) <= FEW_OPTIONS for options in menu.options):
@@ -108,7 +108,7 @@ def solve(chain: ChainBound, space: Space, limit_bytes: int, exact: bool = True)
     return Solved(max(fitting, key=lambda candidate: candidate.samples_per_s, default=None), least_s)
 
 
-def _without_owners(menu: Menu) -> Menu | None:
+def _without_owners(menu: CandidateSet) -> CandidateSet | None:
     """Return the menu without operators of strategy `owner`, of which ranks differ; None if that changes nothing,
     or leaves a stage without options."""
     kept = [
@@ -119,7 +119,7 @@ def _without_owners(menu: Menu) -> Menu | None:
     return menu.only(kept) if fewer and all(kept) else None
 
 
-def _as_run(settled: Settled, menu: Menu, limit_bytes: int) -> Candidate:
+def _as_run(settled: Settled, menu: CandidateSet, limit_bytes: int) -> Candidate:
     options = as_run(settled.options, menu.spanning, None, settled.space, menu.load, limit_bytes)
     return Candidate(menu.load, settled.space, menu.spanning, settled.choices, options)
 
@@ -128,7 +128,7 @@ def _as_run(settled: Settled, menu: Menu, limit_bytes: int) -> Candidate:
 class _Found:
     """One plan of a menu that fits by the menu's own options."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[StageDecision, ...]
     least_s: float = 0.0
     """No plan of the menu is faster; 0 if that was not asked."""
 
@@ -136,7 +136,7 @@ class _Found:
 def _solutions(chain: ChainBound, limit_bytes: float, exact: bool) -> Iterator[_Found]:
     """Yield good plans of a menu."""
     columns = columns_of(chain, limit_bytes)
-    polisher = Polisher(columns, limit_bytes, chain if columns is chain.menu else None)
+    polisher = LocalSearch(columns, limit_bytes, chain if columns is chain.menu else None)
     counted = fastest(columns, limit_bytes)
     start = counted or CountingProgram.smallest(columns)
     stage = peak_memory(start.options, columns.load).stage
@@ -155,5 +155,5 @@ def _solutions(chain: ChainBound, limit_bytes: float, exact: bool) -> Iterator[_
             yield _Found(chain.menu.chosen(told.picks), told.least_s)
 
 
-def _first_place(menu: Menu, stage: int | None) -> Place:
+def _first_place(menu: CandidateSet, stage: int | None) -> MemoryEvent:
     return places_near(menu, stage)[0]

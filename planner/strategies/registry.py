@@ -253,25 +253,64 @@ def _one_sided(volume: Volume, strategy: Strategy, cluster: Cluster) -> tuple[Co
 STRATEGIES = {
     kind.name: kind
     for kind in (
-        StrategyKind("replicate", "a full copy on every rank; gradients all-reduced once per step", lambda _: (1,),
-                     _in_group),
+        StrategyKind(
+            "replicate", "a full copy on every rank; gradients all-reduced once per step", lambda _: (1,), _in_group
+        ),
         StrategyKind("shard", "split over all ranks; gathered in forward and again in backward", _world, _in_group),
-        StrategyKind("shard_grad", "split over all ranks; gathered once and kept to backward (ZeRO-2)", _world,
-                     _in_group, keeps_unsharded=True),
-        StrategyKind("group_shard", "split inside a group, replicated across groups (HSDP)", _group_sizes, _in_group,
-                     number="group"),
-        StrategyKind("hierarchical", "split over all ranks; gathered across nodes, then inside", _world_of_nodes,
-                     _in_two_phases, two_phase=True),
-        StrategyKind("secondary_shard", "split over all ranks; a copy inside a group serves backward (hpZ)",
-                     _group_sizes, _in_group, number="secondary"),
-        StrategyKind("owner", "whole tensors on one rank each; broadcast for forward and backward", _world,
-                     _from_owner, wrapping="owner"),
-        StrategyKind("odc", "split inside a group of a node; pulled and pushed without waiting, met once per step",
-                     _sizes_in_node, _one_sided, number="group", one_sided=True),
-        StrategyKind("odc_ordered", "as odc, with gradients that are the same in every run, bit by bit",
-                     _sizes_in_node, _one_sided, number="group", one_sided=True, ordered=True),
+        StrategyKind(
+            "shard_grad",
+            "split over all ranks; gathered once and kept to backward (ZeRO-2)",
+            _world,
+            _in_group,
+            keeps_unsharded=True,
+        ),
+        StrategyKind(
+            "group_shard",
+            "split inside a group, replicated across groups (HSDP)",
+            _group_sizes,
+            _in_group,
+            number="group",
+        ),
+        StrategyKind(
+            "hierarchical",
+            "split over all ranks; gathered across nodes, then inside",
+            _world_of_nodes,
+            _in_two_phases,
+            two_phase=True,
+        ),
+        StrategyKind(
+            "secondary_shard",
+            "split over all ranks; a copy inside a group serves backward (hpZ)",
+            _group_sizes,
+            _in_group,
+            number="secondary",
+        ),
+        StrategyKind(
+            "owner",
+            "whole tensors on one rank each; broadcast for forward and backward",
+            _world,
+            _from_owner,
+            wrapping="owner",
+        ),
+        StrategyKind(
+            "odc",
+            "split inside a group of a node; pulled and pushed without waiting, met once per step",
+            _sizes_in_node,
+            _one_sided,
+            number="group",
+            one_sided=True,
+        ),
+        StrategyKind(
+            "odc_ordered",
+            "as odc, with gradients that are the same in every run, bit by bit",
+            _sizes_in_node,
+            _one_sided,
+            number="group",
+            one_sided=True,
+            ordered=True,
+        ),
     )
-}  # fmt: skip
+}
 
 
 # --- names -----------------------------------------------------------------------------------
@@ -307,18 +346,28 @@ def parse_strategy(text: str, cluster: Cluster) -> Strategy:
     if text not in known:
         name = re.fullmatch(r"([a-z_]+)(?:[:@][0-9]+)?(?:\+offload)?", text)
         if cluster.world_size == 1 and name is not None and name[1] in STRATEGIES and name[1] not in known:
-            raise OsdpError(f"{text} needs several ranks", got="1 rank", expected=", ".join(known),
-                            advice="two ranks or more: torchrun --nproc_per_node, or --gpus-per-node")  # fmt: skip
+            raise OsdpError(
+                f"{text} needs several ranks",
+                got="1 rank",
+                expected=", ".join(known),
+                advice="two ranks or more: torchrun --nproc_per_node, or --gpus-per-node",
+            )
         plain = [name for name, strategy in known.items() if not strategy.offload]
-        raise OsdpError(f"no such strategy on {cluster.nodes} x {cluster.gpus_per_node} ranks", got=text or "nothing",
-                        expected=f"{', '.join(plain)}; each also with +offload")  # fmt: skip
+        raise OsdpError(
+            f"no such strategy on {cluster.nodes} x {cluster.gpus_per_node} ranks",
+            got=text or "nothing",
+            expected=f"{', '.join(plain)}; each also with +offload",
+        )
     return known[text]
 
 
 def _owned_by(strategy: Strategy, rank: int, cluster: Cluster) -> Strategy:
     if rank >= cluster.world_size:
-        raise OsdpError("there is no such rank to own parameters", got=f"owner@{rank}",
-                        expected=f"a rank from 0 to {cluster.world_size - 1}")  # fmt: skip
+        raise OsdpError(
+            "there is no such rank to own parameters",
+            got=f"owner@{rank}",
+            expected=f"a rank from 0 to {cluster.world_size - 1}",
+        )
     return replace(strategy, owner=rank)
 
 
@@ -351,8 +400,12 @@ def parse_choice(text: str, cluster: Cluster) -> tuple[Strategy, ...]:
         if not 1 <= count <= MAX_SLICES or len(slices) > MAX_SLICES:
             raise OsdpError("a split has a count that cannot be", got=text, expected=f"1 to {MAX_SLICES} slices in all")
     if len(slices) < 2:
-        raise OsdpError("a split needs two slices or more", got=text, expected="for instance split(2*shard)",
-                        advice=f"write {slices[0]} for an operator in one piece")  # fmt: skip
+        raise OsdpError(
+            "a split needs two slices or more",
+            got=text,
+            expected="for instance split(2*shard)",
+            advice=f"write {slices[0]} for an operator in one piece",
+        )
     return tuple(slices)
 
 
@@ -370,8 +423,9 @@ def padded_numel(parameters: Iterable[Parameter], parts: int) -> int:
     return sum(rows * rest * parts for rows, rest in (padded_rows(p, parts) for p in parameters))
 
 
-def unit_collectives(parameters: Iterable[Parameter], strategy: Strategy, precision: str,
-                     cluster: Cluster) -> tuple[Collective, ...]:  # fmt: skip
+def unit_collectives(
+    parameters: Iterable[Parameter], strategy: Strategy, precision: str, cluster: Cluster
+) -> tuple[Collective, ...]:
     """Return everything that one unit sends; see the table at the top of this module.
 
     Of a phase, collectives are in the order in which they are sent.  A unit of strategy `owner` is
@@ -392,8 +446,9 @@ def unit_collectives(parameters: Iterable[Parameter], strategy: Strategy, precis
     return tuple(replace(c, algorithm=cluster.algorithm(c.kind, c.ranks, c.stride, c.size_bytes)) for c in sent)
 
 
-def assign_owners(sizes_bytes: Sequence[int], ranks: int,
-                  given: Mapping[int, int] = MappingProxyType({})) -> tuple[int, ...]:  # fmt: skip
+def assign_owners(
+    sizes_bytes: Sequence[int], ranks: int, given: Mapping[int, int] = MappingProxyType({})
+) -> tuple[int, ...]:
     """Return the owning rank of each unit of strategy `owner`, in the order given.
 
     Largest first to the rank that owns least, ties to the lowest rank (Graham's longest processing

@@ -113,8 +113,13 @@ class Cluster:
         are on other nodes, and other ranks share a machine.
         """
         same = gpus_per_node == self.gpus_per_node
-        return replace(self, nodes=nodes, gpus_per_node=gpus_per_node, ring=self.ring if same else (),
-                       measured=self.measured if same else None)  # fmt: skip
+        return replace(
+            self,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            ring=self.ring if same else (),
+            measured=self.measured if same else None,
+        )
 
     def algorithm(self, operation: str, ranks: int, stride: int, size_bytes: float) -> str:
         """Return how the runtime runs a collective: `native` or `ring`."""

@@ -25,7 +25,7 @@ _STRICT: dict[str, Any] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FitSegment:
     """One line of a piecewise linear time."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -55,7 +55,7 @@ class CollectiveTimes:
     """Ranks of the group."""
     stride: int
     """Distance of neighbours in the group, in ranks of the world."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FitSegment, ...]
     """The fit."""
     residual: float
     """Largest |fit - measured| / measured of the points."""

@@ -19,7 +19,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from profiler.cluster.measurements import Piece
+from profiler.cluster.measurements import FitSegment
 from profiler.errors import OsdpError
 
 MIN_POINTS = 3
@@ -33,7 +33,7 @@ MAX_PIECES = 3
 Array = NDArray[np.float64]
 
 
-def fit(points: Sequence[tuple[float, float]], max_pieces: int = MAX_PIECES) -> tuple[tuple[Piece, ...], float]:
+def fit(points: Sequence[tuple[float, float]], max_pieces: int = MAX_PIECES) -> tuple[tuple[FitSegment, ...], float]:
     """Return the fitted pieces and the residual, the largest |fit - measured| / measured.
 
     Args:
@@ -44,7 +44,7 @@ def fit(points: Sequence[tuple[float, float]], max_pieces: int = MAX_PIECES) -> 
         OsdpError: fewer than three points, a size twice, or a number that is not positive and finite.
     """
     sizes, seconds = _checked(points)
-    best: tuple[tuple[Piece, ...], float] | None = None
+    best: tuple[tuple[FitSegment, ...], float] | None = None
     for pieces in range(1, max_pieces + 1):
         found = [_fit_with_knots(sizes, seconds, knots) for knots in _knots(len(sizes), pieces)]
         found = [one for one in found if _may_end_so(sizes, *one[1:])]
@@ -76,13 +76,21 @@ def _checked(points: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
     values = np.array(sorted(points), dtype=np.float64).reshape(-1, 2)
     told = ", ".join(f"{seconds:g} s at {size:g} bytes" for size, seconds in values) or "nothing"
     if not (np.isfinite(values).all() and (values > 0).all()):
-        raise OsdpError("these timings cannot be", got=told, expected="sizes and seconds that are more than 0",
-                        advice="measure again; a clock that shows 0 needs larger sizes")  # fmt: skip
+        raise OsdpError(
+            "these timings cannot be",
+            got=told,
+            expected="sizes and seconds that are more than 0",
+            advice="measure again; a clock that shows 0 needs larger sizes",
+        )
     if len(np.unique(values[:, 0])) < len(values):
         raise OsdpError("a size was given twice", got=told, expected="each size once, with its median")
     if len(values) < MIN_POINTS:
-        raise OsdpError("too few sizes for a fit", got=told, advice="measure more sizes",
-                        expected=f"{MIN_POINTS} sizes or more: any two lie on a line")  # fmt: skip
+        raise OsdpError(
+            "too few sizes for a fit",
+            got=told,
+            advice="measure more sizes",
+            expected=f"{MIN_POINTS} sizes or more: any two lie on a line",
+        )
     return values[:, 0], values[:, 1]
 
 
@@ -135,11 +143,11 @@ def _subsets(count: int) -> tuple[tuple[int, ...], ...]:
     return tuple(subset for size in range(1, count + 1) for subset in combinations(range(count), size))
 
 
-def _pieces(knots: Sequence[float], coefficients: Array) -> tuple[Piece, ...]:
+def _pieces(knots: Sequence[float], coefficients: Array) -> tuple[FitSegment, ...]:
     """Return the pieces as lines through size 0."""
     latency_s, slopes = float(coefficients[0]), [float(slope) for slope in coefficients[1:]]
     pieces = []
     for start, slope, before in zip((0.0, *knots), slopes, (slopes[0], *slopes), strict=False):
         latency_s += (before - slope) * start
-        pieces.append(Piece(start, latency_s, slope))
+        pieces.append(FitSegment(start, latency_s, slope))
     return tuple(pieces)

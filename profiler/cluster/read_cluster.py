@@ -64,8 +64,12 @@ def _measured_problems(measured: Measured) -> Iterator[Problem]:
         yield from _collective_problems(place, times)
         line = times.operation, times.ranks, times.stride, times.algorithm
         if line in seen:
-            yield Problem(place, "is given twice", f"{times.algorithm} {times.operation}, {times.ranks} ranks that are "
-                          f"{times.stride} apart", "each collective once in each kind of group")  # fmt: skip
+            yield Problem(
+                place,
+                "is given twice",
+                f"{times.algorithm} {times.operation}, {times.ranks} ranks that are {times.stride} apart",
+                "each collective once in each kind of group",
+            )
         seen.add(line)
     for number, call in enumerate(measured.calls):
         yield from _call_problems(("measured", "calls", str(number)), call)
@@ -75,8 +79,9 @@ def _collective_problems(at: tuple[str, ...], times: CollectiveTimes) -> Iterato
     yield from _group_problems(at, times.ranks, times.stride)
     pieces, sizes = times.pieces, [size for size, _ in times.points]
     if not pieces or pieces[0].from_bytes != 0 or sorted(pieces, key=lambda one: one.from_bytes) != list(pieces):
-        yield Problem((*at, "pieces"), "is wrong", f"{len(pieces)} pieces",
-                      "one or more in order of from_bytes, the first from 0")  # fmt: skip
+        yield Problem(
+            (*at, "pieces"), "is wrong", f"{len(pieces)} pieces", "one or more in order of from_bytes, the first from 0"
+        )
     for index, piece in enumerate(pieces):
         yield from _not_negative((*at, "pieces", str(index), "s_per_byte"), piece.s_per_byte)
     if not sizes or sorted(sizes) != sizes:
@@ -86,8 +91,12 @@ def _collective_problems(at: tuple[str, ...], times: CollectiveTimes) -> Iterato
 def _call_problems(at: tuple[str, ...], call: CallTimes) -> Iterator[Problem]:
     counts = {len(values) for values in (call.micro_batches, call.forward_s, call.backward_s, call.saved_bytes)}
     if len(counts) != 1 or not call.micro_batches or sorted(set(call.micro_batches)) != list(call.micro_batches):
-        yield Problem((*at, "micro_batches"), "is wrong", str(list(call.micro_batches)),
-                      "ascending numbers, and as many of every time")  # fmt: skip
+        yield Problem(
+            (*at, "micro_batches"),
+            "is wrong",
+            str(list(call.micro_batches)),
+            "ascending numbers, and as many of every time",
+        )
     for name in ("forward_s", "backward_s", "saved_bytes"):
         for index, value in enumerate(getattr(call, name)):
             yield from _not_negative((*at, name, str(index)), value)

@@ -68,8 +68,11 @@ def measure_calls(
     """
     sizes = tuple(sorted(set(micro_batches)))
     if not sizes or sizes[0] < 1 or repetitions < 1 or warm_up < 0:
-        raise OsdpError("nothing to measure", got=f"micro-batches {list(micro_batches)}, {repetitions} repetitions, "
-                        f"warm-up {warm_up}", expected="at least one of each, and a warm-up of 0 or more")  # fmt: skip
+        raise OsdpError(
+            "nothing to measure",
+            got=f"micro-batches {list(micro_batches)}, {repetitions} repetitions, warm-up {warm_up}",
+            expected="at least one of each, and a warm-up of 0 or more",
+        )
     module, dtype = build(source, device), PRECISIONS[graph.precision]
     with stand_ins(module, device, dtype), training(module), _own_random_numbers(device):
         bench = _Bench(module, source, graph, device, clock or clock_of(device))
@@ -101,8 +104,11 @@ class _Bench:
         self._module, self._source, self._graph, self._device, self._clock = module, source, graph, device, clock
         self._operators = {path: index for index, one in enumerate(graph.operators) for path in one.modules}
         if missing := sorted(set(self._operators) - {path for path, _ in module.named_modules()}):
-            raise OsdpError(f"the graph is not of {source.name}", got=f"no module {missing[0]}",
-                            expected="the trace of the same model")  # fmt: skip
+            raise OsdpError(
+                f"the graph is not of {source.name}",
+                got=f"no module {missing[0]}",
+                expected="the trace of the same model",
+            )
 
     def feed(self, micro_batch: int) -> None:
         """Make the inputs of the passes that follow."""
@@ -112,6 +118,7 @@ class _Bench:
 
     def run(self, *, count_saved: bool) -> PieceTimes:
         """Run a pass; where the model cannot be cut at its blocks, from then on in one piece."""
+
         def attempt() -> PieceTimes:
             return run_pieces(
                 self._module, self._operators, self.blocks, self._inputs, self._clock, count_saved=count_saved
@@ -210,8 +217,4 @@ def _times(graph: ModelGraph, points: Sequence[_Point], cut: bool) -> ComputeTim
         )
         for key, name in names.items()
     )
-    return ComputeTimes(
-        calls=calls,
-        disagreement=tuple(point.disagreement for point in points),
-        cut=cut,
-    )
+    return ComputeTimes(calls=calls, disagreement=tuple(point.disagreement for point in points), cut=cut)

@@ -40,8 +40,11 @@ def optimizer_times(
     parameters, single = _parameters(shapes, device), _parameters([(1,)] * len(shapes), device)
     size_bytes = sum(parameter.nbytes for parameter in parameters)
     if not size_bytes or repetitions < 1:
-        raise OsdpError("no optimizer step to measure", got=f"{size_bytes} bytes, {repetitions} repetitions",
-                        expected="at least one of each")  # fmt: skip
+        raise OsdpError(
+            "no optimizer step to measure",
+            got=f"{size_bytes} bytes, {repetitions} repetitions",
+            expected="at least one of each",
+        )
     source = f"measured: median of {repetitions} steps over {len(shapes)} tensors of {size_bytes} bytes together"
     of_tensors = f"measured: median of {repetitions} steps over {len(shapes)} tensors of one element"
     found = []

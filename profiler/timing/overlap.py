@@ -60,14 +60,18 @@ class Overlap:
 def measure_overlap(size_bytes: int, repetitions: int, device: torch.device) -> Overlap:
     """Measure with all-reduces of a tensor of so many bytes over the world. A collective call."""
     if dist.get_world_size() < 2 or size_bytes < 4 or repetitions < 1:
-        raise OsdpError("overlap cannot be measured like this", expected="2 ranks, 4 bytes and 1 repetition or more",
-                        got=f"{dist.get_world_size()}, {size_bytes} and {repetitions}")  # fmt: skip
+        raise OsdpError(
+            "overlap cannot be measured like this",
+            expected="2 ranks, 4 bytes and 1 repetition or more",
+            got=f"{dist.get_world_size()}, {size_bytes} and {repetitions}",
+        )
     bench = _Bench(size_bytes, device)
     rounds = [bench.round() for _ in range(WARM_UP_ROUNDS + repetitions)][WARM_UP_ROUNDS:]
     computation_s, communication_s, both_s, under_s = (list(column) for column in zip(*rounds, strict=True))
     ratios = [under / alone for under, alone in zip(under_s, computation_s, strict=True)]
-    return Overlap(median(computation_s), median(communication_s), median(both_s), max(1.0, median(ratios)),
-                   device.type == "cuda")  # fmt: skip
+    return Overlap(
+        median(computation_s), median(communication_s), median(both_s), max(1.0, median(ratios)), device.type == "cuda"
+    )
 
 
 class _Bench:

@@ -101,7 +101,8 @@ def _call(records: Sequence[CallRecord], operator: int, block: int | None, name:
         tail_forward_peak_bytes=_instants_peak(forward, [_after(record.inside) for record in records]),
         backward_peak_bytes=_peak(backward) if any(tally.events for tally in backward) else saved,
         module_backward_peak_bytes=_instants_peak(backward, [slice(record.reached, None) for record in records])
-        if any(tally.events for tally in backward) else saved,
+        if any(tally.events for tally in backward)
+        else saved,
         tail_backward_peak_bytes=_instants_peak(backward, [slice(record.reached) for record in records]),
         backward_start_bytes=_start([tally.events[0] if tally.events else None for tally in backward], backward, saved),
         module_backward_start_bytes=_start([record.arrived for record in records], backward, saved),
@@ -151,8 +152,7 @@ def _operators(module: nn.Module, groups: Sequence[Group], calls: Sequence[Call]
             name=group.modules[0],
             kind=type(module.get_submodule(group.modules[0])).__name__,
             parameters=tuple(
-                Parameter(name, tuple(named[name].shape), named[name].requires_grad)
-                for name in group.parameters
+                Parameter(name, tuple(named[name].shape), named[name].requires_grad) for name in group.parameters
             ),
             modules=group.modules,
             block=next(iter(blocks[index])) if len(blocks[index]) == 1 else None,
@@ -194,13 +194,24 @@ def _without_waiting(calls: Sequence[Call], waiting: Mapping[int, int]) -> tuple
             continue
         whole, module, tail, start, module_start = (
             Affine(max(0.0, bytes_.fixed - held), bytes_.per_sample)
-            for bytes_ in (call.backward_peak_bytes, call.module_backward_peak_bytes,
-                           call.tail_backward_peak_bytes, call.backward_start_bytes, call.module_backward_start_bytes)
-        )  # fmt: skip
+            for bytes_ in (
+                call.backward_peak_bytes,
+                call.module_backward_peak_bytes,
+                call.tail_backward_peak_bytes,
+                call.backward_start_bytes,
+                call.module_backward_start_bytes,
+            )
+        )
         result.append(
-            replace(call, backward_peak_bytes=whole, module_backward_peak_bytes=module, tail_backward_peak_bytes=tail,
-                    backward_start_bytes=start, module_backward_start_bytes=module_start)
-        )  # fmt: skip
+            replace(
+                call,
+                backward_peak_bytes=whole,
+                module_backward_peak_bytes=module,
+                tail_backward_peak_bytes=tail,
+                backward_start_bytes=start,
+                module_backward_start_bytes=module_start,
+            )
+        )
     return tuple(result)
 
 
@@ -261,11 +272,7 @@ def _fingerprint(*parts: Any) -> str:
 
 
 def _notes(
-    module: nn.Module,
-    passes: Sequence[Pass],
-    unused: Sequence[Group],
-    groups: Sequence[Group],
-    blocks: Sequence[Block],
+    module: nn.Module, passes: Sequence[Pass], unused: Sequence[Group], groups: Sequence[Group], blocks: Sequence[Block]
 ) -> list[str]:
     first = passes[0]
     notes = []

@@ -34,9 +34,7 @@ _CLOSED = {aten.add, aten.sub, aten.mul, aten.neg, aten.abs, aten.remainder, ate
 _IRREGULAR = {aten.mvlgamma, aten.rrelu, aten.float_power}
 
 
-def predict_elementwise(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Layout | None:
+def predict_elementwise(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout | None:
     """Return the layout of the output of an elementwise op, None for other ops and unsure cases."""
     if torch.Tag.pointwise not in op.tags or op.overloadpacket in _IRREGULAR or op._schema.is_mutable:
         return None
@@ -111,8 +109,7 @@ def permuted_strides(shape: Sequence[int], tensors: Sequence[Tensor]) -> tuple[i
 def _broadcast_strides(shape: Sequence[int], tensor: Tensor) -> tuple[int, ...]:
     missing = len(shape) - tensor.dim()
     own = (
-        0 if size == 1 and shape[missing + dim] != 1 else tensor.stride(dim)
-        for dim, size in enumerate(tensor.shape)
+        0 if size == 1 and shape[missing + dim] != 1 else tensor.stride(dim) for dim, size in enumerate(tensor.shape)
     )
     return (0,) * missing + tuple(own)
 

@@ -85,9 +85,7 @@ class _Watch:
     executions: list[Execution] = field(default_factory=list)
     ran: dict[str, None] = field(default_factory=dict)
 
-    def wrap(
-        self, inner: Callable[..., Any], path: str, operator: int | None, is_block: bool
-    ) -> Callable[..., Any]:
+    def wrap(self, inner: Callable[..., Any], path: str, operator: int | None, is_block: bool) -> Callable[..., Any]:
         """Return a forward that runs `inner` under watch."""
         meter, ledger, ran = self.meter, self.meter.ledger, self.ran
 
@@ -135,12 +133,7 @@ def _restore(module: nn.Module, forward: Callable[..., Any] | None) -> None:
 
 
 def run_pass(
-    module: nn.Module,
-    groups: Sequence[Group],
-    blocks: Sequence[str],
-    inputs: Inputs,
-    stage: Stage,
-    memo: Memo,
+    module: nn.Module, groups: Sequence[Group], blocks: Sequence[str], inputs: Inputs, stage: Stage, memo: Memo
 ) -> Pass:
     """Run one forward and backward under the meter.
 

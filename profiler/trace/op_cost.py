@@ -91,12 +91,7 @@ class Cost:
 
 
 def cost(
-    op: Op,
-    tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    out: Any,
+    op: Op, tensors: Sequence[Tensor], outputs: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any], out: Any
 ) -> Cost:
     """Return the cost of `out = op(*args, **kwargs)`, given the tensors in the arguments and in `out`."""
     if op.allocates_only:
@@ -141,9 +136,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options:
     return 2 * batch * heads * rows * key.shape[2] * (width + value.shape[3])
 
 
-def _attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-) -> int:
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> int:
     """Scores again, then the gradients of the weights, the values, the queries and the keys: 5 products."""
     batch, heads, rows, width = query.shape
     return 2 * batch * heads * rows * key.shape[2] * (3 * width + 2 * value.shape[3])

@@ -119,9 +119,7 @@ class Meter(TorchDispatchMode):
             error.__dict__.setdefault("osdp_op", func)
             raise
 
-    def _measure(
-        self, func: torch._ops.OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _measure(self, func: torch._ops.OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         description: list[Any] = [func]
         tensors: list[Tensor] = []
         for arg in args:

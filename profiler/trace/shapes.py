@@ -89,9 +89,7 @@ def _softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch
     return _like(grad) if _is_row_major(output) and grad.dtype == input_dtype else None
 
 
-def _nll_loss(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-) -> Layouts | None:
+def _nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Layouts | None:
     if reduction == 0 or x.dim() != 2:
         return None
     return [contiguous((), x.dtype), contiguous((), x.dtype)]
@@ -138,9 +136,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options:
     return [Layout(tuple(query.shape), strides, query.dtype), rows]
 
 
-def _attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-) -> Layouts:
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Layouts:
     layouts: list[Layout | None] = []
     for tensor in (query, key, value):
         batch, heads, length, width = tensor.shape
@@ -192,9 +188,7 @@ def _randint_low(low: int, high: int, size: Sequence[int], **options: Any) -> La
     return _randint(high, size, **options)
 
 
-def _arange(
-    start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **rest: Any
-) -> Layout | None:
+def _arange(start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **rest: Any) -> Layout | None:
     if not all(isinstance(bound, int) for bound in (start, end, step)):
         return None
     return contiguous((len(range(start, end, step)),), dtype or torch.int64)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.errors import OsdpError
-from runtime.deferred_init.op_recorder import Recorder
+from runtime.deferred_init.op_recorder import OpRecorder
 from runtime.deferred_init.op_tape import Ref, Tape
 from runtime.deferred_init.recording import recording
 
@@ -58,7 +58,7 @@ def record(build: Callable[[], nn.Module]) -> Recording:
     Raises OsdpError, naming the op and the line, where the constructor looks at random numbers, hands
     memory to NumPy, or runs an op that the meta device does not know.
     """
-    recorder = Recorder()
+    recorder = OpRecorder()
     with recording(recorder):
         module = build()
     if _is_left_empty(module, recorder):
@@ -68,7 +68,7 @@ def record(build: Callable[[], nn.Module]) -> Recording:
     return Recording(module, recorder.tape, _finals(module, recorder))
 
 
-def _is_left_empty(module: nn.Module, recorder: Recorder) -> bool:
+def _is_left_empty(module: nn.Module, recorder: OpRecorder) -> bool:
     parameters = [parameter.detach() for parameter in module.parameters()]
     return bool(parameters) and all(tensor.is_meta and not recorder.knows(tensor) for tensor in parameters)
 
@@ -91,11 +91,11 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(module.named_parameters(), module.named_buffers())
 
 
-def _finals(module: nn.Module, recorder: Recorder) -> dict[str, Ref]:
+def _finals(module: nn.Module, recorder: OpRecorder) -> dict[str, Ref]:
     return {name: recorder.ref(tensor.detach()) for name, tensor in _named_tensors(module)}
 
 
-def _hollow(module: nn.Module, recorder: Recorder) -> None:
+def _hollow(module: nn.Module, recorder: OpRecorder) -> None:
     """Put parameters and buffers with data on the meta device, tied ones as one."""
     done: dict[Tensor, Tensor] = {}
     for owner in module.modules():
@@ -110,7 +110,7 @@ def _hollow(module: nn.Module, recorder: Recorder) -> None:
                 registered[key] = done[tensor]  # type: ignore[assignment]
 
 
-def _fill_attributes(module: nn.Module, recorder: Recorder) -> None:
+def _fill_attributes(module: nn.Module, recorder: OpRecorder) -> None:
     """Compute the tensors that modules keep as plain attributes."""
     done: dict[Ref, Tensor] = {}
     for name, owner in module.named_modules():
@@ -147,7 +147,7 @@ def reset(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _record_reset(module: nn.Module) -> Recording:
-    recorder = Recorder()
+    recorder = OpRecorder()
     registered = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
     names = [name for name, _ in _named_tensors(module)]
     try:

@@ -53,7 +53,7 @@ _FILLS = {
 _LOOKS_AT_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class Recorder:
+class OpRecorder:
     """Writes a tape; `runtime.deferred_init.recording` brings it the ops."""
 
     def __init__(self) -> None:

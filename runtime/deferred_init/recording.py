@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.errors import OsdpError
-from runtime.deferred_init.op_recorder import ADVICE, CPU, META, Recorder, place
+from runtime.deferred_init.op_recorder import ADVICE, CPU, META, OpRecorder, place
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
+def recording(recorder: OpRecorder) -> Iterator[None]:
     """Record what runs within. The default generator is afterwards as it was before."""
     with recorder.watching(), _Appearances(recorder), _Dispatch(recorder), _whole_trunc_normal(recorder):
         yield
@@ -31,7 +31,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands every op to the recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
@@ -45,7 +45,7 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Appearances(TorchFunctionMode):
     """Makes tensors on the meta device look as if they were on the CPU."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -101,7 +101,7 @@ _OUT_OF_SIGHT = (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpac
 
 
 @contextmanager
-def _whole_trunc_normal(recorder: Recorder) -> Iterator[None]:
+def _whole_trunc_normal(recorder: OpRecorder) -> Iterator[None]:
     """Record `nn.init.trunc_normal_` as one step: it draws again where it does not like what it drew.
 
     Its inner function is private; torch 2.11 (read) and 2.13 (run) have it, with the tensor first.

@@ -87,8 +87,9 @@ def agree(what: str, value: str, advice: str) -> None:
     values = Agreement.all().gather(f"tell {what}", lambda: value)
     odd = [str(rank) for rank, other in enumerate(values) if other != values[0]]
     if odd:
-        raise OsdpError(f"{what} is not the same on all ranks", got=f"ranks {', '.join(odd[:8])} differ from rank 0",
-                        advice=advice)  # fmt: skip
+        raise OsdpError(
+            f"{what} is not the same on all ranks", got=f"ranks {', '.join(odd[:8])} differ from rank 0", advice=advice
+        )
 
 
 @contextmanager

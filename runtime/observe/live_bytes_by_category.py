@@ -1,11 +1,11 @@
 """`LiveBytes` that knows what storages are for, read off the program:
 
-    parameters             of the watched module, local parts
-    optimizer              states that the optimizer keeps
-    gradients              of local parameters, and of gathered ones from when autograd has added them up
-    unsharded_parameters   what modules compute with, where it is not what rests
-    communication_buffers  arguments of collectives that are none of these
-    activations            all the rest, unless `category` says otherwise
+parameters             of the watched module, local parts
+optimizer              states that the optimizer keeps
+gradients              of local parameters, and of gathered ones from when autograd has added them up
+unsharded_parameters   what modules compute with, where it is not what rests
+communication_buffers  arguments of collectives that are none of these
+activations            all the rest, unless `category` says otherwise
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ LOST = "another rank did not come"
 """Reason that tells less than the other rank's."""
 
 
-def open_transport(group: dist.ProcessGroup, specs: Sequence[WindowSpec], device_type: str, timeout_s: float,
-                   ordered: bool = False) -> Transport:  # fmt: skip
+def open_transport(
+    group: dist.ProcessGroup, specs: Sequence[WindowSpec], device_type: str, timeout_s: float, ordered: bool = False
+) -> Transport:
     """Open windows over a group, for tensors on "cpu" or "cuda". Collective.
 
     Raises OsdpError on every rank if windows cannot be had (`why_none`).

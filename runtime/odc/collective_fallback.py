@@ -20,8 +20,10 @@ from runtime.odc.dry_run_windows import rehearses
 from runtime.schedule import Schedule, ScheduledUnit
 
 IN_PLACE: dict[str, Literal["all_gather", "reduce_scatter", "all_reduce"]] = {
-    "pull": "all_gather", "push": "reduce_scatter", "all_reduce": "all_reduce",
-}  # fmt: skip
+    "pull": "all_gather",
+    "push": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
 """What is sent in place of what; meetings and publishing are left out."""
 
 
@@ -38,11 +40,17 @@ def with_windows_or_without(schedule: Schedule, meshes: Meshes) -> Schedule:
         return schedule
     units = tuple(_with_collectives(unit, schedule.world_size) for unit in schedule.units)
     if dist.get_rank() == 0:
-        taken = {str(unit.strategy): str(other.strategy)
-                 for unit, other in zip(schedule.units, units, strict=True) if unit != other}  # fmt: skip
-        warnings.warn(f"{', '.join(f'{name} runs as {other}' for name, other in taken.items())}, because {reason}. "
-                      "Results are the same, but all ranks must run equally many micro-batches, and wait for each "
-                      "other in each.", stacklevel=2)  # fmt: skip
+        taken = {
+            str(unit.strategy): str(other.strategy)
+            for unit, other in zip(schedule.units, units, strict=True)
+            if unit != other
+        }
+        warnings.warn(
+            f"{', '.join(f'{name} runs as {other}' for name, other in taken.items())}, because {reason}. "
+            "Results are the same, but all ranks must run equally many micro-batches, and wait for each "
+            "other in each.",
+            stacklevel=2,
+        )
     return replace(schedule, units=units)
 
 

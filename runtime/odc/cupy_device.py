@@ -53,13 +53,16 @@ class CupyDevice(Device):
         try:
             self.identity: str = self._cupy.cuda.runtime.deviceGetPCIBusId(index)
             with self._here():
-                modules = {file: self._cupy.RawModule(code=source_of(file), options=OPTIONS)
-                           for file in set(SOURCES.values())}  # fmt: skip
+                modules = {
+                    file: self._cupy.RawModule(code=source_of(file), options=OPTIONS) for file in set(SOURCES.values())
+                }
                 self._kernels = {kernel: modules[file].get_function(kernel) for kernel, file in SOURCES.items()}
         except Exception as error:
-            raise OsdpError("CuPy cannot compile and load the kernels", got=first_line(error),
-                            advice="a CuPy for this driver; CUPY_CACHE_DIR, if its folder cannot be written"
-                            ) from error  # fmt: skip
+            raise OsdpError(
+                "CuPy cannot compile and load the kernels",
+                got=first_line(error),
+                advice="a CuPy for this driver; CUPY_CACHE_DIR, if its folder cannot be written",
+            ) from error
         properties = torch.cuda.get_device_properties(index)
         self.room = BLOCKS_AT_ONCE * properties.multi_processor_count
 
@@ -87,9 +90,12 @@ class CupyDevice(Device):
             return int(self._runtime.malloc(size_bytes))
         except failure as error:
             free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
-            raise OsdpError("the GPU has no room for the windows", got=f"{format_bytes(free_bytes)} free",
-                            expected=format_bytes(size_bytes), advice="a smaller limit of memory, or another strategy"
-                            ) from error  # fmt: skip
+            raise OsdpError(
+                "the GPU has no room for the windows",
+                got=f"{format_bytes(free_bytes)} free",
+                expected=format_bytes(size_bytes),
+                advice="a smaller limit of memory, or another strategy",
+            ) from error
 
     def free(self, address: int) -> None:
         with suppress(self._runtime.CUDARuntimeError), self._here():  # after a fault the driver frees all
@@ -154,8 +160,9 @@ def load_cupy() -> Any:
     try:
         return import_module("cupy")
     except ImportError as error:
-        raise OsdpError("CuPy cannot be loaded", got=first_line(error),
-                        advice="pip install 'osdp[cuda13]', or [cuda12]") from error  # fmt: skip
+        raise OsdpError(
+            "CuPy cannot be loaded", got=first_line(error), advice="pip install 'osdp[cuda13]', or [cuda12]"
+        ) from error
 
 
 def native_atomics(here: int, other: int) -> bool:

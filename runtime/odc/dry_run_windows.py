@@ -19,8 +19,9 @@ class RehearsedTransport(Transport):
 
     device_type = "cpu"
 
-    def __init__(self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], timeout_s: float,
-                 ordered: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], timeout_s: float, ordered: bool = False
+    ) -> None:
         """Make the tensors; asks no other rank."""
         self.ranks, self.rank = tuple(dist.get_process_group_ranks(group)), group.rank()
         self.timeout_s, self.ordered, self.meetings = timeout_s, ordered, 0

@@ -70,8 +70,14 @@ class Region:
 class DeviceTransport(Transport):
     """Windows in the memory of GPUs."""
 
-    def __init__(self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], device: Device,
-                 timeout_s: float = 600.0, ordered: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        specs: Sequence[WindowSpec],
+        device: Device,
+        timeout_s: float = 600.0,
+        ordered: bool = False,
+    ) -> None:
         """Allocate this rank's windows and open those of the others. Collective.
 
         Raises OsdpError on every rank if windows differ between them or one cannot be made or opened.
@@ -119,19 +125,29 @@ class DeviceTransport(Transport):
         sources = [shard.detach().float() for shard in shards]
         counts = [source.numel() for source in sources]
         offsets = [sum(counts[:position]) for position in range(len(counts))]
-        table = torch.tensor([[source.data_ptr() for source in sources], offsets, counts],
-                             device=self._device.torch_device)  # fmt: skip
+        table = torch.tensor(
+            [[source.data_ptr() for source in sources], offsets, counts], device=self._device.torch_device
+        )
         blocks, _ = grid_for(max(counts), 4 * THREADS, 1, self._device.room)
         kernel = f"pack_cast_{KERNEL_DTYPES[self.windows[index].spec.dtype]}"
         window = self._starts[self.rank] + self._regions[index].published
-        self._launch(kernel, (blocks, min(len(counts), MOST_BLOCKS)),
-                     *(row.data_ptr() for row in table), len(counts), window)  # fmt: skip
+        self._launch(
+            kernel, (blocks, min(len(counts), MOST_BLOCKS)), *(row.data_ptr() for row in table), len(counts), window
+        )
 
     def pull(self, index: int, out: Tensor) -> None:
         ranks, size_bytes = len(self.ranks), out.numel() * out.itemsize // len(self.ranks)
         grid = grid_for(size_bytes, 16 * THREADS, ranks, self._device.room)
-        self._launch("gather", grid, self._table.data_ptr(), self._regions[index].published, size_bytes, ranks,
-                     self.rank, out.data_ptr())  # fmt: skip
+        self._launch(
+            "gather",
+            grid,
+            self._table.data_ptr(),
+            self._regions[index].published,
+            size_bytes,
+            ranks,
+            self.rank,
+            out.data_ptr(),
+        )
 
     def push(self, index: int, full: Tensor) -> None:
         full = full.detach()
@@ -142,8 +158,16 @@ class DeviceTransport(Transport):
             return
         offset = region.accumulators // FP32_BYTES + (self.rank * region.stride_numel if self.ordered else 0)
         grid = grid_for(count, 4 * THREADS, ranks, self._device.room)
-        self._launch(f"scatter_accumulate_{KERNEL_DTYPES[full.dtype]}", grid, full.data_ptr(),
-                     self._table.data_ptr(), offset, count, ranks, self.rank)  # fmt: skip
+        self._launch(
+            f"scatter_accumulate_{KERNEL_DTYPES[full.dtype]}",
+            grid,
+            full.data_ptr(),
+            self._table.data_ptr(),
+            offset,
+            count,
+            ranks,
+            self.rank,
+        )
 
     def take_gradient(self, index: int) -> Tensor:
         region, count = self._regions[index], self.windows[index].spec.gradient_numel
@@ -151,8 +175,9 @@ class DeviceTransport(Transport):
         if count:
             slots = self._starts[self.rank] + region.accumulators
             grid = grid_for(count, 4 * THREADS, 1, self._device.room)
-            self._launch("take_gradient", grid, slots, region.stride_numel, self._accumulators, count,
-                         gradient.data_ptr())  # fmt: skip
+            self._launch(
+                "take_gradient", grid, slots, region.stride_numel, self._accumulators, count, gradient.data_ptr()
+            )
         return gradient
 
     def wait_for_all(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
@@ -182,8 +207,18 @@ class DeviceTransport(Transport):
         """Have the GPUs meet; return the ranks whose did not come within a slice of time."""
         ranks, seen = len(self.ranks), self._seen.data_ptr()
         threads = min(1024, -(-ranks // 32) * 32)
-        self._launch("barrier", (1, 1), self._table.data_ptr(), ranks, self.rank, number, round(1e9 * slice_s), seen,
-                     seen + FLAG_BYTES * ranks, threads=threads)  # fmt: skip
+        self._launch(
+            "barrier",
+            (1, 1),
+            self._table.data_ptr(),
+            ranks,
+            self.rank,
+            number,
+            round(1e9 * slice_s),
+            seen,
+            seen + FLAG_BYTES * ranks,
+            threads=threads,
+        )
         *seen_at, status = self._seen.tolist()  # waits for the barrier
         return [rank for rank, meeting in enumerate(seen_at) if meeting < number] if status else []
 

@@ -99,19 +99,24 @@ class MeetingPlace:
         """Return what to raise when ranks are lost; each with what became of it."""
         told = "; ".join(f"rank {self.ranks[rank]} {how}" for rank, how in sorted(lost.items()))
         here = f"rank {self.ranks[self.rank]} waited at meeting {number}"
-        return PeerLost(f"the ranks could not meet: {told}", got=here,
-                        expected=f"{names(self.ranks)} within {timeout_s:g} s",
-                        advice=f"the log of {names([self.ranks[rank] for rank in sorted(lost)])} (out of memory? "
-                               "killed? a longer step?), then resume the last checkpoint")  # fmt: skip
+        return PeerLost(
+            f"the ranks could not meet: {told}",
+            got=here,
+            expected=f"{names(self.ranks)} within {timeout_s:g} s",
+            advice=f"the log of {names([self.ranks[rank] for rank in sorted(lost)])} (out of memory? "
+            "killed? a longer step?), then resume the last checkpoint",
+        )
 
     def held(self, rank: int, place: tuple[int, int], timeout_s: float) -> PeerLost:
         """Return what to raise when bytes of a rank's segment stay locked."""
         pid = self.segments[rank].holder(*place)
         who = f"rank {self.ranks[self._pids.index(pid)]}" if pid in self._pids else "another rank"
-        return PeerLost(f"{who} stands still in the middle of a push or a meeting",
-                        got=f"memory of rank {self.ranks[rank]} locked for {timeout_s:g} s",
-                        expected="a fraction of a millisecond",
-                        advice=f"the log of {who} (stopped? swapping?), then resume the last checkpoint")  # fmt: skip
+        return PeerLost(
+            f"{who} stands still in the middle of a push or a meeting",
+            got=f"memory of rank {self.ranks[rank]} locked for {timeout_s:g} s",
+            expected="a fraction of a millisecond",
+            advice=f"the log of {who} (stopped? swapping?), then resume the last checkpoint",
+        )
 
     def give_up(self, number: int) -> None:
         """Let the others know that this rank did not get to a meeting."""
@@ -123,8 +128,11 @@ class MeetingPlace:
         self._close()
         self.segments[self.rank].has_left = True
         patience = Patience(timeout_s)
-        while not all(segment.has_left or not segment.is_alive()
-                      for rank, segment in enumerate(self.segments) if rank != self.rank):  # fmt: skip
+        while not all(
+            segment.has_left or not segment.is_alive()
+            for rank, segment in enumerate(self.segments)
+            if rank != self.rank
+        ):
             if not patience.sleep():
                 return False
         return True

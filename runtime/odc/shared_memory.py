@@ -58,8 +58,9 @@ class SharedMemoryTransport(Transport):
 
     device_type = "cpu"
 
-    def __init__(self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], timeout_s: float = 600.0,
-                 ordered: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], timeout_s: float = 600.0, ordered: bool = False
+    ) -> None:
         """Make this rank's segment and map those of the others. Collective.
 
         Raises OsdpError on every rank if windows differ between them, if they cannot share memory
@@ -68,8 +69,10 @@ class SharedMemoryTransport(Transport):
         super().__init__(group, specs, timeout_s, ordered)
         reason = can_share(group)
         if reason:
-            raise OsdpError(f"these ranks cannot share memory: {reason}",
-                            advice="keep an ODC group inside one machine, or choose another strategy")  # fmt: skip
+            raise OsdpError(
+                f"these ranks cannot share memory: {reason}",
+                advice="keep an ODC group inside one machine, or choose another strategy",
+            )
         self._regions: list[Region] = []
         size_bytes = HEADER_BYTES
         for spec in specs:
@@ -77,13 +80,19 @@ class SharedMemoryTransport(Transport):
             size_bytes = self._regions[-1].end
         self._place = MeetingPlace(self.agreement, self.ranks, self.rank, size_bytes)
         self._segments = self._place.segments
-        self._published = [[segment.tensor(region.published, spec.shard_numel, spec.dtype)
-                            for segment in self._segments]
-                           for region, spec in zip(self._regions, specs, strict=True)]  # fmt: skip
-        self._sums = [[segment.tensor(region.accumulators, self._accumulators * spec.gradient_numel, torch.float32)
-                       .view(self._accumulators, spec.gradient_numel)
-                       for segment in self._segments]
-                      for region, spec in zip(self._regions, specs, strict=True)]  # fmt: skip
+        self._published = [
+            [segment.tensor(region.published, spec.shard_numel, spec.dtype) for segment in self._segments]
+            for region, spec in zip(self._regions, specs, strict=True)
+        ]
+        self._sums = [
+            [
+                segment.tensor(region.accumulators, self._accumulators * spec.gradient_numel, torch.float32).view(
+                    self._accumulators, spec.gradient_numel
+                )
+                for segment in self._segments
+            ]
+            for region, spec in zip(self._regions, specs, strict=True)
+        ]
 
     @property
     def _accumulators(self) -> int:

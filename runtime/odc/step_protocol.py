@@ -94,8 +94,9 @@ class Group:
     def tell(self, micro_batches: int) -> None:
         """Tell the others about this rank's step."""
         flags = [float(flag) for unit in self.units for flag in unit.pushed]
-        told = torch.tensor([micro_batches, micro_batches**2, *flags], dtype=torch.float32,
-                            device=self.transport.device_type)  # fmt: skip
+        told = torch.tensor(
+            [micro_batches, micro_batches**2, *flags], dtype=torch.float32, device=self.transport.device_type
+        )
         self.summary.push(told.repeat(len(self.transport.ranks)))
 
     def told(self) -> list[float]:
@@ -122,8 +123,9 @@ class Group:
 class Exchange:
     """The units of a model that communicate one-sidedly."""
 
-    def __init__(self, units: Sequence[tuple[Strategy, Unit]], meshes: Meshes, micro_batches: int,
-                 timeout_s: float | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, units: Sequence[tuple[Strategy, Unit]], meshes: Meshes, micro_batches: int, timeout_s: float | None = None
+    ) -> None:
         """Open windows for units, each with its strategy. A collective call.
 
         `micro_batches` are those of a step of the plan; `timeout_s` is the process group's unless given.

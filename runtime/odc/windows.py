@@ -66,15 +66,25 @@ class WindowSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in PUBLISHED_DTYPES:
-            raise OsdpError(f"window {self.name!r} cannot publish this dtype", got=str(self.dtype),
-                            expected="torch.float32 or torch.bfloat16",
-                            advice="set param_dtype of the unit to one of these")  # fmt: skip
+            raise OsdpError(
+                f"window {self.name!r} cannot publish this dtype",
+                got=str(self.dtype),
+                expected="torch.float32 or torch.bfloat16",
+                advice="set param_dtype of the unit to one of these",
+            )
         if self.shard_numel < 1:
-            raise OsdpError(f"window {self.name!r} is empty", got=f"shards of {self.shard_numel} elements",
-                            expected="at least one element", advice="leave out units without parameters")  # fmt: skip
+            raise OsdpError(
+                f"window {self.name!r} is empty",
+                got=f"shards of {self.shard_numel} elements",
+                expected="at least one element",
+                advice="leave out units without parameters",
+            )
         if not 0 <= self.frozen_numel <= self.shard_numel:
-            raise OsdpError(f"window {self.name!r} cannot have so many frozen elements", got=str(self.frozen_numel),
-                            expected=f"0 to {self.shard_numel}")  # fmt: skip
+            raise OsdpError(
+                f"window {self.name!r} cannot have so many frozen elements",
+                got=str(self.frozen_numel),
+                expected=f"0 to {self.shard_numel}",
+            )
 
     def __str__(self) -> str:
         frozen = f", {self.frozen_numel} of them frozen" if self.frozen_numel else ""
@@ -105,8 +115,9 @@ class Window:
         if "publish" not in self._last:
             raise OsdpError(f"window {self.spec.name!r} was never published", expected="publish and meet before pull")
         if out.dtype != self.spec.dtype:
-            raise OsdpError(f"window {self.spec.name!r} is of another dtype", got=str(out.dtype),
-                            expected=str(self.spec.dtype))  # fmt: skip
+            raise OsdpError(
+                f"window {self.spec.name!r} is of another dtype", got=str(out.dtype), expected=str(self.spec.dtype)
+            )
         self._check("pull", out.numel(), len(self._transport.ranks) * self.spec.shard_numel, out)
         self._transport.pull(self._index, out)
 
@@ -126,12 +137,18 @@ class Window:
         device = self._transport.device_type
         if got != expected or not all(tensor.is_contiguous() and tensor.device.type == device for tensor in tensors):
             given = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
-            raise OsdpError(f"window {self.spec.name!r} cannot {action} this", got=given,
-                            expected=f"{expected} contiguous elements on {device}")  # fmt: skip
+            raise OsdpError(
+                f"window {self.spec.name!r} cannot {action} this",
+                got=given,
+                expected=f"{expected} contiguous elements on {device}",
+            )
         opposite = OPPOSITE[action]
         if self._last.get(opposite) == self._transport.meetings:
-            raise OsdpError(f"window {self.spec.name!r}: {action} after {opposite} without a meeting",
-                            expected="all ranks to meet in between", advice="call meet() first")  # fmt: skip
+            raise OsdpError(
+                f"window {self.spec.name!r}: {action} after {opposite} without a meeting",
+                expected="all ranks to meet in between",
+                advice="call meet() first",
+            )
         self._last[action] = self._transport.meetings
 
 
@@ -167,9 +184,12 @@ class Transport(ABC):
         if odd:
             theirs = layouts[self.ranks.index(odd[0])]
             first = next(i for i in range(len(theirs)) if theirs[i : i + 1] != layouts[0][i : i + 1])
-            raise OsdpError(f"the windows of {names(odd)} differ from those of rank {self.ranks[0]}",
-                            got=f"{theirs[first]} on rank {odd[0]}", expected=f"{layouts[0][first]}",
-                            advice="the same model, plan and version of OSDP on every rank")  # fmt: skip
+            raise OsdpError(
+                f"the windows of {names(odd)} differ from those of rank {self.ranks[0]}",
+                got=f"{theirs[first]} on rank {odd[0]}",
+                expected=f"{layouts[0][first]}",
+                advice="the same model, plan and version of OSDP on every rank",
+            )
 
     def meet(self, note: float = 0.0, timeout_s: float | None = None) -> tuple[float, ...]:
         """Wait for all ranks; return what each had to say (a weight, a number of micro-batches), in order of rank.
@@ -185,8 +205,10 @@ class Transport(ABC):
     def check_usable(self) -> None:
         """Raise OsdpError after `close` or a failed meeting."""
         if self._unusable:
-            raise OsdpError(f"the windows cannot be used any more: they {self._unusable}",
-                            advice="see the first error, then start from the last checkpoint")  # fmt: skip
+            raise OsdpError(
+                f"the windows cannot be used any more: they {self._unusable}",
+                advice="see the first error, then start from the last checkpoint",
+            )
 
     def give_up(self) -> None:
         """Refuse everything from now on, and let the others know; transports call it before they raise PeerLost."""
@@ -200,8 +222,9 @@ class Transport(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @abstractmethod

@@ -40,7 +40,7 @@ from runtime.state.checkpoint_manifest import (
     stored_tensors,
 )
 from runtime.state.dcp_tensor import GlobalLoadPlanner, GlobalSavePlanner, GlobalTensor
-from runtime.state.local_shards import Piece
+from runtime.state.local_shards import LocalShard
 from runtime.state.model_state import check_model, model_tensors, persistent_buffers
 from runtime.state.optimizer_state import Restoration, check_optimizer, optimizer_tensors
 
@@ -84,7 +84,7 @@ class _State:
 def save(
     path: str | Path,
     module: nn.Module,
-    pieces: Sequence[Piece],
+    pieces: Sequence[LocalShard],
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
     *,
@@ -124,7 +124,7 @@ def save(
 
 @torch.no_grad()
 def load(
-    path: str | Path, module: nn.Module, pieces: Sequence[Piece], optimizer: Optimizer | None = None
+    path: str | Path, module: nn.Module, pieces: Sequence[LocalShard], optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
     """Load a checkpoint into a model, and into its optimizer if one is given; collective.
 
@@ -154,8 +154,14 @@ def _settle() -> None:
         _under_way.wait()
 
 
-def _take(module: nn.Module, pieces: Sequence[Piece], optimizer: Optimizer | None,
-          extra: Mapping[str, Any] | None, ranks: Agreement, copies: bool) -> _State:  # fmt: skip
+def _take(
+    module: nn.Module,
+    pieces: Sequence[LocalShard],
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    ranks: Agreement,
+    copies: bool,
+) -> _State:
     """Return this rank's contribution, sharing the model's memory or as copies on the host."""
     extra = dict(extra or {})
     _check_plain(extra, "extra")
@@ -237,8 +243,9 @@ def _merge(records: Sequence[OptimizerRecord | None]) -> OptimizerRecord | None:
     return replace(first, values=values)
 
 
-def _checked_manifest(path: Path, targets: Mapping[str, GlobalTensor], pieces: Sequence[Piece],
-                      optimizer: Optimizer | None) -> Manifest:  # fmt: skip
+def _checked_manifest(
+    path: Path, targets: Mapping[str, GlobalTensor], pieces: Sequence[LocalShard], optimizer: Optimizer | None
+) -> Manifest:
     """Read the manifest, and check by it that the checkpoint is whole and of this model."""
     try:
         manifest = read_manifest(path)

@@ -137,8 +137,9 @@ def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
         parts = []
         for chunk in tensor.chunks:
             place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-            parts.append(StoredPart(tuple(chunk.offsets), tuple(chunk.sizes),
-                                    place.relative_path, place.offset, place.length))  # fmt: skip
+            parts.append(
+                StoredPart(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
+            )
         dtype = str(tensor.properties.dtype).removeprefix("torch.")
         tensors[key] = StoredTensor(dtype, tuple(tensor.size), tuple(parts))
     return tensors

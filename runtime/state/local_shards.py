@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """What this rank holds of one parameter of the original model."""
 
     name: str
@@ -87,7 +87,7 @@ def whole(name: str, shape: Iterable[int]) -> Origin:
     return Origin(name, sizes, (0,) * len(sizes), sizes)
 
 
-def piece_of(origin: Origin, parameter: nn.Parameter, replicas: int = 1, holds: bool | None = None) -> Piece:
+def piece_of(origin: Origin, parameter: nn.Parameter, replicas: int = 1, holds: bool | None = None) -> LocalShard:
     """Return this rank's piece of a parameter.
 
     `holds` says of a parameter that one rank owns whether this rank does.  Else a DTensor tells by
@@ -96,10 +96,10 @@ def piece_of(origin: Origin, parameter: nn.Parameter, replicas: int = 1, holds: 
     """
     offsets, sizes = origin.offsets, origin.sizes
     if holds is not None:
-        return Piece(origin.name, origin.shape, offsets, sizes if holds else (0,) * len(sizes), 1, parameter)
+        return LocalShard(origin.name, origin.shape, offsets, sizes if holds else (0,) * len(sizes), 1, parameter)
     is_first = replicas == 1 or dist.get_rank() < dist.get_world_size() // replicas
     if not isinstance(parameter, DTensor):
-        return Piece(origin.name, origin.shape, offsets, sizes, replicas, parameter, is_first)
+        return LocalShard(origin.name, origin.shape, offsets, sizes, replicas, parameter, is_first)
     mesh = parameter.device_mesh
     sharding = [dim for dim, placement in enumerate(parameter.placements) if isinstance(placement, Shard)]
     copies = [dim for dim in range(mesh.ndim) if dim not in sharding]
@@ -109,4 +109,4 @@ def piece_of(origin: Origin, parameter: nn.Parameter, replicas: int = 1, holds: 
         offsets, sizes = (offsets[0] + start, *offsets[1:]), (min(chunk, sizes[0] - start), *sizes[1:])
     replicas *= prod((mesh.size(dim) for dim in copies), start=1)
     is_first = is_first and all(mesh.get_local_rank(dim) == 0 for dim in copies)
-    return Piece(origin.name, origin.shape, offsets, sizes, replicas, parameter, is_first)
+    return LocalShard(origin.name, origin.shape, offsets, sizes, replicas, parameter, is_first)

@@ -18,15 +18,15 @@ from torch.distributed.tensor import DTensor
 from profiler.errors import OsdpError
 from runtime.state.checkpoint_manifest import Manifest, StoredTensor
 from runtime.state.dcp_tensor import GlobalTensor
-from runtime.state.local_shards import Piece
+from runtime.state.local_shards import LocalShard
 
 NAMES_SHOWN = 5
 """How many names an error lists."""
 
 
-def model_tensors(module: nn.Module, pieces: Sequence[Piece]) -> dict[str, GlobalTensor]:
+def model_tensors(module: nn.Module, pieces: Sequence[LocalShard]) -> dict[str, GlobalTensor]:
     """Return the parameters and persistent buffers, by key; they share memory with the model's."""
-    by_name: dict[str, list[tuple[Piece, Tensor]]] = {}
+    by_name: dict[str, list[tuple[LocalShard, Tensor]]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append((piece, piece.parameter))
     parameters = {f"model.{name}": assemble(parts) for name, parts in by_name.items() if prod(parts[0][0].shape)}
@@ -54,7 +54,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def assemble(parts: Sequence[tuple[Piece, Tensor]]) -> GlobalTensor:
+def assemble(parts: Sequence[tuple[LocalShard, Tensor]]) -> GlobalTensor:
     """Return the tensor that consists of this rank's data, each laid out as its piece's parameter."""
     shape, dtype = parts[0][0].shape, parts[0][1].dtype
     return GlobalTensor(shape, dtype, tuple((p.offsets, p.local(tensor)) for p, tensor in parts if p.numel))

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from profiler.errors import OsdpError
 from runtime.state.checkpoint_manifest import Manifest, OptimizerRecord, StoredTensor
 from runtime.state.dcp_tensor import GlobalTensor
-from runtime.state.local_shards import Piece
+from runtime.state.local_shards import LocalShard
 from runtime.state.model_state import NAMES_SHOWN, assemble, everywhere, is_laid_out_as, local_data, new_like
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -26,13 +26,15 @@ HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NAMES = frozenset({"params", "param_names"})
 
 
-def optimizer_tensors(optimizer: Optimizer, pieces: Sequence[Piece]) -> tuple[dict[str, GlobalTensor], OptimizerRecord]:
+def optimizer_tensors(
+    optimizer: Optimizer, pieces: Sequence[LocalShard]
+) -> tuple[dict[str, GlobalTensor], OptimizerRecord]:
     """Return the optimizer's tensors by key, sharing its memory, and what else it holds.
 
     Raises OsdpError for parameters that are not the model's, and for state that is neither laid out
     as the parameter nor a scalar.
     """
-    moments: dict[str, list[tuple[Piece, Tensor]]] = {}
+    moments: dict[str, list[tuple[LocalShard, Tensor]]] = {}
     scalars: dict[str, GlobalTensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for piece, _ in _held(optimizer, pieces):
@@ -52,7 +54,7 @@ def optimizer_tensors(optimizer: Optimizer, pieces: Sequence[Piece]) -> tuple[di
     return tensors | scalars, OptimizerRecord(type(optimizer).__name__, groups, values)
 
 
-def check_optimizer(manifest: Manifest, optimizer: Optimizer, pieces: Sequence[Piece]) -> None:
+def check_optimizer(manifest: Manifest, optimizer: Optimizer, pieces: Sequence[LocalShard]) -> None:
     """Check that the checkpoint's optimizer is of this kind, with the same parameters; raises OsdpError."""
     record, kind = manifest.optimizer, type(optimizer).__name__
     if record is None:
@@ -76,7 +78,7 @@ class Restoration:
     """An optimizer's state on its way in: `targets` are filled, then `finish` hands all over."""
 
     optimizer: Optimizer
-    pieces: Sequence[Piece]
+    pieces: Sequence[LocalShard]
     record: OptimizerRecord
     targets: dict[str, GlobalTensor] = field(default_factory=dict)
     """What to load, by key."""
@@ -86,12 +88,12 @@ class Restoration:
     """Parameter, its group, state and key of the others, of which `targets` has one for all slices."""
 
     @classmethod
-    def prepare(cls, optimizer: Optimizer, pieces: Sequence[Piece], manifest: Manifest) -> Restoration:
+    def prepare(cls, optimizer: Optimizer, pieces: Sequence[LocalShard], manifest: Manifest) -> Restoration:
         """Find or make the tensors to load into; the optimizer is not changed yet, but for their contents."""
         assert manifest.optimizer is not None
         self = cls(optimizer, pieces, manifest.optimizer)
         stored = _stored_states(manifest)
-        moments: dict[str, list[tuple[Piece, Tensor]]] = {}
+        moments: dict[str, list[tuple[LocalShard, Tensor]]] = {}
         for piece, group in _held(optimizer, pieces):
             state = self.states.setdefault(piece.parameter, dict(self.record.values.get(piece.name, {})))
             for name, tensor in stored.get(piece.name, {}).items():
@@ -130,7 +132,7 @@ def _stored_states(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
     return states
 
 
-def _held(optimizer: Optimizer, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, dict[str, Any]]]:
+def _held(optimizer: Optimizer, pieces: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, dict[str, Any]]]:
     """Yield the pieces whose parameters the optimizer has, each with its group; raises OsdpError."""
     of = {piece.parameter: piece for piece in pieces}
     for group in optimizer.param_groups:
@@ -142,13 +144,13 @@ def _held(optimizer: Optimizer, pieces: Sequence[Piece]) -> Iterator[tuple[Piece
             yield of[parameter], group
 
 
-def _names(group: dict[str, Any], pieces: Sequence[Piece]) -> list[str]:
+def _names(group: dict[str, Any], pieces: Sequence[LocalShard]) -> list[str]:
     """Return the original names of a group's parameters, each once, in order."""
     of = {piece.parameter: piece.name for piece in pieces}
     return list(dict.fromkeys(of[parameter] for parameter in group["params"]))
 
 
-def _key(optimizer: Optimizer, piece: Piece, state: object) -> str:
+def _key(optimizer: Optimizer, piece: LocalShard, state: object) -> str:
     if not isinstance(state, str) or "." in state:
         what = f"{type(optimizer).__name__} names its state for {piece.name} in an unknown way"
         raise OsdpError(what, got=repr(state))
@@ -173,8 +175,11 @@ def _record_group(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
         plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         plain = [float(v) if isinstance(v, Tensor) else v for v in plain] if isinstance(plain, tuple | list) else plain
         if not all(v is None or isinstance(v, bool | int | float | str) for v in _flat(plain)):
-            raise OsdpError(f"the optimizer's option `{option}` cannot be saved", got=f"a {type(value).__name__}",
-                            expected="a number, text, true, false, none or a list of these")  # fmt: skip
+            raise OsdpError(
+                f"the optimizer's option `{option}` cannot be saved",
+                got=f"a {type(value).__name__}",
+                expected="a number, text, true, false, none or a list of these",
+            )
         record[option] = plain
     return record
 
@@ -194,9 +199,12 @@ def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
             group[option] = tuple(value) if isinstance(value, list) and not isinstance(here, list) else value
 
 
-def _unknown_layout(optimizer: Optimizer, piece: Piece, state: str, value: object) -> OsdpError:
+def _unknown_layout(optimizer: Optimizer, piece: LocalShard, state: str, value: object) -> OsdpError:
     kind = type(optimizer).__name__
     got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    return OsdpError(f"{kind} keeps `{state}` for {piece.name} in a layout that checkpoints do not know", got=got,
-                     expected=f"tensors of the parameter's shape {piece.shape}, and numbers",
-                     advice="save without the optimizer, or use another one")  # fmt: skip
+    return OsdpError(
+        f"{kind} keeps `{state}` for {piece.name} in a layout that checkpoints do not know",
+        got=got,
+        expected=f"tensors of the parameter's shape {piece.shape}, and numbers",
+        advice="save without the optimizer, or use another one",
+    )

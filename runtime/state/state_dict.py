@@ -14,13 +14,13 @@ from profiler.errors import OsdpError
 from runtime.apply_schedule import ShardedModel
 from runtime.parameter_places import registered_parameters
 from runtime.state.dcp_tensor import GlobalTensor
-from runtime.state.local_shards import Piece
+from runtime.state.local_shards import LocalShard
 from runtime.state.model_state import persistent_buffers
 
 T = TypeVar("T")
 
 
-def pieces_by_name(sharded: ShardedModel) -> dict[str, list[Piece]]:
+def pieces_by_name(sharded: ShardedModel) -> dict[str, list[LocalShard]]:
     """Return the pieces of every original parameter, tied ones under each of their names, as the model lists them.
 
     What a forward left gathered is freed: what rests is what counts, and may be about to change.
@@ -28,7 +28,7 @@ def pieces_by_name(sharded: ShardedModel) -> dict[str, list[Piece]]:
     sharded.reshard()
     of_parameter = {id(piece.parameter): piece for piece in sharded.pieces}
     sliced = tuple(f"{split.module}.slices." for split in sharded.schedule.splits)
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[LocalShard]] = {}
     for registration in registered_parameters(sharded.module).values():
         piece = of_parameter[id(registration.tensor)]
         for path in registration.names:
@@ -100,8 +100,9 @@ def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     return _in_order(sharded, state)
 
 
-def load_state_dict(sharded: ShardedModel, state: Mapping[str, Any],
-                    strict: bool = True) -> tuple[list[str], list[str]]:  # fmt: skip
+def load_state_dict(
+    sharded: ShardedModel, state: Mapping[str, Any], strict: bool = True
+) -> tuple[list[str], list[str]]:
     """Copy values into a model; return (missing, unexpected) names.
 
     Values are whole tensors, or what `sharded_state_dict` returns under the same plan.  Raises
@@ -120,11 +121,17 @@ def load_state_dict(sharded: ShardedModel, state: Mapping[str, Any],
     shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
     for name, shape in shapes.items():
         if name in state and tuple(state[name].shape) != shape:
-            raise OsdpError(f"{name} in the state dict has another shape", got=str(tuple(state[name].shape)),
-                            expected=str(shape))  # fmt: skip
+            raise OsdpError(
+                f"{name} in the state dict has another shape", got=str(tuple(state[name].shape)), expected=str(shape)
+            )
     # All sources first: nothing is changed before all is known to fit.
-    sources = [(piece, _source(name, piece, state[name]))
-               for name, pieces in by_name.items() if name in state for piece in pieces if piece.numel]  # fmt: skip
+    sources = [
+        (piece, _source(name, piece, state[name]))
+        for name, pieces in by_name.items()
+        if name in state
+        for piece in pieces
+        if piece.numel
+    ]
     with torch.no_grad():
         for name, buffer in buffers.items():
             if name in state:
@@ -135,7 +142,7 @@ def load_state_dict(sharded: ShardedModel, state: Mapping[str, Any],
     return missing, unexpected
 
 
-def _source(name: str, piece: Piece, value: Any) -> Tensor:
+def _source(name: str, piece: LocalShard, value: Any) -> Tensor:
     """Return what a piece takes of a whole tensor, or of this rank's parts of one. Raises OsdpError."""
     if isinstance(value, GlobalTensor):
         source = dict(value.parts).get(piece.offsets)
@@ -144,7 +151,10 @@ def _source(name: str, piece: Piece, value: Any) -> Tensor:
     else:
         source = value[piece.slices]
     if source is None or tuple(source.shape) != piece.sizes:
-        raise OsdpError(f"{name} in the state dict is sharded otherwise", expected=f"{piece.sizes} at {piece.offsets}",
-                        got="nothing there" if source is None else str(tuple(source.shape)),
-                        advice="full_state_dict() or a checkpoint, where the plan is another")  # fmt: skip
+        raise OsdpError(
+            f"{name} in the state dict is sharded otherwise",
+            expected=f"{piece.sizes} at {piece.offsets}",
+            got="nothing there" if source is None else str(tuple(source.shape)),
+            advice="full_state_dict() or a checkpoint, where the plan is another",
+        )
     return source

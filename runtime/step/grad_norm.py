@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
-from runtime.state.local_shards import Piece
+from runtime.state.local_shards import LocalShard
 
 EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
-def total_norm(pieces: Sequence[Piece], norm_type: float, device: torch.device) -> Tensor:
+def total_norm(pieces: Sequence[LocalShard], norm_type: float, device: torch.device) -> Tensor:
     """Return the norm of the gradients of all ranks, a scalar on `device`. A collective call."""
     if norm_type <= 0:
         raise OsdpError("the type of a norm must be positive", got=str(norm_type), expected="2.0, 1.0 or inf")
@@ -41,8 +41,13 @@ def total_norm(pieces: Sequence[Piece], norm_type: float, device: torch.device) 
     return (total if math.isinf(norm_type) else total ** (1 / norm_type)).float()
 
 
-def clip(pieces: Sequence[Piece], max_norm: float, norm_type: float, device: torch.device,
-         error_if_nonfinite: bool = False) -> Tensor:  # fmt: skip
+def clip(
+    pieces: Sequence[LocalShard],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before. A collective call."""
     norm = total_norm(pieces, norm_type, device)
     if error_if_nonfinite and not torch.isfinite(norm):

@@ -146,8 +146,10 @@ class Accumulation:
         """
         self._check_reduced()
         if has_closure and self.sharded.exchange is not None:
-            raise OsdpError("an optimizer's step cannot run a closure under odc, whose ranks meet before the step",
-                            advice="run forward and backward before step(), or plan without odc")  # fmt: skip
+            raise OsdpError(
+                "an optimizer's step cannot run a closure under odc, whose ranks meet before the step",
+                advice="run forward and backward before step(), or plan without odc",
+            )
         self.sharded.reshard()
         self.settle()
 

@@ -45,8 +45,9 @@ class _Phases:
 class TwoPhaseAllGather(_Phases, AllGather):
     """All-gather across nodes, then inside."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
-                 async_op: bool = False) -> None:  # fmt: skip
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
         """Gather `input_tensor` (s,) of every rank into `output_tensor` (nodes * ranks_per_node * s,)."""
         size = input_tensor.numel()
         of_nodes = input_tensor.new_empty(self.nodes * size)
@@ -64,8 +65,14 @@ class TwoPhaseReduceScatter(_Phases, ReduceScatter):
         super().__init__(meshes, nodes, ranks_per_node)
         self.inside_nodes, self.across_nodes = (ring_reduce_scatter if ring else reduce_scatter for ring in rings)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
-                 op: dist.ReduceOp | dist.ReduceOp.RedOpType, async_op: bool = False) -> None:  # fmt: skip
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
         """Reduce `input_tensor` (nodes * ranks_per_node * s,) and leave this rank's part in `output_tensor` (s,).
 
         The mean of the nodes' means is the mean, as nodes have equally many ranks.
@@ -79,8 +86,9 @@ class TwoPhaseReduceScatter(_Phases, ReduceScatter):
         self.across_nodes(output_tensor, of_node, op, self.across)
 
 
-def communicate_in_two_phases(module: FSDPModule, meshes: Meshes, nodes: int, ranks_per_node: int,
-                              rings: Rings = (False, False)) -> None:  # fmt: skip
+def communicate_in_two_phases(
+    module: FSDPModule, meshes: Meshes, nodes: int, ranks_per_node: int, rings: Rings = (False, False)
+) -> None:
     """Let a unit that is sharded over all ranks communicate in two phases."""
     module.set_custom_all_gather(TwoPhaseAllGather(meshes, nodes, ranks_per_node))
     module.set_custom_reduce_scatter(TwoPhaseReduceScatter(meshes, nodes, ranks_per_node, rings))

@@ -44,9 +44,12 @@ class OneSidedUnit:
         self._packed = packed_parameters(module)
         dtypes = {dtype or one.sharded_param.dtype for one in self._packed}
         if len(dtypes) > 1:
-            raise OsdpError(f"unit {name} has parameters of several dtypes, which no window can publish",
-                            got=", ".join(sorted(map(str, dtypes))), expected="one dtype",
-                            advice="plan in bf16, which casts all alike; or convert them before OSDP(...)")  # fmt: skip
+            raise OsdpError(
+                f"unit {name} has parameters of several dtypes, which no window can publish",
+                got=", ".join(sorted(map(str, dtypes))),
+                expected="one dtype",
+                advice="plan in bf16, which casts all alike; or convert them before OSDP(...)",
+            )
         self.trained: list[nn.Parameter] = []
         """In the order in which FSDP2 packs their gradients."""
         self._frozen: list[nn.Parameter] = []
@@ -94,9 +97,12 @@ class OneSidedUnit:
         """
         thawed = sum(parameter.requires_grad for parameter in self._frozen)
         if thawed:
-            raise OsdpError(f"unit {self.name} trains parameters that were frozen when it was wrapped",
-                            got=f"{thawed} that now require gradients", expected="none",
-                            advice="set requires_grad before OSDP(...)")  # fmt: skip
+            raise OsdpError(
+                f"unit {self.name} trains parameters that were frozen when it was wrapped",
+                got=f"{thawed} that now require gradients",
+                expected="none",
+                advice="set requires_grad before OSDP(...)",
+            )
         if full.numel() < sum(self._sizes) * self._ranks:
             self._partial, self._found = full, []
             if full.is_cuda:  # FSDP2 takes the buffer back before it is known whose parts these are
@@ -181,8 +187,9 @@ class _Pull(_Buffers, AllGather):
     def __init__(self, window: Window, before: Callable[[], None]) -> None:
         self.window, self.before = window, before
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
-                 async_op: bool = False) -> None:  # fmt: skip
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
         """Fill `output_tensor` (G s,) with what was published; this rank's own shard (s,) is a part of that."""
         self.before()
         self.window.pull(output_tensor)
@@ -194,11 +201,16 @@ class _Push(_Buffers, ReduceScatter):
     def __init__(self, unit: OneSidedUnit) -> None:
         self.unit = unit
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
-                 op: Any, async_op: bool = False) -> None:  # fmt: skip
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
         """Push `input_tensor` (G t,) and leave zeros in `output_tensor` (t,). Raises OsdpError if that is no mean."""
         if not op == dist.ReduceOp.AVG:
-            raise OsdpError("one-sided communication cannot reduce like this", got=str(getattr(op, "op", op)),
-                            expected="AVG", advice="set no gradient divide factor")  # fmt: skip
+            raise OsdpError(
+                "one-sided communication cannot reduce like this",
+                got=str(getattr(op, "op", op)),
+                expected="AVG",
+                advice="set no gradient divide factor",
+            )
         output_tensor.zero_()
         self.unit.push(input_tensor)

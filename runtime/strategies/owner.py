@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from runtime.parameter_places import Place
+from runtime.parameter_places import ParameterSite
 from runtime.strategies.alias_outputs import refuse_double_backward, tensors_in
 from runtime.torch_compat import uneven_dtensor
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 class OwnedParameter:
     """One parameter: where it is registered, how it rests, and what modules compute with."""
 
-    def __init__(self, places: Sequence[Place], resting: nn.Parameter, full: nn.Parameter) -> None:
+    def __init__(self, places: Sequence[ParameterSite], resting: nn.Parameter, full: nn.Parameter) -> None:
         self.places, self.resting, self.full = tuple(places), resting, full
 
     def register(self, parameter: nn.Parameter) -> None:
@@ -63,7 +63,7 @@ class OwnedUnit:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        places: Mapping[nn.Parameter, Sequence[Place]],
+        places: Mapping[nn.Parameter, Sequence[ParameterSite]],
         owner: int,
         mesh: DeviceMesh,
         device: torch.device,
@@ -135,8 +135,9 @@ class OwnedUnit:
         self.in_backward = False
         self.release()
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...],
-                        kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         is_first = module not in self.to_run
         if is_first:
             self._release_if_idle()  # what a pass that left out some module has left gathered may be old

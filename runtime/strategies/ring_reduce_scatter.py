@@ -32,8 +32,9 @@ _one_step = False
 """Whether rings end after their first step."""
 
 
-def ring_reduce_scatter(output: Tensor, full: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-                        group: dist.ProcessGroup) -> None:  # fmt: skip
+def ring_reduce_scatter(
+    output: Tensor, full: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> None:
     """Reduce `full` (n s,) over the group and leave this rank's part in `output` (s,). A collective call.
 
     The part of `full` that belongs to the rank before is overwritten.  Both tensors must be contiguous
@@ -43,8 +44,12 @@ def ring_reduce_scatter(output: Tensor, full: Tensor, op: dist.ReduceOp | dist.R
     # `op` goes left: the plain constants do not know that they equal an object around one.
     is_mean = op == dist.ReduceOp.AVG
     if not is_mean and not op == dist.ReduceOp.SUM:
-        raise OsdpError("a ring cannot reduce like this", got=str(getattr(op, "op", op)), expected="SUM or AVG",
-                        advice="set no gradient divide factor, or leave the reduction to the backend")  # fmt: skip
+        raise OsdpError(
+            "a ring cannot reduce like this",
+            got=str(getattr(op, "op", op)),
+            expected="SUM or AVG",
+            advice="set no gradient divide factor, or leave the reduction to the backend",
+        )
     ranks, rank = group.size(), group.rank()
     chunks = full.view(ranks, output.numel())
     if ranks == 1:
@@ -75,8 +80,14 @@ class RingReduceScatter(ReduceScatter):
         """Return an uninitialised buffer."""
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
-                 op: dist.ReduceOp | dist.ReduceOp.RedOpType, async_op: bool = False) -> None:  # fmt: skip
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
         """Reduce `input_tensor` (n s,), which is overwritten, and leave this rank's part in `output_tensor` (s,)."""
         ring_reduce_scatter(output_tensor, input_tensor, op, group)
 

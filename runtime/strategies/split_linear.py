@@ -52,8 +52,11 @@ def split_linear(model: nn.Module, path: str, count: int) -> None:
     """
     linear = model.get_submodule(path)
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-        raise OsdpError(f"{path} cannot be split", got=f"a {type(linear).__name__}",
-                        expected="a torch.nn.Linear, or a subclass with its forward")  # fmt: skip
+        raise OsdpError(
+            f"{path} cannot be split",
+            got=f"a {type(linear).__name__}",
+            expected="a torch.nn.Linear, or a subclass with its forward",
+        )
     if linear.in_features < count:
         raise OsdpError(f"{path} cannot be split into {count} slices", got=f"{linear.in_features} input features")
     shared = sum(module is linear for _, module in model.named_modules(remove_duplicate=False)) > 1

@@ -36,8 +36,13 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 SCRIPT = Path(__file__).resolve()
-UNIFORM = {"FSDP": "shard", "ZeRO-2": "shard_grad", "HSDP": "group_shard:2", "hierarchical": "hierarchical",
-           "DDP": "replicate"}  # fmt: skip
+UNIFORM = {
+    "FSDP": "shard",
+    "ZeRO-2": "shard_grad",
+    "HSDP": "group_shard:2",
+    "hierarchical": "hierarchical",
+    "DDP": "replicate",
+}
 """Strategy of every operator, by the name that people know it by."""
 MIB = 1 << 20
 LOSS_TOLERANCE = 1e-4
@@ -243,8 +248,18 @@ class Case:
 
 def run_case(options: argparse.Namespace, rate: str, folder: Path) -> Case:
     """Run one rate in a cluster of its own."""
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(SCRIPT), "--as-rank",
-             "--rates", rate, "--output", str(folder)]  # fmt: skip
+    ranks = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        str(SCRIPT),
+        "--as-rank",
+        "--rates",
+        rate,
+        "--output",
+        str(folder),
+    ]
     for name in ("model", "cap_mib", "rounds", "warm_up", "repetitions", "budget_s"):
         ranks += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     cluster = [sys.executable, str(SCRIPT.with_name("emulated_cluster.py")), "run", "--nodes", "2", "--rate", rate]
@@ -258,37 +273,47 @@ def report(case: Case) -> Iterator[str]:
     """Yield the lines of one rate."""
     rings = sorted({one.ring for one in case.contestants})
     yield f"\n== {case.rate} between nodes; cap {case.cap_bytes / MIB:.1f} MiB of live tensors"
-    yield (f"{'plan':13s} {'reduces':7s} {'predicted':>9s} {'measured (quartiles)':>24s} {'error':>7s} "
-           f"{'compute':>7s} {'comm.':>6s} {'optim.':>6s} {'pred. MiB':>9s} {'tracked':>7s}  {'x FSDP, native':18s} "
-           f"{'x FSDP, same':18s}")  # fmt: skip
+    yield (
+        f"{'plan':13s} {'reduces':7s} {'predicted':>9s} {'measured (quartiles)':>24s} {'error':>7s} "
+        f"{'compute':>7s} {'comm.':>6s} {'optim.':>6s} {'pred. MiB':>9s} {'tracked':>7s}  {'x FSDP, native':18s} "
+        f"{'x FSDP, same':18s}"
+    )
     for one in case.contestants:
         low, middle, high = quantiles(one.seconds, n=4, method="inclusive")
         mark = " " if one.tracked_bytes <= case.cap_bytes else "*"
-        yield (f"{one.name:13s} {'ring' if one.ring else 'native':7s} {one.predicted_s:9.3f} "
-               f"{middle:9.3f} ({low:.3f}-{high:.3f}) {one.error:+7.1%} {one.terms['compute_s']:7.3f} "
-               f"{one.terms['exposed_communication_s']:6.3f} {one.terms['optimizer_s']:6.3f} "
-               f"{one.predicted_bytes / MIB:9.1f} {one.tracked_bytes / MIB:6.1f}{mark}  "
-               f"{case.ratio(one, case.of('FSDP', False)):18s} "
-               f"{case.ratio(one, case.of('FSDP', one.ring)):18s}")  # fmt: skip
+        yield (
+            f"{one.name:13s} {'ring' if one.ring else 'native':7s} {one.predicted_s:9.3f} "
+            f"{middle:9.3f} ({low:.3f}-{high:.3f}) {one.error:+7.1%} {one.terms['compute_s']:7.3f} "
+            f"{one.terms['exposed_communication_s']:6.3f} {one.terms['optimizer_s']:6.3f} "
+            f"{one.predicted_bytes / MIB:9.1f} {one.tracked_bytes / MIB:6.1f}{mark}  "
+            f"{case.ratio(one, case.of('FSDP', False)):18s} "
+            f"{case.ratio(one, case.of('FSDP', one.ring)):18s}"
+        )
     yield "* beyond the cap; compute, communication and optimizer are seconds of the prediction"
     for ring in rings:
         for name, cap_bytes in (("OSDP capped", case.cap_bytes), ("OSDP", float("inf"))):
             best, ours = case.best_uniform(ring, cap_bytes), case.of(name, ring)
             if best is not None:
-                yield (f"{name}, {'ring' if ring else 'native'}: {case.ratio(ours, best)} times as fast as the best "
-                       f"uniform one that fits, {best.name}; its operators: {ours.choices}")  # fmt: skip
+                yield (
+                    f"{name}, {'ring' if ring else 'native'}: {case.ratio(ours, best)} times as fast as the best "
+                    f"uniform one that fits, {best.name}; its operators: {ours.choices}"
+                )
 
 
 def accuracy(cases: list[Case]) -> str:
     """Return how far off predictions were, over all rates."""
     found = [one for case in cases for one in case.contestants]
     errors = [one.error for one in found]
-    within = [rank_correlation([c.predicted_s for c in case.contestants], [c.step_s for c in case.contestants])
-              for case in cases]  # fmt: skip
+    within = [
+        rank_correlation([c.predicted_s for c in case.contestants], [c.step_s for c in case.contestants])
+        for case in cases
+    ]
     overall = rank_correlation([one.predicted_s for one in found], [one.step_s for one in found])
-    return (f"\n{len(found)} plans: mean absolute error {fmean(map(abs, errors)):.1%}, from {min(errors):+.1%} to "
-            f"{max(errors):+.1%}; rank correlation {overall:.3f} of all, "
-            f"{', '.join(f'{value:.3f}' for value in within)} within each rate")  # fmt: skip
+    return (
+        f"\n{len(found)} plans: mean absolute error {fmean(map(abs, errors)):.1%}, from {min(errors):+.1%} to "
+        f"{max(errors):+.1%}; rank correlation {overall:.3f} of all, "
+        f"{', '.join(f'{value:.3f}' for value in within)} within each rate"
+    )
 
 
 def rank_correlation(one: list[float], other: list[float]) -> float:
@@ -319,8 +344,15 @@ def draw(cases: list[Case], path: Path) -> None:
         for bar, alpha in zip(bars, fits, strict=True):
             bar.set_alpha(alpha)
         spread = [[one.step_s - min(one.seconds) for one in found], [max(one.seconds) - one.step_s for one in found]]
-        panel.errorbar([one.step_s for one in found], names, xerr=spread, fmt="none", ecolor="black", capsize=2,
-                       label="slowest and fastest round")  # fmt: skip
+        panel.errorbar(
+            [one.step_s for one in found],
+            names,
+            xerr=spread,
+            fmt="none",
+            ecolor="black",
+            capsize=2,
+            label="slowest and fastest round",
+        )
         panel.plot([one.predicted_s for one in found], names, "D", color="tab:orange", label="predicted")
         panel.set_xlabel("seconds a step (bars: median measured; pale: beyond the memory cap)")
         panel.set_title(f"{case.rate} between nodes, cap {case.cap_bytes / MIB:.0f} MiB")
@@ -352,8 +384,10 @@ def main() -> None:
         folder = Path(options.output or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         cases = [run_case(options, rate, folder) for rate in options.rates]
-        print(f"{date.today()}, python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU "
-              f"cores, 2 nodes x 2 ranks, gloo; {options.model}, 1 sample a rank, AdamW, fp32")  # fmt: skip
+        print(
+            f"{date.today()}, python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU "
+            f"cores, 2 nodes x 2 ranks, gloo; {options.model}, 1 sample a rank, AdamW, fp32"
+        )
         for case in cases:
             print("\n".join(report(case)))
         print(accuracy(cases))

@@ -156,8 +156,9 @@ def measure(ranks: Ranks, options: Options) -> None:
         report(list(wraps), peaks_bytes, there.cpu(), options)
 
 
-def peak_bytes(wrap: Wrap, inputs: Callable[[int], tuple[Tensor, dict[str, Tensor]]], ranks: Ranks,
-               options: Options) -> int:  # fmt: skip
+def peak_bytes(
+    wrap: Wrap, inputs: Callable[[int], tuple[Tensor, dict[str, Tensor]]], ranks: Ranks, options: Options
+) -> int:
     """Return the peak of two steps of a contestant that is alone, on the fullest rank; 0 on a CPU."""
     if options.device == "cpu":
         return 0
@@ -215,16 +216,21 @@ def read_options() -> Options:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
     options = Options(**vars(parser.parse_args()))
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise OsdpError("fairscale's own FSDP needs GPUs, and torch sees none", expected="one GPU or more",
-                        advice="--device cpu tries the program without fairscale's own")  # fmt: skip
+        raise OsdpError(
+            "fairscale's own FSDP needs GPUs, and torch sees none",
+            expected="one GPU or more",
+            advice="--device cpu tries the program without fairscale's own",
+        )
     ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 4)
     if options.device == "cuda" and ranks > torch.cuda.device_count():
-        raise OsdpError("there are fewer GPUs than ranks", got=f"{ranks} ranks",
-                        expected=f"{torch.cuda.device_count()} at most")  # fmt: skip
+        raise OsdpError(
+            "there are fewer GPUs than ranks", got=f"{ranks} ranks", expected=f"{torch.cuda.device_count()} at most"
+        )
     for name, least in (("nodes", 1), ("ranks", 0), ("batch", 1), ("large", 1), ("rounds", 2), ("warm_up", 1)):
         if getattr(options, name) < least:
-            raise OsdpError(f"--{name.replace('_', '-')} is too small", got=str(getattr(options, name)),
-                            expected=f"{least} or more")  # fmt: skip
+            raise OsdpError(
+                f"--{name.replace('_', '-')} is too small", got=str(getattr(options, name)), expected=f"{least} or more"
+            )
     if ranks % options.nodes:
         raise OsdpError("the ranks do not divide evenly into nodes", got=f"{ranks} ranks, {options.nodes} nodes")
     return replace(options, ranks=ranks)
@@ -237,8 +243,10 @@ def main() -> None:
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU with {os.cpu_count()} cores"
     print(f"{date.today()}, torch {torch.__version__}, fairscale {version('fairscale')}; {device}")
     size = f"{options.ranks} ranks as {options.nodes} nodes, {options.batch} x {options.seq} tokens a rank"
-    print(f"{options.model}, {size}, fp32, Adam; modules from {options.large:,} parameters; {options.rounds} rounds",
-          flush=True)  # fmt: skip
+    print(
+        f"{options.model}, {size}, fp32, Adam; modules from {options.large:,} parameters; {options.rounds} rounds",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
         spawn(rank_main, (options, str(Path(folder, "meeting"))), nprocs=options.ranks)  # type: ignore[no-untyped-call]
 

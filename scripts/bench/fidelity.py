@@ -37,7 +37,7 @@ from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_split
 from planner.plan import Plan, make_plan
 from planner.search.search import Task, search
-from planner.search.search_space import Choice, Space
+from planner.search.search_space import Space, StageDecision
 from planner.strategies.registry import Strategy, known_strategies
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
@@ -115,7 +115,7 @@ def plan_of(case: Case) -> Plan:
     graph, cluster = traced(case.model, case.precision), machine(case.grid)
     space, load = Space(graph), Workload(cluster, "adam", case.precision, case.micro_batch, case.accumulation)
     shard = Strategy("shard", cluster.world_size)
-    choices = tuple(Choice((shard,) * len(stage.operators)) for stage in space.model.stages)
+    choices = tuple(StageDecision((shard,) * len(stage.operators)) for stage in space.model.stages)
     tied = shard if space.model.spanning else None
     plan = make_plan(space.fixed(load, choices, tied), tied, space, load, limit_bytes=10**15, gap=0.0)
     taken = dict(plan.choices)
@@ -129,8 +129,12 @@ def compared(case: Case) -> dict[str, Any]:
     """Return the two peaks of a case and how long the rehearsal took."""
     plan = plan_of(case)
     found = verify(open_plan(plan, traced(case.model, case.precision), machine(case.grid)), on_gpus=False)
-    return {"error": found.error, "tracked": found.tracked_peak_bytes, "seconds": found.seconds,
-            "phase": found.predicted_phase}  # fmt: skip
+    return {
+        "error": found.error,
+        "tracked": found.tracked_peak_bytes,
+        "seconds": found.seconds,
+        "phase": found.predicted_phase,
+    }
 
 
 def compare_all(cases: Sequence[Case]) -> None:
@@ -144,13 +148,19 @@ def compare_all(cases: Sequence[Case]) -> None:
                 elsewhere.append(row["error"])
             ranks = case.grid[0] * case.grid[1]
             what = case.label or ", ".join(case.choices.values())
-            print(f"{case.model:12s}  {case.precision}  {ranks:5d}  {case.micro_batch} x {case.accumulation}"
-                  f"  {case.recompute:10.0%}  {what:42.42s}  {row['tracked'] / GIB:6.2f} GiB  {row['error']:+7.3%}"
-                  f"  {row['seconds']:5.1f}", flush=True)  # fmt: skip
+            print(
+                f"{case.model:12s}  {case.precision}  {ranks:5d}  {case.micro_batch} x {case.accumulation}"
+                f"  {case.recompute:10.0%}  {what:42.42s}  {row['tracked'] / GIB:6.2f} GiB  {row['error']:+7.3%}"
+                f"  {row['seconds']:5.1f}",
+                flush=True,
+            )
     for values, which in ((errors, "plans"), (elsewhere, "of them peak elsewhere than at the head and its loss")):
         if values:
-            print(f"{len(values)} {which}: mean absolute error {mean(map(abs, values)):.3%}, "
-                  f"highest {max(values):+.3%}, lowest {min(values):+.3%}", flush=True)  # fmt: skip
+            print(
+                f"{len(values)} {which}: mean absolute error {mean(map(abs, values)):.3%}, "
+                f"highest {max(values):+.3%}, lowest {min(values):+.3%}",
+                flush=True,
+            )
 
 
 def head_of(case: Case) -> str:
@@ -179,8 +189,16 @@ def random_cases(seed: int, count: int) -> Iterator[Case]:
             if splits and rng.random() < 0.1:
                 choices[operator.name] = _split(operator, rng, pool) or choices[operator.name]
         label = f"{'by block' if per_block else 'by operator'}{', split' if splits else ''}: {', '.join(pool)}"
-        yield Case(model, precision, grid, rng.randint(1, 4), choices, rng.choice([0.0, 0.5, 1.0]),
-                   rng.choice([1, 1, 1, 2]), label)  # fmt: skip
+        yield Case(
+            model,
+            precision,
+            grid,
+            rng.randint(1, 4),
+            choices,
+            rng.choice([0.0, 0.5, 1.0]),
+            rng.choice([1, 1, 1, 2]),
+            label,
+        )
 
 
 def _split(operator: Any, rng: random.Random, pool: Sequence[str]) -> str | None:
@@ -219,8 +237,11 @@ def bench_limits(options: argparse.Namespace) -> None:
             used = peak_memory(found.options, found.load).total_bytes / (8 * GIB)
             gain = more.samples_per_s / found.samples_per_s - 1
             most = 1.0 / (1.0 - found.gap) - 1.0
-            print(f"{model:12s}  {name:12s}  {precision}  {used:12.2%}  {found.samples_per_s:9.2f}  {most:+14.2%}  "
-                  f"{gain:+9.2%}", flush=True)  # fmt: skip
+            print(
+                f"{model:12s}  {name:12s}  {precision}  {used:12.2%}  {found.samples_per_s:9.2f}  {most:+14.2%}  "
+                f"{gain:+9.2%}",
+                flush=True,
+            )
 
 
 def _problem(number: int) -> tuple[str, float, float, float] | None:
@@ -265,8 +286,10 @@ def bench_rivals(options: argparse.Namespace) -> None:
     print(f"{len(gaps)} problems with a plan that fits; in {only} of them no uniform baseline does")
     for name, values in (("the best baseline", ratios), ("FSDP", over_fsdp)):
         parts = quantiles(values, n=20)
-        print(f"times as fast as {name}: least {min(values):.4f}, 5 % {parts[0]:.4f}, median {median(values):.4f}, "
-              f"95 % {parts[-1]:.3f}, most {max(values):.3f}")  # fmt: skip
+        print(
+            f"times as fast as {name}: least {min(values):.4f}, 5 % {parts[0]:.4f}, median {median(values):.4f}, "
+            f"95 % {parts[-1]:.3f}, most {max(values):.3f}"
+        )
     print(f"certified gap: median {median(gaps):.2%}, most {max(gaps):.2%}", flush=True)
 
 
@@ -281,14 +304,22 @@ def bench_planning(options: argparse.Namespace) -> None:
         cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         seconds.append(report["seconds"])
         gap = report["gap"]
-    for name, values in (("CPU from process start", cpu), ("search", [s["search"] for s in seconds]),
-                         ("trace", [s["trace"] for s in seconds])):  # fmt: skip
+    for name, values in (
+        ("CPU from process start", cpu),
+        ("search", [s["search"] for s in seconds]),
+        ("trace", [s["trace"] for s in seconds]),
+    ):
         print(f"{name}: {median(values):.2f} s ({min(values):.2f}-{max(values):.2f})")
     print(f"certified gap {gap:.2%}", flush=True)
 
 
-BENCHES = {"list": bench_list, "random": bench_random, "limits": bench_limits, "rivals": bench_rivals,
-           "planning": bench_planning}  # fmt: skip
+BENCHES = {
+    "list": bench_list,
+    "random": bench_random,
+    "limits": bench_limits,
+    "rivals": bench_rivals,
+    "planning": bench_planning,
+}
 
 
 def main() -> None:
@@ -302,8 +333,10 @@ def main() -> None:
         parser.error(f"unknown benchmark: got {', '.join(sorted(unknown))}, expected {', '.join(BENCHES)}")
     import torch
 
-    print(f"python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} CPU cores, "
-          f"{Path(__file__).name} {' '.join(sys.argv[1:])}")  # fmt: skip
+    print(
+        f"python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} CPU cores, "
+        f"{Path(__file__).name} {' '.join(sys.argv[1:])}"
+    )
     for name in options.names or BENCHES:
         started = time.perf_counter()
         print(f"\n== {name}", flush=True)

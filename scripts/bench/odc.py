@@ -214,10 +214,15 @@ class Bench:
         made, limit_bytes, picked = from_rank_0("plan", plans)
         seconds, difference = self.train(cluster, {name: both[0] for name, both in made.items()}, drawn)
         contestants = [
-            Contestant(name, both[0].predicted.step_time_s, both[1].predicted.step_time_s,
-                       both[0].predicted.time_by_term, seconds[index])
+            Contestant(
+                name,
+                both[0].predicted.step_time_s,
+                both[1].predicted.step_time_s,
+                both[0].predicted.time_by_term,
+                seconds[index],
+            )
             for index, (name, both) in enumerate(made.items())
-        ]  # fmt: skip
+        ]
         mean_length = float(drawn[options.warm_up :].mean())
         return Case(sigma, mean_length, asdict(waits), contestants, difference, limit_bytes, picked)
 
@@ -323,17 +328,38 @@ def run_ranks(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, folder: Path) -> tuple[list[Case], list[tuple[int, float]]]:
     """Run the ranks; return their cases, and the seconds of samples by length."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}",
-               str(SCRIPT), "--as-rank", "--output", str(folder)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={options.ranks}",
+        str(SCRIPT),
+        "--as-rank",
+        "--output",
+        str(folder),
+    ]
     command += ["--sigmas", *map(str, options.sigmas)]
-    for name in ("ranks", "micro_batches", "median", "maximum", "hidden", "layers", "rounds", "warm_up",
-                 "repetitions", "budget_s", "seed"):  # fmt: skip
+    for name in (
+        "ranks",
+        "micro_batches",
+        "median",
+        "maximum",
+        "hidden",
+        "layers",
+        "rounds",
+        "warm_up",
+        "repetitions",
+        "budget_s",
+        "seed",
+    ):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     threads = str(max(1, (os.cpu_count() or 1) // options.ranks))
     subprocess.run(command, check=True, cwd=SCRIPT.parents[2], env={"OMP_NUM_THREADS": threads} | os.environ)
     data = json.loads((folder / "odc.json").read_text())
-    cases = [Case(**{**case, "contestants": [Contestant(**one) for one in case["contestants"]]})
-             for case in data["cases"]]  # fmt: skip
+    cases = [
+        Case(**{**case, "contestants": [Contestant(**one) for one in case["contestants"]]}) for case in data["cases"]
+    ]
     return cases, [tuple(one) for one in data["costs"]]
 
 
@@ -346,21 +372,29 @@ def spread(values: Sequence[float]) -> str:
 def report(case: Case) -> Iterator[str]:
     """Yield the lines of one sigma."""
     each, once = case.waits["per_micro_batch"], case.waits["per_step"]
-    yield (f"\n== sigma {case.sigma:g}: samples of {case.mean_length:.0f} tokens in the mean; the slowest rank "
-           f"computes {each:.2f} times the mean of a micro-batch, {once:.2f} of a step")  # fmt: skip
-    yield (f"{'plan':11s} {'measured s (quartiles)':>23s} {'predicted':>9s} {'of these':>8s} {'error':>7s} "
-           f"{'compute':>8s} {'comm.':>6s} {'waiting':>7s} {'optim.':>6s}")  # fmt: skip
+    yield (
+        f"\n== sigma {case.sigma:g}: samples of {case.mean_length:.0f} tokens in the mean; the slowest rank "
+        f"computes {each:.2f} times the mean of a micro-batch, {once:.2f} of a step"
+    )
+    yield (
+        f"{'plan':11s} {'measured s (quartiles)':>23s} {'predicted':>9s} {'of these':>8s} {'error':>7s} "
+        f"{'compute':>8s} {'comm.':>6s} {'waiting':>7s} {'optim.':>6s}"
+    )
     for one in case.contestants:
         terms, error = one.terms, one.of_these_s / fmean(one.seconds) - 1
-        yield (f"{one.name:11s} {spread(one.seconds):>23s} {one.predicted_s:9.2f} {one.of_these_s:8.2f} {error:+7.1%} "
-               f"{terms['compute_s']:8.2f} {terms['exposed_communication_s']:6.2f} {terms['waiting_s']:7.2f} "
-               f"{terms['optimizer_s']:6.2f}")  # fmt: skip
+        yield (
+            f"{one.name:11s} {spread(one.seconds):>23s} {one.predicted_s:9.2f} {one.of_these_s:8.2f} {error:+7.1%} "
+            f"{terms['compute_s']:8.2f} {terms['exposed_communication_s']:6.2f} {terms['waiting_s']:7.2f} "
+            f"{terms['optimizer_s']:6.2f}"
+        )
     for over in dict.fromkeys((FSDP, case.of(RING).name)):
         predicted, of_these = case.predicted(over)
         whole = sum(case.of(over).seconds) / sum(case.of(ODC).seconds)
-        yield (f"ODC is {spread(case.ratios(over))} times as fast as {over}, over all rounds {whole:.2f}; predicted "
-               f"{predicted:.2f} ({whole / predicted - 1:+.1%}), of these lengths {of_these:.2f} "
-               f"({whole / of_these - 1:+.1%})")  # fmt: skip
+        yield (
+            f"ODC is {spread(case.ratios(over))} times as fast as {over}, over all rounds {whole:.2f}; predicted "
+            f"{predicted:.2f} ({whole / predicted - 1:+.1%}), of these lengths {of_these:.2f} "
+            f"({whole / of_these - 1:+.1%})"
+        )
     yield f"losses of a round differ by {case.loss_difference:.1e} at most"
     yield f"in {case.limit_bytes / MIB:.0f} MiB the planner takes {case.picked}"
 
@@ -380,10 +414,23 @@ def draw(cases: Sequence[Case], path: Path) -> None:
         found = [quantiles(case.ratios(over), n=4, method="inclusive") for case in cases]
         middle = [one[1] for one in found]
         bars = [[one[1] - one[0] for one in found], [one[2] - one[1] for one in found]]
-        panel.errorbar(sigmas, middle, yerr=bars, marker="o", capsize=3, color=colour,
-                       label=f"over {over}: measured, with quartiles of the rounds")  # fmt: skip
-        panel.plot(sigmas, [case.predicted(over)[0] for case in cases], "--D", color=colour, alpha=0.6,
-                   label=f"over {over}: predicted")  # fmt: skip
+        panel.errorbar(
+            sigmas,
+            middle,
+            yerr=bars,
+            marker="o",
+            capsize=3,
+            color=colour,
+            label=f"over {over}: measured, with quartiles of the rounds",
+        )
+        panel.plot(
+            sigmas,
+            [case.predicted(over)[0] for case in cases],
+            "--D",
+            color=colour,
+            alpha=0.6,
+            label=f"over {over}: predicted",
+        )
     panel.axhline(1.0, color="black", linewidth=0.8)
     panel.set_xlabel("sigma of the log-normal lengths (0: balanced)")
     panel.set_ylabel("times as fast: ODC")
@@ -420,9 +467,11 @@ def main() -> None:
         folder = Path(options.output or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         cases, costs = run(options, folder)
-        print(f"{date.today()}, python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU "
-              f"cores, {options.ranks} ranks, gloo; GPT-2 with {options.layers} blocks of {options.hidden}, "
-              f"{options.micro_batches} micro-batches of one sample a step, AdamW, fp32")  # fmt: skip
+        print(
+            f"{date.today()}, python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU "
+            f"cores, {options.ranks} ranks, gloo; GPT-2 with {options.layers} blocks of {options.hidden}, "
+            f"{options.micro_batches} micro-batches of one sample a step, AdamW, fp32"
+        )
         shown = ", ".join(f"{length}: {1e3 * seconds:.0f}" for length, seconds in costs)
         print(f"forward and backward of a sample by its length, in ms: {shown}")
         for case in cases:

@@ -80,9 +80,12 @@ def bench_scaling() -> None:
         for kind in ("alike", "distinct"):
             child = run([sys.executable, __file__, "--child", str(layers), kind])
             row: dict[str, Any] = json.loads(child.output)
-            print(f"{layers:6d}  {kind:8s}  {row['operators']:9d}  {row['trace_s']:7.2f}  {row['search_s']:8.2f}"
-                  f"  {child.cpu_s:5.1f}  {child.rss_bytes / GIB:8.2f}  {row['samples_per_s']:9.2f}"
-                  f"  {row['gap']:.3%}  {row['limit_bytes'] / GIB:.1f} GiB", flush=True)  # fmt: skip
+            print(
+                f"{layers:6d}  {kind:8s}  {row['operators']:9d}  {row['trace_s']:7.2f}  {row['search_s']:8.2f}"
+                f"  {child.cpu_s:5.1f}  {child.rss_bytes / GIB:8.2f}  {row['samples_per_s']:9.2f}"
+                f"  {row['gap']:.3%}  {row['limit_bytes'] / GIB:.1f} GiB",
+                flush=True,
+            )
 
 
 def child(layers: int, kind: str) -> None:
@@ -101,10 +104,18 @@ def child(layers: int, kind: str) -> None:
     # Between what full sharding with recomputation needs and what would need no planning at all.
     limit = int(cluster.reserve_bytes + 16 * graph.numel / cluster.world_size * 1.5 + layers * 2e6 + 2e8)
     found = search(Task(graph, cluster, limit))
-    print(json.dumps({
-        "operators": len(graph.operators), "trace_s": traced - started, "search_s": time.perf_counter() - traced,
-        "gap": found.gap, "samples_per_s": found.samples_per_s, "limit_bytes": limit,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "operators": len(graph.operators),
+                "trace_s": traced - started,
+                "search_s": time.perf_counter() - traced,
+                "gap": found.gap,
+                "samples_per_s": found.samples_per_s,
+                "limit_bytes": limit,
+            }
+        )
+    )
 
 
 def layer_stack(layers: int, distinct: bool) -> Any:

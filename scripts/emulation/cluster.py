@@ -68,9 +68,12 @@ def _nested_pids(pid: int) -> list[int]:
 def require_machine() -> None:
     """Refuse a machine on which no cluster can be made."""
     if os.geteuid() != 0:
-        raise RefusalError("a cluster can only be made by root", got=f"user id {os.geteuid()}",
-                           expected="user id 0, for network namespaces and traffic control",
-                           advice="run it as root, or in a container of your own: docker run --privileged")  # fmt: skip
+        raise RefusalError(
+            "a cluster can only be made by root",
+            got=f"user id {os.geteuid()}",
+            expected="user id 0, for network namespaces and traffic control",
+            advice="run it as root, or in a container of your own: docker run --privileged",
+        )
     find("ip")
     find("tc")
 
@@ -125,16 +128,22 @@ def end(keeper: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
         if not select.select([process], [], [], END_S)[0]:
-            raise RefusalError("the cluster does not end", got=f"process {keeper} there {END_S:g} s after SIGKILL",
-                               advice="see what it waits for: ps -o pid,stat,wchan,args")  # fmt: skip
+            raise RefusalError(
+                "the cluster does not end",
+                got=f"process {keeper} there {END_S:g} s after SIGKILL",
+                advice="see what it waits for: ps -o pid,stat,wchan,args",
+            )
     finally:
         os.close(process)
 
 
 def _not_allowed(error: OSError) -> RefusalError:
-    return RefusalError("this machine does not let us make a cluster", got=str(error),
-                        expected="the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN, and a kernel with namespaces",
-                        advice="run it on the machine itself, or in a container: docker run --privileged")  # fmt: skip
+    return RefusalError(
+        "this machine does not let us make a cluster",
+        got=str(error),
+        expected="the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN, and a kernel with namespaces",
+        advice="run it on the machine itself, or in a container: docker run --privileged",
+    )
 
 
 def _keep(name: str, links: Links, question: int, record: Callable[[Cluster], None] | None) -> int:

@@ -68,8 +68,11 @@ def _dispatch(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments[:split])
     options.command = arguments[split + 1 :]
     if options.takes_command and not options.command:
-        raise RefusalError(f"'{options.verb}' needs a command", got="none after --",
-                           advice=f"emulated_cluster.py {options.verb} ... -- hostname")  # fmt: skip
+        raise RefusalError(
+            f"'{options.verb}' needs a command",
+            got="none after --",
+            advice=f"emulated_cluster.py {options.verb} ... -- hostname",
+        )
     if not options.takes_command and split < len(arguments):
         raise RefusalError(f"'{options.verb}' takes no command", got=" ".join(arguments[split:]))
     status: int = options.does(options)
@@ -77,13 +80,22 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("emulated_cluster.py", description=DESCRIPTION, epilog=EPILOG,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "emulated_cluster.py",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
 
     def verb(name: str, does: object, text: str, *, name_given: bool, takes_command: bool) -> argparse.ArgumentParser:
-        one = verbs.add_parser(name, help=text, description=text, allow_abbrev=False,
-                               usage=f"%(prog)s [OPTION]...{' -- CMD...' if takes_command else ''}")  # fmt: skip
+        one = verbs.add_parser(
+            name,
+            help=text,
+            description=text,
+            allow_abbrev=False,
+            usage=f"%(prog)s [OPTION]...{' -- CMD...' if takes_command else ''}",
+        )
         one.set_defaults(does=does, takes_command=takes_command)
         if name_given:
             one.add_argument("name", nargs="?", metavar="NAME", default=None if name == "status" else DEFAULT_NAME)
@@ -99,8 +111,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--on", metavar="NAME", help="use a cluster that is up, instead of one for this run")
     run.add_argument("--pin", action="store_true", help="give each node cores of its own")
     run.add_argument("--timeout", type=_seconds, metavar="S", default=inf, help="stop all after so many seconds")
-    run.add_argument("--grace", type=_seconds, metavar="S", default=10.0,
-                     help="what the other nodes have after the first failed (default: 10 seconds)")  # fmt: skip
+    run.add_argument(
+        "--grace",
+        type=_seconds,
+        metavar="S",
+        default=10.0,
+        help="what the other nodes have after the first failed (default: 10 seconds)",
+    )
     execute = verb("exec", _exec, "run a command on one node", name_given=False, takes_command=True)
     execute.add_argument("node", metavar="NODE", help="0, 1, ...")
     execute.add_argument("--on", metavar="NAME", default=DEFAULT_NAME)
@@ -141,12 +158,19 @@ def _run(options: argparse.Namespace) -> int:
     if options.on is None:
         with temporary(_links(options)) as cluster:
             return job.run(cluster, options.command, **how)
-    words = {"--nodes": options.nodes, "--rate": options.rate, "--intra-rate": options.intra_rate,
-             "--delay": options.delay}  # fmt: skip
+    words = {
+        "--nodes": options.nodes,
+        "--rate": options.rate,
+        "--intra-rate": options.intra_rate,
+        "--delay": options.delay,
+    }
     given = [word for word, value in words.items() if value is not None]
     if given:
-        raise RefusalError(f"the cluster '{options.on}' is there already and stays as it is", got=" ".join(given),
-                           advice=f"'down {options.on}', then 'up {options.on}' with them; or without")  # fmt: skip
+        raise RefusalError(
+            f"the cluster '{options.on}' is there already and stays as it is",
+            got=" ".join(given),
+            advice=f"'down {options.on}', then 'up {options.on}' with them; or without",
+        )
     require_machine()
     cluster = registry.load(options.on)
     with registry.alone(options.on):
@@ -175,9 +199,12 @@ def _check(options: argparse.Namespace) -> int:
         for one in probe.measure(cluster):
             inside = one.source == one.target
             rate = cluster.links.intra_rate_bits_per_s if inside else cluster.links.rate_bits_per_s
-            print(f"node{one.source:<2} node{one.target:<2} {'intra' if inside else 'inter':6} "
-                  f"{one.bits_per_s / 1e6:8.1f} Mbit/s {format_rate(rate):>13} "
-                  f"{1e6 * one.round_trip_s:9.0f} us", flush=True)  # fmt: skip
+            print(
+                f"node{one.source:<2} node{one.target:<2} {'intra' if inside else 'inter':6} "
+                f"{one.bits_per_s / 1e6:8.1f} Mbit/s {format_rate(rate):>13} "
+                f"{1e6 * one.round_trip_s:9.0f} us",
+                flush=True,
+            )
     return 0
 
 

@@ -35,8 +35,9 @@ def cores_of_nodes(nodes: int, cores: list[int]) -> list[list[int]]:
     return [cores[node * share : (node + 1) * share] for node in range(nodes)]
 
 
-def run(cluster: Cluster, command: list[str], *, timeout_s: float = inf, grace_s: float = 10.0,
-        pin: bool = False) -> int:  # fmt: skip
+def run(
+    cluster: Cluster, command: list[str], *, timeout_s: float = inf, grace_s: float = 10.0, pin: bool = False
+) -> int:
     """Run a command on every node; return 0, the status of the first that failed, or TIMED_OUT.
 
     Args:

@@ -62,8 +62,13 @@ def program(command: list[str], variables: Mapping[str, str], *, terminal: bool 
     return become
 
 
-def start(cluster: Cluster, node: int, body: Callable[[], int], cores: Iterable[int] | None = None,
-          streams: tuple[int, int, int] | None = None) -> int:  # fmt: skip
+def start(
+    cluster: Cluster,
+    node: int,
+    body: Callable[[], int],
+    cores: Iterable[int] | None = None,
+    streams: tuple[int, int, int] | None = None,
+) -> int:
     """Run `body` in a node and return the PID of its gate, which exits as `body` does and hands SIGTERM on.
 
     `cores` are those that it may use, `streams` its standard input, output and error.

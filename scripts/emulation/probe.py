@@ -60,8 +60,11 @@ def _pair(cluster: Cluster, source: int, target: int) -> Measured:
         text = pipe.read()
     statuses = [linux.exit_status(os.waitpid(pid, 0)[1]) for pid in (client, server)]
     if any(statuses) or not text:
-        raise RefusalError(f"node{source} and node{target} could not be measured", got=f"exit statuses {statuses}",
-                           advice="'status' shows what runs; 'down' and 'up' make the cluster anew")  # fmt: skip
+        raise RefusalError(
+            f"node{source} and node{target} could not be measured",
+            got=f"exit statuses {statuses}",
+            advice="'status' shows what runs; 'down' and 'up' make the cluster anew",
+        )
     return Measured(source, target, *json.loads(text))
 
 

@@ -28,8 +28,11 @@ def folder() -> Path:
 
 def _file(name: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}", name):
-        raise RefusalError("not a name for a cluster", got=repr(name),
-                           expected="up to 32 letters, digits, - and _, a letter or digit first")  # fmt: skip
+        raise RefusalError(
+            "not a name for a cluster",
+            got=repr(name),
+            expected="up to 32 letters, digits, - and _, a letter or digit first",
+        )
     return folder() / f"{name}.json"
 
 
@@ -88,8 +91,10 @@ def load(name: str) -> Cluster:
         raise RefusalError(f"no cluster '{name}' is up", got=f"clusters: {others}", advice=f"'up {name}'") from None
     with os.fdopen(file) as stream:
         if _lock(file):
-            raise RefusalError(f"the cluster '{name}' is gone: its keeper was killed, or the machine restarted",
-                               advice=f"'down {name}', then 'up {name}'")  # fmt: skip
+            raise RefusalError(
+                f"the cluster '{name}' is gone: its keeper was killed, or the machine restarted",
+                advice=f"'down {name}', then 'up {name}'",
+            )
         text = stream.read()
     if not text:
         raise RefusalError(f"the cluster '{name}' is being made", advice="try again in a second")
@@ -134,8 +139,11 @@ def alone(name: str) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RefusalError(f"another run is on the cluster '{name}'", expected="one at a time: they would share "
-                               "ports and links", advice="wait for it, or another cluster") from None  # fmt: skip
+            raise RefusalError(
+                f"another run is on the cluster '{name}'",
+                expected="one at a time: they would share ports and links",
+                advice="wait for it, or another cluster",
+            ) from None
         yield
     finally:
         os.close(file)

@@ -395,8 +395,9 @@ def optimizers() -> Iterator[tuple[str, Callable[[nn.Module], torch.optim.Optimi
         named = list(model.named_parameters())
         decayed = [p for name, p in named if name.endswith("weight") and "norm" not in name]
         rest = [p for name, p in named if not (name.endswith("weight") and "norm" not in name)]
-        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}],
-                                 lr=1e-2, eps=1e-3)  # fmt: skip
+        return torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}], lr=1e-2, eps=1e-3
+        )
 
     for how in ("foreach", "fused"):
         yield f"adam {how}", of(torch.optim.Adam, eps=1e-3, **{how: True})

@@ -67,8 +67,9 @@ def reference() -> list[float]:
         ({"fsdp_args": "none"}, "shard", 4),
     ],
 )
-def test_losses_are_those_of_one_process(options: dict[str, Any], strategy: str, parts: int,
-                                         reference: list[float]) -> None:  # fmt: skip
+def test_losses_are_those_of_one_process(
+    options: dict[str, Any], strategy: str, parts: int, reference: list[float]
+) -> None:
     start, steps, summary = train(**options)
     assert [step.loss for step in steps] == pytest.approx(reference, rel=2e-5)
     assert set(start.plan.choices.values()) == {strategy}

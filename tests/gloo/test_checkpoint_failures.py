@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from profiler.errors import OsdpError
 from runtime.state.checkpoint import latest, load, save
-from runtime.state.local_shards import Piece, piece_of, whole
+from runtime.state.local_shards import LocalShard, piece_of, whole
 
 
 def complaint(action: object) -> str:
@@ -168,7 +168,7 @@ def test_loading_runs_no_code_from_the_folder(tmp_path: Path) -> None:
     assert mark.exists(), "the trap works"
 
 
-def linear_pieces(features: int) -> tuple[nn.Module, list[Piece]]:
+def linear_pieces(features: int) -> tuple[nn.Module, list[LocalShard]]:
     net = nn.Linear(features, 2)
     return net, [piece_of(whole(name, p.shape), p, replicas=2) for name, p in net.named_parameters()]
 

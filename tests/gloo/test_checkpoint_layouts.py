@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from runtime.state.checkpoint import latest, load, save
-from runtime.state.local_shards import Piece, piece_of, whole
+from runtime.state.local_shards import LocalShard, piece_of, whole
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95)}
 
@@ -65,8 +65,9 @@ def load_all(rank: int, folder: str, others: int) -> list[tuple[str, str, Any]]:
                 for name, value in optimizer.state[piece.parameter].items()
                 if name != "step"
             )
-            found.append((saved, layout, (extra, loaded, whole_tensors(pieces, optimizer), options, buffers,
-                                          layouts_agree)))  # fmt: skip
+            found.append(
+                (saved, layout, (extra, loaded, whole_tensors(pieces, optimizer), options, buffers, layouts_agree))
+            )
     return found
 
 
@@ -119,7 +120,7 @@ def fit(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[
     return losses
 
 
-def fsdp_mlp(mesh_shape: tuple[int, ...]) -> tuple[nn.Module, list[Piece]]:
+def fsdp_mlp(mesh_shape: tuple[int, ...]) -> tuple[nn.Module, list[LocalShard]]:
     torch.manual_seed(0)
     net = Mlp()
     shapes = {name: parameter.shape for name, parameter in net.named_parameters()}

@@ -70,8 +70,7 @@ def run(rank: int, case: Case, folder: str, first: int, last: int) -> Trained | 
 
 
 @pytest.mark.parametrize(
-    ("family", "before", "after"),
-    [("gpt2", 4, 2), ("gpt2", 2, 4), ("llama", 4, 2), ("bert", 4, 2), ("uneven", 4, 2)],
+    ("family", "before", "after"), [("gpt2", 4, 2), ("gpt2", 2, 4), ("llama", 4, 2), ("bert", 4, 2), ("uneven", 4, 2)]
 )
 def test_a_run_continues_under_another_plan_on_other_ranks(
     family: str, before: int, after: int, tmp_path: Path

@@ -20,13 +20,23 @@ ROUNDED = [2048, 8192, 20032, 65536]
 CPU = torch.device("cpu")
 
 TWO_BY_TWO = {
-    Line("all_gather", "native", 4, 1), Line("reduce_scatter", "native", 4, 1), Line("reduce_scatter", "ring", 4, 1),
-    Line("all_reduce", "native", 4, 1), Line("broadcast", "native", 4, 1), Line("reduce", "native", 4, 1),
-    Line("all_gather", "native", 2, 1), Line("reduce_scatter", "native", 2, 1), Line("reduce_scatter", "ring", 2, 1),
-    Line("all_gather", "native", 2, 2), Line("reduce_scatter", "native", 2, 2), Line("reduce_scatter", "ring", 2, 2),
+    Line("all_gather", "native", 4, 1),
+    Line("reduce_scatter", "native", 4, 1),
+    Line("reduce_scatter", "ring", 4, 1),
+    Line("all_reduce", "native", 4, 1),
+    Line("broadcast", "native", 4, 1),
+    Line("reduce", "native", 4, 1),
+    Line("all_gather", "native", 2, 1),
+    Line("reduce_scatter", "native", 2, 1),
+    Line("reduce_scatter", "ring", 2, 1),
+    Line("all_gather", "native", 2, 2),
+    Line("reduce_scatter", "native", 2, 2),
+    Line("reduce_scatter", "ring", 2, 2),
     Line("all_reduce", "native", 2, 2),
-    Line("pull", "native", 2, 1), Line("push", "native", 2, 1), Line("publish", "native", 2, 1),
-}  # fmt: skip
+    Line("pull", "native", 2, 1),
+    Line("push", "native", 2, 1),
+    Line("publish", "native", 2, 1),
+}
 """Counted off from the table at the top of `planner.strategies.registry`."""
 
 
@@ -54,7 +64,8 @@ def test_every_point_is_timed_in_every_round(nodes: int, ranks_per_node: int) ->
             assert point["repeats"] >= 1
     times = collective_times(states[-1])
     assert {(one.operation, one.algorithm, one.ranks, one.stride) for one in times} == {
-        (line.operation, line.algorithm, line.ranks, line.stride) for line in expected}  # fmt: skip
+        (line.operation, line.algorithm, line.ranks, line.stride) for line in expected
+    }
     assert middle_size_bytes(times, nodes * ranks_per_node) == 20032
     intra, inter = derived_links(times, nodes, ranks_per_node)
     assert intra.bytes_per_s.value > 0
@@ -84,8 +95,9 @@ def exchange_values(rank: int) -> int:
                 continue
             if line.operation in ("all_gather", "pull"):
                 assert len(got) == PARAMETERS
-                assert all(row.unique().tolist() == [value]
-                           for whole in got for row, value in zip(whole, values, strict=True))  # fmt: skip
+                assert all(
+                    row.unique().tolist() == [value] for whole in got for row, value in zip(whole, values, strict=True)
+                )
                 continue
             expected = values[root] if line.operation == "broadcast" else fmean(values)
             parts = line.ranks if line.operation == "reduce_scatter" else 1

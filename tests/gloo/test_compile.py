@@ -31,8 +31,11 @@ def train_by_inductor(rank: int) -> None:
     """Compare two steps of a model whose second block is compiled with two of the model as it is."""
     from osdp import OSDP
 
-    model = OSDP(seeded(Blocks), plan_of(Blocks(), "shard", {"blocks.0.up": "replicate"}, ranks=(1, 2)),
-                 compile_backend="inductor")  # fmt: skip
+    model = OSDP(
+        seeded(Blocks),
+        plan_of(Blocks(), "shard", {"blocks.0.up": "replicate"}, ranks=(1, 2)),
+        compile_backend="inductor",
+    )
     reference = seeded(Blocks)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
     for step in range(2):

@@ -25,8 +25,9 @@ from profiler.errors import OsdpError
 from runtime.observe.collective_log import record_collectives
 
 STEPS, BATCH, LENGTH = 3, 2, 8
-CONFIG = BertConfig(vocabulary_size=29, maximum_positions=LENGTH, token_types=2, hidden_size=16, layers=2, heads=2,
-                    intermediate_size=24)  # fmt: skip
+CONFIG = BertConfig(
+    vocabulary_size=29, maximum_positions=LENGTH, token_types=2, hidden_size=16, layers=2, heads=2, intermediate_size=24
+)
 LARGE = 250
 """Parameters from which a module is wrapped: every linear layer and table, but neither norms nor small tables."""
 Losses = list[float]
@@ -121,11 +122,18 @@ def expected_traffic(gsdp_type: str, rank: int) -> Sent:
     gathers, world = 2 * units, (0, 1, 2, 3)
     match gsdp_type:
         case "group_sharding":
-            return Counter({("all_gather", node): gathers, ("reduce_scatter", node): units,
-                            ("all_reduce", across): units})  # fmt: skip
+            return Counter(
+                {("all_gather", node): gathers, ("reduce_scatter", node): units, ("all_reduce", across): units}
+            )
         case "communication_with_groups":
-            return Counter({("all_gather", across): gathers, ("all_gather", node): gathers,
-                            ("reduce_scatter", node): units, ("reduce_scatter", across): units})  # fmt: skip
+            return Counter(
+                {
+                    ("all_gather", across): gathers,
+                    ("all_gather", node): gathers,
+                    ("reduce_scatter", node): units,
+                    ("reduce_scatter", across): units,
+                }
+            )
     return Counter({("all_gather", world): gathers, ("reduce_scatter", world): units})
 
 
@@ -220,8 +228,24 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_benchmark_compares_the_settings_on_cpu_ranks() -> None:
     """It fails by itself if losses differ."""
-    done = bench("--device", "cpu", "--nodes", "2", "--model", "bert-tiny", "--seq", "16", "--large", "4000",
-                 "--batch", "1", "--rounds", "2", "--warm-up", "1")  # fmt: skip
+    done = bench(
+        "--device",
+        "cpu",
+        "--nodes",
+        "2",
+        "--model",
+        "bert-tiny",
+        "--seq",
+        "16",
+        "--large",
+        "4000",
+        "--batch",
+        "1",
+        "--rounds",
+        "2",
+        "--warm-up",
+        "1",
+    )
     assert (done.returncode, done.stderr) == (0, "")
     rows = [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("OSDP, ")]
     assert rows == ["OSDP, none", "OSDP, communication_with_groups", "OSDP, group_sharding"]

@@ -204,8 +204,9 @@ def torchrun(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES)}
     program = str(EXAMPLES / "linear_example" / "train.py")
-    return subprocess.run([*command, program, *flags], cwd=cwd, env=environment,
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    return subprocess.run(
+        [*command, program, *flags], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.fixture(scope="module")
@@ -251,11 +252,17 @@ def test_the_comparison_trains_alike_and_predicts_the_memory(compared: tuple[Pat
     assert fsdp_mib < ddp_mib
 
 
-@pytest.mark.parametrize(("run_name", "collectives"), [
-    ("ddp-batch64-3x1024", {"gloo:all_reduce"}),
-    ("fsdp-batch64-3x1024-module_wrap-BACKWARD_PRE", {"FSDP::all_gather (layers.0)", "c10d::_reduce_scatter_base_"}),
-    ("osdp-batch64-3x1024", {"FSDP::all_gather (layers.0)", "c10d::_reduce_scatter_base_"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("run_name", "collectives"),
+    [
+        ("ddp-batch64-3x1024", {"gloo:all_reduce"}),
+        (
+            "fsdp-batch64-3x1024-module_wrap-BACKWARD_PRE",
+            {"FSDP::all_gather (layers.0)", "c10d::_reduce_scatter_base_"},
+        ),
+        ("osdp-batch64-3x1024", {"FSDP::all_gather (layers.0)", "c10d::_reduce_scatter_base_"}),
+    ],
+)
 def test_each_run_leaves_a_chrome_trace_of_every_rank(
     compared: tuple[Path, str], run_name: str, collectives: set[str]
 ) -> None:
@@ -263,8 +270,9 @@ def test_each_run_leaves_a_chrome_trace_of_every_rank(
     assert f"in profiles/{run_name}\n" in compared[1]
     files = sorted((compared[0] / "profiles" / run_name).iterdir())
     assert [re.sub(r"\d{10,}", "TIME", file.name) for file in files] == [
-        "rank0.TIME.pt.trace.json", "rank1.TIME.pt.trace.json",
-    ]  # fmt: skip
+        "rank0.TIME.pt.trace.json",
+        "rank1.TIME.pt.trace.json",
+    ]
     for rank, file in enumerate(files):
         trace = json.loads(file.read_text())
         assert trace["distributedInfo"]["rank"] == rank

@@ -48,8 +48,9 @@ def test_shards_at_rest_and_gathered_parameters_at_the_peak() -> None:
 
 def _step_of_fsdp1(rank: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Return a second step's first and last moment, and the most of every category."""
-    model = FullyShardedDataParallel(nn.Linear(256, 256, bias=False), device_id=torch.device("cpu"),
-                                     use_orig_params=True)  # fmt: skip
+    model = FullyShardedDataParallel(
+        nn.Linear(256, 256, bias=False), device_id=torch.device("cpu"), use_orig_params=True
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         with recorded(model, optimizer) as moments:

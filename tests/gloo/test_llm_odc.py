@@ -32,8 +32,17 @@ from runtime.torch_compat import communication_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "train_llm_odc.py"
-SIZES = LlamaConfig(vocabulary_size=64, maximum_positions=64, hidden_size=16, layers=2, heads=4, key_value_heads=2,
-                    intermediate_size=32, rope_base=1e4, tied_head=False)  # fmt: skip
+SIZES = LlamaConfig(
+    vocabulary_size=64,
+    maximum_positions=64,
+    hidden_size=16,
+    layers=2,
+    heads=4,
+    key_value_heads=2,
+    intermediate_size=32,
+    rope_base=1e4,
+    tied_head=False,
+)
 SETTING = Setting(SIZES, LogNormal(12, 0.8, 40), capacity=40, samples=7, steps=3, seed=5)
 
 
@@ -81,8 +90,10 @@ def reference() -> tuple[list[float], dict[str, Tensor]]:
     found = []
     for number in range(1, SETTING.steps + 1):
         lengths = lengths_of(SETTING, number)
-        samples = [torch.from_numpy(sample_tokens(SETTING.seed, number, i, length, 64))[None]
-                   for i, length in enumerate(lengths)]  # fmt: skip
+        samples = [
+            torch.from_numpy(sample_tokens(SETTING.seed, number, i, length, 64))[None]
+            for i, length in enumerate(lengths)
+        ]
         logits = [model(tokens)[0, :-1] for tokens in samples]
         targets = torch.cat([tokens[0, 1:] for tokens in samples])
         loss = nn.functional.cross_entropy(torch.cat(logits), targets)
@@ -142,20 +153,28 @@ def _sleeps(rank: int, choice: str) -> tuple[tuple[Timeline, ...], dict[str, int
             optimizer.step()
             optimizer.zero_grad()
     calls = [call.name for call in recorder.calls]
-    planned = [collective.kind for unit in model.schedule.units for collective in unit.collectives
-               if collective.phase != "step"]  # fmt: skip
+    planned = [
+        collective.kind
+        for unit in model.schedule.units
+        for collective in unit.collectives
+        if collective.phase != "step"
+    ]
     found = timelines(gather_recordings(recorder.recording))
     counts = {name: calls.count(name) for name in sorted(set(calls))}
     restored = [communication_of(unit) for unit in units] == before
     return found, counts, {kind: 3 * planned.count(kind) for kind in sorted(set(planned))}, restored
 
 
-@pytest.mark.parametrize(("choice", "names", "besides", "waits_at"), [
-    ("shard", {"all_gather": "gather", "reduce_scatter": "reduce"}, {}, 3),
-    ("odc:2", {"pull": "pull", "push": "push"}, {"meet": 2, "push": 1}, 1),
-])  # fmt: skip
-def test_the_wait_for_a_rank_that_sleeps_is_seen(choice: str, names: dict[str, str], besides: dict[str, int],
-                                                 waits_at: int) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("choice", "names", "besides", "waits_at"),
+    [
+        ("shard", {"all_gather": "gather", "reduce_scatter": "reduce"}, {}, 3),
+        ("odc:2", {"pull": "pull", "push": "push"}, {"meet": 2, "push": 1}, 1),
+    ],
+)
+def test_the_wait_for_a_rank_that_sleeps_is_seen(
+    choice: str, names: dict[str, str], besides: dict[str, int], waits_at: int
+) -> None:
     (waits, sleeps), counts, planned, restored = run_ranks(_sleeps, 2, choice)[0]
     # Besides what is planned for micro-batches, ranks meet twice under ODC and push what they tell each other.
     assert counts == Counter({names[kind]: count for kind, count in planned.items()}) + Counter(besides)
@@ -183,8 +202,14 @@ def example() -> ModuleType:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the example."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run([sys.executable, str(EXAMPLE), *arguments], cwd=ROOT, capture_output=True, text=True,
-                          env=environment | {"OMP_NUM_THREADS": "1"}, timeout=120)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, str(EXAMPLE), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
 
 
 def test_the_program(tmp_path: Path) -> None:
@@ -192,8 +217,25 @@ def test_the_program(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("100\n400\n30\n60\n")
     picture, traces = tmp_path / "steps.png", tmp_path / "traces"
-    done = run("--model", "tiny", "--steps", "7", "--samples", "5", "--max-length", "40", "--packing", "ffd",
-               "--json", "--trace", str(traces), "--lengths", str(lengths), "--timeline", str(picture))  # fmt: skip
+    done = run(
+        "--model",
+        "tiny",
+        "--steps",
+        "7",
+        "--samples",
+        "5",
+        "--max-length",
+        "40",
+        "--packing",
+        "ffd",
+        "--json",
+        "--trace",
+        str(traces),
+        "--lengths",
+        str(lengths),
+        "--timeline",
+        str(picture),
+    )
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     assert {length for of_step in told["lengths"] for length in of_step} <= {10, 40, 3, 6}  # a tenth of the file's
@@ -211,19 +253,23 @@ def test_the_program(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--nproc", "1"], "at least 2"),
-    (["--steps", "0"], "at least 1"),
-    (["--model", "gpt2"], "trains Llamas"),
-    (["--model", "none.yaml"], "none.yaml"),
-    (["--lengths", "none.txt"], "none.txt"),
-    (["--sigma", "-1"], "sigma -1"),
-    (["--sigma", "1", "--lengths", "x"], "no effect"),
-    (["--timeline", "a.txt"], "no picture"),
-    (["--steps", "4", "--trace", "traces"], "at least 5"),
-])  # fmt: skip
-def test_bad_input_is_refused_before_ranks_start(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nproc", "1"], "at least 2"),
+        (["--steps", "0"], "at least 1"),
+        (["--model", "gpt2"], "trains Llamas"),
+        (["--model", "none.yaml"], "none.yaml"),
+        (["--lengths", "none.txt"], "none.txt"),
+        (["--sigma", "-1"], "sigma -1"),
+        (["--sigma", "1", "--lengths", "x"], "no effect"),
+        (["--timeline", "a.txt"], "no picture"),
+        (["--steps", "4", "--trace", "traces"], "at least 5"),
+    ],
+)
+def test_bad_input_is_refused_before_ranks_start(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = example()
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -266,7 +312,10 @@ def test_the_script_passes_its_options_on(tmp_path: Path) -> None:
     root = stub_checkout(tmp_path)
     (root / "examples").mkdir()
     (root / "examples" / "train_llm_odc.py").write_text("import sys\nprint(sys.argv[1:])\n")
-    done = subprocess.run(["sh", str(root / "scripts" / "script_llm_odc_training.sh"), "--lengths", "a file"],
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        ["sh", str(root / "scripts" / "script_llm_odc_training.sh"), "--lengths", "a file"],
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "['--lengths', 'a file']\n"

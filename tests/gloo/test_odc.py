@@ -25,26 +25,40 @@ from ranks import run_ranks
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_of_a_model_in_one_group(family: str) -> None:
-    check([
-        Case(family, {}, "odc:4", nodes=1, ranks_per_node=4),
-        Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, accumulation=2, recomputed=tuple(blocks_of(family))),
-        Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, precision="bf16"),
-        Case(family, {}, "odc_ordered:4", nodes=1, ranks_per_node=4, accumulation=2),
-    ])  # fmt: skip
+    check(
+        [
+            Case(family, {}, "odc:4", nodes=1, ranks_per_node=4),
+            Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, accumulation=2, recomputed=tuple(blocks_of(family))),
+            Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, precision="bf16"),
+            Case(family, {}, "odc_ordered:4", nodes=1, ranks_per_node=4, accumulation=2),
+        ]
+    )
 
 
 def test_groups_reduce_across_each_other() -> None:
-    check([
-        Case("uneven", {}, "odc:2", accumulation=2, recomputed=tuple(blocks_of("uneven"))),
-        Case("gpt2", {}, "odc:2", accumulation=2, precision="bf16", recomputed=tuple(blocks_of("gpt2"))),
-        Case("llama", {}, "odc:2"),
-    ])  # fmt: skip
+    check(
+        [
+            Case("uneven", {}, "odc:2", accumulation=2, recomputed=tuple(blocks_of("uneven"))),
+            Case("gpt2", {}, "odc:2", accumulation=2, precision="bf16", recomputed=tuple(blocks_of("gpt2"))),
+            Case("llama", {}, "odc:2"),
+        ]
+    )
 
 
 def test_beside_other_strategies() -> None:
     """Operators in turn, so that neighbours differ; the embedding is tied to the head."""
-    others = ("odc:2", "shard", "replicate", "odc_ordered:2", "group_shard:2", "odc:2", "owner", "hierarchical",
-              "odc:2", "secondary_shard:2")  # fmt: skip
+    others = (
+        "odc:2",
+        "shard",
+        "replicate",
+        "odc_ordered:2",
+        "group_shard:2",
+        "odc:2",
+        "owner",
+        "hierarchical",
+        "odc:2",
+        "secondary_shard:2",
+    )
     cases = []
     for shift, accumulation in ((0, 1), (1, 2), (3, 2)):
         names = [operator.name for operator in graph_of("gpt2").operators]

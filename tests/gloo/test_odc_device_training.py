@@ -24,8 +24,9 @@ CASES = (
 def _trains(rank: int, library: Path, prefix: str) -> list[tuple[Trained | None, int]]:
     """Train all cases; return the results, and how many gathers the kernels did."""
 
-    def open_on_device(group: dist.ProcessGroup, specs: Any, device_type: str, timeout_s: float,
-                       ordered: bool) -> Transport:  # fmt: skip
+    def open_on_device(
+        group: dist.ProcessGroup, specs: Any, device_type: str, timeout_s: float, ordered: bool
+    ) -> Transport:
         return DeviceTransport(group, specs, device, timeout_s, ordered)
 
     vars(step_protocol)["open_transport"] = open_on_device

@@ -24,8 +24,11 @@ from runtime.odc.gpu_windows import DeviceTransport
 from runtime.odc.windows import WindowSpec
 
 SIZES = (1, 7, 999, 4097)
-SPECS = tuple(WindowSpec(f"layer {size} {dtype}", size, dtype, size // 3)
-              for size in SIZES for dtype in (torch.float32, torch.bfloat16))  # fmt: skip
+SPECS = tuple(
+    WindowSpec(f"layer {size} {dtype}", size, dtype, size // 3)
+    for size in SIZES
+    for dtype in (torch.float32, torch.bfloat16)
+)
 FROZEN = (WindowSpec("frozen", 8, torch.float32, 8),)
 ONE = (WindowSpec("a", 300, torch.float32),)
 
@@ -46,8 +49,9 @@ def left(prefix: str) -> list[str]:
     return [path.name for path in FOLDER.glob(f"{prefix}*")]
 
 
-def open_windows(device: HostDevice, specs: tuple[WindowSpec, ...] = ONE, timeout_s: float = 60.0,
-                 ordered: bool = False) -> DeviceTransport:  # fmt: skip
+def open_windows(
+    device: HostDevice, specs: tuple[WindowSpec, ...] = ONE, timeout_s: float = 60.0, ordered: bool = False
+) -> DeviceTransport:
     """Open windows over all ranks."""
     group = dist.group.WORLD
     assert group is not None
@@ -63,8 +67,13 @@ def _as_collectives(rank: int, ranks: int, library: Path, prefix: str, ordered: 
     with open_windows(device, SPECS + FROZEN, ordered=ordered) as transport:
         assert device.opened == ranks
         for step in range(2):
-            shards = [[torch.randn(spec.shard_numel, generator=torch.Generator().manual_seed(100 * step + other))
-                       for spec in SPECS + FROZEN] for other in range(ranks)]  # fmt: skip
+            shards = [
+                [
+                    torch.randn(spec.shard_numel, generator=torch.Generator().manual_seed(100 * step + other))
+                    for spec in SPECS + FROZEN
+                ]
+                for other in range(ranks)
+            ]
             for window, shard in zip(transport.windows, shards[rank], strict=True):
                 window.publish(*torch.split(shard, max(1, shard.numel() // 3)))
             assert transport.meet(10.0 * rank) == tuple(10.0 * other for other in range(ranks))
@@ -85,8 +94,15 @@ def _as_collectives(rank: int, ranks: int, library: Path, prefix: str, ordered: 
 
 @pytest.mark.parametrize(("ranks", "ordered"), [(1, False), (2, False), (3, True)])
 def test_windows_do_what_collectives_do(ranks: int, ordered: bool, library: Path, prefix: str) -> None:
-    kernels = {"pack_cast_bf16", "pack_cast_fp32", "gather", "scatter_accumulate_bf16", "scatter_accumulate_fp32",
-               "take_gradient", "barrier"}  # fmt: skip
+    kernels = {
+        "pack_cast_bf16",
+        "pack_cast_fp32",
+        "gather",
+        "scatter_accumulate_bf16",
+        "scatter_accumulate_fp32",
+        "take_gradient",
+        "barrier",
+    }
     assert run_ranks(_as_collectives, ranks, ranks, library, prefix, ordered) == [(0, 1, kernels)] * ranks
     assert left(prefix) == []
 
@@ -176,10 +192,15 @@ def _is_told(rank: int, library: Path, prefix: str, how: str) -> tuple[str, floa
     return caught.value.what, took_s, device.opened, device.frees
 
 
-@pytest.mark.parametrize(("how", "told", "frees"), [
-    ("dies", "rank 1 died", 1), ("dies on the GPU", "rank 1 died", 1),
-    ("is late", "rank 1 did not come", 0), ("hangs", "rank 1 came, but its GPU did not", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "told", "frees"),
+    [
+        ("dies", "rank 1 died", 1),
+        ("dies on the GPU", "rank 1 died", 1),
+        ("is late", "rank 1 did not come", 0),
+        ("hangs", "rank 1 came, but its GPU did not", 0),
+    ],
+)
 def test_a_lost_rank_is_named(how: str, told: str, frees: int, library: Path, prefix: str) -> None:
     """Memory that a rank that hangs may still use stays; the dead use none. A next run is none the worse."""
     what, took_s, opened, freed = run_ranks(_is_told, 2, library, prefix, how, lost=(1,))[0]

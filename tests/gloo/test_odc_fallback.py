@@ -45,8 +45,9 @@ def test_collectives_in_place_of_windows_train_the_same() -> None:
     assert others == [[(), (), ()]] * 3
     assert [len(warned) for warned in told] == [1, 1, 1]
     reason = "because rank 3 has no /dev/shm that it may write to. Results are the same, but all ranks must run equally"
-    for (warned,), words in zip(told, ("odc:4 runs as shard", "odc_ordered:2 runs as group_shard:2",
-                                       "odc:2 runs as group_shard:2"), strict=True):  # fmt: skip
+    for (warned,), words in zip(
+        told, ("odc:4 runs as shard", "odc_ordered:2 runs as group_shard:2", "odc:2 runs as group_shard:2"), strict=True
+    ):
         assert warned.startswith(f"{words}, {reason}")
 
 

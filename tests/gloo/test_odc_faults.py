@@ -66,10 +66,15 @@ def _loses_one(rank: int, how: str) -> tuple[str, float]:
     return str(caught.value), waited_s
 
 
-@pytest.mark.parametrize(("how", "told"), [
-    ("dies", "rank 2 died"), ("dies, but not its child", "rank 2 died"),
-    ("closes", "rank 2 closed its windows"), ("stalls", "rank 2 did not come"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("dies", "rank 2 died"),
+        ("dies, but not its child", "rank 2 died"),
+        ("closes", "rank 2 closed its windows"),
+        ("stalls", "rank 2 did not come"),
+    ],
+)
 def test_a_lost_rank_is_named_on_every_other(how: str, told: str) -> None:
     results = run_ranks(_loses_one, 3, how, lost=(2,))
     for rank, (message, waited_s) in enumerate(results[:2]):
@@ -157,11 +162,14 @@ def _differs(rank: int, spec: WindowSpec, ordered: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("spec", "ordered", "words"), [
-    (WindowSpec("b", 11, torch.float32), False, "'b': shards of 11 x torch.float32 on rank 1"),
-    (WindowSpec("b", 10, torch.bfloat16), False, "'b': shards of 10 x torch.bfloat16 on rank 1"),
-    (WindowSpec("b", 10, torch.float32), True, "ordered, 2 windows on rank 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "ordered", "words"),
+    [
+        (WindowSpec("b", 11, torch.float32), False, "'b': shards of 11 x torch.float32 on rank 1"),
+        (WindowSpec("b", 10, torch.bfloat16), False, "'b': shards of 10 x torch.bfloat16 on rank 1"),
+        (WindowSpec("b", 10, torch.float32), True, "ordered, 2 windows on rank 1"),
+    ],
+)
 def test_different_windows_are_refused(spec: WindowSpec, ordered: bool, words: str) -> None:
     for message in run_ranks(_differs, 3, spec, ordered):
         assert message.startswith("the windows of rank 1 differ from those of rank 0")
@@ -183,11 +191,14 @@ def _elsewhere(rank: int, place: tuple[tuple[str, ...], str]) -> tuple[str, str]
     return before, after
 
 
-@pytest.mark.parametrize(("place", "reason"), [
-    ((("other", "1", "1"), ""), "rank 1 is on another machine than rank 0"),
-    ((("same", "1", "1"), ""), "rank 1 has another /dev/shm than rank 0 (another container?)"),
-    (((), "runs on darwin, not Linux"), "rank 1 runs on darwin, not Linux"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ((("other", "1", "1"), ""), "rank 1 is on another machine than rank 0"),
+        ((("same", "1", "1"), ""), "rank 1 has another /dev/shm than rank 0 (another container?)"),
+        (((), "runs on darwin, not Linux"), "rank 1 runs on darwin, not Linux"),
+    ],
+)
 def test_ranks_without_common_memory_are_refused(place: tuple[tuple[str, ...], str], reason: str) -> None:
     assert run_ranks(_elsewhere, 2, place) == [("", reason)] * 2
 

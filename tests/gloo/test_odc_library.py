@@ -101,9 +101,10 @@ def _uneven(rank: int, ways: list[str], is_told: bool) -> None:
         face.stop()
 
 
-@pytest.mark.parametrize(("ways", "is_told"), [
-    (["fsdp2"], True), (["fsdp2", "fsdp2, kept"], False), ([way for way in FSDP1 if "bf16" not in way], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ways", "is_told"),
+    [(["fsdp2"], True), (["fsdp2", "fsdp2, kept"], False), ([way for way in FSDP1 if "bf16" not in way], False)],
+)
 def test_uneven_ranks_train_the_mean_over_all_micro_batches(ways: list[str], is_told: bool) -> None:
     run_ranks(_uneven, 2, ways, is_told)
 

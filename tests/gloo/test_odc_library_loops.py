@@ -209,7 +209,8 @@ def _misused(rank: int) -> None:
     assert "not prepared" in refusal(partial(fsdp1.pre_minibatch_start, wrapped("fsdp1")))
     for wrong in ({"ordered": rank == 1}, {"timeout_s": 0.0}, {"accumulation": 0}):
         assert {"ordered": "not the same on all ranks", "timeout_s": "positive", "accumulation": "at least 1"}[
-            next(iter(wrong))] in refusal(partial(odc.init, **wrong))  # fmt: skip
+            next(iter(wrong))
+        ] in refusal(partial(odc.init, **wrong))
     odc.init()
     odc.init()
     assert "other options" in refusal(partial(odc.init, ordered=True))
@@ -307,9 +308,10 @@ def _loses_one(rank: int, way: str, kind: signal.Signals) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("way", "kind", "told"), [
-    ("fsdp2", signal.SIGKILL, "rank 1 died"), ("fsdp1", signal.SIGSTOP, "rank 1 did not come"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("way", "kind", "told"),
+    [("fsdp2", signal.SIGKILL, "rank 1 died"), ("fsdp1", signal.SIGSTOP, "rank 1 did not come")],
+)
 def test_a_lost_rank_is_named(way: str, kind: signal.Signals, told: str) -> None:
     assert told in run_ranks(_loses_one, 2, way, kind, lost=(1,))[0]
 

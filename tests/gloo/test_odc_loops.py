@@ -58,9 +58,12 @@ def assert_same(model: Any, reference: nn.Module) -> None:
 
 
 SETTINGS = (
-    ("odc:4", (1, 4), {}), ("odc:2", (2, 2), {}), ("odc:2", (1, 4), {"head": "odc:4"}),
-    ("odc_ordered:4", (1, 4), {"head": "replicate"}), ("odc:2", (2, 2), {"head": "replicate"}),
-)  # fmt: skip
+    ("odc:4", (1, 4), {}),
+    ("odc:2", (2, 2), {}),
+    ("odc:2", (1, 4), {"head": "odc:4"}),
+    ("odc_ordered:4", (1, 4), {"head": "replicate"}),
+    ("odc:2", (2, 2), {"head": "replicate"}),
+)
 """How models are sharded that train with uneven ranks: default, nodes and ranks of each, exceptions."""
 
 
@@ -81,8 +84,9 @@ def _is_the_mean(rank: int, model: Any, counts: list[list[int]], planned: int, s
     reference = seeded(build)
     optimizers = sgd(model), sgd(reference)
     for step, of_ranks in enumerate(counts):
-        batches = [[batch_of(build(), other, 10 * step + k) for k in range(count)]
-                   for other, count in enumerate(of_ranks)]  # fmt: skip
+        batches = [
+            [batch_of(build(), other, 10 * step + k) for k in range(count)] for other, count in enumerate(of_ranks)
+        ]
         for k, (args, kwargs) in enumerate(batches[rank]):
             is_last = k + 1 == of_ranks[rank]
             if says_last and is_last:

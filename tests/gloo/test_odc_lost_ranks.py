@@ -52,8 +52,9 @@ def falter(how: str, *_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
 
 
-def _loses_one(rank: int, folder: Path, how: str, choice: str, ranks: tuple[int, int],
-               choices: Mapping[str, str]) -> tuple[str, float]:  # fmt: skip
+def _loses_one(
+    rank: int, folder: Path, how: str, choice: str, ranks: tuple[int, int], choices: Mapping[str, str]
+) -> tuple[str, float]:
     """Lose a rank in the backward of the second step; return what the others are told, and after how long."""
     (folder / str(rank)).write_text(str(os.getpid()))
     model = osdp(choice, ranks, choices)
@@ -94,14 +95,17 @@ def trains(rank: int) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize(("how", "choice", "ranks", "choices", "told"), [
-    ("stalls", "odc:4", (1, 4), {}, "rank 2 did not come"),
-    ("raises", "odc:4", (1, 4), {}, "rank 2 closed its windows"),
-    ("dies", "odc:2", (2, 2), {}, "rank 2 died"),
-    ("stalls", "odc_ordered:2", (2, 2), {}, "rank 2 did not"),
-    ("dies", "odc:2", (1, 4), {"head": "odc:4"}, "rank 2 died"),
-    ("dies", "odc:4", (1, 4), {"blocks.0.up": "shard"}, "rank 2 died"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "choice", "ranks", "choices", "told"),
+    [
+        ("stalls", "odc:4", (1, 4), {}, "rank 2 did not come"),
+        ("raises", "odc:4", (1, 4), {}, "rank 2 closed its windows"),
+        ("dies", "odc:2", (2, 2), {}, "rank 2 died"),
+        ("stalls", "odc_ordered:2", (2, 2), {}, "rank 2 did not"),
+        ("dies", "odc:2", (1, 4), {"head": "odc:4"}, "rank 2 died"),
+        ("dies", "odc:4", (1, 4), {"blocks.0.up": "shard"}, "rank 2 died"),
+    ],
+)
 def test_a_rank_that_is_lost_in_a_step_is_named(
     how: str, choice: str, ranks: tuple[int, int], choices: Mapping[str, str], told: str, tmp_path: Path
 ) -> None:
@@ -110,11 +114,22 @@ def test_a_rank_that_is_lost_in_a_step_is_named(
     check(tmp_path, how, choice, ranks, choices, told, within_s=TIMEOUT_S if at_once else 2 * TIMEOUT_S + 3)
 
 
-def check(folder: Path, how: str, choice: str, ranks: tuple[int, int], choices: Mapping[str, str], told: str,
-          within_s: float) -> None:  # fmt: skip
+def check(
+    folder: Path, how: str, choice: str, ranks: tuple[int, int], choices: Mapping[str, str], told: str, within_s: float
+) -> None:
     """Lose a rank; all others must be told so in time, and nothing be left."""
-    results = run_ranks(_loses_one, 4, folder, how, choice, ranks, choices, ranks_per_node=ranks[1],
-                        lost=() if how == "raises" else (LOST,), collective_timeout_s=TIMEOUT_S)  # fmt: skip
+    results = run_ranks(
+        _loses_one,
+        4,
+        folder,
+        how,
+        choice,
+        ranks,
+        choices,
+        ranks_per_node=ranks[1],
+        lost=() if how == "raises" else (LOST,),
+        collective_timeout_s=TIMEOUT_S,
+    )
     for rank in (0, 1, 3):
         message, took_s = results[rank]
         assert told in message, message
@@ -159,8 +174,11 @@ def test_ranks_that_differ_are_refused_on_all() -> None:
 
 def mapped_bytes() -> int:
     """Return how much of windows' files is part of this process' memory."""
-    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
-              if f"{shared_segment.FOLDER}/{shared_segment.PREFIX}" in line]  # fmt: skip
+    ranges = [
+        line.split()[0].split("-")
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if f"{shared_segment.FOLDER}/{shared_segment.PREFIX}" in line
+    ]
     return sum(int(end, 16) - int(start, 16) for start, end in ranges)
 
 

@@ -152,8 +152,13 @@ def _ordered_bits(rank: int, seed: int) -> bytes:
         window = transport.windows[0]
         bits = b""
         for step in range(3):
-            given = [[torch.randn(4, 2003, generator=torch.Generator().manual_seed(1000 * step + 10 * other + k))
-                      for k in range(1 + other)] for other in range(4)]  # fmt: skip
+            given = [
+                [
+                    torch.randn(4, 2003, generator=torch.Generator().manual_seed(1000 * step + 10 * other + k))
+                    for k in range(1 + other)
+                ]
+                for other in range(4)
+            ]
             for mine in given[rank]:
                 time.sleep(pauses.random() * 5e-3)
                 window.push(mine.view(-1))

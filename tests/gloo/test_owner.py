@@ -111,8 +111,9 @@ class Checkpointed(Layers):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, n, 6) -> a loss."""
-        middle: Tensor = checkpoint(lambda y: torch.tanh(self.layers[1](torch.tanh(self.layers[0](y)))), x,
-                                    use_reentrant=False)  # fmt: skip
+        middle: Tensor = checkpoint(
+            lambda y: torch.tanh(self.layers[1](torch.tanh(self.layers[0](y)))), x, use_reentrant=False
+        )
         return self.layers[2](middle).pow(2).mean()
 
 
@@ -212,7 +213,9 @@ def unused(rank: int) -> None:
     assert_gradients(model, reference(alone))
     # Two linear layers whole, and of the third unit the weight only.
     assert {key: count for key, count in counted.items() if key[0] == "reduce"} == {
-        ("reduce", 4 * 42): 2, ("reduce", 4 * 6): 1}  # fmt: skip
+        ("reduce", 4 * 42): 2,
+        ("reduce", 4 * 6): 1,
+    }
     for decayed in (model, alone):
         torch.optim.AdamW(decayed.parameters(), lr=0.1, weight_decay=1.0).step()
     torch.testing.assert_close(model.full_state_dict(False)["affine.bias"], alone.state_dict()["affine.bias"])
@@ -327,10 +330,23 @@ def double_backward(rank: int) -> None:
     assert_gradients(model, reference(seeded(Layers)))
 
 
-@pytest.mark.parametrize("check", [
-    unfreeze, unused, gradient_of_input_only, freed_on_the_way, stop_gradient, chunked, called_twice,
-    checkpointed_by_the_model, fails_in_backward, fails_in_forward, inference_first, double_backward,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "check",
+    [
+        unfreeze,
+        unused,
+        gradient_of_input_only,
+        freed_on_the_way,
+        stop_gradient,
+        chunked,
+        called_twice,
+        checkpointed_by_the_model,
+        fails_in_backward,
+        fails_in_forward,
+        inference_first,
+        double_backward,
+    ],
+)
 def test_backward(check: Callable[[int], None]) -> None:
     run_ranks(check, RANKS, timeout_s=60, collective_timeout_s=20)
 

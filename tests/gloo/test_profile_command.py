@@ -36,8 +36,14 @@ QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budg
 
 
 def osdp(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "osdp", *arguments], env=ENVIRONMENT, capture_output=True, text=True,
-                          timeout=PATIENCE_S, cwd=folder)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "osdp", *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=folder,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +65,8 @@ def test_everything_is_measured(profiled: tuple[Path, str]) -> None:
     assert not cluster.overlaps  # gloo's collectives block
     operations = {(one.operation, one.algorithm, one.ranks) for one in measured.collectives}
     assert operations == {
-        (name, "native", 2) for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "pull",
-                                         "push", "publish")
+        (name, "native", 2)
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "pull", "push", "publish")
     } | {("reduce_scatter", "ring", 2)}
     assert measured.one_sided_overhead_s is not None
     assert 0 <= measured.one_sided_overhead_s < 0.1
@@ -87,8 +93,23 @@ def test_the_report_shows_it(profiled: tuple[Path, str]) -> None:
 
 def test_a_plan_takes_what_was_measured(profiled: tuple[Path, str]) -> None:
     folder, _ = profiled
-    done = osdp(folder, "plan", "--model", "gpt2-tiny", "--cluster", "mine.yaml", "--batch", "2", "--optimizer", "sgd",
-                "--pin", "*=shard", "--json", "-o", "plan.yaml")  # fmt: skip
+    done = osdp(
+        folder,
+        "plan",
+        "--model",
+        "gpt2-tiny",
+        "--cluster",
+        "mine.yaml",
+        "--batch",
+        "2",
+        "--optimizer",
+        "sgd",
+        "--pin",
+        "*=shard",
+        "--json",
+        "-o",
+        "plan.yaml",
+    )
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     cluster, graph = read_cluster(folder / "mine.yaml"), trace_model(load_model("gpt2-tiny"))
@@ -199,8 +220,14 @@ def test_progress_never_falls_and_only_what_is_new_is_measured() -> None:
 def test_torchrun_overwrites_nothing_of_the_users(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, "-m", "osdp", "profile", *QUICK, "-o", "notes.txt"], env=ENVIRONMENT,
-                          capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)  # fmt: skip
+    done = subprocess.run(
+        [*torchrun, "-m", "osdp", "profile", *QUICK, "-o", "notes.txt"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=tmp_path,
+    )
     assert done.returncode != 0
     assert "notes.txt is there and is not a cluster, so it is not overwritten" in done.stderr
     assert "measuring" not in done.stderr

@@ -52,43 +52,65 @@ MEMORY = r"('log_key': 'memory'.*){%d}"
 
 SMALL: dict[str, tuple[str, str]] = {
     "osdp plan --model gpt2-1.5b --mem 8GB": ("", PLAN),
-    "osdp plan --model gpt2-1.5b --mem 8GB --pin 'blocks.*.mlp.up=split(4*shard)'":
-        ("--batch 2", r"Block: mlp\.up +30 +split\(4\*shard\), pinned.*peak .* of 8\.00 GiB"),
-    "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args group_sharding":
-        ("--steps 20 --trace traces/bert", r"^step 20: loss 4\.\d+$"),
-    "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args communication_with_groups":
-        ("--steps 20", r"^step 20: loss 4\.\d+$"),
+    "osdp plan --model gpt2-1.5b --mem 8GB --pin 'blocks.*.mlp.up=split(4*shard)'": (
+        "--batch 2",
+        r"Block: mlp\.up +30 +split\(4\*shard\), pinned.*peak .* of 8\.00 GiB",
+    ),
+    "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args group_sharding": (
+        "--steps 20 --trace traces/bert",
+        r"^step 20: loss 4\.\d+$",
+    ),
+    "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args communication_with_groups": (
+        "--steps 20",
+        r"^step 20: loss 4\.\d+$",
+    ),
     "sh scripts/script_gpt2_training.sh": ("--steps 3", "^OSDP trains gpt2-tiny.*" + RUN),
     "sh scripts/script_gpt2_training.sh --fsdp_type FSDP": ("--steps 3", "^FSDP trains gpt2-tiny.*" + RUN),
-    "sh scripts/script_bert_training.sh --fsdp_args group_sharding":
-        ("--steps 3", "^FSDP with group_sharding" + TRAINS + "operators: group_shard:2 32;.*" + BERT),
-    "sh scripts/script_bert_training.sh --fsdp_args communication_with_groups":
-        ("--steps 3", "^FSDP with communication_with_groups" + TRAINS + "operators: hierarchical 32;.*" + BERT),
-    "sh scripts/script_bert_training.sh --fsdp_args none":
-        ("--steps 3", "^FSDP" + TRAINS + "operators: shard 32;.*" + BERT),
-    "sh scripts/script_llm_odc_training.sh --packing kk --timeline steps.png":
-        ("--model tiny --steps 3 --samples 4 --max-length 32", r"ODC .* times"),
-    "python examples/tiny/single.py":
-        ("--steps 4 --trace traces/single", "^step 4: "),
-    "torchrun --nproc_per_node=2 examples/tiny/ddp.py":
-        ("--steps 4 --trace traces/ddp", "^step 4: "),
-    "torchrun --nproc_per_node=2 examples/tiny/zero3.py --evenness-priority 0":
-        ("--steps 4 --trace traces/zero3", r"cpu:1 keeps 0\.\d+ MiB; the fullest rank has 1\.0\d+"),
-    "torchrun --nproc_per_node=2 examples/tiny/fsdp.py --half --recompute":
-        ("--steps 4 --trace traces/fsdp", r"^step 4: loss 5\.3"),
+    "sh scripts/script_bert_training.sh --fsdp_args group_sharding": (
+        "--steps 3",
+        "^FSDP with group_sharding" + TRAINS + "operators: group_shard:2 32;.*" + BERT,
+    ),
+    "sh scripts/script_bert_training.sh --fsdp_args communication_with_groups": (
+        "--steps 3",
+        "^FSDP with communication_with_groups" + TRAINS + "operators: hierarchical 32;.*" + BERT,
+    ),
+    "sh scripts/script_bert_training.sh --fsdp_args none": (
+        "--steps 3",
+        "^FSDP" + TRAINS + "operators: shard 32;.*" + BERT,
+    ),
+    "sh scripts/script_llm_odc_training.sh --packing kk --timeline steps.png": (
+        "--model tiny --steps 3 --samples 4 --max-length 32",
+        r"ODC .* times",
+    ),
+    "python examples/tiny/single.py": ("--steps 4 --trace traces/single", "^step 4: "),
+    "torchrun --nproc_per_node=2 examples/tiny/ddp.py": ("--steps 4 --trace traces/ddp", "^step 4: "),
+    "torchrun --nproc_per_node=2 examples/tiny/zero3.py --evenness-priority 0": (
+        "--steps 4 --trace traces/zero3",
+        r"cpu:1 keeps 0\.\d+ MiB; the fullest rank has 1\.0\d+",
+    ),
+    "torchrun --nproc_per_node=2 examples/tiny/fsdp.py --half --recompute": (
+        "--steps 4 --trace traces/fsdp",
+        r"^step 4: loss 5\.3",
+    ),
     "osdp partition --model gpt2": ("", r"^ +2 +237\.4 MiB +1\.0032 \(1\)"),
     "osdp strategies --model gpt2 --cluster rtx4090-2": ("", r"shard +predicted +237\.4 MiB \(0\.50 P\)"),
     "osdp strategies --model gpt2 --seq 64 --measure": ("--model gpt2-tiny --seq 16", r"(measured.*){6}"),
     f"{TUTORIAL} --data_parallel ddp --batch_size 8192": (LINEAR, MEMORY % 3),
     f"{TUTORIAL} --data_parallel fsdp --batch_size 8192": (LINEAR, MEMORY % 3),
-    f"{TUTORIAL} --data_parallel fsdp --batch_size 8192 --cpu_offload":
-        (LINEAR, "warning: --cpu_offload has no effect on CPU"),
-    f"{TUTORIAL_OF_TWO} --data_parallel fsdp --batch_size 8192 --forward_prefetch --backward_prefetch BACKWARD_POST":
-        (LINEAR, MEMORY % 6),
-    f"{TUTORIAL_OF_TWO} --data_parallel fsdp --batch_size 8192 --auto_wrap_policy size_based --min_num_params 1000":
-        (LINEAR, MEMORY % 6),
+    f"{TUTORIAL} --data_parallel fsdp --batch_size 8192 --cpu_offload": (
+        LINEAR,
+        "warning: --cpu_offload has no effect on CPU",
+    ),
+    f"{TUTORIAL_OF_TWO} --data_parallel fsdp --batch_size 8192 --forward_prefetch --backward_prefetch BACKWARD_POST": (
+        LINEAR,
+        MEMORY % 6,
+    ),
+    f"{TUTORIAL_OF_TWO} --data_parallel fsdp --batch_size 8192 --auto_wrap_policy size_based --min_num_params 1000": (
+        LINEAR,
+        MEMORY % 6,
+    ),
     f"{TUTORIAL_OF_TWO} --compare --batch_size 8192": (LINEAR, r"^ddp .*^fsdp .*^osdp "),
-}  # fmt: skip
+}
 """What is put after a command, and what it must say then."""
 
 
@@ -101,10 +123,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(checkout: Path, command: str, small: str) -> str:
     """Run a command as a shell does; return what it printed. It may say how far it is, and warn in OSDP's own words."""
     path = f"{checkout / '.venv' / 'bin'}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                                "COLUMNS": "100"}  # fmt: skip
-    done = subprocess.run(["sh", "-c", f"{command} {small}"], cwd=checkout, env=environment, capture_output=True,
-                          text=True, timeout=300)  # fmt: skip
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
+    done = subprocess.run(
+        ["sh", "-c", f"{command} {small}"], cwd=checkout, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if not line.startswith(("osdp: ", "warning: "))] == []
     return done.stdout + done.stderr
@@ -199,8 +221,9 @@ def test_an_example_trains_what_one_process_trains(program: str, checkout: Path)
     if program == "examples/train_gpt2.py":
         wanted = reference(text, 4, TRAINED[program], lambda generator: 1)
     else:
-        wanted = reference(text, 2, TRAINED[program],
-                           lambda generator: int(torch.randint(1, 4, (), generator=generator)))  # fmt: skip
+        wanted = reference(
+            text, 2, TRAINED[program], lambda generator: int(torch.randint(1, 4, (), generator=generator))
+        )
     assert losses == pytest.approx(wanted, abs=1e-3)  # of which the print rounds away half
     assert losses[-1] < losses[0]
     assert losses[-1] < 4.0  # of ln 256 = 5.5 at the start

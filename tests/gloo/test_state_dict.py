@@ -133,8 +133,9 @@ def clip_everywhere(rank: int) -> None:
         torch.testing.assert_close(sharded.clip_grad_norm_(1.0).item(), 0.01, rtol=1e-3, atol=0.0)
         for optimizer in (torch.optim.SGD(m.parameters(), lr=10.0) for m in (reference, sharded)):
             optimizer.step()
-        torch.testing.assert_close(sharded.full_state_dict(rank0_only=False), dict(reference.state_dict()),
-                                   rtol=1e-5, atol=1e-5)  # fmt: skip
+        torch.testing.assert_close(
+            sharded.full_state_dict(rank0_only=False), dict(reference.state_dict()), rtol=1e-5, atol=1e-5
+        )
         if rank == 2:
             next(piece for piece in sharded.sharded.pieces if piece.numel).parameter.grad.mul_(math.nan)
         assert "not finite" in refusal(lambda model=sharded: model.clip_grad_norm_(1.0, error_if_nonfinite=True))

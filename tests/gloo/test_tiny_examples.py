@@ -101,7 +101,8 @@ def test_recompute_runs_blocks_again_on_one_device(tmp_path: Path, monkeypatch: 
             ran += 1
 
         handle = nn.modules.module.register_module_forward_pre_hook(
-            lambda module, _: count() if type(module).__name__ == "MLP" else None)  # fmt: skip
+            lambda module, _: count() if type(module).__name__ == "MLP" else None
+        )
         monkeypatch.setattr(sys, "argv", ["single.py", "--json", "--steps", "2", *flags])
         monkeypatch.syspath_prepend(str(TINY))
         runpy.run_path(str(TINY / "single.py"), run_name="__main__")

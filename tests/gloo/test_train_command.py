@@ -98,10 +98,15 @@ def test_two_nodes_meet() -> None:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     arguments = (*SHORT, "--steps", "2", "--ranks-per-node", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint)
     nodes = [
-        subprocess.Popen([*COMMAND, *arguments, "--node-rank", str(node)], env=ENVIRONMENT, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*COMMAND, *arguments, "--node-rank", str(node)],
+            env=ENVIRONMENT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         for node in range(2)
-    ]  # fmt: skip
+    ]
     (first, first_told), (second, second_told) = (node.communicate(timeout=PATIENCE_S) for node in nodes)
     assert (nodes[0].returncode, nodes[1].returncode, first_told, second_told) == (0, 0, "", "")
     assert "on 2 ranks (2 x 1)" in first

@@ -142,8 +142,9 @@ def test_looking_into_steps_changes_nothing(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is optional and not installed")
     seen, plain = train(2, trace=str(tmp_path / "traces")), train(2)
     assert losses(seen) == losses(plain)
-    names = {f"{name}-rank{rank}.{suffix}" for rank in (0, 1)
-             for name, suffix in (("memory", "png"), ("trace", "json"))}  # fmt: skip
+    names = {
+        f"{name}-rank{rank}.{suffix}" for rank in (0, 1) for name, suffix in (("memory", "png"), ("trace", "json"))
+    }
     assert {path.name for path in (tmp_path / "traces").iterdir()} == names
     # Steps 3 and 4 were slower, and so were not timed: of 6, those and two to warm up are left out.
     assert [run.summaries[0].timed_steps for run in (seen, plain)] == [STEPS - 4, STEPS - 2]

@@ -21,8 +21,11 @@ def test_both_train_alike_and_are_measured() -> None:
     sizes = ("--model", "bert-tiny", "--seq", "32", "--large", "4000", "--batch", "4", "--rounds", "3", "--ranks", "1")
     done = subprocess.run(
         [sys.executable, str(CHECKOUT / "scripts" / "bench" / "fairscale.py"), *sizes],
-        env=os.environ | {"PYTHONPATH": str(CHECKOUT)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith(("fairscale  ", "OSDP, "))]
     assert [row.split("  ")[0] for row in rows] == ["fairscale", "OSDP, none"]

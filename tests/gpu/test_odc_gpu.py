@@ -30,8 +30,9 @@ from runtime.step.gradient_accumulation import Accumulation
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SIZES = (1, 7, 999, (1 << 20) + 3)
-SPECS = tuple(WindowSpec(f"layer {size} {dtype}", size, dtype)
-              for size in SIZES for dtype in (torch.float32, torch.bfloat16))  # fmt: skip
+SPECS = tuple(
+    WindowSpec(f"layer {size} {dtype}", size, dtype) for size in SIZES for dtype in (torch.float32, torch.bfloat16)
+)
 
 
 def missing() -> str:
@@ -44,8 +45,7 @@ def missing() -> str:
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
-def open_windows(kind: str, specs: tuple[WindowSpec, ...], timeout_s: float = 60.0,
-                 ordered: bool = False) -> Transport:  # fmt: skip
+def open_windows(kind: str, specs: tuple[WindowSpec, ...], timeout_s: float = 60.0, ordered: bool = False) -> Transport:
     """Open windows over all ranks, for tensors of a kind of device."""
     group = dist.group.WORLD
     assert group is not None
@@ -58,8 +58,13 @@ def _as_collectives(rank: int, ranks: int, kind: str, ordered: bool) -> int:
     compared = 0
     with open_windows(kind, SPECS, ordered=ordered) as transport:
         for step in range(2):
-            shards = [[torch.randn(spec.shard_numel, generator=torch.Generator().manual_seed(100 * step + other))
-                       for spec in SPECS] for other in range(ranks)]  # fmt: skip
+            shards = [
+                [
+                    torch.randn(spec.shard_numel, generator=torch.Generator().manual_seed(100 * step + other))
+                    for spec in SPECS
+                ]
+                for other in range(ranks)
+            ]
             for window, shard in zip(transport.windows, shards[rank], strict=True):
                 window.publish(*torch.split(shard.to(kind), max(1, shard.numel() // 3)))
             assert transport.meet(rank) == tuple(range(ranks))
@@ -125,9 +130,10 @@ def _is_told(rank: int, kind: str, how: str) -> str:
     return caught.value.what
 
 
-@pytest.mark.parametrize(("how", "told"), [
-    ("dies", "rank 1 died"), ("is late", "rank 1 did not come"), ("hangs", "rank 1 came, but its GPU did not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("dies", "rank 1 died"), ("is late", "rank 1 did not come"), ("hangs", "rank 1 came, but its GPU did not")],
+)
 def test_a_lost_rank_is_named_and_a_next_run_works(how: str, told: str) -> None:
     assert told in run_ranks(_is_told, 2, "cuda", how, lost=(1,))[0]
     assert run_ranks(_as_collectives, 2, 2, "cuda", False) == [2 * len(SPECS)] * 2
@@ -199,8 +205,9 @@ def test_kernels_are_compiled_once_for_all(tmp_path: Path) -> None:
     code = "from runtime.odc.cupy_device import CupyDevice; CupyDevice()"
     found = []
     for _ in range(3):
-        subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, check=True,
-                       env={**os.environ, "CUPY_CACHE_DIR": str(tmp_path)})  # fmt: skip
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=CHECKOUT, check=True, env={**os.environ, "CUPY_CACHE_DIR": str(tmp_path)}
+        )
         found.append({path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.cubin")})
         if len(found) == 2:
             next(tmp_path.glob("*.cubin")).write_bytes(b"damaged")

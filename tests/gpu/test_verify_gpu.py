@@ -35,15 +35,19 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
     ("precision", "recompute", "micro_batch", "accumulation"),
     [("fp32", False, 2, 1), ("fp32", True, 4, 2), ("bf16", False, 4, 1), ("bf16", True, 4, 2)],
 )
-def test_a_step_takes_what_was_predicted(precision: str, recompute: bool, micro_batch: int, accumulation: int,
-                                         tmp_path: Path) -> None:  # fmt: skip
+def test_a_step_takes_what_was_predicted(
+    precision: str, recompute: bool, micro_batch: int, accumulation: int, tmp_path: Path
+) -> None:
     machine = load_cluster("h200-1")
     graph = trace_model(load_model("gpt2-medium"), precision, "cuda")
     plan = plan_of(
-        graph, machine, {operator.name: "replicate" for operator in graph.operators},
+        graph,
+        machine,
+        {operator.name: "replicate" for operator in graph.operators},
         [block.name for block in graph.blocks] if recompute else [],
-        micro_batch=micro_batch, accumulation=accumulation,
-    )  # fmt: skip
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+    )
     write_plan(tmp_path / "plan.yaml", plan)
     command = [sys.executable, "-m", "osdp", "verify", str(tmp_path / "plan.yaml"), "--device", "cuda", "--json"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}

@@ -25,8 +25,16 @@ def bench() -> ModuleType:
 
 def test_ratios_are_of_one_rounds_times(bench: ModuleType) -> None:
     def contestant(name: str, seconds: list[float], tracked: float, predicted: float = 1.0) -> object:
-        return bench.Contestant(name, False, predicted, 0.0, tracked, seconds, {},
-                                {"compute_s": 0.0, "exposed_communication_s": 0.0, "optimizer_s": 0.0})  # fmt: skip
+        return bench.Contestant(
+            name,
+            False,
+            predicted,
+            0.0,
+            tracked,
+            seconds,
+            {},
+            {"compute_s": 0.0, "exposed_communication_s": 0.0, "optimizer_s": 0.0},
+        )
 
     # Every round is twice as slow as the one before, for all; ours is 2, 2 and 4 times as fast as FSDP.
     fsdp = contestant("FSDP", [4.0, 8.0, 16.0], 10.0, predicted=10.0)

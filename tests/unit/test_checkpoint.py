@@ -23,16 +23,16 @@ from profiler.yaml_files import validate
 from runtime.state.checkpoint import latest, load, prune, save
 from runtime.state.checkpoint_manifest import Manifest, StoredTensor, describe_file, read_manifest, write_manifest
 from runtime.state.dcp_tensor import GlobalTensor
-from runtime.state.local_shards import Piece, piece_of, whole
+from runtime.state.local_shards import LocalShard, piece_of, whole
 
 TESTS = Path(__file__).parents[1]
 
 
-def pieces_of(net: nn.Module) -> list[Piece]:
+def pieces_of(net: nn.Module) -> list[LocalShard]:
     return [piece_of(whole(name, parameter.shape), parameter) for name, parameter in net.named_parameters()]
 
 
-def linear(seed: int = 0) -> tuple[nn.Linear, list[Piece]]:
+def linear(seed: int = 0) -> tuple[nn.Linear, list[LocalShard]]:
     torch.manual_seed(seed)
     net = nn.Linear(3, 2)
     return net, pieces_of(net)

@@ -103,8 +103,11 @@ def test_help_imports_nothing_heavy() -> None:
 def test_a_reader_that_goes_away_is_told_nothing(arguments: tuple[str, ...], status: int) -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "osdp", *arguments],
-        cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=CHECKOUT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert child.stdout is not None
     assert child.stderr is not None
     child.stdout.close()
@@ -151,9 +154,32 @@ def test_what_is_written_says_how_it_was_made_and_comes_back(cli: Cli, tiny_plan
 
 
 def test_what_is_asked_for_is_kept(cli: Cli) -> None:
-    done = cli("plan", "--model", "gpt2-tiny", "--cluster", "h100-4x8", "--nodes", "2", "--gpus-per-node", "4",
-               "--mem", "10GB", "--batch", "2", "--global-batch", "48", "--seq", "32", "--precision", "bf16",
-               "--optimizer", "sgd", "-o", "plan.yaml", "--json")  # fmt: skip
+    done = cli(
+        "plan",
+        "--model",
+        "gpt2-tiny",
+        "--cluster",
+        "h100-4x8",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+        "--mem",
+        "10GB",
+        "--batch",
+        "2",
+        "--global-batch",
+        "48",
+        "--seq",
+        "32",
+        "--precision",
+        "bf16",
+        "--optimizer",
+        "sgd",
+        "-o",
+        "plan.yaml",
+        "--json",
+    )
     assert done.status == 0
     plan = read_plan(Path("plan.yaml"))
     assert (plan.cluster.nodes, plan.cluster.gpus_per_node) == (2, 4)

@@ -33,8 +33,10 @@ def test_a_frontier_in_json_has_every_limit(cli: Cli) -> None:
     assert (told["schema"], told["model"], told["cluster"]) == ("osdp.frontier/1", "gpt2-tiny", "titan-rtx-8")
     rows = told["frontier"]
     assert [(row["limit_bytes"], row["feasible"]) for row in rows] == [
-        (100 * MIB, False), (470 * MIB, True), (490 * MIB, True)
-    ]  # fmt: skip
+        (100 * MIB, False),
+        (470 * MIB, True),
+        (490 * MIB, True),
+    ]
     assert 460 * MIB < rows[0]["needed_bytes"] < 470 * MIB
     assert "which peaks in" in rows[0]["why"]
     # Each is what a search of its own prints.
@@ -144,9 +146,13 @@ def test_headroom_is_left_free_and_shown(cli: Cli) -> None:
 
 @pytest.mark.parametrize(
     ("headroom", "part"),
-    [("100%", "less than the whole limit"), ("lots", "not a headroom"), ("40MB", "leaves nothing"),
-     ("39MB", "without --headroom (then ")],
-)  # fmt: skip
+    [
+        ("100%", "less than the whole limit"),
+        ("lots", "not a headroom"),
+        ("40MB", "leaves nothing"),
+        ("39MB", "without --headroom (then "),
+    ],
+)
 def test_a_headroom_that_cannot_be_is_told(cli: Cli, headroom: str, part: str) -> None:
     """Of 500 MiB, 460.2 are kept for what is not PyTorch's."""
     assert part in cli.refused(*TINY, "--mem", "500MB", "--headroom", headroom)

@@ -22,13 +22,26 @@ SIZES = [4 * KIB, 64 * KIB, 1024 * KIB, 4096 * KIB]
 TimeS = Callable[[int], float]
 
 
-def timings(operation: str, ranks: int, stride: int, time_s: TimeS, algorithm: str = "native",
-            repetitions: Sequence[float] = (1.0, 1.01, 0.99)) -> list[Timings]:  # fmt: skip
+def timings(
+    operation: str,
+    ranks: int,
+    stride: int,
+    time_s: TimeS,
+    algorithm: str = "native",
+    repetitions: Sequence[float] = (1.0, 1.01, 0.99),
+) -> list[Timings]:
     return [
-        Timings(operation=operation, algorithm=algorithm, ranks=ranks, stride=stride, size_bytes=size, repeats=1,
-                seconds=[time_s(size) * factor for factor in repetitions])
+        Timings(
+            operation=operation,
+            algorithm=algorithm,
+            ranks=ranks,
+            stride=stride,
+            size_bytes=size,
+            repeats=1,
+            seconds=[time_s(size) * factor for factor in repetitions],
+        )
         for size in SIZES
-    ]  # fmt: skip
+    ]
 
 
 def state(*lines: list[Timings]) -> CommunicationState:
@@ -51,7 +64,11 @@ def test_lines_of_eight_ranks_on_two_nodes() -> None:
     """By hand: groups of 2, 4 and 8 neighbours; all-reduces across 4, 2 and 8; one rank of each node."""
     lines = lines_on(2, 4, on_cpu=False)
     assert {(line.ranks, line.stride) for line in lines if line.operation == "all_gather"} == {
-        (8, 1), (4, 1), (2, 1), (2, 4)}  # fmt: skip
+        (8, 1),
+        (4, 1),
+        (2, 1),
+        (2, 4),
+    }
     assert {(line.ranks, line.stride) for line in lines if line.operation == "all_reduce"} == {(8, 1), (4, 2), (2, 4)}
     assert {(line.ranks, line.stride) for line in lines if line.operation in ("broadcast", "reduce")} == {(8, 1)}
     whole = [line.on_whole_levels(2, 4) for line in lines]
@@ -61,8 +78,14 @@ def test_lines_of_eight_ranks_on_two_nodes() -> None:
 
 def test_rings_stand_beside_every_reduce_scatter() -> None:
     lines = lines_on(2, 2, on_cpu=True)
-    groups = {algorithm: {(line.ranks, line.stride) for line in lines if line.operation == "reduce_scatter"
-                          and line.algorithm == algorithm} for algorithm in ("native", "ring")}  # fmt: skip
+    groups = {
+        algorithm: {
+            (line.ranks, line.stride)
+            for line in lines
+            if line.operation == "reduce_scatter" and line.algorithm == algorithm
+        }
+        for algorithm in ("native", "ring")
+    }
     assert groups["ring"] == groups["native"] == {(4, 1), (2, 1), (2, 2)}
     assert {line.operation for line in lines if line.algorithm == "ring"} == {"reduce_scatter"}
     assert lines_on(1, 1, on_cpu=True) == ()
@@ -74,8 +97,11 @@ def trial(line: Line, index: int, seconds: float, whole: bool) -> Trial:
 
 def test_the_budget_decides_what_is_measured() -> None:
     world, part = Line("all_gather", "native", 8, 1), Line("all_gather", "native", 2, 1)
-    trials = [trial(line, index, seconds, line is world)
-              for line in (world, part) for index, seconds in enumerate((0.5, 0.5, 0.5, 2.0))]  # fmt: skip
+    trials = [
+        trial(line, index, seconds, line is world)
+        for line in (world, part)
+        for index, seconds in enumerate((0.5, 0.5, 0.5, 2.0))
+    ]
     needed, small, large = trials[:3], trials[4:7], (trials[3], trials[7])
     # A point costs 1 + 2 * 0.5 = 2 s a round, the largest 1 + 2 * 2 = 5 s.
     assert affordable(trials, 12.0, 2) == needed
@@ -144,9 +170,14 @@ def test_links_are_what_the_planner_reads_back() -> None:
         return Link(Figure(latency_s, "assumed: for a test"), Figure(bytes_per_s, "assumed: for a test"))
 
     true = cluster(link(5e-6, 2e10), link(3e-5, 1e9), 3)
-    times = collective_times(state(*(
-        timings("all_gather", *group, lambda size, group=group: collective_s("all_gather", size, true, *group))
-        for group in ((4, 1), (3, 4)))))  # fmt: skip
+    times = collective_times(
+        state(
+            *(
+                timings("all_gather", *group, lambda size, group=group: collective_s("all_gather", size, true, *group))
+                for group in ((4, 1), (3, 4))
+            )
+        )
+    )
     intra, inter = derived_links(times, 3, 4)
     found = cluster(intra, inter, 3)
     for ranks, stride in [(4, 1), (3, 4), (12, 1), (2, 1)]:
@@ -180,17 +211,27 @@ def test_a_link_on_which_size_does_not_matter_has_the_rate_that_was_seen() -> No
 
 
 def test_timings_that_fit_together_need_no_words() -> None:
-    assert notes(2, timings("all_gather", 4, 1, line_s(3e-4, 0.6e9)), timings("all_gather", 2, 1, line_s(1e-4, 1e10)),
-                 timings("all_gather", 2, 2, line_s(2e-4, 1e9)), timings("reduce_scatter", 4, 1, line_s(3e-4, 0.6e9)),
-                 timings("all_reduce", 4, 1, line_s(6e-4, 0.3e9))) == ()  # fmt: skip
+    assert (
+        notes(
+            2,
+            timings("all_gather", 4, 1, line_s(3e-4, 0.6e9)),
+            timings("all_gather", 2, 1, line_s(1e-4, 1e10)),
+            timings("all_gather", 2, 2, line_s(2e-4, 1e9)),
+            timings("reduce_scatter", 4, 1, line_s(3e-4, 0.6e9)),
+            timings("all_reduce", 4, 1, line_s(6e-4, 0.3e9)),
+        )
+        == ()
+    )
 
 
 def test_a_reduce_scatter_slower_than_an_all_reduce() -> None:
     slow_s, fast_s = line_s(1e-3, 1e9), line_s(5e-4, 1e9)
     (note,) = notes(2, timings("reduce_scatter", 4, 1, slow_s), timings("all_reduce", 4, 1, fast_s))
     # Half a millisecond more: at 4 MiB still 5.19 against 4.69 ms, 11 %.
-    assert note == ("reduce_scatter over 4 ranks is slower than all_reduce over 4 ranks at 4 of 4 sizes, although an "
-                    "all-reduce does more (copies included); most at 4 KiB: 1 ms against 504 us")  # fmt: skip
+    assert note == (
+        "reduce_scatter over 4 ranks is slower than all_reduce over 4 ranks at 4 of 4 sizes, although an "
+        "all-reduce does more (copies included); most at 4 KiB: 1 ms against 504 us"
+    )
     assert notes(2, timings("reduce_scatter", 4, 1, fast_s), timings("all_reduce", 4, 1, slow_s)) == ()
 
 
@@ -204,15 +245,20 @@ def test_one_odd_size_is_chance() -> None:
 
 def test_a_difference_within_the_repetitions_is_none() -> None:
     wide = (0.7, 0.8, 1.0, 1.2, 1.3)
-    found = notes(2, timings("reduce_scatter", 4, 1, line_s(1.2e-3, 1e9), repetitions=wide),
-                  timings("all_reduce", 4, 1, line_s(1e-3, 1e9), repetitions=wide))  # fmt: skip
+    found = notes(
+        2,
+        timings("reduce_scatter", 4, 1, line_s(1.2e-3, 1e9), repetitions=wide),
+        timings("all_reduce", 4, 1, line_s(1e-3, 1e9), repetitions=wide),
+    )
     assert not any("although" in note for note in found)
 
 
 def test_a_node_slower_than_the_network() -> None:
     (note,) = notes(2, timings("all_gather", 2, 1, line_s(1e-3, 1e9)), timings("all_gather", 2, 2, line_s(1e-4, 1e9)))
-    assert note == ("all_gather over 2 ranks is slower than all_gather over 2 ranks that are 2 apart at 4 of 4 sizes, "
-                    "although these ranks share a node and the others do not; most at 4 KiB: 1 ms against 104 us")
+    assert note == (
+        "all_gather over 2 ranks is slower than all_gather over 2 ranks that are 2 apart at 4 of 4 sizes, "
+        "although these ranks share a node and the others do not; most at 4 KiB: 1 ms against 104 us"
+    )
     # Eight ranks in a node may take 7 times as long as two nodes: they pass on 7 times.
     inside, across = timings("all_gather", 8, 1, line_s(7e-4, 1e9)), timings("all_gather", 2, 8, line_s(1e-4, 1.5e9))
     assert notes(8, inside, across) == ()
@@ -221,8 +267,10 @@ def test_a_node_slower_than_the_network() -> None:
 def test_a_large_group_faster_than_a_small_one_inside() -> None:
     (note,) = notes(4, timings("all_gather", 8, 1, line_s(1e-4, 1e9)), timings("all_gather", 4, 1, line_s(1e-4, 1e8)))
     # At 4 KiB 0.14 ms against 0.104 ms; a tenth more at all sizes.
-    assert note == ("all_gather over 4 ranks is slower than all_gather over 8 ranks at 4 of 4 sizes, although its "
-                    "groups lie inside the other's; most at 4 MiB: 42 ms against 4.29 ms")  # fmt: skip
+    assert note == (
+        "all_gather over 4 ranks is slower than all_gather over 8 ranks at 4 of 4 sizes, although its "
+        "groups lie inside the other's; most at 4 MiB: 42 ms against 4.29 ms"
+    )
 
 
 def test_bad_fits_and_disagreeing_repetitions() -> None:

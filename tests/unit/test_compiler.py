@@ -99,8 +99,11 @@ def test_slices_know_where_they_were() -> None:
 def test_counts_collectives_of_a_step() -> None:
     counts = schedule_of(default="group_shard:2", accumulation=3).collectives()
     norm = 2 * 12  # the last norm: its own unit, weight and bias of 12, sharded in groups of 2
-    by_phase = {one.phase: (one.kind, one.ranks, one.stride, count) for one, count in counts.items()
-                if one.size_bytes in (4 * norm, 4 * norm // 2)}  # fmt: skip
+    by_phase = {
+        one.phase: (one.kind, one.ranks, one.stride, count)
+        for one, count in counts.items()
+        if one.size_bytes in (4 * norm, 4 * norm // 2)
+    }
     assert by_phase == {
         "forward": ("all_gather", 2, 1, 3),
         "backward": ("all_gather", 2, 1, 3),
@@ -113,8 +116,16 @@ def test_prints_a_table() -> None:
     schedule = schedule_of({TIED: "owner", LINEAR: "split(shard_grad, secondary_shard:2)"}, recomputed=(BLOCKS[1],))
     head, titles, *lines = str(schedule).splitlines()
     assert head == f"4 ranks (2 x 2), fp32, {len(schedule.units)} units, 1 blocks recomputed"
-    assert re.split(r"  +", titles) == ["unit", "operators", "strategy", "mesh", "bytes", "after forward",
-                                        "gathered under", "then under"]  # fmt: skip
+    assert re.split(r"  +", titles) == [
+        "unit",
+        "operators",
+        "strategy",
+        "mesh",
+        "bytes",
+        "after forward",
+        "gathered under",
+        "then under",
+    ]
     assert len(lines) == len(schedule.units)
     cells = [re.split(r"  +", line) for line in lines]
     by_name = {cell[0]: cell[1:] for cell in cells}
@@ -144,8 +155,11 @@ def test_only_plain_replication_is_left_to_ddp(case: Case, by_ddp: bool) -> None
 def test_refuses_plans_of_other_models() -> None:
     plan = Case("gpt2", {}).plan()
     lacking = {name: choice for name, choice in plan.choices.items() if name != LINEAR}
-    for wrong in (replace(plan, choices=lacking), replace(plan, choices=plan.choices | {"tail": "shard"}),
-                  replace(plan, recomputed_blocks=["blocks.7"])):  # fmt: skip
+    for wrong in (
+        replace(plan, choices=lacking),
+        replace(plan, choices=plan.choices | {"tail": "shard"}),
+        replace(plan, recomputed_blocks=["blocks.7"]),
+    ):
         with pytest.raises(OsdpError, match=r"not the model's(.|\n)*again"):
             compile_plan(wrong, graph_of("gpt2"), cluster_of(2, 2))
     with pytest.raises(OsdpError, match="no such strategy"):

@@ -137,9 +137,16 @@ def test_medians_of_what_follows_the_warm_up_with_a_barrier_before_each() -> Non
 
     try:
         found = measure_calls(
-            model, trace_model(model), CPU, [1], repetitions=3, warm_up=1, clock=CLOCK, barrier=barrier,
+            model,
+            trace_model(model),
+            CPU,
+            [1],
+            repetitions=3,
+            warm_up=1,
+            clock=CLOCK,
+            barrier=barrier,
             progress=lambda done, passes: seen.append((done, passes)),
-        )  # fmt: skip
+        )
     finally:
         CLOCK.pace = 1.0
     assert by_name(found)["last"].forward_s == (2 * 1300,)
@@ -226,14 +233,16 @@ MODELS: dict[str, ModelSource] = {
         "bert", lambda: Bert(BertConfig(256, 128, 2, 64, 3, 4, 128, 0.1)), lambda m, b: m.example_inputs(b), 128
     ),
     "llama": ModelSource(
-        "llama", lambda: Llama(LlamaConfig(256, 128, 64, 3, 4, 2, 128, 1e4, True)),
-        lambda m, b: m.example_inputs(b), 128,
+        "llama",
+        lambda: Llama(LlamaConfig(256, 128, 64, 3, 4, 2, 128, 1e4, True)),
+        lambda m, b: m.example_inputs(b),
+        128,
     ),
     "encoder-decoder": MEMORY_CASES["encoder-decoder"],
     "tied in use": MEMORY_CASES["tied in use"],
     "convolutions": MEMORY_CASES["convolutions"],
     "wayward": source(Wayward, (32,), classes=64),
-}  # fmt: skip
+}
 
 
 def kept_bytes(model: ModelSource, batch: int, dtype: torch.dtype) -> int:
@@ -303,8 +312,10 @@ def test_operators_alike_share_their_parameters() -> None:
     module = build(gpt2(hidden, 5, length, words), CPU)
     with stand_ins(module, CPU, torch.float32) as made:
         held_bytes = sum(one.untyped_storage().nbytes() for one in made)
-    linear = sum(inputs * outputs + outputs for inputs, outputs in
-                 ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)))  # fmt: skip
+    linear = sum(
+        inputs * outputs + outputs
+        for inputs, outputs in ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
+    )
     # The head is the embedding, all norms are one.
     assert held_bytes == 4 * (words * hidden + length * hidden + 2 * hidden + linear)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.cluster.measurements import CollectiveTimes, Piece
+from profiler.cluster.measurements import CollectiveTimes, FitSegment
 from profiler.cluster.piecewise_fit import BAD_RESIDUAL, describe, fit, is_bad
 from profiler.errors import OsdpError
 
@@ -22,7 +22,7 @@ def points(time_s: Callable[[float], float], sizes: Sequence[float] = SIZES) -> 
     return [(size, time_s(size)) for size in sizes]
 
 
-def curve(pieces: tuple[Piece, ...]) -> Callable[[float], float]:
+def curve(pieces: tuple[FitSegment, ...]) -> Callable[[float], float]:
     return CollectiveTimes("all_gather", "native", 2, 1, pieces, 0.0, ()).time_s
 
 
@@ -86,13 +86,19 @@ def test_a_last_point_may_be_steep_but_not_flat() -> None:
     assert curve(flat)(4 * SIZES[-1]) > 2 * line[-2][1]
 
 
-@given(noise=st.floats(0.001, 0.08), signs=st.lists(st.floats(-1, 1), min_size=14, max_size=14),
-       latency_s=LATENCIES_S, s_per_byte=SLOPES)  # fmt: skip
-def test_noise_gives_a_residual_of_its_order(noise: float, signs: list[float], latency_s: float,
-                                             s_per_byte: float) -> None:  # fmt: skip
+@given(
+    noise=st.floats(0.001, 0.08),
+    signs=st.lists(st.floats(-1, 1), min_size=14, max_size=14),
+    latency_s=LATENCIES_S,
+    s_per_byte=SLOPES,
+)
+def test_noise_gives_a_residual_of_its_order(
+    noise: float, signs: list[float], latency_s: float, s_per_byte: float
+) -> None:
     """The true line has residuals up to noise / (1 - noise), so the best fit has no larger sum of squares."""
-    noisy = [(size, (latency_s + s_per_byte * size) * (1 + noise * sign))
-             for size, sign in zip(SIZES, signs, strict=True)]  # fmt: skip
+    noisy = [
+        (size, (latency_s + s_per_byte * size) * (1 + noise * sign)) for size, sign in zip(SIZES, signs, strict=True)
+    ]
     pieces, residual = fit(noisy)
     worst = noise / (1 - noise)
     assert residual <= worst * len(SIZES) ** 0.5

@@ -70,8 +70,9 @@ def test_reductions_queue_under_the_backward_that_goes_on() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 3), st.booleans(), st.booleans(), st.floats(1e9, 1e11))
-def test_step_time_is_that_of_two_queues(layers: int, accumulation: int, overlaps: bool, recompute: bool,
-                                         rate: float) -> None:  # fmt: skip
+def test_step_time_is_that_of_two_queues(
+    layers: int, accumulation: int, overlaps: bool, recompute: bool, rate: float
+) -> None:
     graph = transformer(layers, 768)
     machine = cluster(1, 4, intra=rate, overlaps=overlaps)
     load = Workload(machine, "adam", "fp32", 1, accumulation)
@@ -162,8 +163,9 @@ def step(runner: Any, made: Any, model: nn.Module, optimizer: torch.optim.Optimi
         ("uneven", 512, 2, 1, "sgd", False),
     ],
 )
-def test_prediction_is_what_ddp_holds(family: str, vocabulary: int, batch: int, accumulation: int, optimizer: str,
-                                      recompute: bool) -> None:  # fmt: skip
+def test_prediction_is_what_ddp_holds(
+    family: str, vocabulary: int, batch: int, accumulation: int, optimizer: str, recompute: bool
+) -> None:
     length = 128
     load = Workload(cluster(1, 8), optimizer, "fp32", batch, accumulation)
     replica = Replica(Space(graph_of(family, vocabulary, length, "fp32")), load)
@@ -209,8 +211,9 @@ def test_idle_operators_are_sharded_so_that_units_run_them() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 2), st.booleans(), st.booleans(), st.floats(0.0, 1.0))
-def test_search_of_replicas_equals_brute_force(layers: int, accumulation: int, overlaps: bool, tied: bool,
-                                               fraction: float) -> None:  # fmt: skip
+def test_search_of_replicas_equals_brute_force(
+    layers: int, accumulation: int, overlaps: bool, tied: bool, fraction: float
+) -> None:
     graph = transformer(layers, 512, tied=tied, distinct=True)
     space = Space(graph)
     loads = tuple(Workload(cluster(1, 4, overlaps=overlaps), "adam", "fp32", b, accumulation) for b in (1, 2, 3))

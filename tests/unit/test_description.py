@@ -16,8 +16,15 @@ from profiler.yaml_files import write_yaml
 
 
 def test_every_form_of_the_same(tmp_path: Path) -> None:
-    wanted = Description(precision="bf16", optimizer="sgd", micro_batch=3, global_batch=24, sequence_length=5, name="x",
-                         pins=["*=owner", "blocks.*=recompute"])  # fmt: skip
+    wanted = Description(
+        precision="bf16",
+        optimizer="sgd",
+        micro_batch=3,
+        global_batch=24,
+        sequence_length=5,
+        name="x",
+        pins=["*=owner", "blocks.*=recompute"],
+    )
     fields = {key: value for key, value in asdict(wanted).items() if key != "schema"}
     path = tmp_path / "description.yaml"
     write_yaml(path, wanted, "")

@@ -49,8 +49,15 @@ def test_a_plan_does_not_differ_from_itself() -> None:
 
 
 def test_settings_that_differ_are_told() -> None:
-    other = plan(micro_batch=4, accumulation=3, limit_bytes=1300, headroom_bytes=50, optimizer="sgd",
-                 cluster=ClusterRef("box", "def", 2, 8), asked=Asked(pins=["h.0=keep", "wte=shard"]))  # fmt: skip
+    other = plan(
+        micro_batch=4,
+        accumulation=3,
+        limit_bytes=1300,
+        headroom_bytes=50,
+        optimizer="sgd",
+        cluster=ClusterRef("box", "def", 2, 8),
+        asked=Asked(pins=["h.0=keep", "wte=shard"]),
+    )
     assert compare(plan(), other).settings == (
         SettingChange("ranks", "1 x 8", "2 x 8"),
         SettingChange("optimizer", "adam", "sgd"),
@@ -79,12 +86,21 @@ def test_blocks_that_change_alike_are_one_row() -> None:
 
 
 def test_memory_and_time_differ_by_category_and_term() -> None:
-    predicted = Prediction(900, {"parameters": 350, "activations": 450, "window": 100}, "optimizer", 1.5,
-                           {"compute_s": 1.5, "recompute_s": 0.0, "hidden_communication_s": 0.0}, 12.0)  # fmt: skip
+    predicted = Prediction(
+        900,
+        {"parameters": 350, "activations": 450, "window": 100},
+        "optimizer",
+        1.5,
+        {"compute_s": 1.5, "recompute_s": 0.0, "hidden_communication_s": 0.0},
+        12.0,
+    )
     found = compare(plan(), plan(predicted=predicted))
     assert {delta.name: delta.change for delta in found.memory} == {
-        "parameters": -50, "activations": -50, "reserve": -100, "window": 100
-    }  # fmt: skip
+        "parameters": -50,
+        "activations": -50,
+        "reserve": -100,
+        "window": 100,
+    }
     assert sum(delta.change for delta in found.memory) == found.peak_bytes.change == -100
     # Hidden communication is no part of the step, so the terms sum to it.
     assert [delta.name for delta in found.time] == ["compute_s", "exposed_communication_s", "recompute_s"]

@@ -37,9 +37,10 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("text", "bits_per_s"), [
-    ("200mbit", 200_000_000), ("2.5gbit", 2_500_000_000), ("100kbit", 100_000), ("1Gbit", 10**9), ("none", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "bits_per_s"),
+    [("200mbit", 200_000_000), ("2.5gbit", 2_500_000_000), ("100kbit", 100_000), ("1Gbit", 10**9), ("none", None)],
+)
 def test_rates(text: str, bits_per_s: int | None) -> None:
     assert network.parse_rate(text) == bits_per_s
 
@@ -96,18 +97,22 @@ def test_lines_stay_whole() -> None:
     assert target.getvalue() == b"> ab\n> c\n> \n> d\n"
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    (["run"], "'run' needs a command"),
-    (["exec", "0", "--"], "'exec' needs a command"),
-    (["up", "--", "true"], "'up' takes no command"),
-    (["up", "../x"], "not a name for a cluster"),
-    (["run", "--nodes", "65", "--", "true"], "not a number of nodes\n  got: 65\n  expected: 1 to 64"),
-    (["run", "--timeout", "-1", "--", "true"], "not a time"),
-    (["run", "--on", "x", "--rate", "1gbit", "--pin", "--", "true"], "stays as it is\n  got: --rate"),
-    (["check", "nowhere"], "no cluster 'nowhere' is up"),
-])  # fmt: skip
-def test_bad_arguments_are_refused(arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                   capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["run"], "'run' needs a command"),
+        (["exec", "0", "--"], "'exec' needs a command"),
+        (["up", "--", "true"], "'up' takes no command"),
+        (["up", "../x"], "not a name for a cluster"),
+        (["run", "--nodes", "65", "--", "true"], "not a number of nodes\n  got: 65\n  expected: 1 to 64"),
+        (["run", "--timeout", "-1", "--", "true"], "not a time"),
+        (["run", "--on", "x", "--rate", "1gbit", "--pin", "--", "true"], "stays as it is\n  got: --rate"),
+        (["check", "nowhere"], "no cluster 'nowhere' is up"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("EMULATED_CLUSTER_DIR", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda program, path: program)
@@ -116,8 +121,9 @@ def test_bad_arguments_are_refused(arguments: list[str], text: str, monkeypatch:
 
 
 @pytest.mark.parametrize("arguments", [["up"], ["run", "--", "true"], ["down"], ["check"], ["status"]])
-def test_refused_without_root(arguments: list[str], monkeypatch: pytest.MonkeyPatch,
-                              capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_refused_without_root(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert commands.main(arguments) == 2
     error = capfd.readouterr().err
@@ -145,13 +151,25 @@ class Tool:
         return [sys.executable, str(SCRIPT), *arguments]
 
     def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*arguments), env=self.environment | variables, text=True,
-                              capture_output=True, timeout=50, stdin=subprocess.DEVNULL)  # fmt: skip
+        return subprocess.run(
+            self.command(*arguments),
+            env=self.environment | variables,
+            text=True,
+            capture_output=True,
+            timeout=50,
+            stdin=subprocess.DEVNULL,
+        )
 
     def begin(self, *arguments: str, lines: int, files: tuple[int, ...] = ()) -> subprocess.Popen[str]:
         """Start the tool and return it when it has printed so many lines."""
-        process = subprocess.Popen(self.command(*arguments), env=self.environment, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=files)  # fmt: skip
+        process = subprocess.Popen(
+            self.command(*arguments),
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=files,
+        )
         assert process.stdout
         for _ in range(lines):
             process.stdout.readline()
@@ -242,8 +260,18 @@ def test_a_cluster_that_stays_keeps_nothing_of_its_caller_open(tool: Tool) -> No
 def test_torchrun_needs_no_options_for_the_rendezvous(tool: Tool, tmp_path: Path) -> None:
     program = tmp_path / "all_reduce.py"
     program.write_text(ALL_REDUCE)
-    done = tool("run", "--pin", "--timeout", "45", "--", sys.executable, "-m", "torch.distributed.run",
-                "--nproc_per_node=2", str(program))  # fmt: skip
+    done = tool(
+        "run",
+        "--pin",
+        "--timeout",
+        "45",
+        "--",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        str(program),
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"[node{rank // 2}] rank {rank} of node {rank // 2} on node{rank // 2}: 1111.0" for rank in range(4)

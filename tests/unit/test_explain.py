@@ -11,7 +11,7 @@ from planner.analysis.explain import Alternative, OpenPlan, Target, alternatives
 from planner.cost.workload import Workload
 from planner.plan import Plan, make_plan, options_of, predict
 from planner.search.baselines import uniform
-from planner.search.search_space import Choice, Space
+from planner.search.search_space import Space, StageDecision
 from planner.strategies.registry import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
@@ -37,8 +37,9 @@ def long_chain() -> ModelGraph:
     return chain([(1024, 1024)] * STAGES, [0.1] * STAGES, [0.001] * STAGES)
 
 
-def uniform_plan(graph: ModelGraph, machine: Cluster, strategy: Strategy = SHARD, *, recompute: bool = False,
-                 room_bytes: int = 0) -> Plan:  # fmt: skip
+def uniform_plan(
+    graph: ModelGraph, machine: Cluster, strategy: Strategy = SHARD, *, recompute: bool = False, room_bytes: int = 0
+) -> Plan:
     """One strategy everywhere, with so much room above its peak."""
     space, load = Space(graph), Workload(machine, "adam", "fp32", 1)
     options = uniform(space, load, strategy, recompute)
@@ -183,8 +184,11 @@ def test_parts_hold_every_stage_once() -> None:
     view = open_plan(replace(plan, recomputed_blocks=["blocks.0", "blocks.2"]), graph, machine)
     found = {(part.label, part.recompute): part for part in parts(view)}
     assert {key: len(part.stages) for key, part in found.items()} == {
-        ("Block", True): 2, ("Block", False): 2, ("norm", None): 1, ("tied", None): 0,
-    }  # fmt: skip
+        ("Block", True): 2,
+        ("Block", False): 2,
+        ("norm", None): 1,
+        ("tied", None): 0,
+    }
     assert found["Block", True].stages == (stage_of(view, "blocks.0"), stage_of(view, "blocks.2"))
     assert found["tied", None].strategies == ("shard",)
 
@@ -254,10 +258,12 @@ def test_mixed_operators_of_one_block_are_one_part() -> None:
     view = open_plan(plan, graph, machine)
     mixed = next(part for part in parts(view) if len(part.strategies) > 1)
     assert mixed.strategies == ("shard", "replicate")
-    assert view.choices[mixed.stages[0]] == Choice(
-        tuple(Strategy("replicate", 1) if name == "up" else SHARD
-              for name in ("norm1", "qkv", "out", "norm2", "up", "down"))
-    )  # fmt: skip
+    assert view.choices[mixed.stages[0]] == StageDecision(
+        tuple(
+            Strategy("replicate", 1) if name == "up" else SHARD
+            for name in ("norm1", "qkv", "out", "norm2", "up", "down")
+        )
+    )
     # Uniform sharding is an alternative of the mixed block, not what it has.
     assert ("shard", False) in by_name(alternatives(view, Target(frozenset(mixed.stages))))
 
@@ -282,6 +288,7 @@ def test_tied_operators_and_idle_ones_keep_what_the_file_says() -> None:
     assert view.spanning == "owner"
     assert view.idle == (Strategy("replicate", 1),)
     (change, *_) = alternatives(view, find_target(view, "norm"))
-    options, _ = options_of(replace(view.plan, choices=view.plan.choices | {"norm": change.strategy}), view.space,
-                            view.load)  # fmt: skip
+    options, _ = options_of(
+        replace(view.plan, choices=view.plan.choices | {"norm": change.strategy}), view.space, view.load
+    )
     assert change.peak_bytes == predict(options, view.space, view.load).peak_memory_bytes

@@ -92,21 +92,7 @@ def test_parse_bytes_takes_what_vendors_print(text: str | int, expected: int) ->
     assert parse_bytes(text) == expected
 
 
-NO_UNITS = [
-    "GB",
-    "8XB",
-    "8KB",
-    "8,5GB",
-    "8 9GB",
-    "٨GB",
-    "8GB\x00",
-    "1e3GB",
-    "nanGB",
-    "infGB",
-    "nan",
-    "inf",
-    "",
-]
+NO_UNITS = ["GB", "8XB", "8KB", "8,5GB", "8 9GB", "٨GB", "8GB\x00", "1e3GB", "nanGB", "infGB", "nan", "inf", ""]
 NO_SIZES = ["-8GB", "+8GB", "0", "0GB", "1.5", "0.0000001MB", "9" * 400 + "GB", -1, 0, True]
 
 
@@ -170,11 +156,7 @@ def test_words_that_yaml_1_1_converts_stay_text(tmp_path: Path, text: str) -> No
         ("name: hand cart\n", "", ["line 1: `name` is missing"]),
         ("is_red: true", "is_rde: true", ["line 9: `is_rde` is not known here", "did you mean `is_red`?"]),
         ("spokes: 6", "spoke: 6", ["line 5: `wheels.1.spoke` is not known", "one of radius, spokes"]),
-        (
-            "spare: null",
-            "spare: {radius: 1, x: 1}",
-            ["line 6: `spare.x` is not known", "one of radius, spokes"],
-        ),
+        ("spare: null", "spare: {radius: 1, x: 1}", ["line 6: `spare.x` is not known", "one of radius, spokes"]),
         ("spokes: 6", "spokes: six", ["line 5: `wheels.1.spokes` is wrong", "got: 'six'", "a whole number"]),
         ("spokes: 6", 'spokes: "6"', ["line 5: `wheels.1.spokes` is wrong", "got: '6'", "a whole number"]),
         ("spokes: 6", "spokes: 6.5", ["line 5: `wheels.1.spokes` is wrong", "got: 6.5"]),
@@ -231,10 +213,7 @@ def test_a_check_of_values_gets_the_line_too(tmp_path: Path) -> None:
         ("- 1\n", ["must hold a mapping", "got: a list"]),
         ("just words\n", ["must hold a mapping", "got: 'just words'"]),
         ("name: x\nversion: 3\n", ["is not an OSDP file", "expected: schema: test.cart/2"]),
-        (
-            "name: x\nschema: test.cart/3\n",
-            ["line 2: written by another version", "test.cart/3", "test.cart/2"],
-        ),
+        ("name: x\nschema: test.cart/3\n", ["line 2: written by another version", "test.cart/3", "test.cart/2"]),
         ("schema: test.boat/2\n", ["line 1: this is another kind of file", "got: test.boat/2"]),
         ("schema: 2\n", ["line 1: this is another kind of file", "got: 2"]),
     ],
@@ -329,10 +308,15 @@ def test_a_model_graph_goes_round(tmp_path: Path) -> None:
     work = Work(Affine(1.0, 2.5), Affine(3.0), Affine())
     call = Call(0, 0, work, work, *(Affine(number / 10) for number in range(9)), Affine(1e-9, 1e15))
     graph = ModelGraph(
-        "gpt2-tiny", "fp32", 64,
+        "gpt2-tiny",
+        "fp32",
+        64,
         (Operator("a.b", "Linear", (Parameter("a.b.weight", (3, 4)),), ("a.b",), None),),
-        (call,), (Block("a", "Block", 0, 1, Affine(), 0),), ((0, 0),), "abc",
-    )  # fmt: skip
+        (call,),
+        (Block("a", "Block", 0, 1, Affine(), 0),),
+        ((0, 0),),
+        "abc",
+    )
     write_yaml(tmp_path / "g.yaml", graph)
     assert read_yaml(tmp_path / "g.yaml", ModelGraph, schema=ModelGraph.SCHEMA) == graph
 

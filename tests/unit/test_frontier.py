@@ -51,8 +51,14 @@ def test_every_point_is_what_a_search_of_its_own_finds(graph: ModelGraph, machin
         if point.taken_from_bytes is None:
             assert point.found.samples_per_s == own.samples_per_s
         assert point.found.bound_samples_per_s <= own.bound_samples_per_s * (1 + 1e-9)
-        plan = make_plan(point.found.options, point.found.spanning, point.found.space, point.found.load,
-                         limit_bytes=point.limit_bytes, gap=point.found.gap)  # fmt: skip
+        plan = make_plan(
+            point.found.options,
+            point.found.spanning,
+            point.found.space,
+            point.found.load,
+            limit_bytes=point.limit_bytes,
+            gap=point.found.gap,
+        )
         assert plan.predicted.peak_memory_bytes <= point.limit_bytes
         assert plan.predicted.samples_per_s == pytest.approx(point.found.samples_per_s)
         assert point.found.samples_per_s >= speed

@@ -31,9 +31,15 @@ def test_amounts_and_shares() -> None:
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("100%", "less than the whole limit"), ("250%", "less than the whole limit"), ("-5%", "not a headroom"),
-     ("much", "not a headroom"), ("", "not a headroom"), ("%", "not a headroom")],
-)  # fmt: skip
+    [
+        ("100%", "less than the whole limit"),
+        ("250%", "less than the whole limit"),
+        ("-5%", "not a headroom"),
+        ("much", "not a headroom"),
+        ("", "not a headroom"),
+        ("%", "not a headroom"),
+    ],
+)
 def test_what_is_no_headroom_is_told(text: str, part: str) -> None:
     with pytest.raises(OsdpError, match=part):
         parse_headroom(text)

@@ -17,13 +17,13 @@ from synthetic import chain, cluster
 
 from osdp.planning.imbalance_option import read_imbalance
 from planner.cost.simulator import simulate, simulated_s
-from planner.cost.stage_option import Option, Segment
+from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.step_time import meet, step_time, waiting_s
 from planner.cost.stragglers import BALANCED, Imbalance, Waits, histogram, lengths_slowest, lognormal_slowest
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.workload import Workload
 from planner.plan import make_plan, options_of, predict
-from planner.search.search_space import Choice, Space
+from planner.search.search_space import Space, StageDecision
 from planner.strategies.registry import Strategy, strategies_on
 from profiler.errors import OsdpError
 
@@ -132,12 +132,14 @@ def test_nobody_meets_on_one_rank() -> None:
 UNEVEN = Waits(per_micro_batch=1.5, per_step=1.2)
 
 
-def priced(names: tuple[str, ...], accumulation: int = 4, waits: Waits = UNEVEN) -> tuple[tuple[Option, ...], Workload]:
+def priced(
+    names: tuple[str, ...], accumulation: int = 4, waits: Waits = UNEVEN
+) -> tuple[tuple[StageCandidate, ...], Workload]:
     """Stages of one operator each, on one node of eight."""
     known = {str(strategy): strategy for strategy in strategies_on(cluster(1, 8), uneven=True)}
     space = Space(chain([(2048, 1024)] * len(names), [100] * len(names), [1] * len(names)))
     load = Workload(cluster(1, 8), "adam", "fp32", 1, accumulation, waits)
-    return space.fixed(load, tuple(Choice((known[name],)) for name in names), None), load
+    return space.fixed(load, tuple(StageDecision((known[name],)) for name in names), None), load
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,9 @@ def test_the_longest_sample_is_full_and_the_mean_one_computes_less() -> None:
 
 
 def test_recomputation_waits_too() -> None:
-    segment = Segment(1.0, 3.0, recompute_s=1.0, forward_gather_s=0.1, backward_gather_s=0.1, reduce_s=0.1,
-                      step_reduce_s=0.0)  # fmt: skip
+    segment = Segment(
+        1.0, 3.0, recompute_s=1.0, forward_gather_s=0.1, backward_gather_s=0.1, reduce_s=0.1, step_reduce_s=0.0
+    )
     (option, *_), load = priced(("shard",), accumulation=2)
     assert step_time([replace(option, segments=(segment,))], load).waiting_s == pytest.approx(0.5 * 2 * 4.0)
 
@@ -202,12 +205,11 @@ FACTORS = st.floats(1.0, 5.0)
 
 
 @given(STAGES, st.booleans(), st.integers(1, 3), FACTORS, FACTORS)
-def test_simulator_and_closed_form_agree(stages: list[tuple[list[Segment], bool, float]], overlaps: bool,
-                                         accumulation: int, each: float, once: float) -> None:  # fmt: skip
+def test_simulator_and_closed_form_agree(
+    stages: list[tuple[list[Segment], bool, float]], overlaps: bool, accumulation: int, each: float, once: float
+) -> None:
     (like,), _ = priced(("shard",))
-    plan = [
-        replace(like, segments=tuple(parts), meets=meets, optimizer_s=step) for parts, meets, step in stages
-    ]  # fmt: skip
+    plan = [replace(like, segments=tuple(parts), meets=meets, optimizer_s=step) for parts, meets, step in stages]
     load = Workload(cluster(overlaps=overlaps), "adam", "fp32", 1, accumulation, Waits(each, once))
     time, events = step_time(plan, load), simulate(plan, load)
     assert simulated_s(plan, load) == pytest.approx(time.total_s, rel=1e-9, abs=1e-9)

@@ -16,10 +16,15 @@ FOLDERS = ("profiler", "planner", "runtime", "osdp")
 PLAIN_DATA = frozenset(
     f"profiler.{name}"
     for name in (
-        "model_graph", "cluster.cluster", "cluster.figure", "cluster.measurements",
-        "errors", "yaml_files", "byte_sizes",
+        "model_graph",
+        "cluster.cluster",
+        "cluster.figure",
+        "cluster.measurements",
+        "errors",
+        "yaml_files",
+        "byte_sizes",
     )
-)  # fmt: skip
+)
 """The profiler's modules that need no torch: what passes between the stages, and its files."""
 PLANS = frozenset({"planner.plan", "planner.strategies", "planner.model"})
 """The planner's modules that say what a plan means."""

@@ -7,18 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from host_kernels import (
-    CUDA,
-    Array,
-    Counters,
-    address,
-    addresses,
-    aligned,
-    build,
-    find_nvrtc,
-    take_counters,
-    touched,
-)
+from host_kernels import CUDA, Array, Counters, address, addresses, aligned, build, find_nvrtc, take_counters, touched
 
 HARNESS = """
 #include "cuda_host_shim.h"

@@ -9,18 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from host_kernels import (
-    CUDA,
-    Array,
-    Counters,
-    address,
-    addresses,
-    aligned,
-    build,
-    find_nvrtc,
-    take_counters,
-    touched,
-)
+from host_kernels import CUDA, Array, Counters, address, addresses, aligned, build, find_nvrtc, take_counters, touched
 
 HARNESS = """
 #include <random>

@@ -20,9 +20,15 @@ from osdp.cli.exits import status_of
 
 GIB = 2**30
 KEYS = [
-    "stage", "rank", "log_key", "cuda_memory_allocated_GB", "cuda_max_memory_allocated_GB",
-    "cuda_memory_reserved_GB", "cuda_max_memory_reserved_GB", "cpu_memory_rss_GB",
-]  # fmt: skip
+    "stage",
+    "rank",
+    "log_key",
+    "cuda_memory_allocated_GB",
+    "cuda_max_memory_allocated_GB",
+    "cuda_memory_reserved_GB",
+    "cuda_max_memory_reserved_GB",
+    "cpu_memory_rss_GB",
+]
 """Of the dictionaries that the tutorial shows, in its order."""
 
 
@@ -81,8 +87,11 @@ def test_flags_without_effect_are_told() -> None:
     everything = ["--cpu_offload", "--forward_prefetch", "--backward_prefetch", "NONE", "--auto_wrap_policy", "none"]
     told = warned("--data_parallel", "ddp", *everything)
     assert re.findall(r"^(--\S+) has no effect .*: DDP does not shard$", told, re.MULTILINE) == [
-        "--cpu_offload", "--forward_prefetch", "--backward_prefetch", "--auto_wrap_policy",
-    ]  # fmt: skip
+        "--cpu_offload",
+        "--forward_prefetch",
+        "--backward_prefetch",
+        "--auto_wrap_policy",
+    ]
     assert warned("--data_parallel", "osdp", "--cpu_offload").endswith("OSDP plans that by itself")
 
 
@@ -95,14 +104,21 @@ def test_flags_with_an_effect_are_not_told() -> None:
 
 
 def test_every_configuration_has_a_folder_of_its_own() -> None:
-    settings = product([False, True], [False, True], ["BACKWARD_PRE", "BACKWARD_POST", "NONE"],
-                       ["module_wrap", "none"], [1024, 8192])  # fmt: skip
+    settings = product(
+        [False, True], [False, True], ["BACKWARD_PRE", "BACKWARD_POST", "NONE"], ["module_wrap", "none"], [1024, 8192]
+    )
     base = parse([], "cuda")
     names = {
-        replace(base, cpu_offload=offload, forward_prefetch=forward, backward_prefetch=backward,
-                auto_wrap_policy=policy, batch_size=batch).configuration
+        replace(
+            base,
+            cpu_offload=offload,
+            forward_prefetch=forward,
+            backward_prefetch=backward,
+            auto_wrap_policy=policy,
+            batch_size=batch,
+        ).configuration
         for offload, forward, backward, policy, batch in settings
-    }  # fmt: skip
+    }
     sized = {replace(base, auto_wrap_policy="size_based", min_num_params=size).configuration for size in (1, 2)}
     kinds = {replace(base, data_parallel=kind).configuration for kind in DATA_PARALLEL}
     assert len(names | sized | kinds) == 48 + 2 + 2  # fsdp with defaults is one of the 48
@@ -186,8 +202,12 @@ def test_resident_memory_grows_by_what_is_written() -> None:
 
 
 def test_with_cuda_the_keys_are_all_the_tutorials_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {"memory_allocated": 9.00048828125, "max_memory_allocated": 26.595459938049316,
-               "memory_reserved": 9.001953125, "max_memory_reserved": 29.015625}  # fmt: skip
+    figures = {
+        "memory_allocated": 9.00048828125,
+        "max_memory_allocated": 26.595459938049316,
+        "memory_reserved": 9.001953125,
+        "max_memory_reserved": 29.015625,
+    }
     for name, gib in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, gib=gib: gib * GIB)
     told = memory_at("after warmup", 0, torch.device("cuda", 0))

@@ -21,16 +21,16 @@ from planner.pins import parse_pin, resolve
 from planner.plan import cluster_fingerprint
 from planner.search.baselines import uniform
 from planner.search.search import Task, search
-from planner.search.search_space import Choice, Space
+from planner.search.search_space import Space, StageDecision
 from planner.strategies.registry import Strategy, unit_collectives
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import (
     CallTimes,
     CollectiveTimes,
+    FitSegment,
     Measured,
     OptimizerTimes,
-    Piece,
     RingRule,
     call_key,
     interpolated,
@@ -38,8 +38,9 @@ from profiler.cluster.measurements import (
 from profiler.model_graph import Parameter
 
 
-def curve(operation: str, ranks: int, pieces: tuple[Piece, ...], stride: int = 1,
-          algorithm: str = "native") -> CollectiveTimes:  # fmt: skip
+def curve(
+    operation: str, ranks: int, pieces: tuple[FitSegment, ...], stride: int = 1, algorithm: str = "native"
+) -> CollectiveTimes:
     return CollectiveTimes(operation, algorithm, ranks, stride, pieces, 0.0, ())
 
 
@@ -53,7 +54,7 @@ def measured(machine: Cluster, **parts: object) -> Cluster:
 
 def test_a_measured_group_wins_over_the_links_and_others_keep_them() -> None:
     plain = cluster(2, 4)
-    gather = curve("all_gather", 8, (Piece(0, 1e-3, 1e-9), Piece(1e6, 2e-3, 0.5e-9)))
+    gather = curve("all_gather", 8, (FitSegment(0, 1e-3, 1e-9), FitSegment(1e6, 2e-3, 0.5e-9)))
     machine = measured(plain, collectives=(gather,))
     assert collective_s("all_gather", 1e5, machine, 8) == pytest.approx(1e-3 + 1e-4)
     assert collective_s("all_gather", 1e6, machine, 8) == pytest.approx(2e-3 + 0.5e-3)
@@ -80,7 +81,7 @@ def test_units_take_longer_than_what_they_send(one_sided_s: float | None, of_pul
 def test_a_group_that_was_not_measured_is_off_as_the_nearest_one_was() -> None:
     plain = cluster(2, 4)
     derived_s = collective_s("all_gather", 1e6, plain, 8)
-    machine = measured(plain, collectives=(curve("all_gather", 8, (Piece(0, 0.0, 3 * derived_s / 1e6),)),))
+    machine = measured(plain, collectives=(curve("all_gather", 8, (FitSegment(0, 0.0, 3 * derived_s / 1e6),)),))
     # Across nodes, three times what the links say; inside a node nothing is known.
     assert collective_s("all_gather", 1e6, machine, 2, stride=4) == pytest.approx(
         3 * collective_s("all_gather", 1e6, plain, 2, stride=4)
@@ -93,7 +94,7 @@ def test_a_group_that_was_not_measured_is_off_as_the_nearest_one_was() -> None:
 
 
 def test_what_was_measured_holds_for_as_many_ranks_on_a_node_only() -> None:
-    gather = curve("all_gather", 2, (Piece(0, 1.0, 0.0),))
+    gather = curve("all_gather", 2, (FitSegment(0, 1.0, 0.0),))
     machine = replace(measured(cluster(2, 2), collectives=(gather,)), ring=(RingRule(2, 1, 0.0),))
     assert collective_s("all_gather", 1e6, machine.with_ranks(3, 2), 2) == 1.0
     other = machine.with_ranks(4, 1)
@@ -104,8 +105,8 @@ def test_what_was_measured_holds_for_as_many_ranks_on_a_node_only() -> None:
 
 
 def test_a_reduce_scatter_goes_round_the_ring_from_the_size_where_that_is_faster() -> None:
-    native = curve("reduce_scatter", 4, (Piece(0, 1e-3, 2e-9),))
-    ring = curve("reduce_scatter", 4, (Piece(0, 3e-3, 1e-9),), algorithm="ring")
+    native = curve("reduce_scatter", 4, (FitSegment(0, 1e-3, 2e-9),))
+    ring = curve("reduce_scatter", 4, (FitSegment(0, 3e-3, 1e-9),), algorithm="ring")
     machine = replace(measured(cluster(2, 2), collectives=(native, ring)), ring=(RingRule(4, 1, 2e6),))
     assert collective_s("reduce_scatter", 1e6, machine, 4) == pytest.approx(1e-3 + 2e-3)
     assert collective_s("reduce_scatter", 4e6, machine, 4) == pytest.approx(3e-3 + 4e-3)
@@ -149,9 +150,16 @@ def test_slices_are_as_slow_as_what_they_are_cut_from() -> None:
     sliced, slices = slice_operators(graph, {2: 4})
     plain = Workload(cluster(), "adam", "fp32", 2)
     calls = tuple(
-        CallTimes(call_key(graph, call), "call", (2,), (5 * plain.compute_s(call.forward),),
-                  (3 * plain.compute_s(call.backward),), (0.0,)) for call in graph.calls
-    )  # fmt: skip
+        CallTimes(
+            call_key(graph, call),
+            "call",
+            (2,),
+            (5 * plain.compute_s(call.forward),),
+            (3 * plain.compute_s(call.backward),),
+            (0.0,),
+        )
+        for call in graph.calls
+    )
     load = Workload(measured(cluster(), calls=calls), "adam", "fp32", 2)
     found = [call for call in sliced.calls if call.operator in slices]
     assert len(found) == 4
@@ -176,10 +184,13 @@ def test_alike_calls_have_one_key_whatever_the_depth() -> None:
     assert call_key(deep, deep.calls[1]) != call_key(replace(deep, precision="bf16"), deep.calls[1])
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 10)), min_size=1, max_size=5, unique_by=lambda p: p[0]),
-       st.integers(1, 60))  # fmt: skip
-def test_interpolation_meets_its_points_and_stays_between_neighbours(points: list[tuple[int, float]],
-                                                                     size: int) -> None:  # fmt: skip
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.floats(0, 10)), min_size=1, max_size=5, unique_by=lambda p: p[0]),
+    st.integers(1, 60),
+)
+def test_interpolation_meets_its_points_and_stays_between_neighbours(
+    points: list[tuple[int, float]], size: int
+) -> None:
     points = sorted(points)
     sizes, values = [p[0] for p in points], [p[1] for p in points]
     for point, value in points:
@@ -238,7 +249,7 @@ def test_the_simulator_and_the_search_agree_with_a_slowdown(accumulation: int) -
     assert 0 <= found.gap < 0.05
     # The same plan, priced without the slowdown.
     plain = Workload(cluster(1, 8, intra=2e9), "adam", "fp32", found.load.micro_batch, accumulation)
-    picks = [Choice(option.strategies, option.recompute) for option in found.options]
+    picks = [StageDecision(option.strategies, option.recompute) for option in found.options]
     assert step_time(found.space.fixed(plain, tuple(picks), found.spanning), plain).total_s < total_s
 
 
@@ -280,8 +291,10 @@ def test_twice_as_much_of_what_was_measured_is_twice_as_fast() -> None:
         CallTimes(key, "call", (1,), (3 * load.compute_s(call.forward),), (3 * load.compute_s(call.backward),), (0.0,))
         for key, call in keys.items()
     )
-    world = tuple(curve(name, 4, (Piece(0, 1e-4, 2e-9), Piece(1e6, 1.1e-3, 1e-9)))
-                  for name in ("all_gather", "reduce_scatter", "all_reduce"))  # fmt: skip
+    world = tuple(
+        curve(name, 4, (FitSegment(0, 1e-4, 2e-9), FitSegment(1e6, 1.1e-3, 1e-9)))
+        for name in ("all_gather", "reduce_scatter", "all_reduce")
+    )
     machine = measured(plain, calls=calls, collectives=world)
     pins = resolve([parse_pin("*=shard")], graph, machine)
     task = Task(graph, machine, 2**32, micro_batch=1, pins=pins)

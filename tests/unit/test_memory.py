@@ -9,9 +9,9 @@ from synthetic import MB, chain, cluster, transformer
 
 from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_memory import Moment
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
-from planner.search.search_space import Choice, Space
+from planner.search.search_space import Space, StageDecision
 from planner.strategies.registry import Strategy
 from profiler.cluster.figure import Figure
 from profiler.model_graph import ModelGraph
@@ -23,11 +23,12 @@ GRAPH = chain([(2048, 1024), (2048, 1024)], gflops=[1, 1], saved_mb=[20, 30])
 # Of `synthetic.call`: output 1 MB, forward peak = saved + 1 MB, backward peak = saved + 2 MB.
 
 
-def plan(*strategies: Strategy, batch: int = 1, accumulation: int = 1, precision: str = "fp32",
-         optimizer: str = "adam") -> tuple[tuple[Option, ...], Workload]:  # fmt: skip
+def plan(
+    *strategies: Strategy, batch: int = 1, accumulation: int = 1, precision: str = "fp32", optimizer: str = "adam"
+) -> tuple[tuple[StageCandidate, ...], Workload]:
     load = Workload(cluster(1, 8), optimizer, precision, batch, accumulation)
     space = Space(GRAPH)
-    return space.fixed(load, tuple(Choice((s,)) for s in strategies), None), load
+    return space.fixed(load, tuple(StageDecision((s,)) for s in strategies), None), load
 
 
 SHARDED = Strategy("shard", 8)
@@ -93,7 +94,7 @@ def test_gradient_accumulation_keeps_all_sharded_gradients() -> None:
 def test_the_optimizer_step_can_be_the_peak() -> None:
     graph = chain([(2048, 1024)] * 3, gflops=[1] * 3, saved_mb=[1] * 3)
     load = Workload(cluster(1, 8), "adam", "fp32", 1)
-    options = Space(graph).fixed(load, (Choice((COPIED,)),) * 3, None)
+    options = Space(graph).fixed(load, (StageDecision((COPIED,)),) * 3, None)
     peak = peak_memory(options, load)
     # Parameters, gradients, two moments and foreach Adam's temporary: five times 8 MB, for each operator.
     # The last reduction holds less: 9 x 8 MB at rest, two gradients, and input, gradient and output.
@@ -121,8 +122,8 @@ def test_recomputation_keeps_the_input_and_runs_forward_again() -> None:
     block = next(stage for stage in space.model.stages if stage.block == 0)
     kind = space.kinds[space.model.stages.index(block)]
     choice = (SHARDED,) * len(block.operators)
-    plain = space.option(kind, Choice(choice), SHARDED, load)
-    again = space.option(kind, Choice(choice, recompute=True), SHARDED, load)
+    plain = space.option(kind, StageDecision(choice), SHARDED, load)
+    again = space.option(kind, StageDecision(choice, recompute=True), SHARDED, load)
     unit = 4 * 1024 * 256  # 1 MB per sample: tokens x hidden x 4 bytes
     assert plain.saved == 2 * 16 * unit
     assert again.saved == 2 * unit
@@ -136,7 +137,9 @@ def test_tied_embedding_is_open_all_the_way() -> None:
     space = Space(graph)
     load = Workload(cluster(1, 8), "adam", "fp32", 1)
     table = 4 * 4096 * 256
-    options = space.fixed(load, tuple(Choice((SHARDED,) * len(s.operators)) for s in space.model.stages), SHARDED)
+    options = space.fixed(
+        load, tuple(StageDecision((SHARDED,) * len(s.operators)) for s in space.model.stages), SHARDED
+    )
     middle = options[2]
     assert space.model.spans == {0: (0, len(options) - 1)}
     # In every block: the unsharded table, and in backward its gradient of the head's use.
@@ -185,7 +188,7 @@ def test_nothing_rests_of_what_is_offloaded() -> None:
 def test_offloaded_shards_pass_the_device_while_they_are_gathered() -> None:
     halved = Strategy("shard", 2, offload=True)
     load = Workload(cluster(1, 2), "adam", "fp32", 1)
-    options = Space(GRAPH).fixed(load, (Choice((halved,)), Choice((halved,))), None)
+    options = Space(GRAPH).fixed(load, (StageDecision((halved,)), StageDecision((halved,))), None)
     # Half of operator 0, 4 MB, is on the device as it is gathered before the backward of operator 1 makes a
     # gradient; 52 MB and no such copy come after.
     peak = peak_memory(options, load)
@@ -215,7 +218,7 @@ def test_with_more_owners_than_ranks_the_fullest_owns_several() -> None:
     owner = Strategy("owner", 2)
     graph = chain([(2048, 1024)] * 3, gflops=[1] * 3, saved_mb=[1] * 3)
     load = Workload(cluster(1, 2), "adam", "fp32", 1)
-    options = Space(graph).fixed(load, (Choice((owner,)),) * 3, None)
+    options = Space(graph).fixed(load, (StageDecision((owner,)),) * 3, None)
     assert [option.parameters for option in options] == [SIZE, 0, SIZE]
 
 
@@ -229,7 +232,7 @@ def spanned_twice() -> ModelGraph:
 def test_spanning_operators_may_differ() -> None:
     space = Space(spanned_twice())
     load = Workload(cluster(1, 8), "adam", "fp32", 1)
-    choices = tuple(Choice((SHARDED,) * len(stage.operators)) for stage in space.model.stages)
+    choices = tuple(StageDecision((SHARDED,) * len(stage.operators)) for stage in space.model.stages)
     assert space.model.spanning == (0, 1)
     mixed = space.fixed(load, choices, (SHARDED, COPIED))
     rested = sum(option.parameters for option in mixed)
@@ -244,7 +247,7 @@ def test_spanning_operators_may_differ() -> None:
 def test_what_operators_that_are_never_called_take_is_counted() -> None:
     graph = replace(GRAPH, calls=GRAPH.calls[:1])
     space, load = Space(graph), Workload(cluster(1, 8), "adam", "fp32", 1)
-    choices = (Choice((SHARDED,)),)
+    choices = (StageDecision((SHARDED,)),)
     assert space.model.idle == (1,)
     assert space.fixed(load, choices, None) == space.fixed(load, choices, None, (SHARDED,))
     kept = {
@@ -260,7 +263,7 @@ def moments_of_a_block(strategies: tuple[Strategy, ...], recompute: bool) -> dic
     stage = next(index for index, stage in enumerate(space.model.stages) if stage.block == 0)
     load = Workload(cluster(1, 8), "adam", "fp32", 1)
     found: dict[int, list[Moment]] = {}
-    for moment in space.option(space.kinds[stage], Choice(strategies, recompute), SHARDED, load).moments:
+    for moment in space.option(space.kinds[stage], StageDecision(strategies, recompute), SHARDED, load).moments:
         if moment.phase != "forward":
             found.setdefault(moment.operator - 1, []).append(moment)
     return found

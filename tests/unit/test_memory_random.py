@@ -52,11 +52,14 @@ def plans(draw: st.DrawFn) -> tuple[Plan, str, ModelGraph, Cluster]:
     again = draw(st.sampled_from(["none", "some", "all"]))
     recomputed = [b.name for b in graph.blocks if again == "all" or (again == "some" and draw(st.booleans()))]
     plan = plan_of(
-        graph, machine, choices, recomputed,
+        graph,
+        machine,
+        choices,
+        recomputed,
         micro_batch=draw(st.integers(2, 4)),
         accumulation=draw(st.sampled_from([1, 1, 2, 3])),
         optimizer=draw(st.sampled_from(["adam", "adamw", "sgd"])),
-    )  # fmt: skip
+    )
     return plan, family, graph, machine
 
 
@@ -76,8 +79,9 @@ def test_random_plans_hold_what_is_predicted(drawn: tuple[Plan, str, ModelGraph,
     st.floats(1.0, 2.0),
     st.integers(1, 4),
 )
-def test_no_plan_that_is_accepted_exceeds_its_limit(family: str, precision: str, shape: tuple[int, int],
-                                                    factor: float, micro_batch: int) -> None:  # fmt: skip
+def test_no_plan_that_is_accepted_exceeds_its_limit(
+    family: str, precision: str, shape: tuple[int, int], factor: float, micro_batch: int
+) -> None:
     graph, machine = graph_of(family, VOCABULARY[family], LENGTH, precision), cluster(*shape)
     load = Workload(machine, "adam", precision, micro_batch)
     limit_bytes = round(factor * smallest_plan(Space(graph), load).needed_bytes)

@@ -68,8 +68,9 @@ class Skips(nn.Module):
         ((128, 384, 384, 128), "shard", (), 4),
     ],
 )
-def test_prediction_is_what_the_runtime_holds(widths: tuple[int, ...], strategy: str, recomputed: tuple[str, ...],
-                                              micro_batch: int) -> None:  # fmt: skip
+def test_prediction_is_what_the_runtime_holds(
+    widths: tuple[int, ...], strategy: str, recomputed: tuple[str, ...], micro_batch: int
+) -> None:
     """A block that runs again makes its `cat` anew beside both parts, of which one may be an input of a block below."""
     model = ModelSource("skips", lambda: Skips(widths), lambda module, batch: module.example_inputs(batch), TOKENS)
     graph, machine = trace_model(model, "fp32"), cluster(2, 4)
@@ -111,8 +112,9 @@ def test_embeddings_are_reduced_first_in_the_model_first(strategy: str) -> None:
 
 def test_what_a_block_takes_and_who_keeps_it() -> None:
     """In bytes of one sample; the norm of a layer is the first to save what it reads."""
-    graph = trace_model(ModelSource("skips", lambda: Skips((128, 256, 192)), lambda m, b: m.example_inputs(b), TOKENS),
-                        "fp32")  # fmt: skip
+    graph = trace_model(
+        ModelSource("skips", lambda: Skips((128, 256, 192)), lambda m, b: m.example_inputs(b), TOKENS), "fp32"
+    )
     encoder, decoder = graph.blocks[1], graph.blocks[3]
     taken = 4 * TOKENS * 256
     assert (encoder.name, decoder.name) == ("encoder.1", "decoder.1")

@@ -28,16 +28,27 @@ from rehearsals import Case
         Case("secondary_shard:2", (("*.attention.*", "shard"),), recompute=1, length=64, micro_batch=1),
         Case("hierarchical", (("*.mlp.*", "shard_grad"),), shape=(2, 4), recompute=1, length=64, micro_batch=1),
         # A unit is gathered while what it will read is there, saved by none as yet.
-        Case("shard_grad", (("*.down", "secondary_shard:2"), ("*.value", "hierarchical"), ("*.output", "shard")),
-             family="bert", vocabulary=64, length=32, shape=(2, 4), recompute=1),
+        Case(
+            "shard_grad",
+            (("*.down", "secondary_shard:2"), ("*.value", "hierarchical"), ("*.output", "shard")),
+            family="bert",
+            vocabulary=64,
+            length=32,
+            shape=(2, 4),
+            recompute=1,
+        ),
         # Block by block, and around them.  FSDP2 prefetches past a block of owners.
         Case("shard", (("blocks.1.*", "owner"),), vocabulary=64, shape=(2, 4), optimizer="sgd"),
-        Case("hierarchical", (("blocks.1.*", "owner"),), vocabulary=64, shape=(2, 4), precision="bf16",
-             micro_batch=4),
+        Case("hierarchical", (("blocks.1.*", "owner"),), vocabulary=64, shape=(2, 4), precision="bf16", micro_batch=4),
         Case("shard", (("blocks.1.*", "replicate"), ("blocks.2.*", "shard_grad"))),
         Case("shard", (("blocks.0.*", "owner"), ("blocks.2.*", "group_shard:2")), recompute=2, accumulation=2),
-        Case("group_shard:2", (("lm_head", "owner"), ("embedding", "secondary_shard:4")), family="llama",
-             vocabulary=8192, precision="bf16"),
+        Case(
+            "group_shard:2",
+            (("lm_head", "owner"), ("embedding", "secondary_shard:4")),
+            family="llama",
+            vocabulary=8192,
+            precision="bf16",
+        ),
         Case("replicate", (("wte", "shard"),), vocabulary=50257, shape=(1, 4), length=64, micro_batch=1),
         # Slices.
         Case("shard", (("*.up", "split(2*shard)"),)),
@@ -47,7 +58,7 @@ from rehearsals import Case
         Case("group_shard:2", (("*.mlp.*", "split(4*hierarchical)"),), recompute=1, shape=(2, 4)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_prediction_is_what_the_runtime_holds(case: Case) -> None:
     found = case.compare()
     assert -0.001 <= found.error <= 0.03

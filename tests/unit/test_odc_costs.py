@@ -10,14 +10,14 @@ from synthetic import chain, cluster
 from osdp.planning.request import Request, task_of, written
 from planner.collectives import collective_s
 from planner.cost.peak_memory import optimizer_moment, peak_memory
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.unit_memory import OPTIMIZERS, unit_bytes
 from planner.cost.workload import Workload
 from planner.pins import parse_pin
 from planner.plan import Plan, make_plan
 from planner.search.search import search
-from planner.search.search_space import Choice, Space
+from planner.search.search_space import Space, StageDecision
 from planner.strategies.registry import Strategy, parse_strategy, strategies_on, unit_collectives
 from profiler.byte_sizes import GIB
 from profiler.errors import OsdpError
@@ -78,8 +78,9 @@ def test_ordered_sums_can_be_pinned() -> None:
 def test_a_frozen_parameter_is_published_and_not_accumulated() -> None:
     unit = unit_bytes([replace(WEIGHT, trainable=False)], Strategy("odc", 8), "fp32", ADAM)
     assert unit.window == 150_016
-    kinds = [c.kind for c in unit_collectives([replace(WEIGHT, trainable=False)], Strategy("odc", 8), "fp32",
-                                              cluster(1, 8))]  # fmt: skip
+    kinds = [
+        c.kind for c in unit_collectives([replace(WEIGHT, trainable=False)], Strategy("odc", 8), "fp32", cluster(1, 8))
+    ]
     assert kinds == ["pull", "pull", "barrier", "publish", "barrier"]
 
 
@@ -118,8 +119,8 @@ def test_groups_lie_in_one_node() -> None:
         parse_strategy("odc:8", cluster(2, 4))
 
 
-def options_with(strategy: Strategy, load: Workload, space: Space) -> tuple[Option, ...]:
-    choices = tuple(Choice((strategy,) * len(stage.operators)) for stage in space.model.stages)
+def options_with(strategy: Strategy, load: Workload, space: Space) -> tuple[StageCandidate, ...]:
+    choices = tuple(StageDecision((strategy,) * len(stage.operators)) for stage in space.model.stages)
     return space.fixed(load, choices, None)
 
 

@@ -77,10 +77,24 @@ class StandIn:
         self.fails: dict[str, int] = {}
         """How often a call fails before it works."""
         self.modules: list[tuple[str, tuple[str, ...]]] = []
-        names = ("malloc", "memset", "free", "ipcGetMemHandle", "ipcOpenMemHandle", "ipcCloseMemHandle",
-                 "deviceSynchronize", "deviceCanAccessPeer", "deviceGetByPCIBusId")  # fmt: skip
-        self.results: dict[str, Any] = {"malloc": 4096, "ipcGetMemHandle": b"handle", "ipcOpenMemHandle": 8192,
-                                        "deviceCanAccessPeer": 1, "deviceGetByPCIBusId": 1}  # fmt: skip
+        names = (
+            "malloc",
+            "memset",
+            "free",
+            "ipcGetMemHandle",
+            "ipcOpenMemHandle",
+            "ipcCloseMemHandle",
+            "deviceSynchronize",
+            "deviceCanAccessPeer",
+            "deviceGetByPCIBusId",
+        )
+        self.results: dict[str, Any] = {
+            "malloc": 4096,
+            "ipcGetMemHandle": b"handle",
+            "ipcOpenMemHandle": 8192,
+            "deviceCanAccessPeer": 1,
+            "deviceGetByPCIBusId": 1,
+        }
         runtime = {name: self._noting(name) for name in names}
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(CUDARuntimeError=CudaError, deviceGetPCIBusId="0000:0{}:00.0".format, **runtime),
@@ -135,10 +149,12 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setattr(cupy_device, "load_cupy", lambda: stand_in)
     answers = {
-        "is_available": lambda: True, "current_device": lambda: 0, "mem_get_info": lambda device: (3 * MIB, 8 * MIB),
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "mem_get_info": lambda device: (3 * MIB, 8 * MIB),
         "get_device_properties": lambda index: SimpleNamespace(multi_processor_count=132),
         "empty_cache": lambda: stand_in.calls.append(("empty_cache",)),
-    }  # fmt: skip
+    }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     return stand_in
@@ -161,8 +177,11 @@ def test_memory_is_in_blocks_of_its_own_and_zero(cupy: StandIn) -> None:
     device.close(8192)
     device.free(4096)
     assert [call for call in cupy.calls if call[0] != "device"] == [
-        ("ipcGetMemHandle", 4096), ("ipcOpenMemHandle", b"peer's"), ("ipcCloseMemHandle", 8192), ("free", 4096),
-    ]  # fmt: skip
+        ("ipcGetMemHandle", 4096),
+        ("ipcOpenMemHandle", b"peer's"),
+        ("ipcCloseMemHandle", 8192),
+        ("free", 4096),
+    ]
 
 
 def test_what_pytorch_keeps_for_itself_is_used_before_memory_is_short(cupy: StandIn) -> None:

@@ -17,15 +17,19 @@ def ranks_on_cpu(nodes: int, ranks_per_node: int) -> Cluster:
     return replace(machine, device=replace(machine.device, kind="cpu"))
 
 
-@pytest.mark.parametrize(("choice", "shape", "precision", "accumulation", "recompute"), [
-    ("odc:8", (1, 8), "fp32", 1, False),
-    ("odc:8", (1, 8), "bf16", 2, False),
-    ("odc:4", (2, 4), "fp32", 2, True),
-    ("odc:2", (2, 4), "bf16", 1, True),
-    ("odc_ordered:4", (2, 4), "bf16", 2, False),
-])  # fmt: skip
-def test_windows_are_held_as_predicted(choice: str, shape: tuple[int, int], precision: str, accumulation: int,
-                                       recompute: bool) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("choice", "shape", "precision", "accumulation", "recompute"),
+    [
+        ("odc:8", (1, 8), "fp32", 1, False),
+        ("odc:8", (1, 8), "bf16", 2, False),
+        ("odc:4", (2, 4), "fp32", 2, True),
+        ("odc:2", (2, 4), "bf16", 1, True),
+        ("odc_ordered:4", (2, 4), "bf16", 2, False),
+    ],
+)
+def test_windows_are_held_as_predicted(
+    choice: str, shape: tuple[int, int], precision: str, accumulation: int, recompute: bool
+) -> None:
     graph, machine = graph_of("gpt2", 512, 128, precision), ranks_on_cpu(*shape)
     again = [block.name for block in graph.blocks] if recompute else []
     choices = {operator.name: choice for operator in graph.operators}

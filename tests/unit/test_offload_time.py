@@ -11,11 +11,11 @@ from synthetic import chain, cluster
 
 from osdp.planning.clusters import cluster_names, load_cluster
 from osdp.resources import resource_file
-from planner.cost.stage_option import Option, Segment
+from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.workload import Workload
-from planner.search.search_space import Choice, Space
+from planner.search.search_space import Space, StageDecision
 from planner.strategies.registry import Strategy, parse_strategy, strategies_on
 from profiler.cluster.cluster import Cluster, Host
 from profiler.cluster.figure import Figure
@@ -70,11 +70,11 @@ def test_frozen_parameters_have_no_gradient_to_copy() -> None:
     assert traffic.forward_gather_s == pytest.approx(3 / 4 * 1_200_000 / 10e9 + 300_000 / LINK)
 
 
-def stage(strategy: Strategy, accumulation: int = 1) -> tuple[Option, Workload]:
+def stage(strategy: Strategy, accumulation: int = 1) -> tuple[StageCandidate, Workload]:
     """One operator of 2 Mi parameters."""
     space = Space(chain([(2048, 1024)], gflops=[100], saved_mb=[1]))
     load = Workload(hosted(), "adam", "fp32", 1, accumulation)
-    (option,) = space.fixed(load, (Choice((strategy,)),), None)
+    (option,) = space.fixed(load, (StageDecision((strategy,)),), None)
     return option, load
 
 
@@ -84,7 +84,7 @@ PASS_S = 3 * SHARD / 10e9
 """All-gather or reduce-scatter: three other shards at 10 GB/s."""
 
 
-def only(option: Option) -> Segment:
+def only(option: StageCandidate) -> Segment:
     (segment,) = option.segments
     return segment
 

@@ -27,16 +27,21 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
     def fits(rest: list[int], room: list[int]) -> bool:
         if not rest:
             return True
-        return any(fits(rest[1:], [*room[:b], left - rest[0], *room[b + 1 :]])
-                   for b, left in enumerate(room) if rest[0] <= left)  # fmt: skip
+        return any(
+            fits(rest[1:], [*room[:b], left - rest[0], *room[b + 1 :]])
+            for b, left in enumerate(room)
+            if rest[0] <= left
+        )
 
     return next(bins for bins in range(1, len(lengths) + 1) if fits(sorted(lengths)[::-1], [capacity] * bins))
 
 
 def least_makespan(costs: list[int], parts: int) -> int:
     """Return the least possible largest sum, by trying everything."""
-    return min(max(sum(c for c, p in zip(costs, places, strict=True) if p == part) for part in range(parts))
-               for places in product(range(parts), repeat=len(costs)))  # fmt: skip
+    return min(
+        max(sum(c for c, p in zip(costs, places, strict=True) if p == part) for part in range(parts))
+        for places in product(range(parts), repeat=len(costs))
+    )
 
 
 def longest_first(costs: list[int], parts: int) -> list[int]:
@@ -142,8 +147,17 @@ def test_what_a_step_costs() -> None:
 
 
 def test_the_cost_of_a_llama() -> None:
-    config = LlamaConfig(vocabulary_size=10, maximum_positions=64, hidden_size=8, layers=3, heads=4, key_value_heads=2,
-                         intermediate_size=16, rope_base=1e4, tied_head=False)  # fmt: skip
+    config = LlamaConfig(
+        vocabulary_size=10,
+        maximum_positions=64,
+        hidden_size=8,
+        layers=3,
+        heads=4,
+        key_value_heads=2,
+        intermediate_size=16,
+        rope_base=1e4,
+        tied_head=False,
+    )
     # Per block 8x8 query and output, 8x4 key and value, three 8x16; the head is 8x10. Scores and their use: 2 x 2 x 8.
     weights_of_block = 64 + 64 + 32 + 32 + 3 * 128
     cost = Cost.of_llama(config)

@@ -122,11 +122,13 @@ def test_the_same_pins_on_more_ranks(graph: ModelGraph, machine: Cluster) -> Non
         (["blocks.2.up=group_shard:3"], ["no such strategy on 1 x 4 ranks", "group_shard:2"]),
         (["embed=recompute"], ["no such block, and only blocks are recomputed"]),
         (["blocks.2=split(2*shard)"], ["blocks.2.norm1 cannot be split", "only means linear layers", "split(2*shard)"]),
-        (["blocks.*=shard", "blocks.1.up=replicate"], ["contradict each other about blocks.1.up",
-                                                       "blocks.*=shard and blocks.1.up=replicate"]),
+        (
+            ["blocks.*=shard", "blocks.1.up=replicate"],
+            ["contradict each other about blocks.1.up", "blocks.*=shard and blocks.1.up=replicate"],
+        ),
         (["blocks.0=keep", "*=recompute"], ["contradict each other about blocks.0"]),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_honoured_is_refused(
     graph: ModelGraph, machine: Cluster, pins: list[str], parts: list[str]
 ) -> None:

@@ -32,9 +32,7 @@ LIMIT = 192 << 20
 
 def planned(graph: ModelGraph = GRAPH) -> tuple[Found, Plan]:
     found = search(Task(graph, cluster(1, 4), LIMIT))
-    return found, make_plan(
-        found.options, found.spanning, found.space, found.load, limit_bytes=LIMIT, gap=found.gap
-    )
+    return found, make_plan(found.options, found.spanning, found.space, found.load, limit_bytes=LIMIT, gap=found.gap)
 
 
 def test_choices_read_back_are_the_options_that_were_found() -> None:

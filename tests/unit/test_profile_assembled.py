@@ -25,15 +25,28 @@ from profiler.timing.device_rates import DeviceMemory, DeviceRates, device_memor
 from profiler.timing.overlap import Overlap
 
 MIB, GIB = 1 << 20, 1 << 30
-COMMUNICATION = CommunicationState(points=[
-    Timings(operation="all_gather", algorithm="native", ranks=2, stride=1, size_bytes=size, repeats=1,
-            seconds=[1e-4 + 1e-9 * size] * 3)
-    for size in (4096, 65536, 1048576)
-])  # fmt: skip
+COMMUNICATION = CommunicationState(
+    points=[
+        Timings(
+            operation="all_gather",
+            algorithm="native",
+            ranks=2,
+            stride=1,
+            size_bytes=size,
+            repeats=1,
+            seconds=[1e-4 + 1e-9 * size] * 3,
+        )
+        for size in (4096, 65536, 1048576)
+    ]
+)
 
 
-def findings(kind: str = "cpu", memory: DeviceMemory | None = None, graph: ModelGraph | None = None,
-             model: ModelTimes | None = None) -> Findings:  # fmt: skip
+def findings(
+    kind: str = "cpu",
+    memory: DeviceMemory | None = None,
+    graph: ModelGraph | None = None,
+    model: ModelTimes | None = None,
+) -> Findings:
     """Two ranks on one node, with nothing to complain of."""
     return Findings(
         kind=kind,
@@ -154,8 +167,12 @@ def test_graphs_of_other_calls_have_other_keys() -> None:
     graph = transformer(2, 64)
     assert graph_key(graph) == graph_key(replace(graph, name="another"))
     longer = replace(graph.calls[0], forward=graph.calls[0].backward)
-    others = [transformer(3, 64), transformer(2, 128), replace(graph, precision="bf16"),
-              replace(graph, calls=(longer, *graph.calls[1:]))]  # fmt: skip
+    others = [
+        transformer(3, 64),
+        transformer(2, 128),
+        replace(graph, precision="bf16"),
+        replace(graph, calls=(longer, *graph.calls[1:])),
+    ]
     assert len({graph_key(other) for other in (graph, *others)}) == 5
 
 

@@ -15,7 +15,7 @@ from osdp.profile.profile_diff import compare_profiles
 from osdp.profile.session import mean_calls
 from osdp.profile.state import State, state_path, take_up
 from profiler.cluster.figure import Figure
-from profiler.cluster.measurements import CallTimes, CollectiveTimes, Measured, OptimizerTimes, Piece, RingRule
+from profiler.cluster.measurements import CallTimes, CollectiveTimes, FitSegment, Measured, OptimizerTimes, RingRule
 from profiler.cluster.read_cluster import read_cluster
 from profiler.errors import OsdpError
 from profiler.timing.operator_times import ComputeTimes
@@ -60,22 +60,46 @@ def test_a_broken_state_starts_afresh(tmp_path: Path, text: str) -> None:
     assert json.loads(state_path(output).read_text())["parts"] == {"rates": 1}
 
 
-POINT = {"operation": "all_gather", "algorithm": "native", "ranks": 2, "stride": 1, "size_bytes": 4096, "repeats": 1,
-         "seconds": [0.5, 0.25]}  # fmt: skip
+POINT = {
+    "operation": "all_gather",
+    "algorithm": "native",
+    "ranks": 2,
+    "stride": 1,
+    "size_bytes": 4096,
+    "repeats": 1,
+    "seconds": [0.5, 0.25],
+}
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        7, [], {}, {"points": []}, {"points": 1}, {"points": [7]}, {"points": [POINT | {"more": 1}]},
-        *({"points": [POINT, POINT | change]} for change in (
-            {"operation": "all_to_all"}, {"algorithm": 1}, {"ranks": 0}, {"stride": "1"}, {"size_bytes": -4096},
-            {"repeats": 1.5}, {"seconds": 0.5}, {"seconds": [0.5, None]}, {"seconds": [float("nan")]},
-            {"seconds": [-1.0]}, {"seconds": [float("inf")]},
-        )),
+        7,
+        [],
+        {},
+        {"points": []},
+        {"points": 1},
+        {"points": [7]},
+        {"points": [POINT | {"more": 1}]},
+        *(
+            {"points": [POINT, POINT | change]}
+            for change in (
+                {"operation": "all_to_all"},
+                {"algorithm": 1},
+                {"ranks": 0},
+                {"stride": "1"},
+                {"size_bytes": -4096},
+                {"repeats": 1.5},
+                {"seconds": 0.5},
+                {"seconds": [0.5, None]},
+                {"seconds": [float("nan")]},
+                {"seconds": [-1.0]},
+                {"seconds": [float("inf")]},
+            )
+        ),
         {"points": [{name: value for name, value in POINT.items() if name != "seconds"}]},
     ],
-)  # fmt: skip
+)
 def test_broken_timings_start_afresh(tmp_path: Path, broken: object) -> None:
     output = tmp_path / "profile.yaml"
     take_up(output, QUESTION, restart=False)[0].put("communication", {"points": [POINT]})
@@ -118,8 +142,15 @@ MEASURED = Measured(
     versions="none",
     repetitions=3,
     collectives=(
-        CollectiveTimes("all_gather", "native", 4, 1, (Piece(0.0, 1e-3, 1e-9), Piece(1e6, 2e-3, 2e-9)), 0.05,
-                        ((4096.0, 1e-3), (1e6, 3e-3))),
+        CollectiveTimes(
+            "all_gather",
+            "native",
+            4,
+            1,
+            (FitSegment(0.0, 1e-3, 1e-9), FitSegment(1e6, 2e-3, 2e-9)),
+            0.05,
+            ((4096.0, 1e-3), (1e6, 3e-3)),
+        ),
     ),
     calls=(CallTimes("k", "gpt2 wte", (1, 2), (1e-3, 2e-3), (3e-3, 4e-3), (512.0, 1024.0)),),
     optimizers=(OptimizerTimes("adam", Figure(1e-5, "measured: a test"), Figure(2e-9, "measured: a test")),),
@@ -127,7 +158,7 @@ MEASURED = Measured(
     asynchronous=True,
     unit_overhead_s=1e-4,
     notes=("a note: with a colon",),
-)  # fmt: skip
+)
 
 
 SAME_LINE = """
@@ -151,8 +182,11 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("operation: all_gather", "operation: 7", "operation"),
         ("overlapped_slowdown: 1.25", "overlapped_slowdown: 0.5", "overlapped_slowdown"),
         ("s_per_byte: 1.0e-09", "s_per_byte: -1.0", "s_per_byte"),
-        ("points:\n    - - 4096.0\n      - 0.001\n    - - 1000000.0\n      - 0.003", "points: []",
-         "collectives.0.points"),
+        (
+            "points:\n    - - 4096.0\n      - 0.001\n    - - 1000000.0\n      - 0.003",
+            "points: []",
+            "collectives.0.points",
+        ),
         ("- - 4096.0", "- - 4096000.0", "collectives.0.points"),
         ("forward_s:\n    - 0.001", "forward_s:\n    - -0.001", "calls.0.forward_s.0"),
         ("- 0.004", "- -0.004", "calls.0.backward_s.1"),
@@ -179,7 +213,7 @@ def test_a_broken_profile_is_refused_with_the_place(tmp_path: Path, old: str, ne
 
 def test_rows_of_two_profiles() -> None:
     one = replace(cluster(2, 2, inter=1e9), measured=MEASURED)
-    slower = replace(MEASURED.collectives[0], pieces=(Piece(0.0, 2e-3, 4e-9),))
+    slower = replace(MEASURED.collectives[0], pieces=(FitSegment(0.0, 2e-3, 4e-9),))
     other = replace(cluster(2, 2, inter=2e9), measured=replace(MEASURED, collectives=(slower,), calls=()))
     rows = {row.what: row for row in compare_profiles(one, other)}
     assert rows["bandwidth between nodes"].ratio == pytest.approx(2.0)

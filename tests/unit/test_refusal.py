@@ -130,9 +130,10 @@ def test_the_pin_to_blame_is_named_with_what_fits_without_it(graph: ModelGraph) 
     found = remedies(error.refusal)
     assert "without --pin 'blocks.*=replicate'" in found
     assert "without --pin 'norm=shard'" not in found
-    assert found["without --pin 'blocks.*=replicate'"] == refused(
-        task_of(Request(MIB, pins=pins[1:]), graph, machine)
-    ).needed_bytes
+    assert (
+        found["without --pin 'blocks.*=replicate'"]
+        == refused(task_of(Request(MIB, pins=pins[1:]), graph, machine)).needed_bytes
+    )
     assert error.refusal.needed_bytes > free + 4 * MIB
     assert "without --pin 'blocks.*=replicate' (then " in str(error)
 

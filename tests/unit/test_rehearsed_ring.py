@@ -45,11 +45,15 @@ def rehearsed(case: Case, in_rings: bool) -> Rehearsal:
     return rehearse(script, compile_plan(case.plan(), graph, replace(cluster(*case.shape), ring=rules)))
 
 
-@pytest.mark.parametrize("case", [
-    Case("shard", shape=(1, 3), length=64),
-    Case("shard", shape=(1, 4), length=64, precision="bf16", accumulation=2),
-    Case("group_shard:4", shape=(2, 4), length=64),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("shard", shape=(1, 3), length=64),
+        Case("shard", shape=(1, 4), length=64, precision="bf16", accumulation=2),
+        Case("group_shard:4", shape=(2, 4), length=64),
+    ],
+    ids=str,
+)
 def test_a_rehearsal_in_rings_holds_what_one_by_the_backend_holds(case: Case) -> None:
     with record_collectives() as recorded:
         found = rehearsed(case, in_rings=True)

@@ -35,7 +35,7 @@ from planner.cost.workload import Workload
 from planner.plan import make_plan
 from planner.search.baselines import baselines
 from planner.search.search import Found
-from planner.search.search_space import Choice, Space
+from planner.search.search_space import Space, StageDecision
 from planner.strategies.registry import Strategy
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster
@@ -71,7 +71,7 @@ def planned_by_hand(graph: ModelGraph | None = None, recomputed: int = 4, limit_
     graph = graph or transformer(6, 1024, vocabulary=8192)
     space, load = Space(graph), Workload(cluster(gpus=4), "adam", "fp32", micro_batch=1)
     choices = tuple(
-        Choice((SHARD,) * len(stage.operators), stage.block is not None and stage.block < recomputed)
+        StageDecision((SHARD,) * len(stage.operators), stage.block is not None and stage.block < recomputed)
         for stage in space.model.stages
     )
     spanning = KEEP if space.model.spanning else None
@@ -185,10 +185,8 @@ def test_printed_ratios_are_those_of_the_printed_speeds(planned: Planned) -> Non
     assert ours is not None
     rows = [cells(line) for line in section(text, "Against one strategy")]
     assert [row[:2] for row in rows] == [
-        [name, recompute]
-        for name in ("DDP", "ZeRO-2", "FSDP", "HSDP, groups of 2")
-        for recompute in ("no", "yes")
-    ]  # fmt: skip
+        [name, recompute] for name in ("DDP", "ZeRO-2", "FSDP", "HSDP, groups of 2") for recompute in ("no", "yes")
+    ]
     ratios = [(float(row[4]), row[5]) for row in rows if "does not fit" not in row]
     assert ratios
     for speed, ratio in ratios:
@@ -217,9 +215,7 @@ def test_rows_count_every_parameter_once(planned: Planned) -> None:
         ("Linear", 1, "shard", None),
     ]
     # Embedding 8192 x 1024, tied; 6 blocks of 12 x 1024^2 + 2 x 1024; the last norm.
-    assert [row.parameters for row in rows] == [
-        8192 * 1024, 4 * (12 * 1024**2 + 2048), 2 * (12 * 1024**2 + 2048), 1024
-    ]  # fmt: skip
+    assert [row.parameters for row in rows] == [8192 * 1024, 4 * (12 * 1024**2 + 2048), 2 * (12 * 1024**2 + 2048), 1024]
     assert rows[1].names == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 
 
@@ -235,19 +231,41 @@ def test_a_block_whose_operators_differ_gets_a_row_for_each_strategy(planned: Pl
 
 def test_json_has_the_published_keys_and_sums(planned: Planned) -> None:
     told = json.loads(plan_json(planned, 1.75))
-    assert list(told) == ["schema", "model", "cluster", "limit_bytes", "micro_batch", "accumulation", "predicted",
-                          "gap", "baselines", "choices", "recomputed_blocks", "seconds", "headroom_bytes",
-                              "pins", "not_run_yet"]  # fmt: skip
+    assert list(told) == [
+        "schema",
+        "model",
+        "cluster",
+        "limit_bytes",
+        "micro_batch",
+        "accumulation",
+        "predicted",
+        "gap",
+        "baselines",
+        "choices",
+        "recomputed_blocks",
+        "seconds",
+        "headroom_bytes",
+        "pins",
+        "not_run_yet",
+    ]
     assert told["schema"] == "osdp.plan_report/1"
     assert (told["model"], told["cluster"], told["limit_bytes"]) == ("transformer", "test", LIMIT_BYTES)
     predicted = told["predicted"]
-    assert list(predicted) == ["peak_memory_bytes", "memory_by_category", "peak_phase", "step_time_s",
-                               "time_by_term", "samples_per_s"]  # fmt: skip
+    assert list(predicted) == [
+        "peak_memory_bytes",
+        "memory_by_category",
+        "peak_phase",
+        "step_time_s",
+        "time_by_term",
+        "samples_per_s",
+    ]
     assert sum(predicted["memory_by_category"].values()) == predicted["peak_memory_bytes"]
     assert sum(predicted["time_by_term"].values()) == pytest.approx(predicted["step_time_s"], rel=1e-12)
     assert predicted["samples_per_s"] == pytest.approx(4 / predicted["step_time_s"], rel=1e-12)
-    assert all(list(b) == ["name", "recompute", "feasible", "micro_batch", "peak_memory_bytes", "samples_per_s"]
-               for b in told["baselines"])  # fmt: skip
+    assert all(
+        list(b) == ["name", "recompute", "feasible", "micro_batch", "peak_memory_bytes", "samples_per_s"]
+        for b in told["baselines"]
+    )
     for baseline in told["baselines"]:
         assert baseline["feasible"] == (baseline["peak_memory_bytes"] <= LIMIT_BYTES)
     assert told["recomputed_blocks"] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
@@ -345,8 +363,12 @@ def test_seconds(value: float, signed: bool, expected: str) -> None:
 def test_counts() -> None:
     assert [format_count(x) for x in (6.8061, 81.44, 192.31, 1398.2)] == ["6.806", "81.44", "192.3", "1,398"]
     assert [format_parameters(x) for x in (1_557_611_200, 80_411_200, 921_900_000, 3200, 12)] == [
-        "1.56 B", "80.4 M", "922 M", "3.20 K", "12"
-    ]  # fmt: skip
+        "1.56 B",
+        "80.4 M",
+        "922 M",
+        "3.20 K",
+        "12",
+    ]
 
 
 def test_bars() -> None:

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
 
 from planner.cost.peak_memory import peak_memory
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.search.counting_ilp import CountingProgram, counted_s, fastest
 from planner.search.lagrangian_bound import ChainBound, lower_bound_s, places_near
-from planner.search.local_search import Polisher
+from planner.search.local_search import LocalSearch
 from planner.search.search import Task, micro_batches, search
-from planner.search.search_space import Menu, Space
+from planner.search.search_space import CandidateSet, Space
 from planner.strategies.registry import strategies_on
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.figure import Figure
@@ -51,7 +51,7 @@ machines = st.builds(
 )
 
 
-def some_of(menu: Menu, seed: int, most: int = 4) -> Menu:
+def some_of(menu: CandidateSet, seed: int, most: int = 4) -> CandidateSet:
     """Return the menu with a few options of each kind, taken at random, so that all plans can be tried."""
     random = np.random.default_rng(seed)
     return menu.only([sorted(random.permutation(len(options))[:most]) for options in menu.options])
@@ -60,11 +60,11 @@ def some_of(menu: Menu, seed: int, most: int = 4) -> Menu:
 seeds = st.integers(0, 10**6)
 
 
-def every_plan(menu: Menu) -> list[tuple[Option, ...]]:
+def every_plan(menu: CandidateSet) -> list[tuple[StageCandidate, ...]]:
     return list(product(*(menu.options[kind] for kind in menu.kinds)))
 
 
-def brute_force(menu: Menu, limit: float) -> float | None:
+def brute_force(menu: CandidateSet, limit: float) -> float | None:
     """Return the least step time of any plan that fits, by trying all."""
     times = [
         step_time(options, menu.load).total_s
@@ -74,7 +74,7 @@ def brute_force(menu: Menu, limit: float) -> float | None:
     return min(times, default=None)
 
 
-def a_limit(menu: Menu, fraction: float) -> float:
+def a_limit(menu: CandidateSet, fraction: float) -> float:
     """Return a limit between what the smallest and the largest plan need."""
     peaks = [peak_memory(options, menu.load).total_bytes for options in every_plan(menu)]
     return min(peaks) + fraction * (max(peaks) - min(peaks))
@@ -82,8 +82,9 @@ def a_limit(menu: Menu, fraction: float) -> float:
 
 @SLOW
 @given(chains(), machines, st.integers(1, 2), st.integers(1, 3), st.floats(-0.05, 1), seeds)
-def test_program_equals_brute_force(graph: ModelGraph, machine: Cluster, batch: int, accumulation: int,
-                                    fraction: float, seed: int) -> None:  # fmt: skip
+def test_program_equals_brute_force(
+    graph: ModelGraph, machine: Cluster, batch: int, accumulation: int, fraction: float, seed: int
+) -> None:
     menu = some_of(Space(graph).menu(Workload(machine, "adam", "fp32", batch, accumulation), None), seed)
     limit = a_limit(menu, fraction)
     best = brute_force(menu, limit)
@@ -100,8 +101,9 @@ def test_program_equals_brute_force(graph: ModelGraph, machine: Cluster, batch: 
 
 @settings(SLOW, max_examples=4)
 @given(chains(most=8), st.booleans(), st.floats(0, 1), seeds)
-def test_program_equals_brute_force_on_eight_operators(graph: ModelGraph, overlaps: bool, fraction: float,
-                                                       seed: int) -> None:  # fmt: skip
+def test_program_equals_brute_force_on_eight_operators(
+    graph: ModelGraph, overlaps: bool, fraction: float, seed: int
+) -> None:
     # Three options each: at most 3^8 plans.
     load = Workload(cluster(1, 2, overlaps=overlaps), "adam", "fp32", 1)
     menu = some_of(Space(graph).menu(load, None), seed, most=3)
@@ -113,8 +115,9 @@ def test_program_equals_brute_force_on_eight_operators(graph: ModelGraph, overla
 
 @SLOW
 @given(chains(most=4), machines, st.integers(1, 3), st.floats(0, 1), seeds)
-def test_bound_holds_for_every_plan(graph: ModelGraph, machine: Cluster, accumulation: int, fraction: float,
-                                    seed: int) -> None:  # fmt: skip
+def test_bound_holds_for_every_plan(
+    graph: ModelGraph, machine: Cluster, accumulation: int, fraction: float, seed: int
+) -> None:
     menu = some_of(Space(graph).menu(Workload(machine, "adam", "fp32", 1, accumulation), None), seed)
     limit = a_limit(menu, fraction)
     best = brute_force(menu, limit)
@@ -125,8 +128,9 @@ def test_bound_holds_for_every_plan(graph: ModelGraph, machine: Cluster, accumul
 
 @SLOW
 @given(chains(most=4), machines, st.floats(0, 1), seeds)
-def test_dynamic_program_is_the_minimum_over_sequences(graph: ModelGraph, machine: Cluster, price: float,
-                                                       seed: int) -> None:  # fmt: skip
+def test_dynamic_program_is_the_minimum_over_sequences(
+    graph: ModelGraph, machine: Cluster, price: float, seed: int
+) -> None:
     menu = some_of(Space(graph).menu(Workload(machine, "adam", "fp32", 1, 2), None), seed)
     chain_bound, place = ChainBound(menu), places_near(menu, None)[0]
     memory, per_byte = chain_bound.memory(place), price * 1e-10
@@ -161,7 +165,7 @@ def test_stage_times_sum_to_the_step() -> None:
     for accumulation, overlaps in product((1, 3), (True, False)):
         load = Workload(cluster(1, 4, overlaps=overlaps), "adam", "fp32", 1, accumulation)
         menu = Space(graph).menu(load, strategies_on(load.cluster)[2])
-        polisher = Polisher(menu, 1e18)
+        polisher = LocalSearch(menu, 1e18)
         picks = tuple(i % len(menu.options[kind]) for i, kind in enumerate(menu.kinds))
         total = sum(polisher.chain.stage_s(picks, i) for i in range(len(picks)))
         assert total == pytest.approx(step_time(polisher.options(picks), load).total_s, rel=1e-12)

@@ -63,13 +63,7 @@ def elementwise_ops() -> Iterator[torch._ops.OpOverload]:
 
 def arguments(op: torch._ops.OpOverload, make: Callable[[], Tensor]) -> list[Any] | None:
     """Return arguments for `op`, or None where it takes something unusual."""
-    numbers = {
-        "Tensor": make,
-        "number": lambda: 1,
-        "float": lambda: 1.0,
-        "int": lambda: 1,
-        "bool": lambda: True,
-    }
+    numbers = {"Tensor": make, "number": lambda: 1, "float": lambda: 1.0, "int": lambda: 1, "bool": lambda: True}
     arguments = []
     for argument in op._schema.arguments:
         if argument.kwarg_only:
@@ -177,11 +171,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, list[Any]
         yield reduce, [f(2, 3, 4).permute(2, 0, 1), [-1], True], {}
         yield reduce, [f(2, 3, 4, 5).permute(0, 2, 3, 1), [1]], {}
     yield aten.embedding.default, [f(7, 4), torch.tensor([[1, 2, 3], [4, 5, 6]])], {}
-    yield (
-        aten.embedding_dense_backward.default,
-        [f(2, 3, 4), torch.ones(2, 3, dtype=torch.long), 7, -1, False],
-        {},
-    )
+    yield (aten.embedding_dense_backward.default, [f(2, 3, 4), torch.ones(2, 3, dtype=torch.long), 7, -1, False], {})
     yield aten.cat.default, [[f(2, 3), f(2, 4)], 1], {}
     yield aten.cat.default, [[f(2, 5, 3, 4).transpose(1, 2), f(2, 3, 5, 4)], -1], {}
     yield aten.stack.default, [[f(2, 3), f(3, 2).t()], -1], {}
@@ -222,9 +212,7 @@ def test_every_rule(dtype: torch.dtype) -> None:
         found = [layout_of(item) for item in out] if isinstance(out, tuple) else layout_of(out)
         if op == aten.native_layer_norm_backward.default and isinstance(found, list):
             # The kernel makes a tensor of no elements for a gradient that nobody wants.
-            found = [
-                item if item is None or wanted else None for item, wanted in zip(found, args[-1], strict=True)
-            ]
+            found = [item if item is None or wanted else None for item, wanted in zip(found, args[-1], strict=True)]
         predicted = predict(op, args, kwargs)
         assert predicted == found, str(op)
         tried.add(op)
@@ -247,9 +235,7 @@ def test_every_rule(dtype: torch.dtype) -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
 )
-def test_what_is_not_plain_is_left_to_torch(
-    op: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any]
-) -> None:
+def test_what_is_not_plain_is_left_to_torch(op: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any]) -> None:
     assert predict(op, args, kwargs) is None
 
 

@@ -14,21 +14,21 @@ from synthetic import chain, cluster, transformer
 
 from planner.cost.ddp import COPY
 from planner.cost.peak_memory import peak_memory
-from planner.cost.stage_option import Option
+from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.stragglers import Imbalance
 from planner.cost.workload import Workload
 from planner.model.operator_split import slice_operators
 from planner.model.stages import cut
 from planner.plan import make_plan, options_of, space_of
-from planner.search.candidates import Choice, Pins, choices_of, cuts, splittable
+from planner.search.candidates import Pins, StageDecision, choices_of, cuts, splittable
 from planner.search.counting_ilp import fastest
 from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits
 from planner.search.lagrangian_bound import lower_bound_s
 from planner.search.pareto import option_numbers, undominated
 from planner.search.search import Found, Task, search
-from planner.search.search_space import Menu, Space
+from planner.search.search_space import CandidateSet, Space
 from planner.strategies.registry import Strategy, parse_choice, strategies_on
 from profiler.byte_sizes import MIB
 from profiler.cluster.cluster import Cluster, Host
@@ -36,8 +36,12 @@ from profiler.cluster.figure import Figure
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator
 
-SLOW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow],
-                phases=[Phase.explicit, Phase.reuse, Phase.generate])  # fmt: skip
+SLOW = settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
 HOST = Host(Figure(6e9, "assumed: for a test"), Figure(20e9, "assumed: for a test"))
 
 
@@ -50,18 +54,23 @@ machines = st.builds(
     lambda overlaps, intra, nodes, host: replace(
         cluster(nodes, 2, intra=intra, inter=intra / 4, overlaps=overlaps), host=HOST if host else None
     ),
-    st.booleans(), st.floats(1e9, 2e10), st.sampled_from([1, 2]), st.booleans(),
-)  # fmt: skip
+    st.booleans(),
+    st.floats(1e9, 2e10),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+)
 
 
-def every_choice(graph: ModelGraph, machine: Cluster) -> Iterator[tuple[Choice, ...]]:
+def every_choice(graph: ModelGraph, machine: Cluster) -> Iterator[tuple[StageDecision, ...]]:
     """Yield every plan of a chain that the space is said to have, without what was left out of menus."""
     space = Space(graph)
     offered = strategies_on(machine)
     yield from product(*(choices_of(stage, space.model.graph, offered) for stage in space.model.stages))
 
 
-def best_by_trying(graph: ModelGraph, load: Workload, plans: Iterator[tuple[Choice, ...]], limit: float) -> float:
+def best_by_trying(
+    graph: ModelGraph, load: Workload, plans: Iterator[tuple[StageDecision, ...]], limit: float
+) -> float:
     """Return the most samples per second of the plans that fit, each priced as a whole."""
     space, best = Space(graph), 0.0
     for choices in plans:
@@ -92,8 +101,9 @@ def test_nothing_in_the_space_is_faster_than_the_bound(rows: tuple[int, int], ma
 
 @SLOW
 @given(chains, machines, st.integers(1, 2), st.floats(0.0, 1.0), st.integers(0, 10**6))
-def test_dominated_options_are_in_no_better_plan(graph: ModelGraph, machine: Cluster, accumulation: int,
-                                                 fraction: float, seed: int) -> None:  # fmt: skip
+def test_dominated_options_are_in_no_better_plan(
+    graph: ModelGraph, machine: Cluster, accumulation: int, fraction: float, seed: int
+) -> None:
     space = Space(graph)
     load = space.workload(machine, "adam", "fp32", 1, accumulation)
     choices = [choices_of(stage, graph, strategies_on(machine)) for stage in space.model.stages]
@@ -105,16 +115,16 @@ def test_dominated_options_are_in_no_better_plan(graph: ModelGraph, machine: Clu
     assert least_time(pruned, limit) == pytest.approx(least_time(full, limit), rel=1e-12)
 
 
-def menu_of(space: Space, load: Workload, choices: list[list[Choice]]) -> Menu:
+def menu_of(space: Space, load: Workload, choices: list[list[StageDecision]]) -> CandidateSet:
     options = tuple(tuple(space.option(k, c, None, load) for c in some) for k, some in enumerate(choices))
-    return Menu(load, None, space.kinds, options, tuple(tuple(some) for some in choices))
+    return CandidateSet(load, None, space.kinds, options, tuple(tuple(some) for some in choices))
 
 
-def plans_of(menu: Menu) -> list[tuple[Option, ...]]:
+def plans_of(menu: CandidateSet) -> list[tuple[StageCandidate, ...]]:
     return list(product(*(menu.options[kind] for kind in menu.kinds)))
 
 
-def least_time(menu: Menu, limit: float) -> float:
+def least_time(menu: CandidateSet, limit: float) -> float:
     fitting = [o for o in plans_of(menu) if peak_memory(o, menu.load).total_bytes <= limit]
     return min((step_time(options, menu.load).total_s for options in fitting), default=float("inf"))
 
@@ -133,7 +143,9 @@ def test_options_of_one_and_of_several_segments_are_not_compared() -> None:
     kind = next(k for k, stage in zip(space.kinds, space.model.stages, strict=True) if stage.block is not None)
     count = len(next(stage for stage in space.model.stages if stage.block is not None).operators)
     shard, copy = Strategy("shard", 4), Strategy("replicate", 1)
-    options = [space.option(kind, Choice(some), None, load) for some in ((shard,) * count, (copy,) * 4 + (shard,) * 2)]
+    options = [
+        space.option(kind, StageDecision(some), None, load) for some in ((shard,) * count, (copy,) * 4 + (shard,) * 2)
+    ]
     numbers = option_numbers(options, load)
     assert [len(option.segments) for option in options] == [1, 2]
     assert undominated(numbers) == [0, 1]
@@ -170,7 +182,7 @@ def test_stages_do_not_depend_on_splits(rows: list[int], count: int, which: int)
 
 
 @st.composite
-def decided(draw: st.DrawFn) -> tuple[ModelGraph, Cluster, list[Choice], Strategy | None]:
+def decided(draw: st.DrawFn) -> tuple[ModelGraph, Cluster, list[StageDecision], Strategy | None]:
     """Draw a plan of the space: some choice for every stage."""
     machine = replace(cluster(draw(st.sampled_from([1, 2])), 2), host=HOST if draw(st.booleans()) else None)
     graph = transformer(2, 1024, tied=draw(st.booleans()), vocabulary=2048)
@@ -184,7 +196,7 @@ def decided(draw: st.DrawFn) -> tuple[ModelGraph, Cluster, list[Choice], Strateg
 @settings(SLOW, max_examples=25)
 @given(decided(), st.integers(1, 2))
 def test_a_plan_reads_back_as_it_was_priced(
-    case: tuple[ModelGraph, Cluster, list[Choice], Strategy | None], accumulation: int
+    case: tuple[ModelGraph, Cluster, list[StageDecision], Strategy | None], accumulation: int
 ) -> None:
     graph, machine, choices, spanning = case
     space = Space(graph)
@@ -211,7 +223,7 @@ def test_the_mean_over_ranks_is_no_more_than_the_fullest(ops: int, machine: Clus
     space = Space(graph)
     load = space.workload(machine, "adam", "fp32", 1)
     owner = Strategy("owner", machine.world_size)
-    choices = [Choice((owner,)) for _ in space.kinds]
+    choices = [StageDecision((owner,)) for _ in space.kinds]
     mean = [space.option(kind, c, None, load, None) for kind, c in zip(space.kinds, choices, strict=True)]
     fullest = space.settled(load, choices, None).options
     assert peak_memory(mean, load).total_bytes <= peak_memory(fullest, load).total_bytes
@@ -234,7 +246,7 @@ def test_a_plan_whose_fullest_rank_does_not_fit_is_not_called_feasible() -> None
 # --- exact form with unequal segments ---
 
 
-def unequal_menu(graph: ModelGraph, load: Workload, seed: int) -> Menu:
+def unequal_menu(graph: ModelGraph, load: Workload, seed: int) -> CandidateSet:
     """Return a menu in which every stage has options of one segment and of several."""
     space = Space(graph)
     some = []
@@ -242,15 +254,22 @@ def unequal_menu(graph: ModelGraph, load: Workload, seed: int) -> Menu:
         choices = space.choices(kind, load)
         whole = [c for c in choices if c.is_whole]
         several = [c for c in choices if not c.is_whole] or whole
-        some.append([whole[seed % len(whole)], whole[(seed + 3) % len(whole)], several[seed % len(several)],
-                     several[(seed * 5 + 1) % len(several)]])  # fmt: skip
+        some.append(
+            [
+                whole[seed % len(whole)],
+                whole[(seed + 3) % len(whole)],
+                several[seed % len(several)],
+                several[(seed * 5 + 1) % len(several)],
+            ]
+        )
     return menu_of(space, load, some)
 
 
 @settings(SLOW, max_examples=20)
 @given(chains, machines, st.integers(1, 3), st.floats(0.0, 1.0), st.integers(0, 1000))
-def test_exact_form_with_unequal_segments_equals_brute_force(graph: ModelGraph, machine: Cluster, accumulation: int,
-                                                             fraction: float, seed: int) -> None:  # fmt: skip
+def test_exact_form_with_unequal_segments_equals_brute_force(
+    graph: ModelGraph, machine: Cluster, accumulation: int, fraction: float, seed: int
+) -> None:
     menu = unequal_menu(graph, Workload(machine, "adam", "fp32", 1, accumulation), seed)
     peaks = [peak_memory(options, menu.load).total_bytes for options in plans_of(menu)]
     limit = min(peaks) + fraction * (max(peaks) - min(peaks))
@@ -277,10 +296,16 @@ def honoured(found: Found, pins: Pins, machine: Cluster) -> None:
 
 
 @settings(SLOW, max_examples=8)
-@given(st.tuples(st.integers(1, 4), st.integers(1, 4)), machines, st.integers(0, 1), st.integers(0, 30),
-       st.floats(1.0, 2.5))  # fmt: skip
-def test_a_pinned_optimum_is_that_of_the_plans_with_the_pin(rows: tuple[int, int], machine: Cluster, operator: int,
-                                                            which: int, factor: float) -> None:  # fmt: skip
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    machines,
+    st.integers(0, 1),
+    st.integers(0, 30),
+    st.floats(1.0, 2.5),
+)
+def test_a_pinned_optimum_is_that_of_the_plans_with_the_pin(
+    rows: tuple[int, int], machine: Cluster, operator: int, which: int, factor: float
+) -> None:
     graph = small_chain(rows)
     load = Workload(machine, "adam", "fp32", 1)
     known = strategies_on(machine)
@@ -347,8 +372,9 @@ def test_split_pins_of_spanning_operators_are_refused() -> None:
 
 @settings(SLOW, max_examples=10)
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4)), st.booleans(), st.floats(1.0, 3.0), st.floats(0.0, 1.5))
-def test_waiting_is_charged_as_the_whole_plan_meets(rows: tuple[int, int], overlaps: bool, factor: float,
-                                                    variation: float) -> None:  # fmt: skip
+def test_waiting_is_charged_as_the_whole_plan_meets(
+    rows: tuple[int, int], overlaps: bool, factor: float, variation: float
+) -> None:
     graph, machine = small_chain(rows), cluster(1, 2, intra=4e9, overlaps=overlaps)
     imbalance = Imbalance(variation=variation)
     load = Workload(machine, "adam", "fp32", 1, 4, imbalance.waits(2, 1, 4))

@@ -37,8 +37,11 @@ def test_replaces_the_layer_in_its_model() -> None:
     linear.weight.requires_grad_(False)
     split_linear(model, "1.0", 3)
     assert list(dict(model.named_parameters())) == [
-        "1.0.slices.0.weight", "1.0.slices.0.bias", "1.0.slices.1.weight", "1.0.slices.2.weight",
-    ]  # fmt: skip
+        "1.0.slices.0.weight",
+        "1.0.slices.0.bias",
+        "1.0.slices.1.weight",
+        "1.0.slices.2.weight",
+    ]
     assert [part.weight.shape for part in model[1][0].slices] == [(3, 3), (3, 2), (3, 2)]
     assert [part.weight.requires_grad for part in model[1][0].slices] == [False] * 3
     assert model[1][0].slices[0].bias is linear.bias

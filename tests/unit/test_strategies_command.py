@@ -38,11 +38,15 @@ def test_what_is_kept_and_sent(cli: Cli) -> None:
     whole = 4 * NUMEL
     assert found["replicate"]["sent_bytes"] == {"forward": {}, "backward": {"all_reduce": whole}, "step": {}}
     assert found["owner"]["sent_bytes"] == {
-        "forward": {"broadcast": whole}, "backward": {"broadcast": whole, "reduce": whole}, "step": {}
-    }  # fmt: skip
+        "forward": {"broadcast": whole},
+        "backward": {"broadcast": whole, "reduce": whole},
+        "step": {},
+    }
     assert found["shard"]["sent_bytes"] == {
-        "forward": {"all_gather": whole}, "backward": {"all_gather": whole, "reduce_scatter": whole}, "step": {}
-    }  # fmt: skip
+        "forward": {"all_gather": whole},
+        "backward": {"all_gather": whole, "reduce_scatter": whole},
+        "step": {},
+    }
     # Adam keeps two moments of every tensor, and a counter that takes a block of its own.
     assert found["replicate"]["parameters_bytes"] == rounded(1)
     assert found["replicate"]["optimizer_bytes"] == 2 * rounded(1) + rounded(1, 512) - rounded(1)
@@ -58,8 +62,10 @@ def test_bf16_halves_what_is_gathered_but_not_what_is_reduced(cli: Cli) -> None:
     told = cli.json("strategies", "--model", "gpt2-tiny", *ON_TWO, "--precision", "bf16", "--strategy", "shard_grad")
     (found,) = told["strategies"]
     assert found["predicted"]["sent_bytes"] == {
-        "forward": {"all_gather": 2 * NUMEL}, "backward": {"reduce_scatter": 4 * NUMEL}, "step": {}
-    }  # fmt: skip
+        "forward": {"all_gather": 2 * NUMEL},
+        "backward": {"reduce_scatter": 4 * NUMEL},
+        "step": {},
+    }
 
 
 def test_the_optimizers_states_are_the_optimizers(cli: Cli) -> None:
@@ -145,8 +151,20 @@ def test_the_page_shows_the_balance(cli: Cli) -> None:
 
 def test_owners_that_are_given_hold_what_is_predicted(cli: Cli) -> None:
     pins = ("--pin", "wte=owner@1", "--pin", "blocks.*=owner@1")
-    cli.done("plan", "--model", "gpt2-tiny", "--cluster", "cpu-gloo", "--gpus-per-node", "4", "--batch", "2", *pins,
-             "-o", "plan.yaml")  # fmt: skip
+    cli.done(
+        "plan",
+        "--model",
+        "gpt2-tiny",
+        "--cluster",
+        "cpu-gloo",
+        "--gpus-per-node",
+        "4",
+        "--batch",
+        "2",
+        *pins,
+        "-o",
+        "plan.yaml",
+    )
     told = cli.json("verify", "plan.yaml", "--device", "fake")
     assert (told["rank"], told["holds"]) == (1, True)
     # All but the positions and the last norm, which other ranks may share.

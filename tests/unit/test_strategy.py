@@ -114,27 +114,58 @@ ROWS = [Parameter("w", (10, 4)), Parameter("b", (10,))]
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        (Strategy("shard", 8), [("all_gather", 8, 1, 160, "forward"), ("all_gather", 8, 1, 160, "backward"),
-                                ("reduce_scatter", 8, 1, 320, "reduce")]),
+        (
+            Strategy("shard", 8),
+            [
+                ("all_gather", 8, 1, 160, "forward"),
+                ("all_gather", 8, 1, 160, "backward"),
+                ("reduce_scatter", 8, 1, 320, "reduce"),
+            ],
+        ),
         (Strategy("shard_grad", 8), [("all_gather", 8, 1, 160, "forward"), ("reduce_scatter", 8, 1, 320, "reduce")]),
         # Over 4 ranks 3 rows each, 12 in all: 60 elements.  A shard of 15 goes to the other node.
-        (Strategy("group_shard", 4), [("all_gather", 4, 1, 120, "forward"), ("all_gather", 4, 1, 120, "backward"),
-                                      ("reduce_scatter", 4, 1, 240, "reduce"), ("all_reduce", 2, 4, 60, "step")]),
+        (
+            Strategy("group_shard", 4),
+            [
+                ("all_gather", 4, 1, 120, "forward"),
+                ("all_gather", 4, 1, 120, "backward"),
+                ("reduce_scatter", 4, 1, 240, "reduce"),
+                ("all_reduce", 2, 4, 60, "step"),
+            ],
+        ),
         # 50 elements, not padded.
         (Strategy("replicate", 1), [("all_reduce", 8, 1, 200, "step")]),
         # Two nodes gather what the ranks of equal place have, a quarter; then the four of a node the whole.
-        (Strategy("hierarchical", 8), [("all_gather", 2, 4, 40, "forward"), ("all_gather", 4, 1, 160, "forward"),
-                                       ("all_gather", 2, 4, 40, "backward"), ("all_gather", 4, 1, 160, "backward"),
-                                       ("reduce_scatter", 4, 1, 320, "reduce"),
-                                       ("reduce_scatter", 2, 4, 80, "reduce")]),
-        (Strategy("secondary_shard", 8, secondary=2), [("all_gather", 8, 1, 160, "forward"),
-                                                       ("all_gather", 2, 1, 160, "backward"),
-                                                       ("reduce_scatter", 8, 1, 320, "reduce")]),
-        (Strategy("owner", 8), [("broadcast", 8, 1, 100, "forward"), ("broadcast", 8, 1, 100, "backward"),
-                                ("reduce", 8, 1, 200, "reduce")]),
+        (
+            Strategy("hierarchical", 8),
+            [
+                ("all_gather", 2, 4, 40, "forward"),
+                ("all_gather", 4, 1, 160, "forward"),
+                ("all_gather", 2, 4, 40, "backward"),
+                ("all_gather", 4, 1, 160, "backward"),
+                ("reduce_scatter", 4, 1, 320, "reduce"),
+                ("reduce_scatter", 2, 4, 80, "reduce"),
+            ],
+        ),
+        (
+            Strategy("secondary_shard", 8, secondary=2),
+            [
+                ("all_gather", 8, 1, 160, "forward"),
+                ("all_gather", 2, 1, 160, "backward"),
+                ("reduce_scatter", 8, 1, 320, "reduce"),
+            ],
+        ),
+        (
+            Strategy("owner", 8),
+            [
+                ("broadcast", 8, 1, 100, "forward"),
+                ("broadcast", 8, 1, 100, "backward"),
+                ("reduce", 8, 1, 200, "reduce"),
+            ],
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, Strategy) else "",
-)  # fmt: skip
+)
 def test_collectives_of_each_strategy_by_hand(strategy: Strategy, expected: list[tuple[object, ...]]) -> None:
     machine = cluster(2, 4)
     sent = unit_collectives(ROWS, strategy, "bf16", machine)
@@ -146,8 +177,10 @@ def test_only_trainable_parameters_are_reduced() -> None:
     frozen = [ROWS[0], Parameter("b", (10,), trainable=False)]
     gathered, _, reduced = unit_collectives(frozen, Strategy("shard", 8), "fp32", cluster(2, 4))
     assert (gathered.size_bytes, reduced.size_bytes) == (4 * 80, 4 * 64)
-    assert all(c.phase in ("forward", "backward") for c in unit_collectives(frozen[1:], Strategy("shard", 8), "fp32",
-                                                                             cluster(2, 4)))  # fmt: skip
+    assert all(
+        c.phase in ("forward", "backward")
+        for c in unit_collectives(frozen[1:], Strategy("shard", 8), "fp32", cluster(2, 4))
+    )
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -246,8 +279,17 @@ def test_owners_are_balanced(sizes: list[int], ranks: int) -> None:
 
 def test_strategies_of_a_cluster() -> None:
     names = [str(strategy) for strategy in strategies_on(cluster(2, 4))]
-    assert names == ["replicate", "shard", "shard_grad", "group_shard:2", "group_shard:4", "hierarchical",
-                     "secondary_shard:2", "secondary_shard:4", "owner"]  # fmt: skip
+    assert names == [
+        "replicate",
+        "shard",
+        "shard_grad",
+        "group_shard:2",
+        "group_shard:4",
+        "hierarchical",
+        "secondary_shard:2",
+        "secondary_shard:4",
+        "owner",
+    ]
     # What lets ranks run ahead of each other is offered only where they do not wait anyway; never the costlier twin.
     uneven = [str(strategy) for strategy in strategies_on(cluster(2, 4), uneven=True)]
     assert uneven == [*names, "odc:2", "odc:4"]
@@ -260,8 +302,17 @@ def test_strategies_of_a_cluster() -> None:
 
 def test_known_strategies_of_a_cluster() -> None:
     names = [str(strategy) for strategy in known_strategies(cluster(2, 2))]
-    plain = ["replicate", "shard", "shard_grad", "group_shard:2", "hierarchical", "secondary_shard:2", "owner",
-             "odc:2", "odc_ordered:2"]  # fmt: skip
+    plain = [
+        "replicate",
+        "shard",
+        "shard_grad",
+        "group_shard:2",
+        "hierarchical",
+        "secondary_shard:2",
+        "owner",
+        "odc:2",
+        "odc_ordered:2",
+    ]
     assert names == [*plain, *(f"{name}+offload" for name in plain)]
     # One node has no network to spare; one rank has nobody to share with.
     assert "hierarchical" not in [str(strategy) for strategy in known_strategies(cluster(1, 4))]

@@ -106,10 +106,7 @@ def list_of(*items: nn.Module) -> nn.ModuleList:
         (LanguageModel(layers=2), ["blocks.0", "blocks.1"]),
         # Alike in nothing but place: a list is enough.
         (Tree(layers=list_of(Layer(), Layer(5), Other())), ["layers.0", "layers.1", "layers.2"]),
-        (
-            EncoderDecoder(),
-            [f"net.{side}.layers.{i}" for side in ("encoder", "decoder") for i in (0, 1)],
-        ),
+        (EncoderDecoder(), [f"net.{side}.layers.{i}" for side in ("encoder", "decoder") for i in (0, 1)]),
         # Sequentials of Sequentials: the units inside the stages.
         (ConvNet(), ["stage1.0", "stage1.1", "stage2.0", "stage2.1"]),
         # Written out by hand: siblings that look alike, whatever the third is.

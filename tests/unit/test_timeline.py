@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from osdp.uneven_lengths import timeline
-from osdp.uneven_lengths.timeline import Call, Recorder, Recording, Span, timelines
+from osdp.uneven_lengths.timeline import Call, CallTimeline, Recording, Span, timelines
 from osdp.uneven_lengths.timeline_plot import COLOURS, check_plot, plot_timelines
 from profiler.errors import OsdpError
 
@@ -21,29 +21,31 @@ def meet(start_s: float, end_s: float, ranks: tuple[int, ...] = BOTH) -> Call:
 
 
 def test_the_first_waits_for_the_last() -> None:
-    first, second = timelines([
-        Recording(100.0, 106.0, (meet(101.0, 104.0),)),
-        Recording(100.5, 110.0, (meet(103.0, 104.5),)),
-    ])  # fmt: skip
+    first, second = timelines(
+        [Recording(100.0, 106.0, (meet(101.0, 104.0),)), Recording(100.5, 110.0, (meet(103.0, 104.5),))]
+    )
     # Rank 0 comes at 101 and rank 1 at 103; at the end rank 0 waits from 106 to 110.
     assert first.spans == (
-        Span("compute", 0.0, 1.0), Span("waiting", 1.0, 3.0), Span("communication", 3.0, 4.0),
-        Span("compute", 4.0, 6.0), Span("waiting", 6.0, 10.0),
-    )  # fmt: skip
-    assert second.spans == (
-        Span("compute", 0.5, 3.0), Span("communication", 3.0, 4.5), Span("compute", 4.5, 10.0),
-    )  # fmt: skip
+        Span("compute", 0.0, 1.0),
+        Span("waiting", 1.0, 3.0),
+        Span("communication", 3.0, 4.0),
+        Span("compute", 4.0, 6.0),
+        Span("waiting", 6.0, 10.0),
+    )
+    assert second.spans == (Span("compute", 0.5, 3.0), Span("communication", 3.0, 4.5), Span("compute", 4.5, 10.0))
     assert (first.bubble_s, second.bubble_s) == (6.0, 0.0)
     assert first.total_s("compute") == 3.0
 
 
 def test_calls_are_matched_in_their_groups() -> None:
     """Ranks 0 and 1 meet twice, ranks 1 and 2 once, and rank 2 pulls without anyone."""
-    found = timelines([
-        Recording(0.0, 20.0, (meet(2.0, 5.0), meet(6.0, 14.0))),
-        Recording(0.0, 20.0, (meet(4.0, 5.0), meet(8.0, 11.0, (1, 2)), meet(13.0, 14.0))),
-        Recording(0.0, 20.0, (Call("pull", 1.0, 4.0), meet(10.0, 11.0, (1, 2)))),
-    ])  # fmt: skip
+    found = timelines(
+        [
+            Recording(0.0, 20.0, (meet(2.0, 5.0), meet(6.0, 14.0))),
+            Recording(0.0, 20.0, (meet(4.0, 5.0), meet(8.0, 11.0, (1, 2)), meet(13.0, 14.0))),
+            Recording(0.0, 20.0, (Call("pull", 1.0, 4.0), meet(10.0, 11.0, (1, 2)))),
+        ]
+    )
     assert [one.bubble_s for one in found] == [2.0 + 7.0, 2.0, 0.0]
     assert [one.total_s("communication") for one in found] == [1.0 + 1.0, 1.0 + 1.0 + 1.0, 3.0 + 1.0]
     assert all(one.spans[0].start_s == 0.0 and one.spans[-1].end_s == 20.0 for one in found)
@@ -64,7 +66,7 @@ def test_ranks_must_have_met_equally_often() -> None:
 def test_calls_inside_others_count_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 2.0, 5.0, 7.0, 8.0, 9.0, 10.0, 11.0])
     monkeypatch.setattr(timeline.time, "monotonic", lambda: next(clock))
-    recorder = Recorder()
+    recorder = CallTimeline()
     inner = recorder.watched("meet", BOTH, lambda: "met")
 
     def pulls() -> str:
@@ -72,8 +74,12 @@ def test_calls_inside_others_count_by_themselves(monkeypatch: pytest.MonkeyPatch
 
     assert recorder.watched("pull", (), pulls)() == "metmet"
     assert recorder.calls == [
-        Call("pull", 1.0, 2.0), meet(2.0, 5.0), Call("pull", 5.0, 7.0), meet(7.0, 8.0), Call("pull", 8.0, 9.0),
-    ]  # fmt: skip
+        Call("pull", 1.0, 2.0),
+        meet(2.0, 5.0),
+        Call("pull", 5.0, 7.0),
+        meet(7.0, 8.0),
+        Call("pull", 8.0, 9.0),
+    ]
 
 
 # --- the picture

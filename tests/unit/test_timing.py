@@ -11,23 +11,31 @@ from hypothesis import strategies as st
 from synthetic import cluster
 
 from planner.cost.simulator import simulate, simulated_s
-from planner.cost.stage_option import Option, Segment
+from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 
 times = st.floats(0.0, 10.0)
 
 
-def segment(forward: float, backward: float, a: float, b: float, r: float, ar: float = 0.0, before: float = 0.0,
-            after: float = 0.0) -> Segment:  # fmt: skip
+def segment(
+    forward: float,
+    backward: float,
+    a: float,
+    b: float,
+    r: float,
+    ar: float = 0.0,
+    before: float = 0.0,
+    after: float = 0.0,
+) -> Segment:
     return Segment(forward, backward, 0.0, a, b, r, ar, before, after)
 
 
-def option(segments: tuple[Segment, ...], optimizer_s: float = 0.0) -> Option:
+def option(segments: tuple[Segment, ...], optimizer_s: float = 0.0) -> StageCandidate:
     """A stage that holds nothing: its memory is not what is tested."""
-    nothing = {field.name: 0 for field in fields(Option) if field.default is MISSING}
+    nothing = {field.name: 0 for field in fields(StageCandidate) if field.default is MISSING}
     told = {"strategies": (), "moments": (), "segments": segments, "optimizer_s": optimizer_s}
-    return Option(**{**nothing, **told})
+    return StageCandidate(**{**nothing, **told})
 
 
 def load(overlaps: bool = True, accumulation: int = 1) -> Workload:

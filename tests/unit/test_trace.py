@@ -10,16 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from trace_models import (
-    MLP,
-    Attention,
-    ConvNet,
-    EncoderDecoder,
-    LanguageModel,
-    call_of,
-    language_model,
-    source,
-)
+from trace_models import MLP, Attention, ConvNet, EncoderDecoder, LanguageModel, call_of, language_model, source
 
 from profiler.model_graph import Affine, ModelGraph
 from profiler.trace.trace import trace_model
@@ -62,25 +53,17 @@ def test_attention_flops_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("build", "shapes"),
-    [
-        (lambda: MLP(24, 40, 8, 56), [(5, 24)]),
-        (ConvNet, [(3, 8, 8)]),
-        (EncoderDecoder, [(7, 32), (5, 32)]),
-    ],
+    [(lambda: MLP(24, 40, 8, 56), [(5, 24)]), (ConvNet, [(3, 8, 8)]), (EncoderDecoder, [(7, 32), (5, 32)])],
     ids=["mlp", "convolutions", "encoder-decoder"],
 )
-def test_flops_agree_with_torchs_counter(
-    build: Callable[[], nn.Module], shapes: list[tuple[int, ...]]
-) -> None:
+def test_flops_agree_with_torchs_counter(build: Callable[[], nn.Module], shapes: list[tuple[int, ...]]) -> None:
     """Unfused attention only: torch's counter does not know the fused CPU op."""
     graph = trace_model(source(build, *shapes))
     for batch in (1, 3):
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             counted = _flops(build(), shapes, batch)
         fused = _fused_attention_surplus(graph, shapes, batch) if len(shapes) == 2 else 0
-        traced = sum(
-            call.forward.matmul_flops(batch) + call.backward.matmul_flops(batch) for call in graph.calls
-        )
+        traced = sum(call.forward.matmul_flops(batch) + call.backward.matmul_flops(batch) for call in graph.calls)
         assert traced - fused == counted
 
 
@@ -248,12 +231,7 @@ def test_alike_blocks_share_a_class_and_uneven_ones_do_not() -> None:
     even = trace_model(language_model(layers=4))
     assert [block.name for block in even.blocks] == [f"blocks.{i}" for i in range(4)]
     assert [block.block_class for block in even.blocks] == [0, 0, 0, 0]
-    assert [(block.first_call, block.last_call) for block in even.blocks] == [
-        (2, 8),
-        (8, 14),
-        (14, 20),
-        (20, 26),
-    ]
+    assert [(block.first_call, block.last_call) for block in even.blocks] == [(2, 8), (8, 14), (14, 20), (20, 26)]
     assert even.blocks[0].input_bytes == Affine(0, 4 * 32 * 32)
     uneven = trace_model(language_model(hidden=(64, 128, 64)))
     assert [block.block_class for block in uneven.blocks] == [0, 1, 0]

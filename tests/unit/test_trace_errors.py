@@ -87,9 +87,7 @@ class Inverting(torch.autograd.Function):
     ],
     ids=["item", "branch", "mask", "nonzero", "custom op", "shape"],
 )
-def test_the_error_names_module_op_and_remedy(
-    strange: Callable[[Tensor], Tensor], op: str, advice: str
-) -> None:
+def test_the_error_names_module_op_and_remedy(strange: Callable[[Tensor], Tensor], op: str, advice: str) -> None:
     error = error_of(source(lambda: Wrapped(strange), (8,)))
     assert "`blocks.1.then`" in error.what
     assert op in error.what

@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
-from trace_models import (
-    MEMORY_CASES,
-    MLP,
-    call_of,
-    language_model,
-    source,
-)
+from trace_models import MEMORY_CASES, MLP, call_of, language_model, source
 
 from profiler.model_graph import Affine, ModelGraph
 from profiler.model_source import ModelSource
@@ -81,8 +75,11 @@ def predicted_peaks(graph: ModelGraph, batch: int) -> tuple[float, float]:
     finished = 0.0
     for index in reversed(range(len(graph.calls))):
         call = graph.calls[index]
-        waiting = sum(weight_bytes(graph, operator) for operator in {c.operator for c in graph.calls[index + 1 :]}
-                      if any(c.operator == operator for c in graph.calls[: index + 1]))  # fmt: skip
+        waiting = sum(
+            weight_bytes(graph, operator)
+            for operator in {c.operator for c in graph.calls[index + 1 :]}
+            if any(c.operator == operator for c in graph.calls[: index + 1])
+        )
         backward = max(backward, before[index] + call.backward_peak_bytes(batch) + finished + waiting)
         if all(other.operator != call.operator for other in graph.calls[:index]):
             finished += sum(4 * parameter.numel for parameter in graph.operators[call.operator].parameters)
@@ -149,9 +146,7 @@ def test_bf16_halves_the_activations() -> None:
 def test_dropout_and_attention_follow_the_kind_of_device() -> None:
     """CUDA keeps one byte an element for dropout and nothing of length^2 for attention with it."""
     length, width, heads = 128, 32, 2
-    model = language_model(
-        width=width, heads=heads, length=length, layers=1, words=64, dropout=0.5, hidden=(128,)
-    )
+    model = language_model(width=width, heads=heads, length=length, layers=1, words=64, dropout=0.5, hidden=(128,))
     cpu, cuda = (trace_model(model, device_kind=kind) for kind in ("cpu", "cuda"))
     squares = 4 * heads * length * length
     assert call_of(cpu, "blocks.0.attention.qkv").saved_bytes.per_sample > 2 * squares
@@ -167,10 +162,7 @@ def test_dropout_and_attention_follow_the_kind_of_device() -> None:
 # --- lines ----------------------------------------------------------------------------------------
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)), min_size=1, max_size=6),
-    st.integers(1, 5000),
-)
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)), min_size=1, max_size=6), st.integers(1, 5000))
 def test_the_envelope_is_nowhere_below_any_instant(lines: list[tuple[int, int]], batch: int) -> None:
     events = [[fixed + slope * size for fixed, slope in lines] for size in SIZES]
     bound = envelope(events)

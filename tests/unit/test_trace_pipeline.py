@@ -27,12 +27,8 @@ from profiler.trace.trace import trace_model
 
 
 @pytest.mark.parametrize(("precision", "device_kind"), [("fp32", "cpu"), ("bf16", "cuda")])
-@pytest.mark.parametrize(
-    "case", ["tied in use", "dropout", "encoder-decoder with dropout", "rotary", "convolutions"]
-)
-def test_shortcuts_change_nothing(
-    case: str, device_kind: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("case", ["tied in use", "dropout", "encoder-decoder with dropout", "rotary", "convolutions"])
+def test_shortcuts_change_nothing(case: str, device_kind: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same graph as with every op run by torch's FakeTensorMode."""
     if (case, precision) == ("convolutions", "bf16"):
         pytest.skip("a CPU keeps batch statistics in bf16, the meta device like CUDA in fp32")
@@ -74,9 +70,7 @@ def test_constants_in_the_model_do_not_count() -> None:
 
     graph, bare = trace_model(source(Model, (64,))), trace_model(source(lambda: Bare(64, 64, 64), (64,)))
     assert [call.saved_bytes for call in graph.calls] == [call.saved_bytes for call in bare.calls]
-    assert [call.backward_peak_bytes for call in graph.calls] == [
-        call.backward_peak_bytes for call in bare.calls
-    ]
+    assert [call.backward_peak_bytes for call in graph.calls] == [call.backward_peak_bytes for call in bare.calls]
 
 
 def test_what_the_first_step_makes_and_keeps_is_not_counted_but_noted() -> None:

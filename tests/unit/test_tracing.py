@@ -53,8 +53,12 @@ def test_nothing_is_left_behind() -> None:
     def hooks() -> list[int]:
         (weight,) = model.parameters()
         of_weight: Any = weight._post_accumulate_grad_hooks
-        return [len(model._forward_pre_hooks), len(optimizer._optimizer_step_pre_hooks),
-                len(optimizer._optimizer_step_post_hooks), len(of_weight or ())]  # fmt: skip
+        return [
+            len(model._forward_pre_hooks),
+            len(optimizer._optimizer_step_pre_hooks),
+            len(optimizer._optimizer_step_post_hooks),
+            len(of_weight or ()),
+        ]
 
     before = hooks()
     with pytest.raises(ZeroDivisionError), recorded(model, optimizer):

@@ -61,15 +61,20 @@ def test_data_of_sentences_stays_a_text_of_sentences() -> None:
     [
         ({}, "FSDP", "group_sharding", "FSDP with group_sharding"),
         ({"fsdp_args": "none"}, "FSDP", "none", "FSDP"),
-        ({"fsdp_args": "communication_with_groups"}, "FSDP", "communication_with_groups",
-         "FSDP with communication_with_groups"),
+        (
+            {"fsdp_args": "communication_with_groups"},
+            "FSDP",
+            "communication_with_groups",
+            "FSDP with communication_with_groups",
+        ),
         ({"fsdp_type": "osdp"}, "OSDP", None, "OSDP"),
         ({"fsdp_type": "FSDP"}, "FSDP", None, "FSDP"),
         ({"fsdp_type": "FSDP", "fsdp_args": "group_sharding"}, "FSDP", "group_sharding", "FSDP with group_sharding"),
     ],
-)  # fmt: skip
-def test_type_and_groups_replace_each_other(options: dict[str, Any], fsdp_type: str, fsdp_args: str | None,
-                                            sharding: str) -> None:  # fmt: skip
+)
+def test_type_and_groups_replace_each_other(
+    options: dict[str, Any], fsdp_type: str, fsdp_args: str | None, sharding: str
+) -> None:
     config = load_config("bert", options)
     assert (config.fsdp_type, config.fsdp_args, config.sharding) == (fsdp_type, fsdp_args, sharding)
     assert load_config("gpt2", {"fsdp_args": "none"}).fsdp_type == "FSDP"

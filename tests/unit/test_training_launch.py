@@ -70,8 +70,10 @@ def test_the_error_file_is_in_the_agents_form(failed: Any, tmp_path: Path) -> No
     assert int(message["extraInfo"]["timestamp"]) > 0
 
 
-@pytest.mark.parametrize(("count", "index", "endpoint"), [(1, 1, ""), (2, 0, ""), (2, 0, "host"), (2, 2, "host:1"),
-                                                        (2, 0, "host:0"), (2, 0, "host:65536")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("count", "index", "endpoint"),
+    [(1, 1, ""), (2, 0, ""), (2, 0, "host"), (2, 2, "host:1"), (2, 0, "host:0"), (2, 0, "host:65536")],
+)
 def test_nodes_that_cannot_be(count: int, index: int, endpoint: str) -> None:
     with pytest.raises(OsdpError):
         Nodes(count, index, endpoint)

@@ -106,8 +106,11 @@ def test_pairs_of_a_text(text: Path) -> None:
     corpus = TextFile(text)
     assert not corpus.has_held_out
     following = {"one two": {"three"}, "two": {"three"}, "vier": {"fünf"}}
-    others = {"one two": {"vier fünf", "fünf", "six"}, "two": {"vier fünf", "fünf", "six"},
-              "vier": {"one two three", "two three", "three", "six"}}  # fmt: skip
+    others = {
+        "one two": {"vier fünf", "fünf", "six"},
+        "two": {"vier fünf", "fünf", "six"},
+        "vier": {"one two three", "two three", "three", "six"},
+    }
     task, found = SentencePairs(corpus, 27, 0), {0: Counter[tuple[str, str]](), 1: Counter[tuple[str, str]]()}
     for index in range(1000):
         tokens, keywords = task.sample(index)
@@ -134,8 +137,9 @@ def test_a_tenth_of_the_documents_is_held_out(tmp_path: Path) -> None:
     path.write_text("\n\n".join(f"{n:02}a\n{n:02}b" for n in range(30)))
     task = SentencePairs(TextFile(path), 16, 0)
     assert task.corpus.has_held_out
-    samples = {held_out: [task.held_out(i) if held_out else task.sample(i) for i in range(400)]
-               for held_out in (False, True)}  # fmt: skip
+    samples = {
+        held_out: [task.held_out(i) if held_out else task.sample(i) for i in range(400)] for held_out in (False, True)
+    }
     numbers = {
         held_out: {decoded(part)[:2] for tokens, words in made for part in parts(restored(tokens, words["labels"]))}
         for held_out, made in samples.items()

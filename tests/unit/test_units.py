@@ -44,11 +44,7 @@ MODEL = cut(transformer(1, 256))
 
 
 def test_a_block_of_one_strategy_is_one_unit() -> None:
-    assert units(MODEL, {}) == (
-        Unit((0,), SHARD),
-        Unit((1, 2, 3, 4, 5, 6), SHARD, whole_block=0),
-        Unit((7,), SHARD),
-    )
+    assert units(MODEL, {}) == (Unit((0,), SHARD), Unit((1, 2, 3, 4, 5, 6), SHARD, whole_block=0), Unit((7,), SHARD))
 
 
 def test_neighbours_of_one_strategy_are_joined() -> None:
@@ -75,9 +71,13 @@ def test_each_slice_is_a_unit() -> None:
 def test_operators_that_are_never_called_come_last_and_alone() -> None:
     graph = chain([(64, 64), (64, 64)], [1, 1], [1, 1])
     idle = (operator("idle0", (8, 8)), operator("idle1", (8, 8)))
-    model = cut(replace(graph, operators=(*idle, *graph.operators), calls=tuple(
-        replace(call, operator=call.operator + 2) for call in graph.calls
-    )))  # fmt: skip
+    model = cut(
+        replace(
+            graph,
+            operators=(*idle, *graph.operators),
+            calls=tuple(replace(call, operator=call.operator + 2) for call in graph.calls),
+        )
+    )
     assert units(model, {}) == (Unit((2, 3), SHARD), Unit((0,), SHARD), Unit((1,), SHARD))
 
 

@@ -22,8 +22,15 @@ from planner.plan import Plan
 from profiler.byte_sizes import GIB, MIB
 from profiler.trace.trace import trace_model
 
-CATEGORIES = {"parameters", "optimizer", "gradients", "unsharded_parameters", "communication_buffers", "activations",
-              "optimizer_temporaries"}  # fmt: skip
+CATEGORIES = {
+    "parameters",
+    "optimizer",
+    "gradients",
+    "unsharded_parameters",
+    "communication_buffers",
+    "activations",
+    "optimizer_temporaries",
+}
 ENOUGH_S = 60.0
 """Generous: a rehearsal of gpt2-tiny takes 2 s."""
 
@@ -57,9 +64,23 @@ def test_a_plan_that_holds(cli: Cli, planned: Plan) -> None:
     status, out, err = cli("verify", written(planned), "--json")
     assert (status, err) == (0, "")
     told: dict[str, Any] = json.loads(out)
-    assert set(told) == {"schema", "model", "cluster", "how", "world_size", "rank", "predicted", "tracked",
-                         "predicted_peak_bytes", "tracked_peak_bytes", "error", "reserved_bytes",
-                         "allocatable_bytes", "holds", "seconds"}  # fmt: skip
+    assert set(told) == {
+        "schema",
+        "model",
+        "cluster",
+        "how",
+        "world_size",
+        "rank",
+        "predicted",
+        "tracked",
+        "predicted_peak_bytes",
+        "tracked_peak_bytes",
+        "error",
+        "reserved_bytes",
+        "allocatable_bytes",
+        "holds",
+        "seconds",
+    }
     assert (told["schema"], told["model"], told["cluster"]) == ("osdp.verification/1", "gpt2-tiny", "titan-rtx-8")
     assert (told["how"], told["world_size"], told["holds"]) == ("rehearsal", 8, True)
     assert 0 <= told["rank"] < 8
@@ -86,8 +107,9 @@ def test_the_report_has_every_category_and_the_verdict(cli: Cli, planned: Plan) 
     assert "The prediction holds: off by" in text
 
 
-def test_a_prediction_that_does_not_hold_ends_with_1(cli: Cli, uniform: Callable[..., Plan],
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_a_prediction_that_does_not_hold_ends_with_1(
+    cli: Cli, uniform: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rehearsal that finds 2 % more than was predicted, or 4 % less."""
     rehearse = osdp.planning.verify.rehearse
     path = written(uniform("shard", micro_batch=128))  # 170 MiB, of which 1 % is more than rounding can be
@@ -148,8 +170,9 @@ def test_what_the_allocator_reserved_has_to_be_within_the_limit(
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (8, 8), (128, 8)])
-def test_every_world_takes_one_process_and_seconds(cli: Cli, uniform: Callable[..., Plan], nodes: int,
-                                                   gpus: int) -> None:  # fmt: skip
+def test_every_world_takes_one_process_and_seconds(
+    cli: Cli, uniform: Callable[..., Plan], nodes: int, gpus: int
+) -> None:
     path = written(uniform("shard", nodes, gpus))
     started = time.perf_counter()
     status, out, _ = cli("verify", path, "--json")

@@ -130,18 +130,10 @@ def test_a_model_file_of_the_users_own(tmp_path: Path) -> None:
         (
             "heads: 3",
             "haeds: 3",
-            [
-                "line 12: `config.haeds` is not known",
-                "did you mean `heads`?",
-                "line 7: `config.heads` is missing",
-            ],
+            ["line 12: `config.haeds` is not known", "did you mean `heads`?", "line 7: `config.heads` is missing"],
         ),
         ("layers: 2", "layers: two", ["line 11: `config.layers` is wrong", "a whole number"]),
-        (
-            "length: 8",
-            "length: 17",
-            ["line 6: `sequence_length` is wrong", "from 1 to maximum_positions, 16"],
-        ),
+        ("length: 8", "length: 17", ["line 6: `sequence_length` is wrong", "from 1 to maximum_positions, 16"]),
         ("length: 8", "length: 0", ["line 6: `sequence_length` is wrong"]),
         ("model/1", "model/9", ["line 1: written by another version of OSDP"]),
     ],
@@ -263,10 +255,7 @@ def test_tokens_are_guessed_from_an_embedding(write: Callable[[str], str]) -> No
 
 @pytest.mark.parametrize(
     ("layers", "shape"),
-    [
-        ("nn.Linear(5, 2), nn.Embedding(3, 3)", (3, 5)),
-        ("nn.ReLU(), nn.Conv2d(4, 2, 3)", (3, 4, 224, 224)),
-    ],
+    [("nn.Linear(5, 2), nn.Embedding(3, 3)", (3, 5)), ("nn.ReLU(), nn.Conv2d(4, 2, 3)", (3, 4, 224, 224))],
 )
 def test_numbers_are_guessed_from_other_layers(
     write: Callable[[str], str], layers: str, shape: tuple[int, ...]
@@ -322,41 +311,21 @@ def test_building_without_data_takes_no_memory(write: Callable[[str], str]) -> N
         ("user_code:maek", "def make(): ...", ["user_code.py has no `maek`", "one of Text, make"]),
         ("user_code:make", "make = 3", ["is not a factory", "got: a int"]),
         ("user_code:make", "make = nn.Linear(2, 2)", ["is not a factory", "got: a Linear", "wrap it"]),
-        (
-            "user_code:make",
-            "def make(width): ...",
-            ["needs arguments", "missing a required argument: 'width'"],
-        ),
+        ("user_code:make", "def make(width): ...", ["needs arguments", "missing a required argument: 'width'"]),
         ("user_code:make", "def make(): return 3", ["does not make a model", "got: a int"]),
         ("user_code:make", "def make(): return None", ["does not make a model", "got: nothing"]),
         ("user_code:make", "def make(): return Text(), 3", ["a tuple of a Text, a int"]),
         ("user_code:make", "def make():\n    raise KeyError('x')", ["KeyError: 'x'", "user_code.py:13"]),
-        (
-            "user_code:make",
-            "def make(): return nn.Linear('a', 2)",
-            ["raised an exception", "user_code.py:12"],
-        ),
-        (
-            "user_code:make",
-            "import sys; sys.exit(4)",
-            ["importing user_code", "SystemExit: 4", "user_code.py:12"],
-        ),
+        ("user_code:make", "def make(): return nn.Linear('a', 2)", ["raised an exception", "user_code.py:12"]),
+        ("user_code:make", "import sys; sys.exit(4)", ["importing user_code", "SystemExit: 4", "user_code.py:12"]),
         ("user_code:make", "import no_such_y", ["importing user_code", "No module named 'no_such_y'"]),
         ("user_code:make", "def make(:", ["SyntaxError", "user_code.py:12"]),
         ("user_code:make", "def make(): return nn.LayerNorm(3)", ["cannot be guessed", "a LayerNorm"]),
         ("user_code:make", "def make(): return nn.ReLU()", ["cannot be guessed", "nothing"]),
-        (
-            "user_code:make",
-            "def make(): return Text(), lambda: 1",
-            ["cannot be called", "example_inputs(batch)"],
-        ),
+        ("user_code:make", "def make(): return Text(), lambda: 1", ["cannot be called", "example_inputs(batch)"]),
         ("user_code:make", "def make(): return Text(), lambda b: 1", ["returned no arguments", "got: a int"]),
         ("user_code:make", "def make(): return Text(), lambda b: ()", ["returned no arguments"]),
-        (
-            "user_code:make",
-            "def make(): return Text(), lambda b: b / 0",
-            ["ZeroDivisionError", "user_code.py:12"],
-        ),
+        ("user_code:make", "def make(): return Text(), lambda b: b / 0", ["ZeroDivisionError", "user_code.py:12"]),
     ],
 )
 def test_what_goes_wrong_is_told(write: Callable[[str], str], spec: str, text: str, parts: list[str]) -> None:
@@ -396,18 +365,32 @@ SMALL = {"vocab_size": 100, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id"
 HF = {
     "GPT2LMHeadModel": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
     "LlamaForCausalLM": {
-        "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64,
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
     },
     "BertForMaskedLM": {
-        "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "intermediate_size": 64, "max_position_embeddings": 64,
+        "model_type": "bert",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
     },
     "T5ForConditionalGeneration": {
-        "model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+        "model_type": "t5",
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
         "decoder_start_token_id": 0,
     },
-}  # fmt: skip
+}
 
 
 def write_config(path: Path, architecture: str, **changes: Any) -> str:

@@ -14,9 +14,7 @@ from profiler.model_graph import Call, ModelGraph
 from profiler.model_source import ModelSource
 
 
-def source(
-    build: Callable[[], nn.Module], *shapes: tuple[int, ...], classes: int = 0, length: int = 1
-) -> ModelSource:
+def source(build: Callable[[], nn.Module], *shapes: tuple[int, ...], classes: int = 0, length: int = 1) -> ModelSource:
     """Return a source whose forward takes one (batch, *shape) float tensor per shape.
 
     With `classes`, it takes one (batch, *shape) tensor of class numbers instead.
@@ -131,9 +129,7 @@ class LanguageModel(nn.Module):
 def language_model(**options: Any) -> ModelSource:
     """Return a source of `LanguageModel`."""
     length = options.get("length", 32)
-    return source(
-        lambda: LanguageModel(**options), (length,), classes=options.get("words", 64), length=length
-    )
+    return source(lambda: LanguageModel(**options), (length,), classes=options.get("words", 64), length=length)
 
 
 class EncoderDecoder(nn.Module):
@@ -163,10 +159,7 @@ class RotaryLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
-        query, key = (
-            self.rotated(self.query(normed), self.heads),
-            self.rotated(self.key(normed), self.key_heads),
-        )
+        query, key = (self.rotated(self.query(normed), self.heads), self.rotated(self.key(normed), self.key_heads))
         value = self.split(self.value(normed), self.key_heads)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         x = x + mixed.transpose(1, 2).flatten(2)
@@ -197,9 +190,7 @@ class ConvNet(nn.Module):
 
     @staticmethod
     def unit(inputs: int, outputs: int) -> nn.Sequential:
-        return nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
-        )
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.pool(self.stage2(self.stage1(x))).flatten(1))

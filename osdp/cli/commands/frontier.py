@@ -68,8 +68,9 @@ def _check_folder(folder: Path, limits: Sequence[int]) -> None:
     if folder.is_file() or folder.suffix in (".yaml", ".yml"):
         raise OsdpError(f"{folder} cannot hold several plans", got="a file", expected="a folder, such as plans/")
     if not folder.parent.is_dir():
-        raise OsdpError(f"{folder} cannot be made", got=f"no directory {folder.parent}",
-                        advice=f"mkdir -p {folder.parent}")  # fmt: skip
+        raise OsdpError(
+            f"{folder} cannot be made", got=f"no directory {folder.parent}", advice=f"mkdir -p {folder.parent}"
+        )
     if folder.is_dir():
         for limit_bytes in limits:
             check_output(folder / file_name(limit_bytes))

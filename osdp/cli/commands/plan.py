@@ -68,8 +68,16 @@ def plan(
         _answer_one(question, to)
 
 
-def _request(limit_bytes: int, precision: str, optimizer: str, batch: int | None, global_batch: int | None,
-             headroom: str | None, pins: Sequence[str] | None, imbalance: str | None) -> Request:  # fmt: skip
+def _request(
+    limit_bytes: int,
+    precision: str,
+    optimizer: str,
+    batch: int | None,
+    global_batch: int | None,
+    headroom: str | None,
+    pins: Sequence[str] | None,
+    imbalance: str | None,
+) -> Request:
     """Return what is asked, read from the texts of the options; raises OsdpError for what they cannot mean."""
     from osdp.planning.headroom import NO_HEADROOM, parse_headroom
     from osdp.planning.imbalance_option import read_imbalance
@@ -78,12 +86,16 @@ def _request(limit_bytes: int, precision: str, optimizer: str, batch: int | None
     from planner.pins import parse_pin
 
     return Request(
-        limit_bytes, precision, optimizer, batch, global_batch,
+        limit_bytes,
+        precision,
+        optimizer,
+        batch,
+        global_batch,
         headroom=NO_HEADROOM if headroom is None else parse_headroom(headroom),
         pins=tuple(parse_pin(text) for text in pins or ()),
         imbalance=BALANCED if imbalance is None else read_imbalance(imbalance),
         imbalance_as_given=imbalance or "",
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -131,8 +143,10 @@ def _limit(cluster: Cluster, wanted_bytes: int | None) -> int:
 
     limit_bytes = memory_limit(cluster, wanted_bytes)
     if wanted_bytes is not None and limit_bytes < wanted_bytes:
-        note(f"of {format_bytes(wanted_bytes)}, the driver of {cluster.device.name} leaves "
-             f"{format_bytes(limit_bytes)} to programs: planning for that")  # fmt: skip
+        note(
+            f"of {format_bytes(wanted_bytes)}, the driver of {cluster.device.name} leaves "
+            f"{format_bytes(limit_bytes)} to programs: planning for that"
+        )
     return limit_bytes
 
 

@@ -71,8 +71,9 @@ def profile(
         launch(sys.argv[1:], ranks, Nodes(nnodes, node_rank, rdzv_endpoint), wanted.device, timeout_s)
 
 
-def _wanted(model: str | None, batch: str, seq: int | None, precision: str, repetitions: int, budget_s: float,
-            device: str) -> Wanted:  # fmt: skip
+def _wanted(
+    model: str | None, batch: str, seq: int | None, precision: str, repetitions: int, budget_s: float, device: str
+) -> Wanted:
     """Check the options."""
     import torch
 

@@ -82,8 +82,9 @@ def _here(ranks: int | None) -> tuple[str, int]:
 
     available = torch.cuda.device_count()
     if available and (ranks or 0) > available:
-        raise OsdpError("there are fewer GPUs than ranks", got=f"--gpus-per-node {ranks}",
-                        expected=f"at most {available}")  # fmt: skip
+        raise OsdpError(
+            "there are fewer GPUs than ranks", got=f"--gpus-per-node {ranks}", expected=f"at most {available}"
+        )
     return ("cuda", ranks or available) if available else ("cpu", ranks or CPU_RANKS)
 
 
@@ -163,10 +164,12 @@ def partition(
         source = load_model(model)
         tensors = dict(source.build().named_parameters())
     found = {
-        (count, priority): zero3_partition_tensors(tensors, [f"rank {rank}" for rank in range(count)], priority,
-                                                   by_module=by_module)[1]
-        for count in dict.fromkeys(ranks or range(2, 9)) for priority in PRIORITIES
-    }  # fmt: skip
+        (count, priority): zero3_partition_tensors(
+            tensors, [f"rank {rank}" for rank in range(count)], priority, by_module=by_module
+        )[1]
+        for count in dict.fromkeys(ranks or range(2, 9))
+        for priority in PRIORITIES
+    }
     if as_json:
         print(partition_json(source.name, found))
     else:

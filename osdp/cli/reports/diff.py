@@ -26,23 +26,27 @@ def diff_json(found: Comparison, before: str, after: str) -> str:
     def told(deltas: tuple[Delta, ...]) -> dict[str, dict[str, float]]:
         return {delta.name: _figures(delta) for delta in deltas}
 
-    return json.dumps({
-        "schema": SCHEMA,
-        "before": before,
-        "after": after,
-        "same": found.is_empty,
-        "same_operators": found.same_operators,
-        "settings": {change.setting: {"before": change.before, "after": change.after} for change in found.settings},
-        "changed_operators": found.changed_operators,
-        "choices": [asdict(change) for change in found.choices],
-        "predicted": {
-            "peak_memory_bytes": _figures(found.peak_bytes),
-            "memory_by_category": told(found.memory),
-            "step_time_s": _figures(found.step_time_s),
-            "time_by_term": told(found.time),
-            "samples_per_s": _figures(found.samples_per_s),
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "before": before,
+            "after": after,
+            "same": found.is_empty,
+            "same_operators": found.same_operators,
+            "settings": {change.setting: {"before": change.before, "after": change.after} for change in found.settings},
+            "changed_operators": found.changed_operators,
+            "choices": [asdict(change) for change in found.choices],
+            "predicted": {
+                "peak_memory_bytes": _figures(found.peak_bytes),
+                "memory_by_category": told(found.memory),
+                "step_time_s": _figures(found.step_time_s),
+                "time_by_term": told(found.time),
+                "samples_per_s": _figures(found.samples_per_s),
+            },
         },
-    }, indent=2, allow_nan=False)  # fmt: skip
+        indent=2,
+        allow_nan=False,
+    )
 
 
 def _figures(delta: Delta) -> dict[str, Any]:

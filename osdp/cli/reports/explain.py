@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-COLUMNS = {"recompute_s": "recompute", "exposed_communication_s": "exposed", WAITING: "waiting",
-           "optimizer_s": "optimizer"}  # fmt: skip
+COLUMNS = {
+    "recompute_s": "recompute",
+    "exposed_communication_s": "exposed",
+    WAITING: "waiting",
+    "optimizer_s": "optimizer",
+}
 """Terms that a choice can change, and their columns; computing takes the same under every strategy."""
 SAME = 1e-6
 """Relative difference up to which a file's figure is the one made anew (YAML keeps all digits)."""
@@ -80,10 +84,7 @@ def _summary(view: OpenPlan) -> str:
 def _current(view: OpenPlan, target: Target) -> str:
     """Return what a target takes now."""
     taken = Counter(
-        _choice(
-            " and ".join(dict.fromkeys(map(str, view.choices[index].strategies))),
-            view.choices[index].recompute,
-        )
+        _choice(" and ".join(dict.fromkeys(map(str, view.choices[index].strategies))), view.choices[index].recompute)
         for index in sorted(target.stages)
     )
     if target.spanning:

@@ -30,9 +30,11 @@ def print_frontier(console: Console, rows: Sequence[FrontierRow], around: Circum
     plans = [row.planned for row in rows if row.planned is not None]
     note = f" ({around.cluster_note})" if around.cluster_note else ""
     plan, cluster = plans[0].plan, plans[0].cluster
-    console.print(f"Frontier of {plan.model.name} on {cluster.name}, {cluster.nodes} x {cluster.gpus_per_node} "
-                  f"{cluster.device.name}{note}; {plan.model.precision}, {plan.optimizer}. All figures are predicted; "
-                  f"{rates(cluster, plan.model.precision)}.")  # fmt: skip
+    console.print(
+        f"Frontier of {plan.model.name} on {cluster.name}, {cluster.nodes} x {cluster.gpus_per_node} "
+        f"{cluster.device.name}{note}; {plan.model.precision}, {plan.optimizer}. All figures are predicted; "
+        f"{rates(cluster, plan.model.precision)}."
+    )
     console.print()
     print_section(console, "Samples per second that each memory limit allows", _table(rows), *_taken_over(rows))
     changes = make_table("limit", "what the plan does", rigid=("limit",))
@@ -40,16 +42,23 @@ def print_frontier(console: Console, rows: Sequence[FrontierRow], around: Circum
         changes.add_row(limit, text)
     print_section(console, "From one limit to the next", changes)
     searched_s = sum(planned.found.search_s for planned in plans)
-    console.print(f"Took {plans[0].trace_s:.2f} s to trace, {searched_s:.2f} s to search, {around.total_s:.2f} s since "
-                  "start.")  # fmt: skip
+    console.print(
+        f"Took {plans[0].trace_s:.2f} s to trace, {searched_s:.2f} s to search, {around.total_s:.2f} s since start."
+    )
     if around.written_to:
         console.print(f"Written into {around.written_to}")
 
 
 def _table(rows: Sequence[FrontierRow]) -> Table:
     numbers = ("limit", "used", "samples/s", "gap", "micro-batch")
-    table = make_table(*numbers, "", "best uniform", "the plan is", right=(*numbers, "the plan is"),
-                       rigid=("limit", "used", "the plan is"))  # fmt: skip
+    table = make_table(
+        *numbers,
+        "",
+        "best uniform",
+        "the plan is",
+        right=(*numbers, "the plan is"),
+        rigid=("limit", "used", "the plan is"),
+    )
     top = max(row.planned.plan.predicted.samples_per_s for row in rows if row.planned)
     for row in rows:
         limit = format_bytes(row.request.limit_bytes)
@@ -60,8 +69,9 @@ def _table(rows: Sequence[FrontierRow]) -> Table:
         speed = plan.predicted.samples_per_s
         rival = ("none fits", "") if best is None else (_name(best), f"{speed / best.samples_per_s:.3f} x")
         used = f"{plan.predicted.peak_memory_bytes / plan.limit_bytes:.1%}"
-        table.add_row(limit, used, format_count(speed), f"{plan.gap:.2%}", str(plan.micro_batch),
-                      bar(speed / top, BAR), *rival)  # fmt: skip
+        table.add_row(
+            limit, used, format_count(speed), f"{plan.gap:.2%}", str(plan.micro_batch), bar(speed / top, BAR), *rival
+        )
     return table
 
 
@@ -73,8 +83,10 @@ def _taken_over(rows: Sequence[FrontierRow]) -> Iterator[str]:
     """Say where the plan of a smaller limit was faster than what the search found."""
     for row in rows:
         if row.taken_from_bytes is not None:
-            yield (f"The plan for {format_bytes(row.request.limit_bytes)} is the one found for "
-                   f"{format_bytes(row.taken_from_bytes)}: the search found none that is faster.")  # fmt: skip
+            yield (
+                f"The plan for {format_bytes(row.request.limit_bytes)} is the one found for "
+                f"{format_bytes(row.taken_from_bytes)}: the search found none that is faster."
+            )
 
 
 def _changes(rows: Sequence[FrontierRow]) -> Iterator[tuple[str, str]]:
@@ -114,8 +126,9 @@ def _difference(before: Plan, after: Plan) -> str:
     if again:
         blocks = "block" if abs(again) == 1 else "blocks"
         parts.append(f"{abs(again)} {blocks} {'more' if again > 0 else 'fewer'} recomputed")
-    moved = Counter((before.choices[name], choice) for name, choice in after.choices.items()
-                    if before.choices[name] != choice)  # fmt: skip
+    moved = Counter(
+        (before.choices[name], choice) for name, choice in after.choices.items() if before.choices[name] != choice
+    )
     parts += [f"{count} operators from {old} to {new}" for (old, new), count in moved.most_common(SHOWN_CHANGES)]
     if len(moved) > SHOWN_CHANGES:
         parts.append(f"and {len(moved) - SHOWN_CHANGES} more")

@@ -82,12 +82,18 @@ def _header(planned: Planned, around: Circumstances) -> Table:
     note = f" ({around.cluster_note})" if around.cluster_note else ""
     table = make_table("", "")
     table.show_header = False
-    table.add_row("model", f"{plan.model.name}: {graph.numel:,} parameters in {len(graph.operators)} operators, "
-                  f"{len(graph.blocks)} blocks; {plan.model.precision}, {plan.optimizer}{tokens}")  # fmt: skip
+    table.add_row(
+        "model",
+        f"{plan.model.name}: {graph.numel:,} parameters in {len(graph.operators)} operators, "
+        f"{len(graph.blocks)} blocks; {plan.model.precision}, {plan.optimizer}{tokens}",
+    )
     table.add_row("cluster", f"{cluster.name}: {ranks}{note}")
     free = f"{format_bytes(plan.headroom_bytes)} stay free as headroom and " if plan.headroom_bytes else ""
-    table.add_row("limit", f"{format_bytes(plan.limit_bytes)} ({plan.limit_bytes / MIB:,.0f} MiB) a device, of which "
-                  f"{free}{format_bytes(cluster.reserve_bytes)} are kept free for what is not PyTorch's")  # fmt: skip
+    table.add_row(
+        "limit",
+        f"{format_bytes(plan.limit_bytes)} ({plan.limit_bytes / MIB:,.0f} MiB) a device, of which "
+        f"{free}{format_bytes(cluster.reserve_bytes)} are kept free for what is not PyTorch's",
+    )
     if plan.waits.source:
         table.add_row("imbalance", _waits(plan.waits))
     if plan.asked.pins:
@@ -101,8 +107,10 @@ def _waits(waits: Waits) -> str:
     """Say how uneven micro-batches are, and what the slowest rank then takes."""
     each, once = (f"{waits.factor(meets) - 1:.1%}" for meets in (True, False))
     fill = f"the mean sample is {waits.fill:.0%} as long as the longest, " if waits.fill < 1 else ""
-    return (f"{waits.source}: {fill}the slowest rank computes {each} longer than the mean in a micro-batch, {once} in "
-            "a step")  # fmt: skip
+    return (
+        f"{waits.source}: {fill}the slowest rank computes {each} longer than the mean in a micro-batch, {once} in "
+        "a step"
+    )
 
 
 def _choices_title(planned: Planned) -> str:
@@ -116,13 +124,22 @@ def _choices_title(planned: Planned) -> str:
 
 def _choices(planned: Planned) -> Table:
     """Return the plan itself, by class of blocks and operators."""
-    table = make_table("part", "count", "strategy", "recompute", "parameters", "which",
-                       right=("count", "parameters"), rigid=("strategy", "parameters"))  # fmt: skip
+    table = make_table(
+        "part",
+        "count",
+        "strategy",
+        "recompute",
+        "parameters",
+        "which",
+        right=("count", "parameters"),
+        rigid=("strategy", "parameters"),
+    )
     for row in plan_rows(planned.plan, planned.graph, planned.pins):
         recompute = "" if row.recompute is None else "yes" if row.recompute else "no"
         strategy, recompute = row.strategy + PINNED * row.pinned, recompute + PINNED * row.pinned_recompute
-        table.add_row(row.part, str(row.count), strategy, recompute, format_parameters(row.parameters),
-                      short_names(row.names))  # fmt: skip
+        table.add_row(
+            row.part, str(row.count), strategy, recompute, format_parameters(row.parameters), short_names(row.names)
+        )
     return table
 
 
@@ -176,9 +193,16 @@ def _speed(predicted: Prediction, sequence_length: int) -> str:
 def baseline_table(planned: Planned) -> Table:
     """Return the uniform configurations under the same limit, and how many times as fast the plan is."""
     speed = planned.plan.predicted.samples_per_s
-    table = make_table("baseline", "recompute", "micro-batch", "peak memory", "samples/s", "the plan is",
-                       right=("micro-batch", "peak memory", "samples/s", "the plan is"),
-                       rigid=("peak memory", "the plan is"))  # fmt: skip
+    table = make_table(
+        "baseline",
+        "recompute",
+        "micro-batch",
+        "peak memory",
+        "samples/s",
+        "the plan is",
+        right=("micro-batch", "peak memory", "samples/s", "the plan is"),
+        rigid=("peak memory", "the plan is"),
+    )
     for baseline in planned.found.baselines:
         needs = format_bytes(baseline.peak_memory_bytes)
         row = (baseline_name(baseline), "yes" if baseline.recompute else "no")

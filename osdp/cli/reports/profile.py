@@ -37,8 +37,9 @@ def print_profile(console: Console, cluster: Cluster, graph: ModelGraph | None, 
     assert measured is not None, "this is what `osdp profile` makes"
     title = f"{cluster.nodes} x {cluster.gpus_per_node} ranks, measured on {measured.date}: {measured.versions}; "
     print_section(console, title + f"medians of {measured.repetitions}, all ranks at once", _rates(cluster))
-    print_section(console, "Collectives, with the copies that FSDP2 makes around them", _collectives(measured),
-                  _rings(cluster))  # fmt: skip
+    print_section(
+        console, "Collectives, with the copies that FSDP2 makes around them", _collectives(measured), _rings(cluster)
+    )
     if graph is not None:
         print_section(console, f"Operators of {graph.name}, {graph.precision}", _calls(cluster, graph))
     for note in measured.notes:
@@ -53,13 +54,19 @@ def _rates(cluster: Cluster) -> Table:
     for precision, rate in device.matmul_flops_per_s.items():
         table.add_row(f"matrix products, {precision}", format_rate(rate.value, "FLOP/s"), "")
     table.add_row("other kernels", format_rate(device.memory_bytes_per_s.value, "B/s"), "")
-    table.add_row("memory of a rank", format_bytes(device.memory_bytes.value),
-                  f"{format_bytes(cluster.reserve_bytes)} of it not for tensors")  # fmt: skip
+    table.add_row(
+        "memory of a rank",
+        format_bytes(device.memory_bytes.value),
+        f"{format_bytes(cluster.reserve_bytes)} of it not for tensors",
+    )
     longer = f"computation then takes {measured.overlapped_slowdown:.2f} times as long"
     table.add_row("communication under computation", *(("yes", longer) if measured.asynchronous else ("no", "")))
     table.add_row("the same with FSDP2", "yes" if cluster.overlaps else "no", "")
-    table.add_row("each gather and reduction of a unit", format_seconds(measured.unit_overhead_s),
-                  "beside its collectives: hooks, waiting for who is late")  # fmt: skip
+    table.add_row(
+        "each gather and reduction of a unit",
+        format_seconds(measured.unit_overhead_s),
+        "beside its collectives: hooks, waiting for who is late",
+    )
     if measured.one_sided_overhead_s is not None:
         table.add_row("each pull and push of a unit", format_seconds(measured.one_sided_overhead_s), "likewise, of odc")
     for one in measured.optimizers:
@@ -88,9 +95,11 @@ def _name(one: CollectiveTimes) -> str:
 
 def _rings(cluster: Cluster) -> str:
     rules = [
-        f"{rule.ranks} ranks" + (f" {rule.stride} apart" if rule.stride > 1 else "")
-        + f" from {format_bytes(rule.from_bytes)}" for rule in cluster.ring
-    ]  # fmt: skip
+        f"{rule.ranks} ranks"
+        + (f" {rule.stride} apart" if rule.stride > 1 else "")
+        + f" from {format_bytes(rule.from_bytes)}"
+        for rule in cluster.ring
+    ]
     if not rules:
         return "Reduce-scatters are the backend's: rings were not measured to be faster."
     return f"Reduce-scatters go round a ring, which was faster, over {'; '.join(rules)}."

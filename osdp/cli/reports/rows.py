@@ -56,22 +56,31 @@ def plan_rows(plan: Plan, graph: ModelGraph, pins: Pins = NO_PINS) -> list[Row]:
                 key = (part, strategy, block.name in recomputed, is_pinned, operator.block in pins.recompute)
                 found.setdefault(key, []).append((block.name, numel))
     return [
-        Row(str(part), len(members), str(strategy), None if recompute is None else bool(recompute),
-            sum(numel for _, numel in members), tuple(name for name, _ in members), bool(is_pinned), bool(is_fixed))
+        Row(
+            str(part),
+            len(members),
+            str(strategy),
+            None if recompute is None else bool(recompute),
+            sum(numel for _, numel in members),
+            tuple(name for name, _ in members),
+            bool(is_pinned),
+            bool(is_fixed),
+        )
         for (part, strategy, recompute, is_pinned, is_fixed), members in found.items()
-    ]  # fmt: skip
+    ]
 
 
-def _parts(block: Block, operators: list[Operator], plan: Plan,
-           pinned: set[str]) -> list[tuple[str, str, int, bool]]:  # fmt: skip
+def _parts(block: Block, operators: list[Operator], plan: Plan, pinned: set[str]) -> list[tuple[str, str, int, bool]]:
     """Return (label, strategy, parameters, pinned) of a block, or of its operators by strategy if they differ."""
     alike: dict[tuple[str, bool], list[Operator]] = {}
     for operator in operators:
         alike.setdefault((plan.choices[operator.name], operator.name in pinned), []).append(operator)
     if len(alike) == 1:
         return [(block.kind, strategy, _numel(members), fixed) for (strategy, fixed), members in alike.items()]
-    return [(f"{block.kind}: {_inside(block, members, operators)}", strategy, _numel(members), fixed)
-            for (strategy, fixed), members in alike.items()]  # fmt: skip
+    return [
+        (f"{block.kind}: {_inside(block, members, operators)}", strategy, _numel(members), fixed)
+        for (strategy, fixed), members in alike.items()
+    ]
 
 
 def _inside(block: Block, members: Iterable[Operator], operators: Iterable[Operator]) -> str:

@@ -64,12 +64,15 @@ def print_strategies(console: Console, found: Sequence[Uniform], cluster: Cluste
         f"{plan.model.parameters:,} parameters, {plan.model.precision}, {plan.optimizer}, "
         f"micro-batch {plan.micro_batch}",
     )
-    print_section(console, "What the fullest rank keeps between backward and step, and its peak",
-                  _kept_table(found, whole))  # fmt: skip
+    print_section(
+        console, "What the fullest rank keeps between backward and step, and its peak", _kept_table(found, whole)
+    )
     print_section(console, "What is sent in a step: bytes of whole tensors", _sent_table(found))
     P = format_bytes(whole)  # noqa: N806
-    console.print(f"P is all parameters in fp32, {P}. Peaks are of tensors alone. Gathered before backward and "
-                  "reduced after it are both under backward.")  # fmt: skip
+    console.print(
+        f"P is all parameters in fp32, {P}. Peaks are of tensors alone. Gathered before backward and "
+        "reduced after it are both under backward."
+    )
     if found[0].counted is not None:
         console.print(f"Measured: step {STEPS} of a training on these ranks, its collectives and live tensors.")
 
@@ -89,8 +92,12 @@ def _kept_table(found: Sequence[Uniform], whole_bytes: int) -> Table:
     table = make_table("strategy", "", *numbers, right=numbers, rigid=numbers)
     for name, how, footprint in _rows(found):
         kept = [footprint.kept_bytes[category] for category in KEPT]
-        table.add_row(name, how, *(f"{format_bytes(size)} ({size / whole_bytes:.2f} P)" for size in kept),
-                      format_bytes(footprint.peak_bytes))  # fmt: skip
+        table.add_row(
+            name,
+            how,
+            *(f"{format_bytes(size)} ({size / whole_bytes:.2f} P)" for size in kept),
+            format_bytes(footprint.peak_bytes),
+        )
     return table
 
 
@@ -138,5 +145,7 @@ def print_partition(console: Console, model: str, found: Balances) -> None:
         cells = [f"{balance.max_over_mean:.4f} ({balance.neighbours_parted})" for balance in row]
         table.add_row(str(count), format_bytes(sum(row[0].bytes_by_rank) // count), *cells)
     print_section(console, f"{model}: whole tensors over ranks, by evenness_priority", table)
-    console.print("What the fullest rank keeps over an even share, and in brackets how often the next tensor of the "
-                  "model is on another rank. Tied tensors count once.")  # fmt: skip
+    console.print(
+        "What the fullest rank keeps over an even share, and in brackets how often the next tensor of the "
+        "model is on another rank. Tied tensors count once."
+    )

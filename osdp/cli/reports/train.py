@@ -34,8 +34,10 @@ class TrainReport:
             _say(line)
         if not start.fits:
             predicted = start.plan.predicted.peak_memory_bytes
-            note(f"by prediction this needs {format_bytes(predicted)} a rank, more than the limit of "
-                 f"{format_bytes(start.plan.limit_bytes)}; {start.fsdp_type} is run all the same")  # fmt: skip
+            note(
+                f"by prediction this needs {format_bytes(predicted)} a rank, more than the limit of "
+                f"{format_bytes(start.plan.limit_bytes)}; {start.fsdp_type} is run all the same"
+            )
         if sys.stdout.isatty():
             self._bar = _make_bar()
             self._task = self._bar.add_task("training", total=start.steps, completed=start.first_step)

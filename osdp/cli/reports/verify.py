@@ -45,8 +45,13 @@ def print_verified(console: Console, found: Verified, plan: Plan) -> None:
     """Print predicted against tracked, category by category."""
     print_section(console, _headline(found, plan))
     measured = found.how == "cuda"
-    table = make_table("at the peak", "predicted", "measured" if measured else "tracked", "difference",
-                       right=("predicted", "measured", "tracked", "difference"))  # fmt: skip
+    table = make_table(
+        "at the peak",
+        "predicted",
+        "measured" if measured else "tracked",
+        "difference",
+        right=("predicted", "measured", "tracked", "difference"),
+    )
     for category in dict.fromkeys((*found.predicted, *found.tracked)):
         before, after = found.predicted.get(category), found.tracked.get(category)
         difference = "" if measured else _difference((before or 0) - (after or 0))
@@ -54,8 +59,9 @@ def print_verified(console: Console, found: Verified, plan: Plan) -> None:
             name = category.replace("_", " ")
             table.add_row(name, _bytes(before, measured), _bytes(after, measured), difference)
     gap = found.predicted_peak_bytes - found.tracked_peak_bytes
-    table.add_row("peak", format_bytes(found.predicted_peak_bytes), format_bytes(found.tracked_peak_bytes),
-                  _difference(gap))  # fmt: skip
+    table.add_row(
+        "peak", format_bytes(found.predicted_peak_bytes), format_bytes(found.tracked_peak_bytes), _difference(gap)
+    )
     phases = f"Predicted in {name_phase(found.predicted_phase)}; found in {name_phase(found.tracked_phase)}."
     print_section(console, "Memory, without what is no tensor (context, communicators, workspaces)", table, phases)
     console.print(_verdict(found))

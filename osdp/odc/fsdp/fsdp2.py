@@ -45,9 +45,12 @@ def patch_lazy_init(module: nn.Module) -> None:
     """
     wrapped = [part for part in module.modules() if isinstance(part, FSDPModule)]
     if not wrapped:
-        raise OsdpError("patch_lazy_init of a module that is not wrapped", got=type(module).__name__,
-                        expected="a module, or one with parts, that fully_shard was called on",
-                        advice="call fully_shard first")  # fmt: skip
+        raise OsdpError(
+            "patch_lazy_init of a module that is not wrapped",
+            got=type(module).__name__,
+            expected="a module, or one with parts, that fully_shard was called on",
+            advice="call fully_shard first",
+        )
     _patched.update(wrapped)
 
 
@@ -83,8 +86,9 @@ def pre_optimizer_step(model: nn.Module, micro_batches: int | None = None) -> No
 
 
 def _wrapped(model: nn.Module) -> Wrapped:
-    modules = {name: part for name, part in model.named_modules()
-               if isinstance(part, FSDPModule) and packed_parameters(part)}  # fmt: skip
+    modules = {
+        name: part for name, part in model.named_modules() if isinstance(part, FSDPModule) and packed_parameters(part)
+    }
     _check(modules)
     first = next(packed_parameters(part)[0].sharded_param for part in modules.values())
     mesh = first.device_mesh
@@ -122,23 +126,35 @@ def _check(modules: Mapping[str, FSDPModule]) -> None:
         module = cast(nn.Module, part)
         where = f"{name or 'the root'}, {type(part).__name__}"
         if module not in _patched:
-            raise OsdpError("a module was wrapped, but not patched", got=where,
-                            expected="patch_lazy_init(module) after fully_shard, or once for the root")  # fmt: skip
+            raise OsdpError(
+                "a module was wrapped, but not patched",
+                got=where,
+                expected="patch_lazy_init(module) after fully_shard, or once for the root",
+            )
         if session_of(module) is not None:
-            raise OsdpError("a part of this model was started as a model of its own", got=where,
-                            advice="call pre_minibatch_start with the root only")  # fmt: skip
+            raise OsdpError(
+                "a part of this model was started as a model of its own",
+                got=where,
+                advice="call pre_minibatch_start with the root only",
+            )
         parameters = [one.sharded_param for one in packed_parameters(part)]
         ways = {(parameter.device_mesh.shape, parameter.placements) for parameter in parameters}
         if len(compute_dtypes(part)) > 1 or len(ways) > 1 or next(iter(ways))[1] not in PLACEMENTS:
-            raise OsdpError("on-demand communication needs parameters cut along their first dimension, over one mesh",
-                            got=f"{where}: {', '.join(str(way) for _, way in sorted(ways, key=str))}",
-                            expected="Shard(0), or Replicate() and Shard(0)")  # fmt: skip
+            raise OsdpError(
+                "on-demand communication needs parameters cut along their first dimension, over one mesh",
+                got=f"{where}: {', '.join(str(way) for _, way in sorted(ways, key=str))}",
+                expected="Shard(0), or Replicate() and Shard(0)",
+            )
         if any(parameter.device.type != parameter.device_mesh.device_type for parameter in parameters):
-            raise OsdpError("on-demand communication cannot be combined with offload", got=where,
-                            expected="no CPUOffloadPolicy")  # fmt: skip
+            raise OsdpError(
+                "on-demand communication cannot be combined with offload", got=where, expected="no CPUOffloadPolicy"
+            )
         if has_secondary_mesh(part):
-            raise OsdpError("on-demand communication cannot gather over a second mesh", got=where,
-                            expected="reshard_after_forward=True or False")  # fmt: skip
+            raise OsdpError(
+                "on-demand communication cannot gather over a second mesh",
+                got=where,
+                expected="reshard_after_forward=True or False",
+            )
     shapes = {packed_parameters(part)[0].sharded_param.device_mesh.shape for part in modules.values()}
     if len(shapes) > 1:
         raise OsdpError("all modules of a model must have the same mesh", got=", ".join(map(str, sorted(shapes))))
@@ -148,6 +164,9 @@ def _check_found(units: Sequence[OneSidedUnit]) -> None:
     """Raise OsdpError for gradients of some of a unit's parameters on a mesh where FSDP2 does not tell of which."""
     unclear = [unit.name for unit in units if unit.is_unclear]
     if unclear:
-        raise OsdpError("some parameters of a unit had no gradient, and a mesh with replicas hides which",
-                        got=", ".join(unclear[:5]), expected="gradients of all its parameters",
-                        advice="wrap what is not always used by itself, or use a mesh of one dimension")  # fmt: skip
+        raise OsdpError(
+            "some parameters of a unit had no gradient, and a mesh with replicas hides which",
+            got=", ".join(unclear[:5]),
+            expected="gradients of all its parameters",
+            advice="wrap what is not always used by itself, or use a mesh of one dimension",
+        )

@@ -98,12 +98,17 @@ class Session:
 
     def _check_count(self, done: int, given: int | None) -> None:
         if given is not None and self.accumulation is None:
-            raise OsdpError("micro_batches has no effect", got=f"micro_batches={given}",
-                            expected="odc.init(accumulation=...), by which losses are divided")  # fmt: skip
+            raise OsdpError(
+                "micro_batches has no effect",
+                got=f"micro_batches={given}",
+                expected="odc.init(accumulation=...), by which losses are divided",
+            )
         if done < 0 or (done == 0 and self.accumulation is not None and self._is_pending):
-            raise OsdpError("the micro-batches of the step are not known", got=f"{done}, and gradients were pushed",
-                            advice="call the model itself, not a part of it, or pass "
-                            "pre_optimizer_step(model, micro_batches=...)")  # fmt: skip
+            raise OsdpError(
+                "the micro-batches of the step are not known",
+                got=f"{done}, and gradients were pushed",
+                advice="call the model itself, not a part of it, or pass pre_optimizer_step(model, micro_batches=...)",
+            )
 
     @property
     def _is_pending(self) -> bool:
@@ -126,12 +131,17 @@ class Session:
     def before_step(self, has_closure: bool) -> None:
         """Free what is gathered, as its values change. Raises OsdpError if gradients are not complete."""
         if has_closure:
-            raise OsdpError("an optimizer's step cannot run a closure under odc, whose ranks meet before the step",
-                            advice="run forward and backward before step()")  # fmt: skip
+            raise OsdpError(
+                "an optimizer's step cannot run a closure under odc, whose ranks meet before the step",
+                advice="run forward and backward before step()",
+            )
         if self._is_pending:
             call = f"{self.wrapped.face}.pre_optimizer_step(model)"
-            raise OsdpError("the optimizer steps before gradients are complete", got="gradients of this rank alone",
-                            expected=f"{call} on every rank, between the last backward and step()")  # fmt: skip
+            raise OsdpError(
+                "the optimizer steps before gradients are complete",
+                got="gradients of this rank alone",
+                expected=f"{call} on every rank, between the last backward and step()",
+            )
         self.wrapped.reshard()
 
     def after_step(self) -> None:
@@ -170,8 +180,11 @@ def _open_windows(wrapped: Wrapped, options: Options) -> Exchange | None:
         return None
     if reason := why_none_anywhere([meshes.group(wrapped.shards)], wrapped.device.type):
         if dist.get_rank() == 0:
-            warnings.warn(f"{wrapped.face}: no on-demand communication, since {reason}. FSDP's own collectives give "
-                          "the same, and need equal numbers of micro-batches on all ranks", stacklevel=5)  # fmt: skip
+            warnings.warn(
+                f"{wrapped.face}: no on-demand communication, since {reason}. FSDP's own collectives give "
+                "the same, and need equal numbers of micro-batches on all ranks",
+                stacklevel=5,
+            )
         return None
     strategy = Strategy("odc_ordered" if options.ordered else "odc", wrapped.shards)
     units = [(strategy, unit) for unit in wrapped.units]
@@ -192,17 +205,21 @@ def check_neighbours(ranks: Sequence[int], world_size: int) -> None:
     first = ranks[0] - ranks[0] % len(ranks)
     is_whole = len(ranks) == 1 < world_size
     if is_whole or world_size != dist.get_world_size() or tuple(ranks) != tuple(range(first, first + len(ranks))):
-        raise OsdpError("on-demand communication needs a model on all ranks, split over neighbours",
-                        got=f"split over ranks {', '.join(map(str, ranks))}; {world_size} ranks in its mesh",
-                        expected=f"{dist.get_world_size()} ranks; groups of two or more consecutive ones")  # fmt: skip
+        raise OsdpError(
+            "on-demand communication needs a model on all ranks, split over neighbours",
+            got=f"split over ranks {', '.join(map(str, ranks))}; {world_size} ranks in its mesh",
+            expected=f"{dist.get_world_size()} ranks; groups of two or more consecutive ones",
+        )
 
 
 def finish(face: str, model: nn.Module, micro_batches: int | None) -> None:
     """Do what `pre_optimizer_step` says."""
     session = session_of(model)
     if session is None:
-        raise OsdpError("pre_optimizer_step of a model that no minibatch was started for",
-                        expected=f"{face}.pre_minibatch_start(model) before the first forward")  # fmt: skip
+        raise OsdpError(
+            "pre_optimizer_step of a model that no minibatch was started for",
+            expected=f"{face}.pre_minibatch_start(model) before the first forward",
+        )
     session.finish(micro_batches)
 
 
