@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from profiler.errors import OsdpError
+from profiler.errors import OsdpError, install_advice
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -14,7 +14,7 @@ def check_drawing(what: str, otherwise: str = "") -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        advice = "pip install 'osdp[plot]' or matplotlib" + (f"; or {otherwise}" if otherwise else "")
+        advice = install_advice("plot") + (f"; or {otherwise}" if otherwise else "")
         raise OsdpError(f"{what} needs matplotlib, which is not installed", advice=advice) from None
 
 

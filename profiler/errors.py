@@ -1,6 +1,11 @@
-"""The one error that a user of OSDP is meant to read."""
+"""The one error that a user of OSDP is meant to read, and the advice that several give."""
 
 from __future__ import annotations
+
+
+def install_advice(extra: str) -> str:
+    """Return the command that installs an extra of setup.cfg, in the folder of the clone."""
+    return f".venv/bin/pip install -e '.[{extra}]'"
 
 
 class OsdpError(ValueError):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osdp.models.config import check_length
-from profiler.errors import OsdpError
+from profiler.errors import OsdpError, install_advice
 from profiler.model_source import Inputs, ModelSource
 from profiler.yaml_files import read_text
 
@@ -33,7 +33,7 @@ def load_hf(spec: str, sequence_length: int | None) -> ModelSource:
     try:
         import transformers
     except ImportError:
-        raise OsdpError(f"{spec} needs the package transformers", advice="pip install 'osdp[hf]'") from None
+        raise OsdpError(f"{spec} needs the package transformers", advice=install_advice("hf")) from None
     config = _read_config(transformers, Path(spec.removeprefix("hf:")))
     auto_class = getattr(transformers, _auto_class_name(config))
     maximum = getattr(config, "max_position_embeddings", None)

@@ -60,7 +60,9 @@ def prepare(config: TrainConfig) -> Job:
     if config.tensorboard is not None:
         make_folder(Path(config.tensorboard))
         if importlib.util.find_spec("tensorboard") is None:
-            raise OsdpError("TensorBoard is not installed", advice="pip install tensorboard, or no --tensorboard")
+            raise OsdpError(
+                "TensorBoard is not installed", advice=".venv/bin/pip install tensorboard, or no --tensorboard"
+            )
     return Job(config, source, hollow, task, plan, _device(config), resume)
 
 

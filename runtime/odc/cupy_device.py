@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from profiler.byte_sizes import format_bytes
-from profiler.errors import OsdpError
+from profiler.errors import OsdpError, install_advice
 from runtime.odc.gpu_device import Device
 from runtime.odc.kernels import SOURCES, source_of
 
@@ -161,7 +161,7 @@ def load_cupy() -> Any:
         return import_module("cupy")
     except ImportError as error:
         raise OsdpError(
-            "CuPy cannot be loaded", got=first_line(error), advice="pip install 'osdp[cuda13]', or [cuda12]"
+            "CuPy cannot be loaded", got=first_line(error), advice=f"{install_advice('cuda13')}, or cuda12"
         ) from error
 
 

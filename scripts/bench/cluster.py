@@ -378,8 +378,10 @@ def main() -> None:
         return
     import torch
 
+    from profiler.errors import install_advice
+
     if options.output and find_spec("matplotlib") is None:
-        parser.error("the picture needs matplotlib: pip install 'osdp[plot]'")
+        parser.error(f"the picture needs matplotlib: {install_advice('plot')}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.output or temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from windows import integers
 
-from profiler.errors import OsdpError
+from profiler.errors import OsdpError, install_advice
 from runtime.apply_schedule import apply_schedule
 from runtime.compile_plan import compile_plan
 from runtime.failures.peer_faults import PeerLost
@@ -39,7 +39,7 @@ def missing() -> str:
     """Return why nothing can be run here; empty if it can."""
     if not torch.cuda.is_available():
         return "no GPU (torch.cuda.is_available() is False)"
-    return "" if find_spec("cupy") else "CuPy is not installed: pip install 'osdp[cuda13]' or [cuda12]"
+    return "" if find_spec("cupy") else f"CuPy is not installed: {install_advice('cuda13')}, or cuda12"
 
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())

@@ -84,7 +84,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_planned(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = cli.refused(*TINY, "--mem", "470MB,1GB", "--plot", "frontier.png")
     assert "--plot needs matplotlib, which is not installed" in message
-    assert "pip install 'osdp[plot]'" in message
+    assert ".venv/bin/pip install -e '.[plot]'" in message
 
 
 def test_a_picture_is_drawn(cli: Cli) -> None:

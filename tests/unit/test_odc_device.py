@@ -244,5 +244,5 @@ def test_what_is_missing_is_said(cupy: StandIn, monkeypatch: pytest.MonkeyPatch)
 def test_cupy_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     load_cupy.cache_clear()
-    with pytest.raises(OsdpError, match=r"pip install 'osdp\[cuda13\]'"):
+    with pytest.raises(OsdpError, match=r".venv/bin/pip install -e '\.\[cuda13\]'"):
         load_cupy()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import osdp
+from profiler.errors import install_advice
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CODE = ("osdp", "planner", "profiler", "runtime")
@@ -64,6 +65,69 @@ def test_license_is_the_one_named(setup_cfg: configparser.ConfigParser) -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
+# ---- What readers are told to install ------------------------------------------------------------
+
+STRANGERS = "osdp|planner|profiler|runtime"
+"""On the package index these are other people's projects; ours is not there yet, under any name."""
+WRONG_INSTALL = re.compile(
+    # The names of a command, up to the end of the sentence; `-e .` and paths are no names.
+    rf"\bpip3?\s+install\b(?:[^\n;`|#]*?[\s'\"])?(?:{STRANGERS})(?![\w/]|\.\w)[^\s;`]*"
+    rf"|\b(?:{STRANGERS})(?:-planner)?\\?\[(?:cuda1\d|hf|plot|test)\\?\]"
+)
+TEXT_SUFFIXES = {".cfg", ".cu", ".in", ".md", ".py", ".sh", ".toml", ".txt", ".yaml"}
+
+
+def test_nobody_is_told_to_install_a_stranger() -> None:
+    ours = [*CODE, *DATA, "docs", "examples", "scripts", "tests"]
+    files = [*CHECKOUT.glob("*"), *(path for folder in ours for path in (CHECKOUT / folder).rglob("*"))]
+    texts = [path for path in files if path.suffix in TEXT_SUFFIXES and path != Path(__file__).resolve()]
+    assert {CHECKOUT / "README.md", CHECKOUT / "docs" / "planning.md", CHECKOUT / "osdp" / "plots.py"} <= set(texts)
+    found = {str(path): WRONG_INSTALL.findall(path.read_text()) for path in texts}
+    assert {path: wrong for path, wrong in found.items() if wrong} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install osdp",
+        "(`pip3 install osdp`)",
+        "pip install 'osdp[hf]'",
+        'pip install "osdp[plot]"',
+        "pip install\n'osdp[plot]'",
+        "pip install --upgrade osdp==0.1.0",
+        "python -m pip install osdp[cuda12]",
+        "pip install osdp-planner",
+        "pip install torch planner",
+        "pip install profiler",
+        "pip install runtime.",
+        "or 'osdp[cuda13]'",
+        r"pip install 'osdp\[cuda13\]'",
+    ],
+)
+def test_a_wrong_instruction_is_noticed(text: str) -> None:
+    assert WRONG_INSTALL.search(f"Then {text} and so on")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        install_advice("plot"),
+        ".venv/bin/pip install -e .",
+        "pip install -e ./osdp",
+        ".venv/bin/pip install matplotlib; the planner draws",
+        "pip install torch-tb-profiler",
+    ],
+)
+def test_a_right_instruction_is_not(text: str) -> None:
+    assert not WRONG_INSTALL.search(f"Then {text}")
+
+
+def test_advice_names_an_extra(setup_cfg: configparser.ConfigParser) -> None:
+    assert install_advice("cuda13") == ".venv/bin/pip install -e '.[cuda13]'"
+    said = {path: re.findall(r"pip install -e '\.\[(\w+)\]'", path.read_text()) for path in CHECKOUT.glob("docs/*.md")}
+    assert {extra for extras in said.values() for extra in extras} <= set(setup_cfg["options.extras_require"])
+
+
 # ---- The wheel -----------------------------------------------------------------------------------
 
 
@@ -97,16 +161,16 @@ def test_wheel_holds_the_data_inside_osdp(wheel: Path) -> None:
     shipped = {f"osdp/{name}" for name in data_files()}
     assert shipped
     assert shipped <= names
-    assert {name.split("/")[0] for name in names} == {*CODE, f"osdp-{osdp.__version__}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {*CODE, f"osdp_planner-{osdp.__version__}.dist-info"}
     assert not names & {f"osdp/{folder}/__init__.py" for folder in DATA}
 
 
 def test_wheel_declares_what_it_needs(wheel: Path) -> None:
-    information = f"osdp-{osdp.__version__}.dist-info"
+    information = f"osdp_planner-{osdp.__version__}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(f"{information}/METADATA").decode()
         commands = archive.read(f"{information}/entry_points.txt").decode()
-    assert "Name: osdp\nVersion: 0.1.0\n" in metadata
+    assert "Name: osdp-planner\nVersion: 0.1.0\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
     assert "Requires-Python: >=3.11\n" in metadata
     assert "osdp = osdp.cli:main" in commands

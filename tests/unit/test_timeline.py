@@ -109,5 +109,5 @@ def test_bad_pictures_are_refused(tmp_path: Path, name: str, said: str) -> None:
 
 def test_without_matplotlib_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(OsdpError, match=r"pip install 'osdp\[plot\]'"):
+    with pytest.raises(OsdpError, match=r".venv/bin/pip install -e '\.\[plot\]'"):
         check_plot(tmp_path / "a.png")

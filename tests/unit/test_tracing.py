@@ -102,5 +102,5 @@ def test_what_cannot_be_written_or_drawn_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(OsdpError, match="needs matplotlib") as caught:
         ready_folder(tmp_path / "traces")
-    assert "pip install 'osdp[plot]'" in caught.value.advice
+    assert ".venv/bin/pip install -e '.[plot]'" in caught.value.advice
     assert not (tmp_path / "traces").exists()

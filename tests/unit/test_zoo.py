@@ -438,4 +438,4 @@ def test_faults_of_a_hugging_face_configuration(tmp_path: Path) -> None:
 
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install 'osdp[hf]'" in refused(write_config(tmp_path / "c.json", "GPT2LMHeadModel"))
+    assert ".venv/bin/pip install -e '.[hf]'" in refused(write_config(tmp_path / "c.json", "GPT2LMHeadModel"))
