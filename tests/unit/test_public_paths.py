@@ -18,7 +18,7 @@ import pytest
         ("osdp.odc", "init"),
         ("osdp.odc.fsdp.fsdp1", "patch_fsdp1 pre_minibatch_start pre_optimizer_step stop"),
         ("osdp.odc.fsdp.fsdp2", "patch_lazy_init pre_minibatch_start pre_optimizer_step stop"),
-        ("osdp.tracing", "Tracer"),
+        ("osdp.tracing", "Tracer MEMORY_STEP TRACE_STEP"),
     ],
 )
 def test_public_paths_stay(module: str, names: str) -> None:
