@@ -42,7 +42,7 @@ SPLIT_STRATEGIES = 3
 MANY_KINDS, DIVERSE_STRATEGIES = 24, 5
 """A model with more kinds of stages than the first, hardly two of them alike, is offered no mixes and no splits, and of
 the strategies so many and the one that needs least memory.  With all that others are offered, 100 distinct layers
-(`scripts/bench/planner.py --child 100 distinct`) took 80 s of CPU to search, instead of 4, on two cores of 2026-11-21,
+(`scripts/bench/planning_time.py --child 100 distinct`) took 80 s of CPU to search, not 4, on two cores of 2026-11-21,
 for a plan that is 0.15 % faster."""
 
 

@@ -222,7 +222,7 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     checkout = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    command = (sys.executable, str(checkout / "scripts" / "bench" / "fairscale.py"), *arguments)
+    command = (sys.executable, str(checkout / "scripts" / "bench" / "fairscale_fsdp.py"), *arguments)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
 
 

@@ -1,4 +1,4 @@
-"""scripts/bench/fairscale.py on a GPU: fairscale's own FSDP and OSDP's train alike, which the program itself checks."""
+"""scripts/bench/fairscale_fsdp.py on a GPU: fairscale's own FSDP and OSDP's train alike, which it checks itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 def test_both_train_alike_and_are_measured() -> None:
     sizes = ("--model", "bert-tiny", "--seq", "32", "--large", "4000", "--batch", "4", "--rounds", "3", "--ranks", "1")
     done = subprocess.run(
-        [sys.executable, str(CHECKOUT / "scripts" / "bench" / "fairscale.py"), *sizes],
+        [sys.executable, str(CHECKOUT / "scripts" / "bench" / "fairscale_fsdp.py"), *sizes],
         env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
         capture_output=True,
         text=True,

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -49,6 +50,15 @@ def test_every_package_is_listed(setup_cfg: configparser.ConfigParser) -> None:
 def test_every_folder_of_modules_is_a_package() -> None:
     folders = {path.parent for folder in CODE for path in (CHECKOUT / folder).rglob("*.py")}
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+@pytest.mark.parametrize("folder", ["examples", "scripts", "scripts/bench"])
+def test_no_program_stands_before_a_package(folder: str) -> None:
+    """Python looks for imports in the folder of the program first."""
+    names = {path.stem for path in (CHECKOUT / folder).glob("*.py")}
+    assert names
+    paths = [place for place in sys.path if Path(place).resolve() != CHECKOUT / folder]
+    assert {name for name in names if PathFinder.find_spec(name, paths)} == set()
 
 
 def test_constraints_pin_a_torch_that_setup_cfg_accepts(setup_cfg: configparser.ConfigParser) -> None:

@@ -1,4 +1,4 @@
-"""fairscale's own FSDP against OSDP's runtime under the same `auto_wrap`: `python scripts/bench/fairscale.py`.
+"""fairscale's own FSDP against OSDP's runtime under the same `auto_wrap`: `python scripts/bench/fairscale_fsdp.py`.
 
     fairscale    its FullyShardedDataParallel, the model itself wrapped as well
     none, ...    osdp.compat.fairscale.FSDP with what gen_fsdp_args gives for it
@@ -31,7 +31,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from bench_runtime import spread
+from step_overhead import spread
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 

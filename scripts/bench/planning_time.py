@@ -1,4 +1,4 @@
-"""How long planning takes: `python scripts/bench/planner.py [gpt2] [scaling] [limits]`.
+"""How long planning takes: `python scripts/bench/planning_time.py [gpt2] [scaling] [limits]`.
 
     gpt2      `osdp plan --model gpt2-1.5b --mem 8GB` as a user runs it, from process start
     scaling   10, 100 and 1,000 layers, all alike and no two alike, traced and planned

@@ -1,4 +1,4 @@
-"""What running a plan costs over PyTorch by hand: `python scripts/bench/runtime.py [shard] [replicate]`.
+"""What running a plan costs over PyTorch by hand: `python scripts/bench/step_overhead.py [shard] [replicate]`.
 
     shard       an all-`shard` plan run by OSDP, against `fully_shard` called by hand on the same modules
     replicate   an all-`replicate` plan run by OSDP, against DistributedDataParallel with its defaults,
