@@ -11,7 +11,7 @@ from osdp.planning.request import read_plan
 from planner.cost.unit_memory import OPTIMIZERS
 from planner.pins import parse_pin
 from planner.plan import Plan
-from planner.strategies.registry import COMPUTE_BYTES
+from planner.strategies.spec import COMPUTE_BYTES
 from profiler.errors import OsdpError
 from profiler.yaml_files import Problem, read_text, read_yaml, validate
 

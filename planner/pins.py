@@ -15,7 +15,8 @@ from typing import TypeVar
 from planner.model.fsdp_units import check_split
 from planner.name_patterns import matches, unknown_name
 from planner.search.search_space import Pins
-from planner.strategies.registry import Strategy, format_choice, parse_choice
+from planner.strategies.notation import format_choice, parse_choice
+from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph

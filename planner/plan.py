@@ -17,7 +17,8 @@ from planner.cost.stragglers import NO_WAITS, Waits
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_scalars
 from planner.search.search_space import Space, Spanning, StageDecision
-from planner.strategies.registry import Strategy, format_choice, parse_choice
+from planner.strategies.notation import format_choice, parse_choice
+from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import RingRule
 from profiler.errors import OsdpError
@@ -123,7 +124,7 @@ class Plan:
     gap: float
     """No plan of the searched space has more than samples_per_s / (1 - gap)."""
     choices: dict[str, str]
-    """Strategy of every operator, or of its slices, by its name (`planner.strategies.registry.parse_choice`)."""
+    """Strategy of every operator, or of its slices, by its name (`planner.strategies.notation.parse_choice`)."""
     recomputed_blocks: list[str]
     """Names of the blocks whose forward runs again in backward."""
     headroom_bytes: int = 0

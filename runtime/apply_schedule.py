@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 from runtime.meshes import Meshes
 from runtime.odc.collective_fallback import with_windows_or_without
@@ -189,7 +189,7 @@ class _Application:
 
     def _copies(self, unit: ScheduledUnit) -> int:
         """Return how many ranks hold the same of a unit, where meshes do not tell."""
-        if unit.strategy.kind.one_sided:
+        if unit.strategy.spec.one_sided:
             return self.schedule.world_size // unit.strategy.group
         return self.schedule.world_size if self.schedule.by_ddp else 1
 
@@ -217,7 +217,7 @@ class _Application:
             made = self._materialise(unit, whole)
             for path in unit.modules:
                 return_no_views(self.model.get_submodule(path))
-            if unit.strategy.kind.wrapping == "owner":
+            if unit.strategy.spec.wrapping == "owner":
                 self._own(unit, made)
             else:
                 made.clear()
@@ -268,7 +268,7 @@ class _Application:
         pinned = self.device.type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=pinned) if strategy.offload else OffloadPolicy()
         # The groups of one-sided units are none of FSDP2's business: it would reduce across them in every backward.
-        make_mesh = self.meshes.group_mesh if strategy.kind.one_sided else self.meshes.mesh
+        make_mesh = self.meshes.group_mesh if strategy.spec.one_sided else self.meshes.mesh
         mesh = make_mesh(strategy.group)
         secondary = self.meshes.mesh(strategy.secondary) if strategy.secondary else mesh
         try:
@@ -285,12 +285,12 @@ class _Application:
             raise OsdpError(f"{unit.name} cannot be wrapped as scheduled", got=str(error).splitlines()[0]) from error
         first = modules[0]
         assert isinstance(first, FSDPModule)
-        rings = [c.algorithm == "ring" for c in unit.collectives if c.kind == "reduce_scatter"]
-        if strategy.kind.two_phase:
+        rings = [c.algorithm == "ring" for c in unit.collectives if c.operation == "reduce_scatter"]
+        if strategy.spec.wrapping == "hierarchical":
             inside, across = rings or (False, False)  # Nothing is reduced where nothing is trained.
             schedule = self.schedule
             communicate_in_two_phases(first, self.meshes, schedule.nodes, schedule.ranks_per_node, (inside, across))
-        elif strategy.kind.one_sided:
+        elif strategy.spec.one_sided:
             self.one_sided.append((strategy, OneSidedUnit(unit.name, first, self.dtype)))
         elif any(rings):
             first.set_custom_reduce_scatter(RingReduceScatter())

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from planner.strategies.registry import Collective, Strategy, format_choice
+from planner.strategies.notation import format_choice
+from planner.strategies.spec import Collective, Strategy
 from profiler.byte_sizes import format_bytes
 from runtime.state.local_shards import Origin
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from parity import Case, blocks_of, cluster_of, graph_of
 
-from planner.strategies.registry import format_choice, known_strategies
+from planner.strategies.notation import format_choice
+from planner.strategies.registry import known_strategies
 
 
 @st.composite

@@ -24,7 +24,7 @@ from planner.cost.workload import Workload
 from planner.model.fsdp_units import units_of
 from planner.model.stages import cut
 from planner.plan import Plan, read_choices
-from planner.strategies.registry import MASTER_BYTES
+from planner.strategies.spec import MASTER_BYTES
 from profiler.byte_sizes import format_bytes
 from profiler.trace.trace import trace_model
 

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from osdp.compat.seed_groups import grouped_strategy
 from osdp.compat.wrapping import Wish, shard_chosen
-from planner.strategies.registry import COMPUTE_BYTES, Strategy
+from planner.strategies.spec import COMPUTE_BYTES, Strategy
 from profiler.errors import OsdpError
 from runtime.meshes import check_process_group, check_world
 

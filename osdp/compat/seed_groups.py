@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 
 SETTINGS = ("group_sharding", "communication_with_groups", "none")

@@ -15,7 +15,8 @@ from torch import nn
 
 from osdp.planning.clusters import load_cluster
 from osdp.planning.rank_grid import CPU_CLUSTER
-from planner.strategies.registry import Strategy, unit_collectives
+from planner.strategies.spec import Strategy
+from planner.strategies.unit_collectives import unit_collectives
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import Parameter

@@ -6,7 +6,7 @@ Tensors of s_1 .. s_n bytes, in the order of the model, go to m ranks.  An even 
                  as can be, and among such the sum of squares                            `_neighbours`
     priority 1   every tensor for itself, largest first to the rank with least: the fullest rank has at
                  most 4/3 - 1/(3m) of the best that can be (Graham, SIAM J. Appl. Math. 1969)
-                                                                          `planner.strategies.registry.assign_owners`
+                                                                          `planner.strategies.owner_assignment`
     between, p   tensors are packed, in order, into runs of at most c bytes (one that is larger is a run
                  by itself), and runs go to ranks largest first; of c = S - S/32, S - 2 S/32, ... down to
                  (1 - p) S, and of the parts of priority 0, the most even is taken              `_runs`
@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from planner.pins import ITSELF
-from planner.strategies.registry import assign_owners
+from planner.strategies.owner_assignment import assign_owners
 from profiler.errors import OsdpError
 
 STEPS = 32

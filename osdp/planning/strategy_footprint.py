@@ -29,7 +29,8 @@ from planner.analysis.explain import open_plan
 from planner.cost.peak_memory import optimizer_moment
 from planner.cost.workload import Workload
 from planner.plan import Plan
-from planner.strategies.registry import Collective, parse_strategy
+from planner.strategies.notation import parse_strategy
+from planner.strategies.spec import Collective
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
@@ -101,9 +102,9 @@ def _scheduled(collectives: Mapping[Collective, int]) -> Sent:
     """Return what a schedule sends, by when: what is reduced once per step is so in the last backward."""
     sent: dict[str, Counter[str]] = {moment: Counter() for moment in MOMENTS}
     for one, count in collectives.items():
-        at_meeting = one.kind in ("barrier", "publish")
+        at_meeting = one.operation in ("barrier", "publish")
         moment = "forward" if one.phase == "forward" else "step" if at_meeting else "backward"
-        sent[moment][one.kind] += one.size_bytes * count
+        sent[moment][one.operation] += one.size_bytes * count
     return _plain(sent)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from profiler.cluster.measurements import CollectiveTimes
 from profiler.timing.device_rates import timed_s
 from runtime.failures.rank_agreement import Agreement

@@ -12,7 +12,7 @@ from math import inf
 from typing import TypedDict
 
 from planner.collectives import ONE_SIDED
-from planner.strategies.registry import STRATEGIES, Volume
+from planner.strategies.spec import SPECS, Volume
 from profiler.cluster.cluster import Cluster, Device, Link
 from profiler.cluster.figure import Figure
 
@@ -105,11 +105,11 @@ def lines_on(nodes: int, ranks_per_node: int, on_cpu: bool) -> tuple[Line, ...]:
     grid = _grid(nodes, ranks_per_node)
     volume = Volume(*(grid.world_size,) * 3)
     found = {
-        Line(sent.kind, "native", sent.ranks, sent.stride)
-        for kind in STRATEGIES.values()
-        for strategy in kind.on(grid)
-        for sent in kind.collectives(volume, strategy, grid)
-        if sent.kind in (ORDER if on_cpu else COLLECTIVES) and sent.ranks > 1
+        Line(sent.operation, "native", sent.ranks, sent.stride)
+        for spec in SPECS.values()
+        for strategy in spec.on(grid)
+        for sent in spec.collectives(volume, strategy, grid)
+        if sent.operation in (ORDER if on_cpu else COLLECTIVES) and sent.ranks > 1
     }
     if on_cpu:
         found |= {

@@ -35,7 +35,7 @@ from runtime.torch_compat import all_gather, reduce_scatter
 PARAMETERS = 4
 """Into which a flat tensor is cut: a linear layer's and a norm's weight and bias."""
 PUBLISH_PASSES = 5
-"""Tensors of a shard's size that publishing and taking read and write, as `planner.strategies.registry` counts them."""
+"""Tensors of a shard's size that publishing and taking read and write, as `planner.strategies.odc` counts them."""
 MAX_ROOTS = 4
 """Owners that take turns, spread over the group: where the tree of a broadcast begins decides what crosses nodes."""
 

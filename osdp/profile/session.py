@@ -28,7 +28,7 @@ from osdp.profile.lines import CommunicationState, rounds_done
 from osdp.profile.state import State
 from osdp.profile.time_collectives import SIZES_BYTES, measure_rounds
 from osdp.profile.time_collectives import Request as CommunicationRequest
-from planner.strategies.registry import padded_rows
+from planner.strategies.unit_collectives import padded_rows
 from profiler.cluster.measurements import CallTimes, CollectiveTimes, OptimizerTimes, call_key
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph

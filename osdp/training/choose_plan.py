@@ -21,7 +21,8 @@ from planner.plan import Plan, make_plan
 from planner.search.baselines import uniform
 from planner.search.search import Progress, Task, micro_batches
 from planner.search.search_space import Space
-from planner.strategies.registry import known_strategies, parse_strategy
+from planner.strategies.notation import parse_strategy
+from planner.strategies.registry import known_strategies
 from profiler.byte_sizes import parse_bytes
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import ModelGraph

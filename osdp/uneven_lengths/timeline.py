@@ -126,7 +126,7 @@ def record_step(model: OSDP) -> Iterator[CallTimeline]:
     with ExitStack() as stack:
         for unit in model.schedule.units:
             module = model.module.get_submodule(unit.modules[0])
-            if isinstance(module, FSDPModule) and not unit.strategy.kind.one_sided:
+            if isinstance(module, FSDPModule) and not unit.strategy.spec.one_sided:
                 stack.enter_context(_watched_unit(module, recorder))
         exchange = model.sharded.exchange
         for group in exchange.groups if exchange is not None else ():

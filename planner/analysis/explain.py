@@ -25,7 +25,8 @@ from planner.name_patterns import matches, unknown_name
 from planner.pins import parse_pin, resolve
 from planner.plan import Decisions, Plan, Prediction, check_model, decisions_of, predict, space_of
 from planner.search.search_space import Space, StageDecision
-from planner.strategies.registry import Strategy, strategies_on
+from planner.strategies.registry import strategies_on
+from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import ModelGraph
 

@@ -39,15 +39,14 @@ from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.search.search_space import Space, Spanning
-from planner.strategies.registry import REDUCE_BYTES, Strategy
+from planner.strategies.replicate import COPY
+from planner.strategies.spec import REDUCE_BYTES, Strategy
 from profiler.model_graph import ModelGraph, Parameter
 
 FIRST_BUCKET_BYTES = 1 << 20
 """A bucket is closed by the parameter that makes it this large (torch: `_DEFAULT_FIRST_BUCKET_BYTES`)."""
 BUCKET_BYTES = 25 << 20
 """The same for every bucket but one (torch: `bucket_cap_mb`)."""
-COPY = Strategy("replicate", 1)
-"""What every operator takes."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: 
     Not if some parameter is frozen: it would never reduce the gradients of one that is thawed later.
     """
     trains = all(parameter.trainable for operator in graph.operators for parameter in operator.parameters)
-    plain = all(strategy.name == COPY.name and not strategy.offload for strategy in strategies)
+    plain = all(strategy.spec.by_ddp and not strategy.offload for strategy in strategies)
     return trains and plain and precision == "fp32"
 
 

@@ -6,7 +6,7 @@ from planner.cost.unit_communication import UnitTraffic, unit_traffic
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.model.stages import StagedModel, operators_of
-from planner.strategies.registry import COMPUTE_BYTES, Strategy
+from planner.strategies.spec import COMPUTE_BYTES, Strategy
 
 
 class UnitCosts:

@@ -38,7 +38,7 @@ from typing import Any
 from planner.cost.stage_costs import StageCosts, UnitCosts
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,7 @@ def make_unit(
 ) -> StagedUnit:
     unit, traffic = units(operators, strategy, elsewhere)
     calls = [j for j, call in enumerate(costs.stage.calls) if call.operator in operators]
-    is_owned = strategy.kind.wrapping == "owner"
-    repeats = costs.load.accumulation
+    spec, repeats = strategy.spec, costs.load.accumulation
     return StagedUnit(
         operators=operators,
         strategy=strategy,
@@ -141,10 +140,10 @@ def make_unit(
         late=_is_late(costs, operators[0]),
         own=own,
         kept=unit.unsharded if strategy.keeps_unsharded else unit.secondary,
-        freed=0 if is_owned else unit.unsharded,
-        stalls=is_owned,
+        freed=unit.unsharded if spec.frees_before_reduction else 0,
+        stalls=spec.stalls,
         reduction_s=traffic.reduce_s + traffic.add_s * (repeats - 1) / repeats,
-        reduction_stalls=is_owned or (repeats > 1 and traffic.add_s > 0),
+        reduction_stalls=spec.stalls or (repeats > 1 and traffic.add_s > 0),
     )
 
 

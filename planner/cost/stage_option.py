@@ -14,7 +14,7 @@ from planner.cost.stage_costs import StageCosts, UnitCosts
 from planner.cost.stage_memory import Moment, StagedUnit, StageMemoryWalk, make_unit
 from planner.model.fsdp_units import join
 from planner.model.stages import StagedModel
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ def _partial_bytes(unit: StagedUnit, costs: StageCosts) -> int:
     """Return what FSDP2 keeps on the device of an offloaded gradient until it is reduced across groups."""
     load, strategy = costs.load, unit.strategy
     accumulates = load.accumulation > 1 and strategy.group < load.cluster.world_size
-    return unit.bytes.offloaded if accumulates and strategy.kind.wrapping == "fully_shard" else 0
+    return unit.bytes.offloaded if accumulates else 0
 
 
 def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], units: UnitCosts) -> tuple[int, int]:

@@ -2,18 +2,13 @@
 
 With S the fp32 shard that rests and SG its gradient, one rank of a unit with `+offload` copies, at
 the rate of `Host.link_bytes_per_s`, as FSDP2 with `CPUOffloadPolicy` does (torch 2.13,
-`FSDPParam.all_gather_inputs` and `foreach_reduce`):
+`FSDPParam.all_gather_inputs` and `foreach_reduce`),
 
-    strategy                          before forward   before backward   reduction   once per step
-    shard, hierarchical, owner        S                S                 SG          -
-    shard_grad, secondary_shard       S                -                 SG          -
-    replicate, group_shard            S                S                 -           SG
-    odc                               -                -                 -           S + SG
+    before forward, and before backward if it is gathered again     S
+    reduction, or once per step                                     SG
 
-(gradients that are all-reduced once per step wait on the device, as do the windows of `odc`, which
-are filled from the host when they are published: that row was not run on a GPU.)
-Copies are in line with the collectives that they serve: FSDP2 makes the one to the device on a stream
-of its own, so it can be faster than this.
+(`StrategySpec.host_copies`; the files of the strategies say what differs).  Copies are in line with the collectives
+that they serve: FSDP2 makes the one to the device on a stream of its own, so it can be faster than this.
 
 With several micro-batches a reduced shard is added to the one that is on the host already.  That reads
 two tensors and writes one, at the host's rate, and the thread that launches the backward waits for it:
@@ -21,8 +16,7 @@ such reductions hide under nothing (`UnitTraffic.add_s`).  On a cluster without 
 of this takes no time.
 
 On a cluster that was measured, each gather and each reduction that communicates takes
-`Measured.overhead_s` more.  Communication in two phases permutes the whole tensor once, which reads
-and writes it on the device (`runtime.strategies.hierarchical`).
+`Measured.overhead_s` more.
 """
 
 from __future__ import annotations
@@ -31,7 +25,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planner.collectives import ONE_SIDED
-from planner.strategies.registry import MASTER_BYTES, REDUCE_BYTES, Phase, Strategy, padded_numel, unit_collectives
+from planner.strategies.spec import MASTER_BYTES, REDUCE_BYTES, Phase, Strategy
+from planner.strategies.unit_collectives import padded_numel, unit_collectives
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import Parameter
 
@@ -64,30 +59,19 @@ def unit_traffic(parameters: Iterable[Parameter], strategy: Strategy, precision:
     meets = False
     for collective in unit_collectives(parameters, strategy, precision, cluster):
         seconds[collective.phase] += collective.time_s(cluster)
-        meets = meets or (collective.phase != "step" and collective.kind not in ONE_SIDED)
-        if strategy.kind.two_phase and collective.stride == 1:
-            # The phase inside nodes is the one that the whole tensor takes part in.
-            seconds[collective.phase] += 2 * collective.size_bytes / cluster.device.memory_bytes_per_s.value
+        meets = meets or (collective.phase != "step" and collective.operation not in ONE_SIDED)
+        seconds[collective.phase] += strategy.spec.extra_s(collective, cluster)
     if cluster.measured is not None:
         for phase in ("forward", "backward", "reduce"):
-            seconds[phase] += cluster.measured.overhead_s(strategy.kind.one_sided) if seconds[phase] else 0.0
+            seconds[phase] += cluster.measured.overhead_s(strategy.spec.one_sided) if seconds[phase] else 0.0
     add_s = 0.0
     if strategy.offload and cluster.host:
         rested = MASTER_BYTES * padded_numel(parameters, strategy.parts) // strategy.parts
         trained = (parameter for parameter in parameters if parameter.trainable)
         reduced = REDUCE_BYTES * padded_numel(trained, strategy.parts) // strategy.parts
-        for phase, is_gradient in host_copies(strategy, cluster):
+        copies = strategy.spec.host_copies(strategy, cluster)
+        for phase, is_gradient in copies:
             seconds[phase] += (reduced if is_gradient else rested) / cluster.host.link_bytes_per_s.value
-        if ("reduce", True) in host_copies(strategy, cluster):
+        if ("reduce", True) in copies:
             add_s = ADD_TENSORS * reduced / cluster.host.memory_bytes_per_s.value
     return UnitTraffic(seconds["forward"], seconds["backward"], seconds["reduce"], seconds["step"], add_s, meets)
-
-
-def host_copies(strategy: Strategy, cluster: Cluster) -> tuple[tuple[Phase, bool], ...]:
-    """Return the copies of an offloaded unit: the phase, and whether it is the gradient's or else the shard's."""
-    if strategy.kind.one_sided:
-        return ("step", False), ("step", True)
-    again = not (strategy.keeps_unsharded or strategy.secondary)
-    once_per_step = strategy.group < cluster.world_size
-    gradient: Phase = "step" if once_per_step else "reduce"
-    return ("forward", False), *((("backward", False),) if again else ()), (gradient, True)

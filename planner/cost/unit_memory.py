@@ -1,7 +1,7 @@
 """What one unit holds on the fullest rank's device.
 
-For a unit whose tensors are cut into `parts` (`Strategy.parts`: the ranks of the group; 1 for
-`owner`), with e_p bytes per parameter in compute dtype and e_r = 4 in reduce dtype, per parameter
+For a unit whose tensors are cut into `parts` (`Strategy.parts`: the ranks of the group, 1 if one rank
+holds them whole), with e_p bytes per parameter in compute dtype and e_r = 4 in reduce dtype, per parameter
 tensor of first dimension d0 and `rest` elements per row padded to ceil(d0/parts) parts rows
 (FSDP2 pads so),
 
@@ -20,18 +20,9 @@ tensor of first dimension d0 and `rest` elements per row padded to ceil(d0/parts
     W    window: published shard, A accumulators    (e_p + A e_r) pad/G  `UnitBytes.window`
 
 each tensor rounded up to 512 bytes.  Source: measured on FSDP2 (torch 2.13.0) with PyTorch's memory
-tracker on fake tensors.  What differs by strategy:
-
-    hierarchical       AGX has (1 + 1/g) AG on top, and RSX = (1 + 1/g) RSI: the permutation to or from rank
-                       order, and what passes between nodes, with g ranks on a node
-    secondary_shard    H lives from forward to backward
-    owner              S, SG and OPT are whole on the owner and nothing elsewhere; U is the broadcast
-                       buffer itself, so there is no AG; RSI is what is reduced
-    odc                W is always there (of a unit that is never called there is none), with A = 1; SG is
-                       copied out of the accumulator when ranks meet, AG and RSI are what is pulled and pushed
-    odc_ordered        as odc, with A = G
-    + offload          S, SG and OPT are 0, they are in the host's memory; AGX has S on top, the copy
-                       that is gathered from, and RSX has SG, on its way to the host (not of `owner`)
+tracker on fake tensors.  With `+offload`, S, SG and OPT are 0, they are in the host's memory; AGX has S on top, the
+copy that is gathered from, and RSX has SG, on its way to the host.  What else differs by strategy is said in the
+strategy's file in `planner/strategies/`.
 """
 
 from __future__ import annotations
@@ -39,7 +30,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from planner.strategies.registry import COMPUTE_BYTES, MASTER_BYTES, REDUCE_BYTES, Strategy, padded_rows
+from planner.strategies.spec import COMPUTE_BYTES, MASTER_BYTES, REDUCE_BYTES, Strategy
+from planner.strategies.unit_collectives import padded_rows
 from profiler.model_graph import Parameter
 
 ALLOCATION_BYTES = 512
@@ -98,16 +90,6 @@ def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
-def _two_phase_temporary(size_bytes: int, node: int) -> int:
-    return _rounded(size_bytes) + _rounded(size_bytes // node)
-
-
-def _window(shard_bytes: int, trained_bytes: int, strategy: Strategy) -> int:
-    if not strategy.kind.one_sided:
-        return 0
-    return _rounded(shard_bytes) + _rounded(strategy.accumulators * trained_bytes)
-
-
 def unit_bytes(
     parameters: Iterable[Parameter],
     strategy: Strategy,
@@ -118,8 +100,7 @@ def unit_bytes(
 ) -> UnitBytes:
     """Return the memory of a unit; equations at the top of this module.
 
-    `elsewhere` says that another rank owns it, which matters to strategy `owner` only; `node` is the
-    number of ranks on a node, which matters to `hierarchical`.
+    `elsewhere` says that another rank owns it, where one rank holds it whole; `node` is the number of ranks on a node.
     """
     parts, compute = strategy.parts, COMPUTE_BYTES[precision]
     total, flat, flat_trained, last_gradient, counters = UnitBytes(), 0, 0, 0, 0
@@ -141,18 +122,19 @@ def unit_bytes(
             full_gradients=_rounded(compute * parameter.numel) if parameter.trainable else 0,
             secondary=_rounded(compute * padded // strategy.secondary) if strategy.secondary else 0,
         )
-    kind = strategy.kind
+    spec, shard_bytes, trained_bytes = strategy.spec, compute * flat // parts, REDUCE_BYTES * flat_trained // parts
     # What is sent is the shard in compute dtype: a copy unless it rests so (of an offloaded one S is the larger copy).
-    copies = compute < MASTER_BYTES and parts > 1 and not (strategy.offload or kind.one_sided)
-    sent = _rounded(compute * flat // parts) if copies else 0
+    copies = compute < MASTER_BYTES and parts > 1 and not (strategy.offload or spec.one_sided)
+    windows = (shard_bytes, strategy.accumulators * trained_bytes) if spec.one_sided else ()
     unit = total + UnitBytes(
-        gradients=_rounded(REDUCE_BYTES * flat_trained // parts),
+        gradients=_rounded(trained_bytes),
         gathered=_rounded(compute * flat) if parts > 1 else 0,
         reduce_input=_rounded(REDUCE_BYTES * flat_trained),
         last_gradient=last_gradient if parts > 1 else 0,
-        gather_temporary=sent + (_two_phase_temporary(compute * flat, node) if kind.two_phase else 0),
-        reduce_temporary=_two_phase_temporary(REDUCE_BYTES * flat_trained, node) if kind.two_phase else 0,
-        window=_window(compute * flat // parts, REDUCE_BYTES * flat_trained // parts, strategy),
+        gather_temporary=sum(map(_rounded, spec.temporaries(compute * flat, node)))
+        + (_rounded(shard_bytes) if copies else 0),
+        reduce_temporary=sum(map(_rounded, spec.temporaries(REDUCE_BYTES * flat_trained, node))),
+        window=sum(map(_rounded, windows)),
     )
     # Optimizers count the steps of an empty shard too.
     return _at_rest(unit, strategy, counters, elsewhere)
@@ -160,11 +142,10 @@ def unit_bytes(
 
 def _at_rest(unit: UnitBytes, strategy: Strategy, counters: int, elsewhere: bool) -> UnitBytes:
     """Return a unit's bytes without what does not rest on this device."""
-    if strategy.kind.wrapping == "owner" and elsewhere:
+    if strategy.spec.has_owner and elsewhere:
         return replace(unit, parameters=0, gradients=0, optimizer=0 if strategy.offload else counters)
     if strategy.offload:
-        # An owner copies from and to the host what it sends and gets; FSDP2 copies shards.
-        shard, gradient = (0, 0) if strategy.kind.wrapping == "owner" else (unit.parameters, unit.gradients)
+        shard, gradient = (unit.parameters, unit.gradients) if strategy.spec.offload_buffers else (0, 0)
         return replace(
             unit,
             parameters=0,

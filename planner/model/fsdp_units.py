@@ -1,7 +1,7 @@
 """How operators form units: what is wrapped, gathered and reduced together.
 
     consecutive operators of a stage with equal strategy     one unit
-    an operator of strategy `owner`                          a unit of its own: it has one owner
+    an operator that one rank holds whole (`owner`)          a unit of its own: it has one owner
     a split operator                                         one unit per slice
     a spanning operator, an operator that is never called    a unit of its own
 
@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.model.stages import StagedModel
-from planner.strategies.registry import Strategy, assign_owners
+from planner.strategies.owner_assignment import assign_owners
+from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator, Parameter
 
@@ -45,7 +46,7 @@ def join(
     for operator, slices in zip(operators, choices, strict=True):
         count = len(slices)
         for index, strategy in enumerate(slices):
-            joins = count == 1 and strategy.kind.joins and operator not in alone
+            joins = count == 1 and strategy.spec.joins and operator not in alone
             if joins and strategy == joinable:
                 units[-1][0].append(operator)
                 continue
@@ -77,8 +78,8 @@ def units_of(model: StagedModel, choices: Mapping[int, tuple[Strategy, ...]]) ->
 
 
 def owners_of(units: Sequence[Unit], graph: ModelGraph, ranks: int) -> dict[int, int]:
-    """Return the owning rank of each unit of strategy `owner`, by its position among the units."""
-    owned = [position for position, unit in enumerate(units) if unit.strategy.kind.wrapping == "owner"]
+    """Return the owning rank of each unit that one rank holds whole, by its position among the units."""
+    owned = [position for position, unit in enumerate(units) if unit.strategy.spec.has_owner]
     sizes = [4 * sum(p.numel for p in unit_parameters(units[position], graph)) for position in owned]
     ranks_asked = enumerate(units[position].strategy.owner for position in owned)
     given = {index: rank for index, rank in ranks_asked if rank is not None}

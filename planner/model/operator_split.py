@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from planner.model.fsdp_units import check_split, split_bounds, split_parameters
-from planner.strategies.registry import COMPUTE_BYTES
+from planner.strategies.spec import COMPUTE_BYTES
 from profiler.cluster.measurements import call_key
 from profiler.model_graph import Affine, Call, ModelGraph, Operator, Work
 

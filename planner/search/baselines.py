@@ -17,10 +17,11 @@ from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.search.search_space import Space, StageDecision
-from planner.strategies.registry import Strategy, strategies_on
+from planner.strategies.registry import strategies_on
+from planner.strategies.spec import Strategy
 
-NAMES = {"replicate": "DDP", "shard_grad": "ZeRO-2", "shard": "FSDP", "group_shard": "HSDP"}
-"""What users call the strategies when everything takes the same one."""
+NAMES = ("DDP", "ZeRO-2", "FSDP", "HSDP")
+"""What users call the strategies when everything takes the same one (`StrategySpec.baseline`)."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ def uniform(space: Space, load: Workload, strategy: Strategy, recompute: bool) -
 
 def _at(space: Space, load: Workload, strategy: Strategy, recompute: bool, limit_bytes: float) -> Baseline:
     options = uniform(space, load, strategy, recompute)
-    if strategy.name == "replicate":
+    if strategy.spec.by_ddp:
         options = as_run(options, strategy, None, space, load, limit_bytes=float("inf"))
     peak = peak_memory(options, load).total_bytes
     speed = load.samples_per_step / step_time(options, load).total_s
-    return Baseline(NAMES[strategy.name], strategy, recompute, peak <= limit_bytes, load, options, round(peak), speed)
+    return Baseline(strategy.spec.baseline, strategy, recompute, peak <= limit_bytes, load, options, round(peak), speed)
 
 
 def _best(found: Iterable[Baseline]) -> Baseline:
@@ -84,7 +85,7 @@ def baselines(space: Space, loads: tuple[Workload, ...], limit_bytes: float) -> 
     has_blocks = any(stage.block is not None for stage in space.model.stages)
     strategies = [strategy for strategy in strategies_on(loads[0].cluster) if not strategy.offload]
     for name in NAMES:
-        group = [strategy for strategy in strategies if strategy.name == name]
+        group = [strategy for strategy in strategies if strategy.spec.baseline == name]
         for recompute in (False, True) if has_blocks and group else (False,) if group else ():
             found.append(_best(b for s in group for b in _sizes(space, loads, s, recompute, limit_bytes)))
     return tuple(found)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from planner.model.fsdp_units import check_split
 from planner.model.stages import JOIN_NUMEL, Stage
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
@@ -89,7 +89,7 @@ def light_stages(stages: Sequence[Stage], graph: ModelGraph) -> frozenset[int]:
 
 def first_and_least(strategies: Sequence[Strategy], count: int) -> tuple[Strategy, ...]:
     """Return the first strategies and the one that needs least memory on the device."""
-    least = max(strategies, key=lambda strategy: (strategy.offload, strategy.kind.joins, strategy.group))
+    least = max(strategies, key=lambda strategy: (strategy.offload, strategy.spec.joins, strategy.group))
     return tuple(dict.fromkeys((*strategies[:count], least)))
 
 
@@ -144,7 +144,7 @@ def cuts(stage: Stage, graph: ModelGraph) -> list[int]:
 
 
 def _splits(stage: Stage, graph: ModelGraph, strategies: Sequence[Strategy]) -> Iterator[Slices]:
-    gathered = [s for s in strategies if s.group > 1 and s.kind.joins and not s.keeps_unsharded]
+    gathered = [s for s in strategies if s.spec.worth_splitting(s)]
     for most in gathered[:1]:
         others = [s for s in strategies if s != most][: SPLIT_STRATEGIES - 1]
         for count in SLICE_COUNTS:

@@ -19,12 +19,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.cost.ddp import COPY, Replica, can_replicate
+from planner.cost.ddp import Replica, can_replicate
 from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.search.search_space import Space
+from planner.strategies.replicate import COPY
 
 
 @dataclass(frozen=True)

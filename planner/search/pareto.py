@@ -32,7 +32,7 @@ from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.cost.windows import overlap_terms
 from planner.cost.workload import Workload
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 
 Sees = tuple[bool, ...]
 

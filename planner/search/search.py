@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.cost.ddp import COPY
 from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_option import StageCandidate
 from planner.cost.stragglers import BALANCED, Imbalance, Waits
@@ -34,6 +33,7 @@ from planner.search.lagrangian_bound import ChainBound, places_near
 from planner.search.least_memory import smallest_of
 from planner.search.search_space import NO_PINS, CandidateSet, Pins, Space, Spanning
 from planner.search.solve_menu import PROVEN, Candidate, solve
+from planner.strategies.replicate import COPY
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph

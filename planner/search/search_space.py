@@ -42,7 +42,8 @@ from planner.search.candidates import (
     light_stages,
 )
 from planner.search.pareto import option_numbers, undominated, unit_numbers
-from planner.strategies.registry import Strategy, strategies_on
+from planner.strategies.registry import strategies_on
+from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator
@@ -114,7 +115,7 @@ class _MeanCosts(UnitCosts):
         self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False
     ) -> tuple[UnitBytes, UnitTraffic]:
         mine, traffic = super().__call__(operators, strategy, elsewhere)
-        if strategy.kind.wrapping != "owner" or elsewhere:
+        if not strategy.spec.has_owner or elsewhere:
             return mine, traffic
         other, _ = super().__call__(operators, strategy, elsewhere=True)
         ranks = strategy.group
@@ -333,7 +334,7 @@ class Space:
             return tuple(strategies)
         units, kept = self._unit_costs(load, mean=True), list[Strategy]()
         for joins, offload in product((True, False), repeat=2):
-            alike = [s for s in strategies if s.kind.joins == joins and s.offload == offload]
+            alike = [s for s in strategies if s.spec.joins == joins and s.offload == offload]
             groups = [tuple(operators)] if joins and not alone else [(o,) for o in operators]
             rows = [[n for group in groups for n in unit_numbers(*units(group, s), s)] for s in alike]
             kept += [alike[k] for k in undominated(np.array(rows))] if rows else []
@@ -353,7 +354,7 @@ class Space:
         others = {*self.spanning_choices(spanning).values(), *self.idle_strategies(load.cluster)}
         found = []
         for choice in self.choices(kind, load):
-            differ = any(strategy.kind.wrapping == "owner" for strategy in (*choice.strategies, *others))
+            differ = any(strategy.spec.has_owner for strategy in (*choice.strategies, *others))
             found.append((choice, self._alone(kind, choice, spanning, load, None if differ else NOWHERE)))
         return found
 
@@ -480,7 +481,7 @@ class Space:
         taken = dict(others)
         for stage, choice in zip(self.model.stages, choices, strict=True):
             taken |= zip(stage.operators, choice.strategies, strict=True)
-        if all(strategy.kind.wrapping != "owner" for strategy in taken.values()):
+        if not any(strategy.spec.has_owner for strategy in taken.values()):
             return {}
         units = units_of(self.model, {operator: (strategy,) for operator, strategy in taken.items()})
         owners = owners_of(units, self.model.graph, cluster.world_size)

@@ -112,7 +112,7 @@ def _without_owners(menu: CandidateSet) -> CandidateSet | None:
     """Return the menu without operators of strategy `owner`, of which ranks differ; None if that changes nothing,
     or leaves a stage without options."""
     kept = [
-        [k for k, choice in enumerate(choices) if all(s.kind.wrapping != "owner" for s in choice.strategies)]
+        [k for k, choice in enumerate(choices) if not any(s.spec.has_owner for s in choice.strategies)]
         for choices in menu.choices
     ]
     fewer = any(len(rows) < len(options) for rows, options in zip(kept, menu.options, strict=True))

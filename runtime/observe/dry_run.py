@@ -127,7 +127,7 @@ def _make_meshes(schedule: Schedule) -> None:
     meshes.mesh(schedule.world_size)
     for unit in schedule.units:
         meshes.mesh(unit.strategy.group)
-        if unit.strategy.kind.one_sided:
+        if unit.strategy.spec.one_sided:
             meshes.group_mesh(unit.strategy.group)
         if unit.strategy.secondary:
             meshes.mesh(unit.strategy.secondary)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from planner.strategies.registry import Strategy
+from planner.strategies.odc import OneSided
 from runtime.meshes import Meshes
 from runtime.odc.choose_transport import why_none_anywhere
 from runtime.odc.dry_run_windows import rehearses
@@ -32,7 +32,7 @@ def with_windows_or_without(schedule: Schedule, meshes: Meshes) -> Schedule:
 
     Rank 0 warns of that, once for a model.
     """
-    groups = sorted({unit.strategy.group for unit in schedule.units if unit.strategy.kind.one_sided})
+    groups = sorted({unit.strategy.group for unit in schedule.units if unit.strategy.spec.one_sided})
     if not groups or rehearses():
         return schedule
     reason = why_none_anywhere([meshes.group(group) for group in groups], meshes.device_type)
@@ -56,8 +56,9 @@ def with_windows_or_without(schedule: Schedule, meshes: Meshes) -> Schedule:
 
 def _with_collectives(unit: ScheduledUnit, world_size: int) -> ScheduledUnit:
     strategy = unit.strategy
-    if not strategy.kind.one_sided:
+    if not isinstance(strategy.spec, OneSided):
         return unit
-    sent = tuple(replace(one, kind=IN_PLACE[one.kind]) for one in unit.collectives if one.kind in IN_PLACE)
-    name = "shard" if strategy.group == world_size else "group_shard"
-    return replace(unit, strategy=Strategy(name, strategy.group, strategy.offload), collectives=sent)
+    sent = tuple(
+        replace(one, operation=IN_PLACE[one.operation]) for one in unit.collectives if one.operation in IN_PLACE
+    )
+    return replace(unit, strategy=strategy.spec.without_windows(strategy, world_size), collectives=sent)

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from runtime.failures.liveness import announce
 from runtime.failures.peer_faults import PeerLost, naming_peers
 from runtime.failures.rank_agreement import Agreement
@@ -137,7 +137,7 @@ class Exchange:
         self.timeout_s = timeout_s or (timeout.total_seconds() if timeout else TIMEOUT_S)
         alike: dict[tuple[int, bool], list[Unit]] = {}
         for strategy, unit in units:
-            alike.setdefault((strategy.group, strategy.kind.ordered), []).append(unit)
+            alike.setdefault((strategy.group, strategy.spec.ordered), []).append(unit)
         if not rehearses():
             announce("opening windows")
         self._opened: list[Transport] = []

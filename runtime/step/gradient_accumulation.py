@@ -34,7 +34,7 @@ class Accumulation:
         """Micro-batches of the step whose backward has begun, its last left out."""
         self.pushed = 0
         """Micro-batches whose backward has begun since ranks last met (`odc`)."""
-        waiting = [unit for unit in sharded.schedule.units if not unit.strategy.kind.one_sided]
+        waiting = [unit for unit in sharded.schedule.units if not unit.strategy.spec.one_sided]
         self.once_per_step = any(c.phase == "step" for unit in waiting for c in unit.collectives)
         """Whether units reduce in the backward of a step's last micro-batch; `odc` does in the optimizer's step."""
         self.explicit = False

@@ -38,7 +38,8 @@ from planner.model.fsdp_units import check_split
 from planner.plan import Plan, make_plan
 from planner.search.search import Task, search
 from planner.search.search_space import Space, StageDecision
-from planner.strategies.registry import Strategy, known_strategies
+from planner.strategies.registry import known_strategies
+from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph

@@ -242,7 +242,7 @@ class Bench:
         from planner.cost.workload import Workload
         from planner.search.baselines import uniform
         from planner.search.search_space import Space
-        from planner.strategies.registry import Strategy
+        from planner.strategies.spec import Strategy
 
         load = Workload(cluster, "adamw", "fp32", 1, self.options.micro_batches)
         smallest = peak_memory(uniform(Space(graph), load, Strategy("odc", self.ranks), recompute=True), load)

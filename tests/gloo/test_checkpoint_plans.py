@@ -23,7 +23,8 @@ from parity import (
 )
 from ranks import run_ranks
 
-from planner.strategies.registry import format_choice, known_strategies
+from planner.strategies.notation import format_choice
+from planner.strategies.registry import known_strategies
 
 SAVED_AFTER, STEPS, SHARES = 2, 5, 4
 """Every step's data is in 4 shares: one a rank, or two a rank one after the other."""

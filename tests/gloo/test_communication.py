@@ -62,9 +62,9 @@ def record(rank: int, cases: Sequence[Case]) -> list[tuple[Sent, Sent, bool]]:
                 sent[one.kind, len(one.ranks), stride, one.size_bytes] += 1
         charged: Sent = Counter()
         # One-sided units send nothing before the optimizer steps (tests/gloo/test_odc.py).
-        waiting = tuple(unit for unit in model.schedule.units if not unit.strategy.kind.one_sided)
+        waiting = tuple(unit for unit in model.schedule.units if not unit.strategy.spec.one_sided)
         for collective, count in replace(model.schedule, units=waiting).collectives().items():
-            charged[collective.kind, collective.ranks, collective.stride, collective.size_bytes] += count
+            charged[collective.operation, collective.ranks, collective.stride, collective.size_bytes] += count
         found.append((sent, charged, model.schedule.by_ddp))
     return found
 

@@ -37,7 +37,7 @@ TWO_BY_TWO = {
     Line("push", "native", 2, 1),
     Line("publish", "native", 2, 1),
 }
-"""Counted off from the table at the top of `planner.strategies.registry`."""
+"""Counted off from the tables in `planner.strategies`."""
 
 
 def measure(rank: int, nodes: int, ranks_per_node: int) -> list[CommunicationState]:

@@ -154,7 +154,7 @@ def _sleeps(rank: int, choice: str) -> tuple[tuple[Timeline, ...], dict[str, int
             optimizer.zero_grad()
     calls = [call.name for call in recorder.calls]
     planned = [
-        collective.kind
+        collective.operation
         for unit in model.schedule.units
         for collective in unit.collectives
         if collective.phase != "step"

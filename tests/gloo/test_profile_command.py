@@ -23,7 +23,7 @@ from osdp.zoo import load_model
 from planner.cost.workload import Workload
 from planner.search.baselines import uniform
 from planner.search.search_space import Space
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from profiler.cluster.measurements import call_key
 from profiler.cluster.read_cluster import read_cluster
 from profiler.trace.trace import trace_model

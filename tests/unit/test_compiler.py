@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from parity import Case, cluster_of, graph_of
 
-from planner.strategies.registry import Collective, Strategy
+from planner.strategies.spec import Collective, Strategy
 from profiler.errors import OsdpError
 from runtime.apply_schedule import inside_out
 from runtime.compile_plan import compile_plan, verify
@@ -100,7 +100,7 @@ def test_counts_collectives_of_a_step() -> None:
     counts = schedule_of(default="group_shard:2", accumulation=3).collectives()
     norm = 2 * 12  # the last norm: its own unit, weight and bias of 12, sharded in groups of 2
     by_phase = {
-        one.phase: (one.kind, one.ranks, one.stride, count)
+        one.phase: (one.operation, one.ranks, one.stride, count)
         for one, count in counts.items()
         if one.size_bytes in (4 * norm, 4 * norm // 2)
     }

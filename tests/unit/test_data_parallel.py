@@ -22,7 +22,7 @@ from synthetic import chain, cluster, transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.cost.ddp import BUCKET_BYTES, COPY, FIRST_BUCKET_BYTES, Replica, as_run, buckets, reductions
+from planner.cost.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES, Replica, as_run, buckets, reductions
 from planner.cost.peak_memory import peak_memory
 from planner.cost.simulator import simulated_s
 from planner.cost.step_time import step_time
@@ -32,7 +32,8 @@ from planner.search.baselines import uniform
 from planner.search.ddp_search import fastest_replicated
 from planner.search.search import Task, search
 from planner.search.search_space import Space
-from planner.strategies.registry import Strategy
+from planner.strategies.replicate import COPY
+from planner.strategies.spec import Strategy
 from profiler.model_graph import ModelGraph
 from runtime.observe.live_bytes import LiveBytes
 from runtime.torch_compat import data_parallel

@@ -12,7 +12,7 @@ from planner.cost.workload import Workload
 from planner.plan import Plan, make_plan, options_of, predict
 from planner.search.baselines import uniform
 from planner.search.search_space import Space, StageDecision
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph

@@ -9,7 +9,7 @@ from torch import nn
 from osdp.compat.fairscale import FSDP, gen_fsdp_args
 from osdp.compat.seed_groups import SETTINGS, grouped_strategy
 from osdp.compat.wrapping import Wish, schedule_of
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 
 
@@ -127,7 +127,7 @@ def test_units_say_what_they_send() -> None:
     schedule = schedule_of(net, {net.middle[1]: GROUPS, net: SHARD})
     (unit,) = (unit for unit in schedule.units if unit.name == "middle.1")
     assert unit.strategy == Strategy("group_shard", 2)
-    sent = [(c.kind, c.ranks, c.stride, c.size_bytes) for c in unit.collectives]
+    sent = [(c.operation, c.ranks, c.stride, c.size_bytes) for c in unit.collectives]
     size_bytes = 4 * (6 * 3 + 6)
     assert sent == [
         ("all_gather", 2, 1, size_bytes),

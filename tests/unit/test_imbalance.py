@@ -24,7 +24,8 @@ from planner.cost.unit_communication import unit_traffic
 from planner.cost.workload import Workload
 from planner.plan import make_plan, options_of, predict
 from planner.search.search_space import Space, StageDecision
-from planner.strategies.registry import Strategy, strategies_on
+from planner.strategies.registry import strategies_on
+from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 
 VARIATIONS = st.floats(0.01, 3.0)

@@ -152,7 +152,7 @@ def test_each_forbidden_import_is_noticed(folder: str, source: str) -> None:
         ("planner", "from profiler.model_graph import Affine\nfrom profiler import errors, yaml_files\nimport pulp"),
         ("planner", "from .collectives import PASSES\nfrom . import collectives"),
         ("runtime", "from planner.plan import Plan\ndef f():\n    import cupy"),
-        ("runtime", "from planner.model import stages, fsdp_units\nfrom planner.strategies.registry import Strategy"),
+        ("runtime", "from planner.model import stages, fsdp_units\nfrom planner.strategies.spec import Strategy"),
         ("osdp", "import planner.strategies.registry, profiler.model_source, runtime, torch, yaml"),
     ],
 )

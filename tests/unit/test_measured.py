@@ -22,7 +22,8 @@ from planner.plan import cluster_fingerprint
 from planner.search.baselines import uniform
 from planner.search.search import Task, search
 from planner.search.search_space import Space, StageDecision
-from planner.strategies.registry import Strategy, unit_collectives
+from planner.strategies.spec import Strategy
+from planner.strategies.unit_collectives import unit_collectives
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import (
@@ -113,7 +114,7 @@ def test_a_reduce_scatter_goes_round_the_ring_from_the_size_where_that_is_faster
 
     def algorithms(rows: int, strategy: Strategy) -> dict[str, str]:
         sent = unit_collectives([Parameter("w", (rows, 1000))], strategy, "fp32", machine)
-        return {f"{c.kind}:{c.ranks}x{c.stride}": c.algorithm for c in sent if c.phase in ("reduce", "step")}
+        return {f"{c.operation}:{c.ranks}x{c.stride}": c.algorithm for c in sent if c.phase in ("reduce", "step")}
 
     shard = Strategy("shard", 4)
     assert algorithms(100, shard) == {"reduce_scatter:4x1": "native"}  # 0.4 MB

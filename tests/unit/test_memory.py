@@ -12,7 +12,7 @@ from planner.cost.stage_memory import Moment
 from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
 from planner.search.search_space import Space, StageDecision
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from profiler.cluster.figure import Figure
 from profiler.model_graph import ModelGraph
 

@@ -15,7 +15,8 @@ from planner.plan import Plan, make_plan
 from planner.search.least_memory import smallest_plan
 from planner.search.search import Task, search
 from planner.search.search_space import Space
-from planner.strategies.registry import format_choice, known_strategies
+from planner.strategies.notation import format_choice
+from planner.strategies.registry import known_strategies
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator

@@ -18,7 +18,10 @@ from planner.pins import parse_pin
 from planner.plan import Plan, make_plan
 from planner.search.search import search
 from planner.search.search_space import Space, StageDecision
-from planner.strategies.registry import Strategy, parse_strategy, strategies_on, unit_collectives
+from planner.strategies.notation import parse_strategy
+from planner.strategies.registry import strategies_on
+from planner.strategies.spec import Strategy
+from planner.strategies.unit_collectives import unit_collectives
 from profiler.byte_sizes import GIB
 from profiler.errors import OsdpError
 from profiler.model_graph import Parameter
@@ -62,7 +65,7 @@ def test_a_window_of_ordered_sums_by_hand() -> None:
 
 def test_ordered_sums_are_known_and_never_offered() -> None:
     for uneven in (False, True):
-        assert all(not strategy.kind.ordered for strategy in strategies_on(cluster(2, 4), uneven))
+        assert all(not strategy.spec.ordered for strategy in strategies_on(cluster(2, 4), uneven))
     assert parse_strategy("odc_ordered:4", cluster(2, 4)) == Strategy("odc_ordered", 4)
 
 
@@ -79,7 +82,8 @@ def test_a_frozen_parameter_is_published_and_not_accumulated() -> None:
     unit = unit_bytes([replace(WEIGHT, trainable=False)], Strategy("odc", 8), "fp32", ADAM)
     assert unit.window == 150_016
     kinds = [
-        c.kind for c in unit_collectives([replace(WEIGHT, trainable=False)], Strategy("odc", 8), "fp32", cluster(1, 8))
+        c.operation
+        for c in unit_collectives([replace(WEIGHT, trainable=False)], Strategy("odc", 8), "fp32", cluster(1, 8))
     ]
     assert kinds == ["pull", "pull", "barrier", "publish", "barrier"]
 
@@ -97,7 +101,7 @@ def test_traffic_in_one_node_by_hand() -> None:
 def test_groups_reduce_across_nodes_once_per_step() -> None:
     machine = cluster(2, 4, intra=10e9, inter=1e9, latency_s=1e-5)
     sent = unit_collectives([WEIGHT], Strategy("odc", 4), "fp32", machine)
-    assert [(c.kind, c.ranks, c.stride, c.phase) for c in sent] == [
+    assert [(c.operation, c.ranks, c.stride, c.phase) for c in sent] == [
         ("pull", 4, 1, "forward"),
         ("pull", 4, 1, "backward"),
         ("push", 4, 1, "reduce"),
@@ -106,7 +110,7 @@ def test_groups_reduce_across_nodes_once_per_step() -> None:
         ("publish", 4, 1, "step"),
         ("barrier", 4, 1, "step"),
     ]
-    across = next(c for c in sent if c.kind == "all_reduce")
+    across = next(c for c in sent if c.operation == "all_reduce")
     assert across.size_bytes == 4 * 300_000 // 4
     # Twice half of it over the network, with two latencies of one hop.
     assert across.time_s(machine) == pytest.approx(2 * (1e-5 + 0.5 * 300_000 / 1e9))

@@ -16,7 +16,9 @@ from planner.cost.step_time import step_time
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.workload import Workload
 from planner.search.search_space import Space, StageDecision
-from planner.strategies.registry import Strategy, parse_strategy, strategies_on
+from planner.strategies.notation import parse_strategy
+from planner.strategies.registry import strategies_on
+from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster, Host
 from profiler.cluster.figure import Figure
 from profiler.errors import OsdpError

@@ -16,7 +16,9 @@ from osdp.compat.zero3_partition import assign, owner_pins, zero3_partition_tens
 from osdp.models.live_model import source_of
 from osdp.planning.request import Request, plan_model
 from planner.pins import Pin, parse_pin, resolve
-from planner.strategies.registry import Strategy, assign_owners, format_choice, parse_strategy
+from planner.strategies.notation import format_choice, parse_strategy
+from planner.strategies.owner_assignment import assign_owners
+from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan

@@ -15,7 +15,8 @@ from planner.name_patterns import matches
 from planner.pins import Pin, on_cluster, parse_pin, resolve
 from planner.plan import Plan
 from planner.search.search import search
-from planner.strategies.registry import Strategy, format_choice
+from planner.strategies.notation import format_choice
+from planner.strategies.spec import Strategy
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError

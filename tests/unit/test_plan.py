@@ -22,7 +22,8 @@ from planner.plan import Plan, check_model, decisions_of, make_plan, options_of,
 from planner.search.baselines import uniform
 from planner.search.search import Found, Task, search
 from planner.search.search_space import Space
-from planner.strategies.registry import Strategy, known_strategies
+from planner.strategies.registry import known_strategies
+from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Parameter
 

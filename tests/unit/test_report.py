@@ -36,7 +36,7 @@ from planner.plan import make_plan
 from planner.search.baselines import baselines
 from planner.search.search import Found
 from planner.search.search_space import Space, StageDecision
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.figure import Figure

@@ -29,7 +29,9 @@ from planner.search.lagrangian_bound import lower_bound_s
 from planner.search.pareto import option_numbers, undominated
 from planner.search.search import Found, Task, search
 from planner.search.search_space import CandidateSet, Space
-from planner.strategies.registry import Strategy, parse_choice, strategies_on
+from planner.strategies.notation import parse_choice
+from planner.strategies.registry import strategies_on
+from planner.strategies.spec import Strategy
 from profiler.byte_sizes import MIB
 from profiler.cluster.cluster import Cluster, Host
 from profiler.cluster.figure import Figure
@@ -208,8 +210,8 @@ def test_a_plan_reads_back_as_it_was_priced(
     assert plan.predicted.step_time_s == pytest.approx(time.total_s, rel=1e-9)
     assert plan.predicted.peak_memory_bytes == pytest.approx(peak.total_bytes, abs=8)
     # What the menus say of it is the same, unless ranks differ.
-    owner = any(s.kind.wrapping == "owner" for c in choices for s in c.strategies)
-    owner |= spanning is not None and spanning.kind.wrapping == "owner"
+    owner = any(s.spec.has_owner for c in choices for s in c.strategies)
+    owner |= spanning is not None and spanning.spec.has_owner
     in_menu = [space.option(kind, c, spanning, load) for kind, c in zip(space.kinds, choices, strict=True)]
     if not owner:
         assert peak_memory(in_menu, load).total_bytes == peak_memory(settled.options, load).total_bytes
@@ -446,7 +448,7 @@ def test_what_the_runtime_does_not_run_is_not_chosen_for_even_micro_batches(host
     for limit in (60, 90, 150, 400):
         with suppress(NothingFits):
             found = search(Task(graph, machine, limit * MIB, global_batch=32))
-            assert all(not strategy.kind.one_sided for option in found.options for strategy in option.strategies)
+            assert all(not strategy.spec.one_sided for option in found.options for strategy in option.strategies)
 
 
 def test_a_pin_does_not_make_possible_what_the_search_gave_up() -> None:

@@ -14,18 +14,11 @@ from synthetic import cluster
 from planner.collectives import collective_s
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.unit_memory import OPTIMIZERS, unit_bytes
-from planner.strategies.registry import (
-    MAX_SLICES,
-    STRATEGIES,
-    Strategy,
-    assign_owners,
-    format_choice,
-    known_strategies,
-    parse_choice,
-    parse_strategy,
-    strategies_on,
-    unit_collectives,
-)
+from planner.strategies.notation import MAX_SLICES, format_choice, parse_choice, parse_strategy
+from planner.strategies.owner_assignment import assign_owners
+from planner.strategies.registry import known_strategies, strategies_on
+from planner.strategies.spec import SPECS, Strategy
+from planner.strategies.unit_collectives import unit_collectives
 from profiler.errors import OsdpError
 from profiler.model_graph import Parameter
 
@@ -169,7 +162,7 @@ ROWS = [Parameter("w", (10, 4)), Parameter("b", (10,))]
 def test_collectives_of_each_strategy_by_hand(strategy: Strategy, expected: list[tuple[object, ...]]) -> None:
     machine = cluster(2, 4)
     sent = unit_collectives(ROWS, strategy, "bf16", machine)
-    assert [(c.kind, c.ranks, c.stride, c.size_bytes, c.phase) for c in sent] == expected
+    assert [(c.operation, c.ranks, c.stride, c.size_bytes, c.phase) for c in sent] == expected
     assert unit_collectives(ROWS, replace(strategy, offload=True), "bf16", machine) == sent
 
 
@@ -318,7 +311,7 @@ def test_known_strategies_of_a_cluster() -> None:
     assert "hierarchical" not in [str(strategy) for strategy in known_strategies(cluster(1, 4))]
     assert "hierarchical" not in [str(strategy) for strategy in known_strategies(cluster(4, 1))]
     assert [str(strategy) for strategy in known_strategies(cluster(1, 1))] == ["replicate", "replicate+offload"]
-    assert {strategy.name for strategy in known_strategies(cluster(2, 4))} == set(STRATEGIES)
+    assert {strategy.name for strategy in known_strategies(cluster(2, 4))} == set(SPECS)
 
 
 def test_what_fully_shard_is_told() -> None:

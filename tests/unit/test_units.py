@@ -21,7 +21,7 @@ from planner.model.fsdp_units import (
     units_of,
 )
 from planner.model.stages import StagedModel, cut
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 from profiler.model_graph import Operator, Parameter
 

@@ -103,7 +103,7 @@ def _default_names(cluster: Cluster) -> tuple[str, ...]:
 def _predicted(source: ModelSource, cluster: Cluster, request: Request, names: tuple[str, ...], as_json: bool) -> None:
     from osdp.cli.reports.strategies import print_strategies, strategies_json
     from osdp.planning.strategy_footprint import predict
-    from planner.strategies.registry import parse_strategy
+    from planner.strategies.notation import parse_strategy
     from profiler.trace.trace import trace_model
 
     names = names or _default_names(cluster)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp.odc.options import Options, forget
-from planner.strategies.registry import Strategy
+from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 from runtime.meshes import Meshes
 from runtime.odc.choose_transport import why_none_anywhere

@@ -1,0 +1,88 @@
+"""Strategies and choices of operators as plans, pins and reports write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from planner.strategies.registry import known_strategies
+from planner.strategies.spec import SPECS, Strategy
+from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
+
+MAX_SLICES = 1024
+"""Slices of one operator; larger values are rejected as typos."""
+
+
+def parse_strategy(text: str, cluster: Cluster) -> Strategy:
+    """Return the strategy that `str(strategy)` printed; where one rank owns units whole, `owner@3` says which rank.
+
+    Raises `OsdpError` if it is unknown or does not fit the cluster.
+    """
+    known = {str(strategy): strategy for strategy in known_strategies(cluster)}
+    if text in known:
+        return known[text]
+    form = re.fullmatch(r"([a-z_]+)(?:@([0-9]{1,9})|[:@][0-9]+)?((?:\+offload)?)", text)
+    name, rank, offload = form.groups() if form else ("", None, "")
+    free = known.get(name + offload)
+    if free is not None and free.spec.has_owner and rank is not None:
+        if int(rank) >= cluster.world_size:
+            raise OsdpError(
+                "there is no such rank to own parameters",
+                got=f"{name}@{int(rank)}",
+                expected=f"a rank from 0 to {cluster.world_size - 1}",
+            )
+        return replace(free, owner=int(rank))
+    if cluster.world_size == 1 and name in SPECS and name not in known:
+        raise OsdpError(
+            f"{text} needs several ranks",
+            got="1 rank",
+            expected=", ".join(known),
+            advice="two ranks or more: torchrun --nproc_per_node, or --gpus-per-node",
+        )
+    plain = [name for name, strategy in known.items() if not strategy.offload]
+    raise OsdpError(
+        f"no such strategy on {cluster.nodes} x {cluster.gpus_per_node} ranks",
+        got=text or "nothing",
+        expected=f"{', '.join(plain)}; each also with +offload",
+    )
+
+
+def format_choice(slices: Sequence[Strategy]) -> str:
+    """Return an operator's choice as plans write it.
+
+    That is the strategy if there is one slice, else `split(...)` with the slices' strategies in
+    order, equal neighbours counted: `split(2*shard, replicate)` has three slices.
+    """
+    if len(slices) == 1:
+        return str(slices[0])
+    runs = [(str(strategy), len(list(run))) for strategy, run in groupby(slices)]
+    return f"split({', '.join(name if count == 1 else f'{count}*{name}' for name, count in runs)})"
+
+
+def parse_choice(text: str, cluster: Cluster) -> tuple[Strategy, ...]:
+    """Return the strategies of an operator's slices, one if it is not split: what `format_choice` printed.
+
+    Raises `OsdpError` if the form is another, or a strategy is unknown or does not fit the cluster.
+    """
+    inside = re.fullmatch(r"\s*split\((.*)\)\s*", text)
+    if inside is None:
+        return (parse_strategy(text.strip(), cluster),)
+    slices: list[Strategy] = []
+    for part in inside[1].split(","):
+        counted = re.fullmatch(r"\s*(?:([0-9]{1,6})\s*\*)?\s*(.*?)\s*", part)
+        assert counted is not None, "the pattern takes every text of one line"
+        count = int(counted[1] or 1)
+        slices += [parse_strategy(counted[2], cluster)] * min(count, MAX_SLICES + 1)
+        if not 1 <= count <= MAX_SLICES or len(slices) > MAX_SLICES:
+            raise OsdpError("a split has a count that cannot be", got=text, expected=f"1 to {MAX_SLICES} slices in all")
+    if len(slices) < 2:
+        raise OsdpError(
+            "a split needs two slices or more",
+            got=text,
+            expected="for instance split(2*shard)",
+            advice=f"write {slices[0]} for an operator in one piece",
+        )
+    return tuple(slices)

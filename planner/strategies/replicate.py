@@ -1,0 +1,27 @@
+"""A full copy on every rank, G = 1: nothing is gathered, and gradients are all-reduced once per step, AR(N, e_r T).
+
+DistributedDataParallel runs plans that take nothing else (`planner.cost.ddp`).  With `+offload`, S is copied
+to the device before forward and before backward, and SG back once per step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.strategies.spec import Strategy, StrategySpec
+from profiler.cluster.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Replicate(StrategySpec):
+    """A full copy on every rank."""
+
+    def groups(self, cluster: Cluster) -> tuple[int, ...]:
+        return (1,)
+
+
+SPEC = Replicate(
+    "replicate", 10, "a full copy on every rank; gradients all-reduced once per step", baseline="DDP", by_ddp=True
+)
+COPY = Strategy(SPEC.name, 1)
+"""A copy on the device."""

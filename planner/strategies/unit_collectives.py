@@ -1,0 +1,42 @@
+"""What one unit sends: its tensors padded as FSDP2 pads them, and the collectives of its strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from planner.strategies.spec import COMPUTE_BYTES, MASTER_BYTES, REDUCE_BYTES, Collective, Strategy, Volume
+from profiler.cluster.cluster import Cluster
+from profiler.model_graph import Parameter
+
+
+def padded_rows(parameter: Parameter, parts: int) -> tuple[int, int]:
+    """Return (rows per part, elements per row) after FSDP2's padding of the first dimension."""
+    rows = parameter.shape[0] if parameter.shape else 1
+    return -(-rows // parts), parameter.numel // max(rows, 1)
+
+
+def padded_numel(parameters: Iterable[Parameter], parts: int) -> int:
+    """Return the number of elements of the parameters, each padded to so many equal parts."""
+    return sum(rows * rest * parts for rows, rest in (padded_rows(p, parts) for p in parameters))
+
+
+def unit_collectives(
+    parameters: Iterable[Parameter], strategy: Strategy, precision: str, cluster: Cluster
+) -> tuple[Collective, ...]:
+    """Return everything that one unit sends, those of a phase in the order in which they are sent.
+
+    What offload copies between host and device is no collective: `planner.cost.unit_communication` has it.
+    """
+    parameters = tuple(parameters)
+    trained = [parameter for parameter in parameters if parameter.trainable]
+    volume = Volume(
+        gathered=COMPUTE_BYTES[precision] * padded_numel(parameters, strategy.parts),
+        reduced=REDUCE_BYTES * padded_numel(trained, strategy.parts),
+        rested=MASTER_BYTES * padded_numel(parameters, strategy.parts),
+    )
+    sent = strategy.spec.collectives(volume, strategy, cluster)
+    sent = tuple(c for c in sent if c.ranks > 1 and (c.size_bytes > 0 or c.operation == "barrier"))
+    if not cluster.ring:
+        return sent
+    return tuple(replace(c, algorithm=cluster.algorithm(c.operation, c.ranks, c.stride, c.size_bytes)) for c in sent)
