@@ -1,6 +1,7 @@
 # shellcheck shell=sh
 # Makes and reuses the virtual environment of a checkout.  Sourced by the other scripts, which
-# set `root` (the folder of setup.cfg) first and then call `ensure_environment EXTRA`.
+# set `root` (the folder of setup.cfg) first and then call `ensure_environment EXTRA`.  Where there
+# is an NVIDIA driver, the extra with CuPy for it is installed too.
 #
 # $venv/osdp-stamp records what was installed.  While it matches, nothing is done; it is removed
 # before an install and written after, so an install that failed is never taken for a good one.
@@ -99,29 +100,66 @@ pip_install() {
     fail 'pip could not install OSDP and what it needs' 'read the message of pip above, then run this again'
 }
 
-# Print the stamp of an environment of Python version $1 with extra $2 (empty for none).
+# Set `cupy` to the extra for this machine's NVIDIA driver, or to nothing, and then `no_cupy` to why
+# if there is a driver.  An nvidia-smi that fails has no driver to talk to.
+find_cupy() {
+    cupy='' no_cupy='' cuda=''
+    if command -v nvidia-smi >/dev/null; then
+        smi=$(nvidia-smi 2>/dev/null) || return 0
+        # CUDA Version: 13.0; newer ones write CUDA UMD Version.
+        cuda=$(printf '%s\n' "$smi" | sed -n '/CUDA [A-Z ]*Version/{ s/.*CUDA [A-Z ]*Version: *\([0-9][0-9]*\)\..*/\1/p; q; }')
+    elif [ -r /proc/driver/nvidia/version ]; then
+        # NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023
+        driver=$(sed -n 's/^NVRM version:.*  \([0-9][0-9]*\)\.[0-9.]* .*/\1/p' /proc/driver/nvidia/version)
+        # The first drivers of CUDA 13 and 12.
+        if [ "${driver:-0}" -ge 580 ]; then cuda=13; elif [ "${driver:-0}" -ge 525 ]; then cuda=12; fi
+    else
+        return 0
+    fi
+    # A driver runs what was built for an older CUDA.
+    if [ "${cuda:-0}" -ge 13 ]; then
+        cupy=cuda13
+    elif [ "${cuda:-0}" -eq 12 ]; then
+        cupy=cuda12
+    else
+        no_cupy="the NVIDIA driver is for CUDA ${cuda:-of an unknown version}, and CuPy is installed for 12 and 13"
+    fi
+}
+
+# Print the stamp of an environment of Python version $1 with extras $2 (with commas; empty for none).
 stamp_for() {
-    printf '%s\npython %s\nsetup %s\nextra %s\n' \
+    printf '%s\npython %s\nsetup %s\nextras %s\n' \
         "$root" "$1" "$(cat "$root/setup.cfg" "$root/constraints.txt" | cksum)" "$2"
 }
 
-# Whether extra $1 is installed already.  The extra `test` has all that none has.
+# is_ready [EXTRA]...: whether all of these are installed already.
 is_ready() {
     version=$(version_of "$venv/bin/python")
     [ -n "$version" ] && [ -x "$venv/bin/osdp" ] && [ -f "$venv/osdp-stamp" ] || return 1
-    stamp=$(cat "$venv/osdp-stamp")
-    [ "$stamp" = "$(stamp_for "$version" "$1")" ] || [ "$stamp" = "$(stamp_for "$version" test)" ]
+    installed=$(sed -n 's/^extras //p' "$venv/osdp-stamp")
+    [ "$(cat "$venv/osdp-stamp")" = "$(stamp_for "$version" "$installed")" ] || return 1
+    for extra in "$@"; do
+        case ",$installed," in *",$extra,"*) ;; *) return 1 ;; esac
+    done
 }
 
-# ensure_environment EXTRA: leave $venv with the checkout and that extra (empty for none), or exit 2.
+# ensure_environment EXTRA: leave $venv with the checkout, that extra (empty for none) and CuPy, or exit 2.
 ensure_environment() {
-    if is_ready "$1"; then
+    find_cupy
+    if is_ready ${1:+"$1"} ${cupy:+"$cupy"}; then
         return 0
     fi
     make_venv
     rm -f "$venv/osdp-stamp"
+    # What an earlier install may have left: this distribution under its old name, CuPy for another driver.
+    old=osdp
+    case $cupy in cuda12) old="osdp cupy-cuda13x" ;; cuda13) old="osdp cupy-cuda12x" ;; esac
+    # shellcheck disable=SC2086 # these are words
+    "$venv/bin/python" -m pip --disable-pip-version-check uninstall --yes $old >/dev/null 2>&1 || true
     say 'installing OSDP and what it needs, PyTorch included; the first time this takes minutes'
-    pip_install -c "$root/constraints.txt" -e "$root${1:+[$1]}"
-    stamp_for "$(version_of "$venv/bin/python")" "$1" >"$venv/osdp-stamp"
+    [ -z "$no_cupy" ] || say "going on without CuPy: $no_cupy"
+    extras=$1${1:+${cupy:+,}}$cupy
+    pip_install -c "$root/constraints.txt" -e "$root${extras:+[$extras]}"
+    stamp_for "$(version_of "$venv/bin/python")" "$extras" >"$venv/osdp-stamp"
     say "ready: $venv"
 }

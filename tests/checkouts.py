@@ -43,7 +43,13 @@ def _checkout(folder: Path, osdp: str) -> Path:
     _program(programs / "osdp", osdp)
     version = ".".join(map(str, sys.version_info[:3]))
     stamp = subprocess.run(
-        ["sh", "-c", f'root=$1; . "$root/scripts/_environment.sh"; stamp_for {version} ""', "sh", str(root)],
+        [
+            "sh",
+            "-c",
+            f'root=$1; . "$root/scripts/_environment.sh"; find_cupy; stamp_for {version} "$cupy"',
+            "sh",
+            str(root),
+        ],
         capture_output=True,
         text=True,
         check=True,

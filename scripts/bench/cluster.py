@@ -262,7 +262,7 @@ def run_case(options: argparse.Namespace, rate: str, folder: Path) -> Case:
     ]
     for name in ("model", "cap_mib", "rounds", "warm_up", "repetitions", "budget_s"):
         ranks += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    cluster = [sys.executable, str(SCRIPT.with_name("emulated_cluster.py")), "run", "--nodes", "2", "--rate", rate]
+    cluster = [sys.executable, str(SCRIPT.parents[1] / "emulated_cluster.py"), "run", "--nodes", "2", "--rate", rate]
     # The agent of a node that is not first complains when the first is gone, which is how a run ends.
     subprocess.run([*cluster, "--", *ranks], check=True, cwd=SCRIPT.parents[2], env=os.environ | {"LOGLEVEL": "ERROR"})
     data = json.loads((folder / f"results-{rate}.json").read_text())

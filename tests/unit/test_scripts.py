@@ -31,6 +31,7 @@ case "$*" in
     offline) echo "WARNING: after connection broken by 'NewConnectionError(...)': /simple/x/"; exit 1 ;;
     *) echo "ERROR: $STUB_PIP"; exit 1 ;;
     esac ;;
+"-m pip --disable-pip-version-check uninstall"*) ;;
 "-m ruff"* | "-m mypy"* | "-m pytest"*) echo "ran $*"; [ "$2" != "${{STUB_FAILS:-}}" ] ;;
 *) PYTHONPATH="{site}" exec "{real}" "$@" ;;
 esac
@@ -52,6 +53,9 @@ class Sandbox:
         for folder in (self.root, self.path, self.elsewhere):
             folder.mkdir()
         shutil.copytree(CHECKOUT / "scripts", self.root / "scripts")
+        self.driver_file = directory / "driver"
+        functions = self.root / "scripts" / "_environment.sh"
+        functions.write_text(functions.read_text().replace("/proc/driver/nvidia/version", f'"{self.driver_file}"'))
         for name in ("setup.cfg", "constraints.txt"):
             shutil.copy(CHECKOUT / name, self.root)
         for tool in TOOLS:
@@ -71,6 +75,13 @@ class Sandbox:
         (site / "sitecustomize.py").write_text(sitecustomize)
         stub = self.path / name
         stub.write_text(PYTHON.format(log=self.log, site=site, real=sys.executable))
+        stub.chmod(0o755)
+
+    def add_nvidia_smi(self, version: str = "", status: int = 0) -> None:
+        """Put an nvidia-smi on PATH that prints such a head, or none, and exits so."""
+        head = f"| NVIDIA-SMI 570.86.15     Driver Version: 570.86.15     {version}     |"
+        stub = self.path / "nvidia-smi"
+        stub.write_text(f"#!/bin/sh\necho '{head if version else 'a new format'}'\nexit {status}\n")
         stub.chmod(0o755)
 
     def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -135,6 +146,78 @@ def test_environment_of_the_tests_serves_quickstart_but_not_the_other_way(sandbo
         assert sandbox.run(script).returncode == 0
     installs = sandbox.calls("-m pip install")
     assert [install.endswith("[test]") for install in installs] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("version", "extra"),
+    [
+        ("CUDA Version: 12.8", "cuda12"),
+        ("CUDA Version: 13.0", "cuda13"),
+        ("CUDA UMD Version: 13.2", "cuda13"),
+        ("CUDA Version: 14.1", "cuda13"),
+    ],
+)
+def test_cupy_comes_with_a_driver(sandbox: Sandbox, version: str, extra: str) -> None:
+    """And the stamp says so: no script installs again, nor does a later one without nvidia-smi."""
+    sandbox.add_python("python3")
+    sandbox.add_nvidia_smi(version)
+    for script in ("quickstart.sh", "quickstart.sh", "test.sh", "quickstart.sh", "test.sh"):
+        assert sandbox.run(script).returncode == 0
+    (sandbox.path / "nvidia-smi").unlink()
+    assert sandbox.run("quickstart.sh").stderr == ""
+    first, second = sandbox.calls("-m pip install")
+    assert first.endswith(f"{sandbox.root}[{extra}]")
+    assert second.endswith(f"{sandbox.root}[test,{extra}]")
+
+
+@pytest.mark.parametrize(
+    ("version", "extra"),
+    [
+        ("NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "[cuda12]"),
+        ("NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@host)", "[cuda13]"),
+        ("NVIDIA UNIX x86_64 Kernel Module  470.256.02  Thu May  2 14:37:44 UTC 2024", ""),
+        ("a new format", ""),
+    ],
+)
+def test_driver_is_known_without_nvidia_smi(sandbox: Sandbox, version: str, extra: str) -> None:
+    sandbox.add_python("python3")
+    sandbox.driver_file.write_text(f"NVRM version: {version}\nGCC version:  gcc version 12.3.0 (Debian)\n")
+    result = sandbox.run("quickstart.sh")
+    assert result.returncode == 0
+    assert ("without CuPy" in result.stderr) == (not extra)
+    (install,) = sandbox.calls("-m pip install")
+    assert install.endswith(f" -e {sandbox.root}{extra}")
+
+
+@pytest.mark.parametrize("version", ["", "CUDA Version: N/A", "CUDA Version: 11.4"])
+def test_driver_of_another_or_unreadable_version_is_told_once(sandbox: Sandbox, version: str) -> None:
+    sandbox.add_python("python3")
+    sandbox.add_nvidia_smi(version)
+    result = sandbox.run("test.sh")
+    assert result.returncode == 0
+    assert "osdp: going on without CuPy: the NVIDIA driver is for CUDA " in result.stderr
+    assert "CuPy" not in sandbox.run("test.sh").stderr
+    (install,) = sandbox.calls("-m pip install")
+    assert install.endswith("[test]")
+
+
+def test_nvidia_smi_without_a_driver_is_no_driver(sandbox: Sandbox) -> None:
+    sandbox.add_python("python3")
+    sandbox.add_nvidia_smi("CUDA Version: 13.0", status=9)
+    assert "CuPy" not in sandbox.run("quickstart.sh").stderr
+    (install,) = sandbox.calls("-m pip install")
+    assert install.endswith(f" -e {sandbox.root}")
+
+
+def test_what_an_earlier_install_left_is_removed(sandbox: Sandbox) -> None:
+    """The distribution was named `osdp` before; two CuPy share their folder."""
+    sandbox.add_python("python3")
+    for version in ("CUDA Version: 12.8", "CUDA Version: 13.0"):
+        sandbox.add_nvidia_smi(version)
+        sandbox.run("quickstart.sh")
+    removals = sandbox.calls("-m pip --disable-pip-version-check uninstall")
+    assert [removal.split("--yes ")[1] for removal in removals] == ["osdp cupy-cuda13x", "osdp cupy-cuda12x"]
+    assert len(sandbox.calls("-m pip install")) == 2
 
 
 def test_moved_checkout_installs_again(sandbox: Sandbox) -> None:
