@@ -20,6 +20,8 @@ PATH = re.compile(
 )
 """Tests are also named by their folder in `tests/`."""
 TEST = re.compile(r"(?<![\w/])(?:[\w/]+/)?(test_\w+\.py)(?:::(\w+))?")
+NAME_IN_FILE = re.compile(r"([\w/]+\.py): (\w+)(?:\.(\w+))?")
+"""As in `planner/plan.py: Plan.choices`."""
 MODULE = re.compile(rf"(?<![\w./-])((?:{CODE})(?:\.\w+)+)(?![\w/-])")
 
 
@@ -67,11 +69,20 @@ def missing_tests(text: str) -> Iterator[str]:
             yield f"{file}::{function}"
 
 
+def missing_names(text: str) -> Iterator[str]:
+    """Yield `file.py: name` where the file does not define or use the name."""
+    for file, *names in NAME_IN_FILE.findall(text):
+        source = (CHECKOUT / file).read_text() if (CHECKOUT / file).is_file() else ""
+        if not all(re.search(rf"\b{name}\b", source) for name in names if name):
+            yield f"{file}: {'.'.join(names)}"
+
+
 def missing(document: Path, text: str) -> list[str]:
     """Return everything that a document names and that is not there."""
     code = "\n".join([*re.findall(r"`([^`\n]+)`", FENCE.sub("", text)), *FENCE.findall(text)])
     paths = (path for path in PATH.findall(code) if path not in NOT_OURS and not targets(path))
-    return [*missing_links(document, text), *paths, *missing_modules(code), *missing_tests(text)]
+    names = [*missing_modules(code), *missing_names(code), *missing_tests(text)]
+    return [*missing_links(document, text), *paths, *names]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -89,6 +100,7 @@ def test_what_documents_name_is_there(document: Path) -> None:
         "```sh\npython scripts/bench_planner.py --help\n```",
         "`planner.strategy.Strategy`",
         "`profiler.errors.NoSuchError`",
+        "`profiler/errors.py: NoSuchError`",
         "tested by `unit/test_nothing.py`",
         "`unit/test_documents.py::test_nothing`",
     ],
@@ -100,7 +112,7 @@ def test_what_is_missing_is_noticed(text: str) -> None:
 def test_what_is_there_is_found() -> None:
     text = (
         "[a](docs/planner.md#the-space) [b](https://example.org/none.md) `profiler/errors.py` "
-        "`configs/clusters/*.yaml` `profiler.errors.OsdpError` `osdp.planning` "
+        "`configs/clusters/*.yaml` `profiler.errors.OsdpError` `profiler/errors.py: OsdpError.render` `osdp.planning` "
         "`unit/test_documents.py::test_what_is_there_is_found`"
     )
     assert missing(CHECKOUT / "README.md", text) == []
