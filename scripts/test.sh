@@ -22,5 +22,5 @@ cd "$root"
 stage ruff check
 stage ruff format --check
 stage mypy
-# Two files at a time: tests of one file may share what they have set up.
-stage pytest -n 2 --dist loadfile "$@"
+# Tests of one file may share what they have set up. tests/conftest.py says how many files at a time, in which order.
+stage pytest -n auto --dist loadfile --no-loadscope-reorder --durations=50 "$@"

@@ -7,19 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def working_checkout(folder: Path) -> Path:
     """Return a copy in which the commands of the documents run if its `.venv/bin` is first on `PATH`.
 
-    They run on the Python and the installed OSDP of the tests, and see no GPU.
+    They run on the Python and the installed OSDP of the tests, as forks (see `programs.py`), and see no GPU.
     """
-    root = _checkout(folder, f'exec "{sys.executable}" -m osdp "$@"')
-    for name, command in (
-        ("torchrun", f'exec "{sys.executable}" -m torch.distributed.run "$@"'),
-        ("nvidia-smi", "exit 9"),
-    ):
+    python = programs.python()
+    root = _checkout(folder, python, f'exec "{python}" -m osdp "$@"')
+    for name, command in (("torchrun", f'exec "{python}" -m torch.distributed.run "$@"'), ("nvidia-smi", "exit 9")):
         _program(root / ".venv" / "bin" / name, command)
     for name in ("configs", "examples"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "profiles"))
@@ -29,18 +29,18 @@ def working_checkout(folder: Path) -> Path:
 
 def stub_checkout(folder: Path) -> Path:
     """Return a copy of the scripts, with an `osdp` that says what it was called with; its Python is this one."""
-    return _checkout(folder, 'printf "%s\\n" "$@"')
+    return _checkout(folder, sys.executable, 'printf "%s\\n" "$@"')
 
 
-def _checkout(folder: Path, osdp: str) -> Path:
+def _checkout(folder: Path, python: str, osdp: str) -> Path:
     root = folder / "a checkout"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     for name in ("setup.cfg", "constraints.txt"):
         shutil.copy(ROOT / name, root)
-    programs = root / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    _program(programs / "python", f'exec "{sys.executable}" "$@"')
-    _program(programs / "osdp", osdp)
+    binaries = root / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    _program(binaries / "python", f'exec "{python}" "$@"')
+    _program(binaries / "osdp", osdp)
     version = ".".join(map(str, sys.version_info[:3]))
     stamp = subprocess.run(
         [

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import programs
+import pytest
 from command_line import cli
 from hypothesis import settings
 
@@ -10,3 +22,43 @@ __all__ = ["cli"]  # a fixture
 # The same examples on every run, and no deadline: shared CI machines stall.
 settings.register_profile("osdp", deadline=None, derandomize=True)
 settings.load_profile("osdp")
+
+WORKERS, CORES = 4, 2
+"""Files that run at once: ranks wait for each other, so four of theirs keep two cores busy; two of the others do."""
+LONGEST = ("gloo/test_seed_commands.py",)
+"""Files that take longest, of those in gloo/ and of the others: a long one that starts last runs alone."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        os.environ[programs.FOLDER] = tempfile.mkdtemp(prefix="osdp-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[programs.FOLDER], ignore_errors=True)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Start no more workers than there are files."""
+    files = [argument for argument in config.args if ".py" in argument]
+    return min(WORKERS, len(files) or WORKERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files of ranks first, and the longest of them and of the others before the rest."""
+    folder = Path(__file__).parent
+    order = {folder / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (item.path.parent.name != "gloo", order.get(item.path, len(order))))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run no more tests at once than there are cores, of those that do not wait for ranks."""
+    if item.path.parent.name == "gloo":
+        return (yield)
+    for number in itertools.cycle(range(CORES)):
+        with open(Path(os.environ[programs.FOLDER], f"core{number}"), "w") as core, suppress(BlockingIOError):
+            fcntl.flock(core, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return (yield)
+        time.sleep(0.02)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -222,8 +222,8 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     checkout = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    command = (sys.executable, str(checkout / "scripts" / "bench" / "fairscale_fsdp.py"), *arguments)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    command = (programs.python(), str(checkout / "scripts" / "bench" / "fairscale_fsdp.py"), *arguments)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def test_the_benchmark_compares_the_settings_on_cpu_ranks() -> None:

@@ -7,11 +7,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from examples_path import EXAMPLES
@@ -201,11 +201,11 @@ def test_losses_are_those_of_one_process_under_every_flag(tmp_path: Path) -> Non
 
 def torchrun(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the example, with the folder of the examples on the path."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+    command = [programs.python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES)}
     program = str(EXAMPLES / "linear_example" / "train.py")
     return subprocess.run(
-        [*command, program, *flags], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+        [*command, program, *flags], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
     )
 
 

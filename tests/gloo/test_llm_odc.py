@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import programs
 import pytest
 import torch
 from checkouts import stub_checkout
@@ -199,16 +200,16 @@ def example() -> ModuleType:
     return module
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the example."""
+def run(*arguments: str, real: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the example, in processes of its own or in forks."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, str(EXAMPLE), *arguments],
+        [sys.executable if real else programs.python(), str(EXAMPLE), *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env=environment | {"OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=240,
     )
 
 
@@ -235,6 +236,7 @@ def test_the_program(tmp_path: Path) -> None:
         str(lengths),
         "--timeline",
         str(picture),
+        real=True,
     )
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)

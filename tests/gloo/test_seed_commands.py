@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from checkouts import working_checkout
@@ -114,6 +115,12 @@ SMALL: dict[str, tuple[str, str]] = {
 """What is put after a command, and what it must say then."""
 
 
+REAL = {
+    command.partition(".py")[0].rpartition(" ")[2]: command for command in reversed(COMMANDS) if "torchrun" in command
+}
+"""The first command of each program that torchrun starts: run as processes of their own, not as forks."""
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return working_checkout(tmp_path_factory.mktemp("seeds"))
@@ -124,6 +131,8 @@ def told(checkout: Path, command: str, small: str) -> str:
     """Run a command as a shell does; return what it printed. It may say how far it is, and warn in OSDP's own words."""
     path = f"{checkout / '.venv' / 'bin'}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
+    if command in REAL.values():
+        environment[programs.REAL_PROCESSES] = "1"
     done = subprocess.run(
         ["sh", "-c", f"{command} {small}"], cwd=checkout, env=environment, capture_output=True, text=True, timeout=300
     )

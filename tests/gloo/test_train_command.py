@@ -11,21 +11,21 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import process_of, python
 from ranks import children
 
 from runtime.state.checkpoint import latest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-COMMAND = (sys.executable, "-m", "osdp", "train")
+COMMAND = ("-m", "osdp", "train")
 SHORT = ("--global-batch", "8", "--device", "cpu", "--log-every", "1")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
-def train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *SHORT, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+def train(*arguments: str, real: bool = False) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable if real else python(), *COMMAND, *SHORT, *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def is_running(pid: int) -> bool:
@@ -38,21 +38,20 @@ def is_running(pid: int) -> bool:
 def start_and_wait_for_a_checkpoint(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """Start a run without end, wait for its first checkpoint, return it and its ranks."""
     arguments = ("--steps", "1000000", "--checkpoint", str(folder), "--checkpoint-every", "2")
-    started = subprocess.Popen(
-        [*COMMAND, *SHORT, *arguments], env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    command = [python(), *COMMAND, *SHORT, *arguments]
+    started = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     end_s = time.monotonic() + PATIENCE_S
     while latest(folder) is None:
         assert started.poll() is None, started.communicate()[1]
         assert time.monotonic() < end_s
         time.sleep(0.05)
-    ranks = children(started.pid)
+    ranks = [process_of(rank) for rank in children(process_of(started.pid))]
     assert len(ranks) == 2
     return started, ranks
 
 
 def test_a_short_run_prints_what_it_measured() -> None:
-    done = train("--steps", "4")
+    done = train("--steps", "4", real=True)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("OSDP trains gpt2-tiny (241,024 parameters) on 2 ranks (1 x 2), cpu (gloo): addition")
@@ -99,7 +98,7 @@ def test_two_nodes_meet() -> None:
     arguments = (*SHORT, "--steps", "2", "--ranks-per-node", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint)
     nodes = [
         subprocess.Popen(
-            [*COMMAND, *arguments, "--node-rank", str(node)],
+            [python(), *COMMAND, *arguments, "--node-rank", str(node)],
             env=ENVIRONMENT,
             text=True,
             stdout=subprocess.PIPE,

@@ -8,10 +8,10 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from checkpoint_layouts import train
@@ -330,7 +330,7 @@ checkpoint.save(Path(sys.argv[1]) / "step-2", net, pieces)
 @pytest.mark.parametrize("when", ["before the manifest", "before renaming"])
 def test_a_writer_that_is_killed_leaves_the_previous_checkpoint(when: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
-    result = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], env=environment)
+    result = subprocess.run([programs.python(), "-c", KILLED, str(tmp_path), when], env=environment)
     assert result.returncode == -signal.SIGKILL
     assert names(tmp_path) == ["step-1", "step-2.partial"]
     assert latest(tmp_path) == tmp_path / "step-1"

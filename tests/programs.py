@@ -1,0 +1,213 @@
+"""Runs Python programs as forks of one server that holds torch: a start takes milliseconds in place of seconds.
+
+`python()` returns the path of an executable that takes the place of `sys.executable`: `-m MODULE`, `-c CODE`
+and `SCRIPT`, each with arguments.  It passes its arguments, environment, folder and standard streams to the
+server, which forks; it passes on signals, and ends as the program ends.  A program that starts Python by
+`sys.executable`, as torchrun starts its ranks, starts forks in turn.  With `REAL_PROCESSES` in the environment,
+and with any other option of Python, it starts Python itself.
+
+All workers of a test run share the server, which is started when first needed and ends with the run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import fcntl
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import types
+from contextlib import suppress
+from pathlib import Path
+
+FOLDER = "OSDP_TEST_PROGRAMS"
+"""Environment variable with the folder of the server's files, which the test run makes."""
+REAL_PROCESSES = "OSDP_TEST_REAL_PROCESSES"
+"""Environment variable with which programs start as processes of their own, and import torch anew."""
+PRELOADED = (
+    "fairscale.nn",
+    "matplotlib.pyplot",
+    "multiprocessing.spawn",
+    "osdp.api",
+    "osdp.cli.commands.plan",
+    "osdp.training.rank_main",
+    "runtime.apply_schedule",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.launcher.api",
+    "torch.profiler",
+    "torch.utils.tensorboard",
+    "torch._dynamo",
+)
+START_S = 120.0
+"""How long the server has to start."""
+
+
+def python() -> str:
+    """Return the executable, with a server behind it."""
+    folder = Path(os.environ[FOLDER])
+    executable, address = folder / "python", folder / "socket"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not address.exists():
+            source = Path(__file__).resolve()
+            client = source.with_name("program_client.py")
+            executable.write_text(
+                f'#!/bin/sh\nexec "{sys.executable}" -IS "{client}" "{folder}" "{sys.executable}" "$@"\n'
+            )
+            executable.chmod(0o755)
+            with open(folder / "log", "w") as log:
+                subprocess.Popen([sys.executable, source, folder], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            end_s = time.monotonic() + START_S
+            while not address.exists():
+                assert time.monotonic() < end_s, (folder / "log").read_text()
+                time.sleep(0.05)
+    return str(executable)
+
+
+def process_of(pid: int) -> int:
+    """Return the process that runs the program of an executable's process."""
+    return int(Path(os.environ[FOLDER], str(pid)).read_text())
+
+
+def serve(folder: Path) -> None:
+    """Fork programs until the folder is gone."""
+    os.setsid()  # an interrupted test run ends its programs before their server
+    for name in PRELOADED:
+        importlib.import_module(name)
+    own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    sys.path[:] = [entry for entry in sys.path if entry not in own]
+    gc.collect()
+    gc.freeze()  # else a collection in a fork would copy every page
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writing)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(folder / "starting"))
+    listener.listen(64)
+    (folder / "starting").rename(folder / "socket")
+    watched = selectors.DefaultSelector()
+    watched.register(listener, selectors.EVENT_READ)
+    watched.register(reading, selectors.EVENT_READ)
+    clients: dict[int, socket.socket] = {}
+    while folder.exists():
+        for key, _ in watched.select(1.0):
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                message, files, _, _ = socket.recv_fds(client, 2**20, 3)
+                request = json.loads(message)
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for descriptor in (reading, writing):
+                        os.close(descriptor)
+                    for connection in (listener, client, watched, *clients.values()):
+                        connection.close()
+                    _be(request, files, folder)
+                for descriptor in files:
+                    os.close(descriptor)
+                (folder / str(request["pid"])).write_text(str(pid))
+                clients[pid] = client
+                watched.register(client, selectors.EVENT_READ, pid)
+                with suppress(OSError):
+                    client.send(str(pid).encode())
+            elif key.data:  # the client is gone, killed perhaps
+                watched.unregister(key.fileobj)
+                with suppress(ProcessLookupError):
+                    os.kill(key.data, signal.SIGKILL)
+            else:
+                os.read(reading, 4096)
+        for pid in list(clients):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                client = clients.pop(pid)
+                with suppress(KeyError):
+                    watched.unregister(client)
+                with suppress(OSError):
+                    client.send(str(status).encode())
+                client.close()
+    for pid in clients:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _be(request: dict[str, object], files: list[int], folder: Path) -> None:
+    """Be a program, to its end."""
+    status = 1
+    try:
+        os.setsid()
+        for number, descriptor in enumerate(files):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        environment = request["environment"]
+        assert isinstance(environment, dict)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(str(request["folder"]))
+        if environment.get("PYTHONUNBUFFERED"):
+            for stream in (sys.stdout, sys.stderr):
+                assert isinstance(stream, io.TextIOWrapper)
+                stream.reconfigure(write_through=True)
+        import torch
+
+        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+        sys.executable = str(folder / "python")
+        arguments = request["arguments"]
+        assert isinstance(arguments, list)
+        status = _run(arguments, [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry])
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+
+
+def _run(arguments: list[str], path: list[str]) -> int:
+    """Run a program as Python does; return its exit status."""
+    what, *others = arguments
+    try:
+        if what == "-m":
+            sys.argv[:] = ["-m", *others[1:]]
+            sys.path[:0] = [os.getcwd(), *path]
+            runpy.run_module(others[0], run_name="__main__", alter_sys=True)
+        elif what == "-c":
+            sys.argv[:] = ["-c", *others[1:]]
+            sys.path[:0] = ["", *path]
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            main.__dict__["__builtins__"] = builtins
+            exec(compile(others[0], "<string>", "exec"), main.__dict__)
+        else:
+            sys.argv[:] = arguments
+            sys.path[:0] = [str(Path(what).resolve().parent), *path]
+            runpy.run_path(what, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))
