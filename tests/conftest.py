@@ -31,6 +31,7 @@ LONGEST = ("gloo/test_seed_commands.py",)
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
+        os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on busy cores take most of a test's time
         os.environ[programs.FOLDER] = tempfile.mkdtemp(prefix="osdp-tests-")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,8 @@ from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
 LENGTH = 8
-STEPS = 5
+STEPS = 3
+"""The losses of the last follow two updates, the parameters at the end the third."""
 BATCH = 2
 MAX_NORM = 0.05
 """Low enough that every step is clipped (checked)."""
@@ -205,30 +209,94 @@ def compute(module: nn.Module, precision: str, args: tuple[Any, ...], kwargs: di
     return torch.func.functional_call(module, rounded, args, kwargs)
 
 
-def train_all(rank: int, cases: Sequence[Case]) -> list[Trained | None]:
-    """Train several cases one after the other, which saves starting the ranks."""
-    return [train(rank, case) for case in cases]
+Sent = Counter[tuple[str, int, int, int]]
+"""How often: operation, ranks, stride between them, bytes of the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What a rank sends in a step, apart from one-sided units (tests/gloo/test_odc.py)."""
+
+    sent: Sent
+    """What was seen."""
+    charged: Sent
+    """What the planner charges for."""
+    by_ddp: bool
+    """Whether DDP sends it."""
+
+    def check(self) -> None:
+        """Assert that what was sent is what is charged for."""
+        if self.by_ddp:
+            # Its buckets join units, so that only operation, group and sum of bytes can agree.
+            assert total(self.sent) == total(self.charged)
+        else:
+            assert self.sent == self.charged
+
+
+def total(sent: Sent) -> Counter[tuple[str, int, int]]:
+    """Return the bytes by operation and group."""
+    sums: Counter[tuple[str, int, int]] = Counter()
+    for (operation, ranks, stride, size_bytes), count in sent.items():
+        sums[operation, ranks, stride] += size_bytes * count
+    return sums
+
+
+def train_all(rank: int, cases: Sequence[Case], plans: Sequence[Plan]) -> list[tuple[Trained | None, Sending]]:
+    """Train several cases by their plans one after the other, which saves starting the ranks."""
+    with traced_once():
+        return [train_and_record(rank, case, plan) for case, plan in zip(cases, plans, strict=True)]
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Have OSDP trace a family anew for its first case only, which was most of the time."""
+    graphs: dict[tuple[str, str, str], ModelGraph] = {}
+
+    def traced(source: ModelSource, precision: str, device_type: str) -> ModelGraph:
+        key = source.name, precision, device_type
+        if key not in graphs:
+            graphs[key] = trace_model(source, precision, device_type)
+        return graphs[key]
+
+    with mock.patch("osdp.prepare.trace_model", traced):
+        yield
 
 
 def train(rank: int, case: Case, steps: int = STEPS) -> Trained | None:
     """Train on a rank; the result is on rank 0."""
-    from osdp import OSDP
+    return train_and_record(rank, case, case.plan(), steps)[0]
 
-    model = OSDP(initial(case.family), case.plan(), example_inputs=None, **case.keywords)
-    optimizer, losses, norms = optimizer_of(model.parameters()), [], []
-    for step in batches(case.family, case.world_size, case.accumulation, steps):
-        for micro_batch in step:
-            args, kwargs = micro_batch[rank]
-            loss = model(*args, **kwargs)
-            (loss / case.accumulation).backward()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-            losses.append(mean.item())
+
+def train_and_record(rank: int, case: Case, plan: Plan, steps: int = STEPS) -> tuple[Trained | None, Sending]:
+    """Train on a rank, and record what it sends in the first step."""
+    from osdp import OSDP
+    from runtime.observe.collective_log import record_collectives
+
+    model = OSDP(initial(case.family), plan, example_inputs=None, **case.keywords)
+    optimizer, losses, norms, sent = optimizer_of(model.parameters()), [], [], Sent()
+    for number, step in enumerate(batches(case.family, case.world_size, case.accumulation, steps)):
+        own: list[Tensor] = []
+        with record_collectives() if number == 0 else nullcontext(()) as recorded:
+            for micro_batch in step:
+                args, kwargs = micro_batch[rank]
+                own.append(model(*args, **kwargs))
+                (own[-1] / case.accumulation).backward()
+        for one in recorded:
+            if len(one.ranks) > 1:  # groups of one rank send nothing
+                sent[one.kind, len(one.ranks), one.ranks[1] - one.ranks[0], one.size_bytes] += 1
+        means = torch.stack(own).detach()
+        dist.all_reduce(means, op=dist.ReduceOp.AVG)
+        losses += means.tolist()
         norms.append(model.clip_grad_norm_(MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
+    charged, schedule = Sent(), model.schedule
+    waiting = tuple(unit for unit in schedule.units if not unit.strategy.spec.one_sided)
+    for collective, count in replace(schedule, units=waiting).collectives().items():
+        charged[collective.operation, collective.ranks, collective.stride, collective.size_bytes] += count
     parameters = model.full_state_dict()
-    return Trained(losses, norms, parameters) if rank == 0 else None
+    trained = Trained(losses, norms, parameters) if rank == 0 else None
+    return trained, Sending(sent, charged, schedule.by_ddp)
 
 
 def compare(got: Trained, wanted: Trained, rtol: float = 1e-5, atol: float = 2e-6) -> None:
@@ -241,15 +309,22 @@ def compare(got: Trained, wanted: Trained, rtol: float = 1e-5, atol: float = 2e-
 
 
 def check(cases: Sequence[Case]) -> None:
-    """Train the cases, all for as many ranks, and compare each with the single process."""
+    """Train the cases, all for as many ranks; compare each with the single process, and what every rank sends."""
     first = cases[0]
-    results: list[Trained] = run_ranks(
-        train_all, first.world_size, cases, ranks_per_node=first.ranks_per_node, timeout_s=60 + 10 * len(cases)
-    )[0]
-    for case, result in zip(cases, results, strict=True):
+    by_rank: list[list[tuple[Trained, Sending]]] = run_ranks(
+        train_all,
+        first.world_size,
+        cases,
+        [case.plan() for case in cases],
+        ranks_per_node=first.ranks_per_node,
+        timeout_s=120 + 20 * len(cases),
+    )
+    for number, case in enumerate(cases):
         wanted = reference(case.family, case.world_size, case.accumulation, case.precision)
         try:
-            compare(result, wanted, *TOLERANCE[case.precision])
+            compare(by_rank[0][number][0], wanted, *TOLERANCE[case.precision])
+            for results in by_rank:
+                results[number][1].check()
         except AssertionError as error:
             raise AssertionError(f"{case}\n{error}") from error
 

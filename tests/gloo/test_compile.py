@@ -22,8 +22,8 @@ def test_compiled_blocks_train_the_same() -> None:
         Case("gpt2", {}, "shard", recomputed=blocks, keywords=keywords, nodes=1),
         Case("gpt2", {linear: "owner"}, "shard", recomputed=blocks, keywords=keywords, nodes=1),
     ]
-    results = run_ranks(train_all, 2, cases, timeout_s=240)[0]
-    for result in results:
+    results = run_ranks(train_all, 2, cases, [case.plan() for case in cases], timeout_s=240)[0]
+    for result, _ in results:
         compare(result, reference("gpt2", 2, 1))
 
 

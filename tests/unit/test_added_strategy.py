@@ -1,4 +1,4 @@
-"""A strategy that the planner does not know yet: one object of `StrategySpec`, and it is priced, pinned and searched."""
+"""A strategy that the planner does not know yet: one object of `StrategySpec`; it is priced, pinned and searched."""
 
 from __future__ import annotations
 

@@ -23,8 +23,11 @@ from profiler.yaml_files import write_yaml
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "4")
-MAX_RSS_BYTES = 0.6e9
-"""What `osdp plan` for GPT-2 1.5B may take, from process start to printed plan."""
+MAX_GROWTH_BYTES = 0.37e9
+"""What `osdp plan` for GPT-2 1.5B may take beside what importing torch takes, from process start to printed plan.
+
+With torch's CPU build, which takes 0.23 GB, that is 0.6 GB in all.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +67,14 @@ def test_a_plan_from_start_to_json(tmp_path: Path) -> None:
     assert plan.predicted.peak_memory_bytes == told["predicted"]["peak_memory_bytes"]
 
 
-def peak_bytes_of(*arguments: str) -> tuple[int, float]:
-    """Return (status, peak resident bytes) of a process.
+def peak_bytes_of(*arguments: str) -> tuple[int, int]:
+    """Return (status, peak resident bytes) of a process of Python.
 
     It is a small process that starts it: Linux counts what the one held that it was forked from.
     """
     program = (
         "import resource, subprocess, sys\n"
-        "done = subprocess.run([sys.executable, '-m', 'osdp', *sys.argv[1:]], stdout=subprocess.DEVNULL)\n"
+        "done = subprocess.run([sys.executable, *sys.argv[1:]], stdout=subprocess.DEVNULL)\n"
         "print(done.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
     done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=CHECKOUT, capture_output=True, text=True)
@@ -80,9 +83,10 @@ def peak_bytes_of(*arguments: str) -> tuple[int, float]:
 
 
 def test_the_largest_gpt2_is_planned_in_little_memory() -> None:
-    status, peak_bytes = peak_bytes_of("plan", "--model", "gpt2-1.5b", "--mem", "8GB")
+    _, torch_bytes = peak_bytes_of("-c", "import torch")
+    status, peak_bytes = peak_bytes_of("-m", "osdp", "plan", "--model", "gpt2-1.5b", "--mem", "8GB")
     assert status == 0
-    assert peak_bytes < MAX_RSS_BYTES
+    assert peak_bytes - torch_bytes < MAX_GROWTH_BYTES
 
 
 def test_help_imports_nothing_heavy() -> None:
