@@ -25,7 +25,28 @@ settings.load_profile("osdp")
 
 WORKERS, CORES = 4, 2
 """Files that run at once: ranks wait for each other, so four of theirs keep two cores busy; two of the others do."""
-LONGEST = ("gloo/test_seed_commands.py",)
+LONGEST = (
+    "gloo/test_parity.py",
+    "gloo/test_seed_commands.py",
+    "gloo/test_profile_command.py",
+    "gloo/test_api.py",
+    "gloo/test_train_command.py",
+    "gloo/test_ring.py",
+    "gloo/test_llm_odc.py",
+    "gloo/test_state_dict.py",
+    "unit/test_search.py",
+    "unit/test_memory_tracker.py",
+    "unit/test_memory_tracker_units.py",
+    "unit/test_cli.py",
+    "unit/test_data_parallel.py",
+    "unit/test_cli_questions.py",
+    "unit/test_space_search.py",
+    "unit/test_trace_pipeline.py",
+    "unit/test_plan.py",
+    "unit/test_verify_command.py",
+    "unit/test_headroom.py",
+    "unit/test_models.py",
+)
 """Files that take longest, of those in gloo/ and of the others: a long one that starts last runs alone."""
 
 

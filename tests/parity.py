@@ -249,7 +249,7 @@ def train_all(rank: int, cases: Sequence[Case], plans: Sequence[Plan]) -> list[t
 
 @contextmanager
 def traced_once() -> Iterator[None]:
-    """Have OSDP trace a family anew for its first case only, which was most of the time."""
+    """Have OSDP trace the models of a name for the first of them only, which was most of the time."""
     graphs: dict[tuple[str, str, str], ModelGraph] = {}
 
     def traced(source: ModelSource, precision: str, device_type: str) -> ModelGraph:
@@ -264,11 +264,13 @@ def traced_once() -> Iterator[None]:
 
 def train(rank: int, case: Case, steps: int = STEPS) -> Trained | None:
     """Train on a rank; the result is on rank 0."""
-    return train_and_record(rank, case, case.plan(), steps)[0]
+    return train_and_record(rank, case, case.plan(), steps, recorded_steps=0)[0]
 
 
-def train_and_record(rank: int, case: Case, plan: Plan, steps: int = STEPS) -> tuple[Trained | None, Sending]:
-    """Train on a rank, and record what it sends in the first step."""
+def train_and_record(
+    rank: int, case: Case, plan: Plan, steps: int = STEPS, recorded_steps: int = 1
+) -> tuple[Trained | None, Sending]:
+    """Train on a rank, and record what it sends in the first step, or in none."""
     from osdp import OSDP
     from runtime.observe.collective_log import record_collectives
 
@@ -276,7 +278,7 @@ def train_and_record(rank: int, case: Case, plan: Plan, steps: int = STEPS) -> t
     optimizer, losses, norms, sent = optimizer_of(model.parameters()), [], [], Sent()
     for number, step in enumerate(batches(case.family, case.world_size, case.accumulation, steps)):
         own: list[Tensor] = []
-        with record_collectives() if number == 0 else nullcontext(()) as recorded:
+        with record_collectives() if number < recorded_steps else nullcontext(()) as recorded:
             for micro_batch in step:
                 args, kwargs = micro_batch[rank]
                 own.append(model(*args, **kwargs))

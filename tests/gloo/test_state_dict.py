@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from parity import Case, build, graph_of, initial, inputs
+from parity import Case, build, graph_of, initial, inputs, traced_once
 from ranks import run_ranks
 from test_api import assert_equal, mixed
 from torch import nn
@@ -24,6 +24,7 @@ def sharded_as(name: str) -> Case:
     return Case("gpt2", {}, name)
 
 
+@traced_once()
 def round_trips(rank: int) -> None:
     """Whole and sharded dicts go out and come back; whole ones fit the unsharded model and any other plan."""
     from osdp import OSDP
@@ -107,6 +108,7 @@ def test_refuses_other_models() -> None:
         assert all(part in said[name] for part in parts), said[name]
 
 
+@traced_once()
 def clip_everywhere(rank: int) -> None:
     """Norms of every type and what clipping leaves, against torch on the unsharded model."""
     from osdp import OSDP
