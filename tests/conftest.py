@@ -6,7 +6,6 @@ import fcntl
 import itertools
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -53,7 +52,7 @@ LONGEST = (
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on busy cores take most of a test's time
-        os.environ[programs.FOLDER] = tempfile.mkdtemp(prefix="osdp-tests-")
+        os.environ[programs.FOLDER] = programs.make_folder()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

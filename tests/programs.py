@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -52,6 +53,11 @@ PRELOADED = (
 )
 START_S = 120.0
 """How long the server has to start."""
+
+
+def make_folder() -> str:
+    """Make the folder; its server ends with this process, or when the folder is gone."""
+    return tempfile.mkdtemp(prefix=f"osdp-tests-{os.getpid()}-")
 
 
 def python() -> str:
@@ -82,7 +88,8 @@ def process_of(pid: int) -> int:
 
 
 def serve(folder: Path) -> None:
-    """Fork programs until the folder is gone."""
+    """Fork programs until the folder is gone, or the process that made it."""
+    maker = Path("/proc", folder.name.split("-")[2])
     os.setsid()  # an interrupted test run ends its programs before their server
     for name in PRELOADED:
         importlib.import_module(name)
@@ -101,7 +108,7 @@ def serve(folder: Path) -> None:
     watched.register(listener, selectors.EVENT_READ)
     watched.register(reading, selectors.EVENT_READ)
     clients: dict[int, socket.socket] = {}
-    while folder.exists():
+    while folder.exists() and maker.exists():
         for key, _ in watched.select(1.0):
             if key.fileobj is listener:
                 client, _ = listener.accept()

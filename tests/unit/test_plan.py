@@ -200,7 +200,7 @@ def test_cbc_takes_over_where_highs_is_missing(monkeypatch: pytest.MonkeyPatch) 
     assert with_cbc.samples_per_s == pytest.approx(with_highs.samples_per_s, rel=1e-3)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_damaged_plan_file_is_refused_or_read_and_never_a_traceback(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "plan.yaml"
