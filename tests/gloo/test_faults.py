@@ -87,7 +87,7 @@ def test_a_rank_that_dies_in_backward_is_named_with_collective_and_unit(guilty: 
         assert f"during step 7: rank {guilty} died (last seen in step 7)\n" in message
         assert "got: RuntimeError: " in message
         assert f"try: the log of rank {guilty} " in message
-        assert took_s < TIMEOUT_S + 2
+        assert took_s < TIMEOUT_S + 8
         assert cause == "RuntimeError"
     assert results[guilty] is None
     assert min(took_s for _, took_s, _ in filter(None, results)) < TIMEOUT_S, "a neighbour of the dead sees it at once"
@@ -100,7 +100,7 @@ def test_a_rank_that_hangs_is_named() -> None:
         assert message.startswith(f"rank {rank} failed in all_gather of unit layers.1 among ranks 0, 1, 2, 3 ")
         assert ": rank 2 did not answer: it hangs or cannot be reached (last seen in step 7)\n" in message
         assert "expected: every rank to take part within 3 s" in message
-        assert took_s < 2 * TIMEOUT_S + 3
+        assert took_s < 2 * TIMEOUT_S + 12
 
 
 def test_ddp_names_the_rank() -> None:

@@ -205,7 +205,7 @@ def test_a_lost_rank_is_named(how: str, told: str, frees: int, library: Path, pr
     """Memory that a rank that hangs may still use stays; the dead use none. A next run is none the worse."""
     what, took_s, opened, freed = run_ranks(_is_told, 2, library, prefix, how, lost=(1,))[0]
     assert told in what
-    assert took_s < (3.0 if frees else 1.0 + 2 * gpu_windows.SLICE_S + 1.0)
+    assert took_s < 15.0  # of the 60 s for the dead, and of the 30 s that the others sleep
     assert (opened, freed) == (1 - frees, frees)
     for name in left(prefix):  # a driver would have freed it
         (FOLDER / name).unlink()

@@ -44,7 +44,7 @@ def _loses_one(rank: int, how: str) -> tuple[str, float]:
     window.publish(torch.ones(3500))
     transport.meet()
     if rank == 2 and how == "dies, but not its child" and os.fork() == 0:
-        time.sleep(5.0)
+        time.sleep(20.0)
         os._exit(0)
     if rank == 2 and how.startswith("dies"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -81,10 +81,10 @@ def test_a_lost_rank_is_named_on_every_other(how: str, told: str) -> None:
         assert message.startswith(f"the ranks could not meet: {told}\n"), message
         assert f"rank {rank} waited at meeting 2" in message
         if how == "stalls":
-            assert 0.9 < waited_s < 5.0
+            assert 0.9 < waited_s < 15.0
             assert "within 1 s" in message
         else:
-            assert waited_s < 4.0  # much less than the timeout
+            assert waited_s < 15.0  # much less than the timeout
 
 
 def _comes_late(rank: int) -> str:

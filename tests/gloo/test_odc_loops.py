@@ -129,13 +129,13 @@ def _plain_accumulation(rank: int) -> None:
 
 
 def _sleeps(rank: int) -> float:
-    """Return how long five micro-batches took while rank 1 slept for a second."""
+    """Return how long five micro-batches took while rank 1 slept for four seconds."""
     model = osdp("odc:2", (1, 2))
     optimizer = sgd(model)
     step_of(model, optimizer, [batch_of(build(), rank)])
     started_s = time.monotonic()
     if rank == 1:
-        time.sleep(1.0)
+        time.sleep(4.0)
     for k in range(5):
         args, kwargs = batch_of(build(), rank, k)
         loss_of(model(*args, **kwargs)).backward()
@@ -146,8 +146,8 @@ def _sleeps(rank: int) -> float:
 
 def test_nobody_waits_inside_a_step() -> None:
     took_s, slept_s = run_ranks(_sleeps, 2)
-    assert took_s < 0.7
-    assert slept_s >= 1.0
+    assert took_s < 3.0
+    assert slept_s >= 4.0
 
 
 # --- loops that do not go as planned

@@ -120,14 +120,14 @@ def test_many_steps_of_uneven_ranks(world_size: int, ordered: bool) -> None:
 
 
 def _sleeper(rank: int) -> tuple[float, float]:
-    """Return how long 20 pulls and pushes took while rank 1 slept for a second, and how long the meeting after it."""
+    """Return how long 20 pulls and pushes took while rank 1 slept for four seconds, and how long the meeting after it."""
     with open_transport((WindowSpec("a", 5000, torch.float32),)) as transport:
         window = transport.windows[0]
         window.publish(torch.ones(5000))
         transport.meet()
         started_s = time.monotonic()
         if rank == 1:
-            time.sleep(1.0)
+            time.sleep(4.0)
         for _ in range(20):
             window.pull(torch.empty(10000))
             window.push(torch.ones(10000))
@@ -140,9 +140,9 @@ def _sleeper(rank: int) -> tuple[float, float]:
 
 def test_nobody_waits_for_a_sleeper_before_the_meeting() -> None:
     (worked_s, met_s), (slept_s, _) = run_ranks(_sleeper, 2)
-    assert worked_s < 0.5
-    assert slept_s >= 1.0
-    assert met_s > 0.4
+    assert worked_s < 2.0
+    assert slept_s >= 4.0
+    assert met_s > 1.5
 
 
 def _ordered_bits(rank: int, seed: int) -> bytes:
