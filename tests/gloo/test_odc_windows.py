@@ -120,7 +120,7 @@ def test_many_steps_of_uneven_ranks(world_size: int, ordered: bool) -> None:
 
 
 def _sleeper(rank: int) -> tuple[float, float]:
-    """Return how long 20 pulls and pushes took while rank 1 slept for four seconds, and how long the meeting after it."""
+    """Return how long 20 pulls and pushes took while rank 1 slept for 4 s, and how long the meeting after it."""
     with open_transport((WindowSpec("a", 5000, torch.float32),)) as transport:
         window = transport.windows[0]
         window.publish(torch.ones(5000))
