@@ -1,6 +1,6 @@
 """Runs side by side: what was measured, beside what OSDP's cost model predicts.
 
-Predicted memory has the data added, and not the reserve for what is not PyTorch's: so has measured memory.
+Predicted memory has the data added, and not the reserve: so has measured memory.
 Nothing is predicted where the cost model is of something else.  It knows no DistributedDataParallel with a second
 copy of gradients beside its buckets, which its defaults have, so the memory of that is left out; and no fully_shard
 but with units of one layer, or of as many as have 2^20 parameters together, which stay on the device, are
