@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from osdp.training.reporters import Silent, Start, Step, Summary
+from osdp.training.reporters import Event, Start, Step, Summary
 
 
-class Collected(Silent):
-    """Keeps what it is told."""
+class Collected:
+    """Keeps the events."""
 
     def __init__(self) -> None:
         self.starts: list[Start] = []
         self.steps: list[Step] = []
         self.summaries: list[Summary] = []
 
-    def started(self, start: Start) -> None:
-        self.starts.append(start)
-
-    def stepped(self, step: Step) -> None:
-        self.steps.append(step)
-
-    def finished(self, summary: Summary) -> None:
-        self.summaries.append(summary)
+    def report(self, event: Event) -> None:
+        match event:
+            case Start():
+                self.starts.append(event)
+            case Step():
+                self.steps.append(event)
+            case Summary():
+                self.summaries.append(event)

@@ -36,7 +36,7 @@ def end_of_rank() -> Iterator[None]:
         raise  # Nobody reads our output: `guarded` ends quietly.
     except Exception as error:
         is_fault = is_fault_of_machine(error)
-        leave_error(error, is_fault)
+        leave_error(error)
         if LAUNCHED in os.environ and not os.environ.get(TRACEBACK):
             raise SystemExit(FAULT if is_fault else BAD_INPUT) from None
         if isinstance(error, OsdpError) and is_fault:

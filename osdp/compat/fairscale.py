@@ -14,8 +14,8 @@ chooses by it and then shards the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -28,12 +28,26 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from osdp.compat.seed_groups import grouped_strategy
-from osdp.compat.wrapping import Wish, shard_chosen
+from osdp.planning.clusters import load_cluster
+from osdp.planning.rank_grid import CPU_CLUSTER
 from planner.strategies.spec import COMPUTE_BYTES, Strategy
+from planner.strategies.unit_collectives import unit_collectives
+from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
+from profiler.model_graph import Parameter
+from runtime.apply_schedule import apply_schedule, default_device
+from runtime.deferred_init.deferred_init import is_meta
+from runtime.deferred_init.initialise import fill, share_rank_0
 from runtime.meshes import check_process_group, check_world
+from runtime.parameter_places import Registration, registered_parameters
+from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit
+from runtime.state.local_shards import whole
 
 __all__ = ["FSDP", "Groups", "auto_wrap", "default_auto_wrap_policy", "enable_wrap", "gen_fsdp_args", "wrap"]
+
+Registered = Registration[nn.Parameter]
+ROOT = ""
+"""Path of the model itself."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +58,10 @@ class Groups:
     ranks_per_node: int
     strategy: Strategy
     """How every module is sharded."""
-    model: str
+    model: str = "the model"
     """What messages call the model."""
+    precision: str = "fp32"
+    """Compute dtype, `fp32` or `bf16`; `FSDP` sets it."""
 
 
 def gen_fsdp_args(nnodes: int, nproc_per_node: int, gsdp_type: str, model_type: str = "the model") -> dict[str, Any]:
@@ -67,16 +83,8 @@ def gen_fsdp_args(nnodes: int, nproc_per_node: int, gsdp_type: str, model_type: 
     return {} if gsdp_type == "none" else {"groups": Groups(nnodes, nproc_per_node, strategy, str(model_type))}
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """A module that is to be wrapped."""
-
-    wish: Wish
-    guard: RemovableHandle
-    """Refuses its forward."""
-
-
-_marks: WeakKeyDictionary[nn.Module, _Mark] = WeakKeyDictionary()
+_marks: WeakKeyDictionary[nn.Module, tuple[Groups, RemovableHandle]] = WeakKeyDictionary()
+"""Modules that are to be wrapped, how, and the hook that refuses their forward until then."""
 
 
 class FSDP:
@@ -98,14 +106,14 @@ class FSDP:
 
         Raises OsdpError for other options, a module that is wrapped already, or no process group.
         """
-        wish = _wish(groups, precision, **unknown)
+        chosen = _checked(groups, precision, **unknown)
         if not isinstance(module, nn.Module):
             raise OsdpError("FSDP wraps modules", got=type(module).__name__, expected="an nn.Module")
         if isinstance(module, FSDPModule) or module in _marks:
             raise OsdpError("the module is wrapped already", got=type(module).__name__)
         if not ConfigAutoWrap.in_autowrap_context:
-            return _shard(module, wish)
-        _marks[module] = _Mark(wish, module.register_forward_pre_hook(_refuse))
+            return _shard(module, chosen)
+        _marks[module] = chosen, module.register_forward_pre_hook(_refuse)
         return module
 
 
@@ -118,42 +126,43 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool] | None = 
     wrapped: nn.Module = wrap_chosen(module, auto_wrap_policy=auto_wrap_policy, **overrides)
     if not ConfigAutoWrap.in_autowrap_context or ConfigAutoWrap.wrapper_cls is not FSDP:
         return wrapped
-    mark = _marks.get(wrapped)
-    return _shard(wrapped, mark.wish if mark else _wish(**(ConfigAutoWrap.kwargs | overrides)))
+    if wrapped in _marks:
+        return _shard(wrapped, _marks[wrapped][0])
+    return _shard(wrapped, _checked(**(ConfigAutoWrap.kwargs | overrides)))
 
 
-def _wish(groups: Groups | None = None, precision: str = "fp32", **unknown: Any) -> Wish:
+def _checked(groups: Groups | None = None, precision: str = "fp32", **unknown: Any) -> Groups:
     """Return how a module is to be wrapped; raises OsdpError."""
     if unknown or not isinstance(groups, Groups | None):
         got = ", ".join(f"{name}={value!r}" for name, value in unknown.items()) or f"groups={groups!r}"
-        raise OsdpError(
-            "FSDP does not take these options",
-            got=got,
-            expected="groups, as gen_fsdp_args gives them, and precision",
-            advice="fairscale's own options have no counterpart here: leave them out",
-        )
+        what = "FSDP does not take these options"
+        advice = "fairscale's own options have no counterpart here: leave them out"
+        raise OsdpError(what, got=got, expected="groups, as gen_fsdp_args gives them, and precision", advice=advice)
     if precision not in COMPUTE_BYTES:
         raise OsdpError("FSDP does not know this precision", got=repr(precision), expected=", ".join(COMPUTE_BYTES))
     check_process_group()
     if groups is None:
-        return Wish(1, dist.get_world_size(), grouped_strategy("none", 1, dist.get_world_size()), precision)
+        ranks = dist.get_world_size()
+        return Groups(1, ranks, grouped_strategy("none", 1, ranks), precision=precision)
     check_world(groups.nodes, groups.ranks_per_node)
-    return Wish(groups.nodes, groups.ranks_per_node, groups.strategy, precision, groups.model)
+    return replace(groups, precision=precision)
 
 
-def _shard(model: nn.Module, wish: Wish) -> nn.Module:
-    """Shard a model with the marked modules in it, each as it was marked and the rest by `wish`."""
+def _shard(model: nn.Module, groups: Groups) -> nn.Module:
+    """Shard a model in place with the marked modules in it, each as it was marked. A collective call."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise OsdpError(
-            "a part of the model is sharded already",
-            got=type(model).__name__,
-            expected="parts that are only marked: wrapped within enable_wrap",
-        )
-    marks = {module: mark for module in model.modules() if (mark := _marks.get(module)) is not None}
-    shard_chosen(model, {module: mark.wish for module, mark in marks.items()} | {model: wish})
-    for module, mark in marks.items():  # not before: what was refused must go on refusing to run
-        del _marks[module]
-        mark.guard.remove()
+        expected = "parts that are only marked: wrapped within enable_wrap"
+        raise OsdpError("a part of the model is sharded already", got=type(model).__name__, expected=expected)
+    marked = [module for module in model.modules() if module in _marks]
+    schedule = schedule_of(model, {module: _marks[module][0] for module in marked} | {model: groups})
+    device = default_device()
+    if is_meta(model):
+        fill(model, lambda made: apply_schedule(made, schedule, device))
+    else:
+        share_rank_0(model, device)
+        apply_schedule(model, schedule, device)
+    for module in marked:  # not before: what was refused must go on refusing to run
+        _marks.pop(module)[1].remove()
     return model
 
 
@@ -164,4 +173,83 @@ def _refuse(module: nn.Module, _: tuple[Any, ...]) -> NoReturn:
         got=type(module).__name__,
         expected="FSDP(model, **fsdp_args) after the `with` block, before the optimizer is made",
         advice="import auto_wrap from osdp.fairscale, which does that",
+    )
+
+
+def schedule_of(model: nn.Module, chosen: Mapping[nn.Module, Groups]) -> Schedule:
+    """Return the schedule in which the chosen modules, `model` among them, are units, in their order in the model.
+
+    Nothing is traced, so any model will do.  A parameter is in the unit of the innermost chosen module around it, and
+    in that of the model itself where there is none.  Modules that share parameters (tied weights) form one unit.
+
+    Raises OsdpError if they are for different ranks or precisions, or tied ones have different strategies.
+    """
+    root = chosen[model]
+    for path, module in model.named_modules():
+        groups = chosen.get(module, root)
+        if (groups.nodes, groups.ranks_per_node, groups.precision) != (root.nodes, root.ranks_per_node, root.precision):
+            what = f"{path} is wrapped for other ranks or another precision than {root.model}"
+            got = f"{groups.nodes} x {groups.ranks_per_node} ranks, {groups.precision}"
+            raise OsdpError(what, got=got, expected=f"{root.nodes} x {root.ranks_per_node} ranks, {root.precision}")
+    # Of a cluster only its size matters here, none of its figures.
+    cluster = load_cluster(CPU_CLUSTER, root.nodes, root.ranks_per_node)
+    members = _units(model, chosen).items()
+    units = tuple(_unit(modules, held, _groups_of(model, modules, chosen), cluster) for modules, held in members)
+    return Schedule(root.nodes, root.ranks_per_node, root.precision, 1, units, splits=(), recomputed=(), by_ddp=False)
+
+
+def _units(model: nn.Module, chosen: Mapping[nn.Module, Groups]) -> dict[tuple[str, ...], list[Registered]]:
+    """Return the parameters of each unit by the paths of its modules."""
+    first: dict[nn.Module, str] = {}
+    paths = {
+        path: first.setdefault(module, path)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if module in chosen
+    }
+    joined = {path: {path} for path in paths.values()}
+    registered = registered_parameters(model).values()
+    for registration in registered:
+        holders = {_innermost(name, paths) for name in registration.names}
+        together = set().union(*(joined[holder] for holder in holders))
+        joined |= dict.fromkeys(together, together)
+    units: dict[tuple[str, ...], list[Registered]] = {}
+    for registration in registered:
+        key = _outermost(joined[_innermost(registration.names[0], paths)])
+        units.setdefault(key, []).append(registration)
+    return units
+
+
+def _innermost(name: str, paths: Mapping[str, str]) -> str:
+    """Return the chosen module around the tensor `name`; the model itself is one."""
+    path = name.rpartition(".")[0]
+    while path not in paths:
+        path = path.rpartition(".")[0]
+    return paths[path]
+
+
+def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
+    """Return the paths that lie in none of the others, sorted; wrapping a module wraps what is in it."""
+    paths = sorted(paths)
+    if ROOT in paths:
+        return (ROOT,)
+    return tuple(path for path in paths if not any(path.startswith(f"{other}.") for other in paths))
+
+
+def _groups_of(model: nn.Module, modules: Sequence[str], chosen: Mapping[nn.Module, Groups]) -> Groups:
+    groups = [chosen[model.get_submodule(path)] for path in modules]
+    if len({one.strategy for one in groups}) > 1:
+        what = "modules that share parameters are wrapped in different ways"
+        raise OsdpError(what, got=", ".join(modules), expected="one strategy for all of them")
+    return groups[0]
+
+
+def _unit(modules: tuple[str, ...], held: Sequence[Registered], groups: Groups, cluster: Cluster) -> ScheduledUnit:
+    parameters = [Parameter(r.names[0], tuple(r.tensor.shape), r.tensor.requires_grad) for r in held]
+    return ScheduledUnit(
+        name=modules[0] or groups.model,
+        operators=modules,
+        modules=modules,
+        parameters=tuple(ScheduledParameter(p.name, whole(p.name, p.shape), p.trainable) for p in parameters),
+        strategy=groups.strategy,
+        collectives=unit_collectives(parameters, groups.strategy, groups.precision, cluster),
     )

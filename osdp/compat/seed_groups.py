@@ -27,29 +27,25 @@ def grouped_strategy(setting: str, nodes: int, ranks_per_node: int) -> Strategy:
     if setting not in SETTINGS:
         raise OsdpError("there is no such way to shard with groups", got=repr(setting), expected=", ".join(SETTINGS))
     if nodes < 1 or ranks_per_node < 1:
-        raise OsdpError(
-            "there is at least one node, and one rank on each", got=f"{nodes} nodes with {ranks_per_node} ranks each"
-        )
+        got = f"{nodes} nodes with {ranks_per_node} ranks each"
+        raise OsdpError("there is at least one node, and one rank on each", got=got)
     world_size = nodes * ranks_per_node
     if world_size == 1:
         if setting != "none":
             _warn(f"{setting} has no effect on one rank, which has everything")
         return Strategy("replicate", 1)
-    plain = Strategy("shard", world_size)
-    if setting == "none":
-        return plain
-    if nodes == 1:
+    if setting != "none" and nodes == 1:
         _warn(f"{setting} has no effect on one node, where the group is all ranks: everything is sharded over them")
-        return plain
-    if setting == "group_sharding" and ranks_per_node == 1:
+    elif setting == "group_sharding" and ranks_per_node == 1:
         _warn("group_sharding comes to replication where a node has one rank")
         return Strategy("replicate", 1)
-    if setting == "group_sharding":
+    elif setting == "group_sharding":
         return Strategy("group_shard", ranks_per_node)
-    if ranks_per_node == 1:
+    elif setting != "none" and ranks_per_node == 1:
         _warn(f"{setting} has no effect where a node has one rank: everything is sharded over all ranks")
-        return plain
-    return Strategy("hierarchical", world_size)
+    elif setting != "none":
+        return Strategy("hierarchical", world_size)
+    return Strategy("shard", world_size)
 
 
 def _warn(message: str) -> None:

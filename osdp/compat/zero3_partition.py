@@ -18,7 +18,7 @@ tries all that less does and shorter runs too, so the fullest rank never gets fu
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -69,11 +69,8 @@ def zero3_partition_tensors(
     if not ranks_map:
         raise OsdpError("there is no rank to keep tensors", got="an empty ranks_map", expected="a device of each rank")
     if not 0 <= evenness_priority <= 1:
-        raise OsdpError(
-            "evenness_priority is out of range",
-            got=str(evenness_priority),
-            expected="from 0 (neighbours together) to 1 (even)",
-        )
+        expected = "from 0 (neighbours together) to 1 (even)"
+        raise OsdpError("evenness_priority is out of range", got=str(evenness_priority), expected=expected)
     items: dict[str, list[str]] = {}
     for name in named_parameters:
         items.setdefault(module_of(name) if by_module else name, []).append(name)
@@ -81,7 +78,10 @@ def zero3_partition_tensors(
     ranks = assign([sum(map(sizes.__getitem__, names)) for names in items.values()], len(ranks_map), evenness_priority)
     rank_of = {name: rank for names, rank in zip(items.values(), ranks, strict=True) for name in names}
     parts = {name: rank_of[name] for name in named_parameters}
-    return parts, _balance(list(parts.values()), list(sizes.values()), ranks_map)
+    owners = list(parts.values())
+    parted = sum(before != after for before, after in pairwise(owners))
+    loads = _loads(owners, list(sizes.values()), len(ranks_map))
+    return parts, Balance(tuple(map(str, ranks_map)), tuple(loads), parted)
 
 
 def module_of(name: str) -> str:
@@ -110,25 +110,22 @@ def owner_pins(parts: Mapping[str, int]) -> list[str]:
 def assign(sizes: Sequence[int], ranks: int, evenness_priority: float) -> tuple[int, ...]:
     """Return the rank of each of some neighbours of so many bytes; see the top of this module."""
     share = sum(sizes) / ranks
-    candidates = [_neighbours(sizes, ranks)]
-    for step in range(1, int(evenness_priority * STEPS) + 1):
-        candidates.append(_runs(sizes, share * (1 - step / STEPS)))
-    best: tuple[int, ...] = ()
-    least: tuple[int, int] | None = None
-    for lengths in candidates:
+    steps = range(1, int(evenness_priority * STEPS) + 1)
+    candidates = [_neighbours(sizes, ranks), *(_runs(sizes, share * (1 - step / STEPS)) for step in steps)]
+
+    def keepers(lengths: Sequence[int]) -> tuple[int, ...]:
         starts = [0, *accumulate(lengths)]
         loads = [sum(sizes[start:stop]) for start, stop in pairwise(starts)]
         owners = range(len(loads)) if len(loads) <= ranks else assign_owners(loads, ranks)
-        found = tuple(rank for rank, length in zip(owners, lengths, strict=True) for _ in range(length))
-        evenness = _evenness(_loads(found, sizes, ranks))
-        if least is None or evenness < least:
-            best, least = found, evenness
-    return _renumbered(best)
+        return tuple(rank for rank, length in zip(owners, lengths, strict=True) for _ in range(length))
 
+    def evenness(found: Sequence[int]) -> tuple[int, int]:
+        loads = _loads(found, sizes, ranks)
+        return max(loads), sum(load * load for load in loads)
 
-def _evenness(loads: Iterable[int]) -> tuple[int, int]:
-    loads = list(loads)
-    return max(loads), sum(load * load for load in loads)
+    best = min(map(keepers, candidates), key=evenness)
+    number = {rank: position for position, rank in enumerate(dict.fromkeys(best))}  # in the order in which they begin
+    return tuple(number[rank] for rank in best)
 
 
 def _loads(ranks: Sequence[int], sizes: Sequence[int], count: int) -> list[int]:
@@ -136,12 +133,6 @@ def _loads(ranks: Sequence[int], sizes: Sequence[int], count: int) -> list[int]:
     for rank, size in zip(ranks, sizes, strict=True):
         loads[rank] += size
     return loads
-
-
-def _renumbered(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the same parts, numbered in the order in which they begin."""
-    number = {rank: position for position, rank in enumerate(dict.fromkeys(ranks))}
-    return tuple(number[rank] for rank in ranks)
 
 
 def _runs(sizes: Sequence[int], most: float) -> list[int]:
@@ -194,8 +185,3 @@ def _least_maximum(upto: Sequence[int], runs: int) -> int:
             start = bisect_right(upto, upto[start] + middle) - 1
         low, high = (low, middle) if start == len(upto) - 1 else (middle + 1, high)
     return low
-
-
-def _balance(ranks: Sequence[int], sizes: Sequence[int], ranks_map: Sequence[str]) -> Balance:
-    parted = sum(before != after for before, after in pairwise(ranks))
-    return Balance(tuple(map(str, ranks_map)), tuple(_loads(ranks, sizes, len(ranks_map))), parted)

@@ -7,11 +7,11 @@
     fsdp2.patch_lazy_init(model)        # after fully_shard
     fsdp2.pre_minibatch_start(model)    # publishes parameters
     ...                                 # forward and backward, as often as each rank likes
-    fsdp2.pre_optimizer_step(model)     # ranks meet; gradients are complete
+    fsdp2.pre_optimizer_step(model)     # ranks synchronize; gradients are complete
     optimizer.step()
     fsdp2.stop()
 
-`docs/odc.md` tells the rest.
+See `docs/odc.md`.
 """
 
 from __future__ import annotations

@@ -23,17 +23,11 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
-            raise OsdpError(
-                "timeout_s must be positive",
-                got=f"{self.timeout_s} s",
-                advice="leave it out for the process group's timeout",
-            )
+            what = "timeout_s must be positive"
+            raise OsdpError(what, got=f"{self.timeout_s} s", advice="leave it out for the process group's timeout")
         if self.accumulation is not None and self.accumulation < 1:
-            raise OsdpError(
-                "accumulation must be at least 1",
-                got=str(self.accumulation),
-                expected="the number of micro-batches that losses are divided by",
-            )
+            expected = "the number of micro-batches that losses are divided by"
+            raise OsdpError("accumulation must be at least 1", got=str(self.accumulation), expected=expected)
 
 
 _options: Options | None = None
@@ -61,12 +55,8 @@ def init(*, ordered: bool = False, timeout_s: float | None = None, accumulation:
     )
     agree("what odc.init() was given", str(options), "the same options on every rank")
     if _options not in (None, options):
-        raise OsdpError(
-            "odc.init() was called before with other options",
-            got=str(options),
-            expected=str(_options),
-            advice="call stop() first",
-        )
+        what = "odc.init() was called before with other options"
+        raise OsdpError(what, got=str(options), expected=str(_options), advice="call stop() first")
     _options = options
 
 
@@ -77,11 +67,9 @@ init_nvshmem = init
 def options() -> Options:
     """Return the options in force. Raises OsdpError before `init` and after `stop`."""
     if _options is None:
-        raise OsdpError(
-            "on-demand communication was not prepared",
-            expected="odc.init() before, on every rank",
-            advice="call it after init_process_group, and again after stop()",
-        )
+        what = "on-demand communication was not prepared"
+        expected = "odc.init() before, on every rank"
+        raise OsdpError(what, expected=expected, advice="call it after init_process_group, and again after stop()")
     return _options
 
 

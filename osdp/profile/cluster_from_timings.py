@@ -1,19 +1,34 @@
-"""From what was measured to a cluster file, with what does not fit together said in it."""
+"""From what was measured to a cluster file, with what does not fit together said in it.
+
+Where rings are faster, and the links for what was not measured, follow from the timings of collectives.  The links
+invert `planner.collectives`: an all-gather over n ranks takes (n - 1) alpha + (n - 1) / n S / beta, so from its line
+t = latency + S slope
+
+    alpha = latency / (n - 1)        beta = (n - 1) / n / slope
+
+`intra` comes from the groups of whole nodes.  `inter` comes from groups of one rank per node, which all work at
+once: beta is what one rank gets while all ranks of its node send.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
+from itertools import takewhile
 
 from osdp.profile.consistency import contradictions
-from osdp.profile.findings import derived_links, ring_rules
 from osdp.profile.session import Findings
+from osdp.profile.time_collectives import Line
 from profiler.byte_sizes import GIB, MIB
-from profiler.cluster.cluster import Cluster, Device
+from profiler.cluster.cluster import Cluster, Device, Link
 from profiler.cluster.figure import Figure
-from profiler.cluster.measurements import CallTimes, Measured, call_key
+from profiler.cluster.measurements import CallTimes, CollectiveTimes, Measured, RingRule, call_key
+from profiler.cluster.piecewise_fit import MIN_POINTS, describe, fit
+from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
+RING_GAIN = 0.05
+"""By how much a ring has to be faster."""
 MOST_DISAGREEMENT = 0.15
 """Between the sum of calls and whole passes."""
 MOST_SAVED_ERROR = 0.02
@@ -27,7 +42,7 @@ TAKEN = {
     },
     "cpu": {"before_any_tensor": "measured: what the process held at the start"},
 }
-"""Name and source of what is taken beside tensors and their allocator, by kind of device."""
+"""Name and source of what is taken beside tensors and their allocator, by device type."""
 ALLOCATED = {
     "cuda": {
         "cublas_workspace": Figure(
@@ -42,7 +57,7 @@ ALLOCATED = {
     },
     "cpu": {"allocator_rounding": Figure(32.0 * MIB, "assumed: 32 MiB for what malloc keeps")},
 }
-"""What the allocator takes beside tensors, by kind of device; as the presets of configs/clusters have it."""
+"""What the allocator takes beside tensors, by device type; as in the presets of configs/clusters."""
 
 
 def assemble(found: Findings, name: str) -> Cluster:
@@ -81,12 +96,12 @@ def assemble(found: Findings, name: str) -> Cluster:
 
 def _device(found: Findings) -> Device:
     memory, rates, times = found.memory, found.rates, f"median of {found.repetitions}, all ranks at once"
-    on_cuda = found.kind == "cuda"
+    on_cuda = found.device_type == "cuda"
     total = "measured: what the driver has" if on_cuda else "derived: the machine's memory over its ranks"
     nominal_bytes = -(-memory.total_bytes // GIB) * GIB
     return Device(
         name=memory.name,
-        kind=found.kind,
+        kind=found.device_type,
         nominal_bytes=Figure(float(nominal_bytes), "derived: memory_bytes, rounded up to whole GiB"),
         memory_bytes=Figure(float(memory.total_bytes), total),
         matmul_flops_per_s={
@@ -95,14 +110,16 @@ def _device(found: Findings) -> Device:
         },
         matmul_efficiency=Figure(1.0, "derived: the rates are of large products already"),
         memory_bytes_per_s=Figure(rates.memory_bytes_per_s, f"measured: mean of additions and GELU, {times}"),
-        reserve_bytes={name: Figure(float(memory.taken_bytes), source) for name, source in TAKEN[found.kind].items()}
-        | ALLOCATED[found.kind],
+        reserve_bytes={
+            name: Figure(float(memory.taken_bytes), source) for name, source in TAKEN[found.device_type].items()
+        }
+        | ALLOCATED[found.device_type],
     )
 
 
 def _notes(found: Findings) -> Iterator[str]:
     """Yield what does not fit together, and what could not be measured as it should be."""
-    yield from contradictions(found.times, found.communication, found.ranks_per_node)
+    yield from contradictions(found.times, found.timings, found.ranks_per_node)
     disagreement = found.model.disagreement
     if abs(disagreement) > MOST_DISAGREEMENT:
         more = "less" if disagreement < 0 else "more"
@@ -132,3 +149,45 @@ def _memory_notes(graph: ModelGraph, calls: tuple[CallTimes, ...]) -> Iterator[s
                     f"trace says {expected:.0f}"
                 )
                 break
+
+
+def ring_rules(times: Sequence[CollectiveTimes]) -> tuple[RingRule, ...]:
+    """Return the groups, and the sizes from which on, where a ring reduce-scatter was faster at all sizes measured."""
+    natives = {(one.operation, one.ranks, one.stride): dict(one.points) for one in times if one.algorithm == "native"}
+    rules = []
+    for ring in (one for one in times if one.algorithm == "ring"):
+        native_s = natives.get((ring.operation, ring.ranks, ring.stride), {})
+        ratios = [(size, ring_s / native_s[size]) for size, ring_s in reversed(ring.points) if size in native_s]
+        if faster := list(takewhile(lambda point: point[1] < 1 - RING_GAIN, ratios)):
+            rules.append(RingRule(ring.ranks, ring.stride, faster[-1][0]))
+    return tuple(rules)
+
+
+def derived_links(times: Sequence[CollectiveTimes], nodes: int, ranks_per_node: int) -> tuple[Link, Link | None]:
+    """Return the links inside a node and between nodes; None on one node.
+
+    With one rank per node there is nothing inside: `intra` is then as `inter`, and says so.  Raises
+    OsdpError if the all-gathers that they come from were not measured.
+    """
+    inter = _link(times, nodes, ranks_per_node) if nodes > 1 else None
+    if ranks_per_node > 1:
+        return _link(times, ranks_per_node, 1), inter
+    if inter is None:
+        raise OsdpError("one rank alone has no links", expected="two ranks or more")
+    source = f"assumed: as between nodes, which have one rank each ({inter.latency_s.source})"
+    return Link(Figure(inter.latency_s.value, source), Figure(inter.bytes_per_s.value, source)), inter
+
+
+def _link(times: Sequence[CollectiveTimes], ranks: int, stride: int) -> Link:
+    """Return the link that the all-gathers of a group went over."""
+    line = Line("all_gather", "native", ranks, stride)
+    for one in times:
+        if (one.operation, one.ranks, one.stride) == ("all_gather", ranks, stride) and len(one.points) >= MIN_POINTS:
+            (piece,), residual = fit(one.points, max_pieces=1)
+            largest_bytes, largest_s = one.points[-1]
+            # Where larger tensors took no longer, the rate of the largest is one that was reached.
+            slope = piece.s_per_byte or largest_s / largest_bytes
+            source = f"derived: the line of {line}, {describe(residual)}"
+            latency_s, bytes_per_s = piece.latency_s / (ranks - 1), (ranks - 1) / ranks / slope
+            return Link(Figure(latency_s, source), Figure(bytes_per_s, source))
+    raise OsdpError(f"{line} was not measured", expected="it, as the link is derived from it")

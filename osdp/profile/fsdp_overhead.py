@@ -1,4 +1,4 @@
-"""What a unit of FSDP2 costs beyond its collectives and its computation: hooks, and waiting for whoever is late.
+"""What a unit of FSDP2 costs beyond its collectives and its computation: hook overhead and straggler wait.
 
 A stack of L units with hardly any parameters computes matrix products, plain and under `fully_shard`, in turn.
 Each unit is gathered twice and reduced once in a step, so with t the seconds of a step,
@@ -6,13 +6,13 @@ Each unit is gathered twice and reduced once in a step, so with t the seconds of
     overhead = (t_sharded - t_plain) / (3 L) - mean of the collectives' own times at that size
 
 t_sharded is the slowest rank's, as all end together; t_plain the mean of all ranks, as the times of calls are.  On
-CPU ranks the same stack also pulls and pushes (`odc`), where nobody waits for who is late: then t_sharded is the
+CPU ranks the same stack also pulls and pushes (`odc`), where no rank waits for stragglers: then t_sharded is the
 mean of all ranks too, and the collectives are pulls and pushes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from planner.strategies.spec import Strategy
 from profiler.cluster.measurements import CollectiveTimes
 from profiler.timing.device_rates import timed_s
+from profiler.timing.together import meet
 from runtime.failures.rank_agreement import Agreement
 from runtime.meshes import Meshes
 from runtime.odc.step_protocol import Exchange
@@ -33,7 +34,7 @@ from runtime.strategies.one_sided import OneSidedUnit
 
 UNITS = 8
 ROWS = {"cpu": 256, "cuda": 2048}
-"""Of the matrices by kind of device."""
+"""Of the matrices, by device type."""
 PRODUCTS = 4
 """Of a unit's forward, and of its backward."""
 TENSORS = 12
@@ -73,45 +74,42 @@ class UnitTimes:
 
 
 def measure_units(
-    times: tuple[CollectiveTimes, ...],
-    nodes: int,
-    ranks_per_node: int,
-    repetitions: int,
-    device: torch.device,
-    meet: Callable[[], None],
+    times: Sequence[CollectiveTimes], nodes: int, ranks_per_node: int, repetitions: int, device: torch.device
 ) -> UnitTimes:
     """Return the overheads. A collective call."""
-    rows, meshes = ROWS[device.type], Meshes(device.type, nodes, ranks_per_node)
-    known = {(one.operation, one.ranks, one.stride, one.algorithm): one.time_s(4 * TENSORS * ELEMENTS) for one in times}
-    own = {name: known.get((name, nodes * ranks_per_node, 1, "native")) for name in ("all_gather", "reduce_scatter")}
-    one_sided = {name: known.get((name, ranks_per_node, 1, "native")) for name in ("pull", "push")}
-    stacks = [_Stack(rows, device), _Stack(rows, device, meshes.mesh(nodes * ranks_per_node))]
-    if all(one_sided.values()):
+    rows, meshes, world_size = ROWS[device.type], Meshes(device.type, nodes, ranks_per_node), nodes * ranks_per_node
+    collective_s = {
+        (one.operation, one.ranks): one.time_s(4 * TENSORS * ELEMENTS)
+        for one in times
+        if (one.stride, one.algorithm) == (1, "native")
+    }
+    stacks = [_Stack(rows, device), _Stack(rows, device, meshes.mesh(world_size))]
+    if ("pull", ranks_per_node) in collective_s:
         stacks.append(_Stack(rows, device, meshes.group_mesh(ranks_per_node), meshes))
     x = torch.randn(rows, rows, device=device, requires_grad=True)
     found: list[list[float]] = []
     for _ in range(WARM_UP_ROUNDS + repetitions):
         seconds = []
         for stack in stacks:
-            meet()
+            meet(device)
             seconds.append(timed_s(partial(stack.run, x), device))
             stack.finish()
         found.append(seconds)
     everyone = Agreement.all().gather("measure units", lambda: found[WARM_UP_ROUNDS:])
     rounds = list(zip(*everyone, strict=True))
-    plain_s = median(fmean(one[0] for one in of_ranks) for of_ranks in rounds)
 
-    def beyond(taken_s: float, gather_s: float | None, reduce_s: float | None) -> float:
-        assert gather_s is not None, "was measured"
-        assert reduce_s is not None, "was measured"
-        return float(max(0.0, (taken_s - plain_s) / (EVENTS * UNITS) - (2 * gather_s + reduce_s) / EVENTS))
+    def taken_s(stack: int, over_ranks: Callable[[Iterable[float]], float]) -> float:
+        return median(over_ranks(one[stack] for one in of_ranks) for of_ranks in rounds)
 
-    sharded_s = median(max(one[1] for one in of_ranks) for of_ranks in rounds)
-    overhead_s = beyond(sharded_s, own["all_gather"], own["reduce_scatter"])
+    def overhead_s(sharded_s: float, gather_s: float, reduce_s: float) -> float:
+        beyond_s = (sharded_s - taken_s(0, fmean)) / (EVENTS * UNITS)
+        return max(0.0, beyond_s - (2 * gather_s + reduce_s) / EVENTS)
+
+    own = collective_s["all_gather", world_size], collective_s["reduce_scatter", world_size]
     if len(stacks) < 3:
-        return UnitTimes(overhead_s)
-    pulled_s = median(fmean(one[2] for one in of_ranks) for of_ranks in rounds)
-    return UnitTimes(overhead_s, beyond(pulled_s, one_sided["pull"], one_sided["push"]))
+        return UnitTimes(overhead_s(taken_s(1, max), *own))
+    one_sided = collective_s["pull", ranks_per_node], collective_s["push", ranks_per_node]
+    return UnitTimes(overhead_s(taken_s(1, max), *own), overhead_s(taken_s(2, fmean), *one_sided))
 
 
 class _Stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from profiler.cluster.cluster import Cluster, Link
+from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import CollectiveTimes, Measured
 
 SIZES_BYTES = (2**16, 2**20, 2**24)
@@ -48,16 +48,9 @@ def _device(before: Cluster, after: Cluster) -> Iterator[Row]:
 def _links(before: Cluster, after: Cluster) -> Iterator[Row]:
     for name, one, other in (("in a node", before.intra, after.intra), ("between nodes", before.inter, after.inter)):
         if one is not None or other is not None:
-            yield Row("links", f"bandwidth {name}", "B/s", _bandwidth(one), _bandwidth(other))
-            yield Row("links", f"latency {name}", "s", _latency(one), _latency(other))
-
-
-def _bandwidth(link: Link | None) -> float | None:
-    return link.bytes_per_s.value if link else None
-
-
-def _latency(link: Link | None) -> float | None:
-    return link.latency_s.value if link else None
+            for what, field, unit in (("bandwidth", "bytes_per_s", "B/s"), ("latency", "latency_s", "s")):
+                values = [None if link is None else getattr(link, field).value for link in (one, other)]
+                yield Row("links", f"{what} {name}", unit, *values)
 
 
 def _collectives(before: Cluster, after: Cluster) -> Iterator[Row]:

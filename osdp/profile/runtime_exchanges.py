@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from osdp.profile.lines import Line
 from runtime.odc.shared_memory import SharedMemoryTransport
 from runtime.odc.windows import Window, WindowSpec
 from runtime.strategies.ring_reduce_scatter import ring_reduce_scatter
@@ -55,167 +54,141 @@ def roots_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(round(index * last / max(count - 1, 1)) for index in range(count))
 
 
-def prepare(line: Line, group: dist.ProcessGroup, numel: int, device: torch.device) -> Exchange:
+def prepare(operation: str, algorithm: str, group: dist.ProcessGroup, numel: int, device: torch.device) -> Exchange:
     """Return a collective over flat tensors of `numel` elements, a multiple of `element_unit`.
 
     Inputs are filled with the number of this rank in the world, plus 1.
     """
-    value = float(dist.get_rank() + 1)
-    return _PREPARE[line.operation](line, group, numel, value, device)
+    make: Callable[[], Exchange] = getattr(_Exchanges(algorithm, group, numel, device), operation)
+    return make()
 
 
-def _prepare_all_gather(
-    line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device
-) -> Exchange:
-    return _gathering(lambda flat, mine: all_gather(flat, mine, group), group, numel, value, device)
+class _Exchanges:
+    """Makes each collective, by its name, over one size of tensor."""
 
+    def __init__(self, algorithm: str, group: dist.ProcessGroup, numel: int, device: torch.device) -> None:
+        self.algorithm, self.group, self.numel, self.device = algorithm, group, numel, device
+        self.ranks, self.value = group.size(), float(dist.get_rank() + 1)
 
-def _gathering(
-    gather: Callable[[Tensor, Tensor], None], group: dist.ProcessGroup, numel: int, value: float, device: torch.device
-) -> Exchange:
-    """Return what FSDP2 does around a gather of (the flat tensor, this rank's part of it)."""
-    ranks, each = group.size(), numel // group.size() // PARAMETERS
-    shards = [torch.full((each,), value, device=device) for _ in range(PARAMETERS)]
+    def _filled(self, numel: int) -> Tensor:
+        return torch.full((numel,), self.value, device=self.device)
 
-    def run(_: int) -> list[Tensor]:
-        flat = torch.empty(numel, device=device)
-        mine = flat.view(ranks, -1)[group.rank()]
-        for part, shard in zip(torch.split(mine, each), shards, strict=True):
-            part.copy_(shard)
-        gather(flat, mine)
-        whole = [torch.empty(ranks, each, device=device) for _ in shards]
-        torch.split_with_sizes_copy(flat.view(ranks, -1), [each] * PARAMETERS, dim=1, out=whole)
-        return whole
+    def _parameters(self) -> list[Tensor]:
+        """Return whole parameters, or their gradients."""
+        return [self._filled(self.numel // PARAMETERS) for _ in range(PARAMETERS)]
 
-    return run
+    def all_gather(self) -> Exchange:
+        return self._gathering(lambda flat, mine: all_gather(flat, mine, self.group))
 
+    def pull(self) -> Exchange:
+        return self._through_window(
+            lambda window: self._gathering(lambda flat, mine: window.pull(flat)), self.numel // self.ranks
+        )
 
-def _prepare_reduce_scatter(
-    line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device
-) -> Exchange:
-    scatter = ring_reduce_scatter if line.algorithm == "ring" else reduce_scatter
-    return _reducing(lambda mine, flat: scatter(mine, flat, dist.ReduceOp.AVG, group), group, numel, value, device)
+    def _gathering(self, gather: Callable[[Tensor, Tensor], None]) -> Exchange:
+        """Return what FSDP2 does around a gather of (the flat tensor, this rank's part of it)."""
+        each = self.numel // self.ranks // PARAMETERS
+        shards = [self._filled(each) for _ in range(PARAMETERS)]
 
-
-def _reducing(
-    scatter: Callable[[Tensor, Tensor], None], group: dist.ProcessGroup, numel: int, value: float, device: torch.device
-) -> Exchange:
-    """Return what FSDP2 does around a reduction to (this rank's part, of the flat tensor)."""
-    ranks, gradients = group.size(), _parameters(numel, value, device)
-
-    def run(_: int) -> list[Tensor]:
-        flat = torch.empty(numel, device=device)
-        torch.cat([gradient.view(ranks, -1) for gradient in gradients], dim=1, out=flat.view(ranks, -1))
-        mine = torch.empty(numel // ranks, device=device)
-        scatter(mine, flat)
-        return list(torch.split(mine, mine.numel() // PARAMETERS))
-
-    return run
-
-
-def _prepare_all_reduce(
-    line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device
-) -> Exchange:
-    flat = torch.full((numel,), value, device=device)
-
-    def run(_: int) -> list[Tensor]:
-        dist.all_reduce(flat, dist.ReduceOp.AVG, group)
-        return [flat]
-
-    return run
-
-
-def _prepare_broadcast(
-    line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device
-) -> Exchange:
-    roots, owned = roots_of(group), _parameters(numel, value, device)
-
-    def run(turn: int) -> list[Tensor]:
-        root = roots[turn % len(roots)]
-        flat = torch.empty(numel, device=device)
-        if root == group.rank():
-            _copy_in(flat, owned)
-        dist.broadcast(flat, dist.get_global_rank(group, root), group)
-        return [flat]
-
-    return run
-
-
-def _prepare_reduce(line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device) -> Exchange:
-    roots, gradients = roots_of(group), _parameters(numel, value, device)
-
-    def run(turn: int) -> list[Tensor]:
-        root = roots[turn % len(roots)]
-        flat = torch.empty(numel, device=device)
-        _copy_in(flat, gradients)
-        dist.reduce(flat, dist.get_global_rank(group, root), dist.ReduceOp.SUM, group)
-        flat.div_(group.size())
-        return [part.clone() for part in torch.split(flat, numel // PARAMETERS)] if root == group.rank() else []
-
-    return run
-
-
-def _prepare_pull(line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device) -> Exchange:
-    def make(window: Window) -> Exchange:
-        return _gathering(lambda flat, mine: window.pull(flat), group, numel, value, device)
-
-    return _through_window(make, group, numel // group.size(), value)
-
-
-def _prepare_push(line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device) -> Exchange:
-    def make(window: Window) -> Exchange:
-        def push(mine: Tensor, flat: Tensor) -> None:
-            mine.zero_()  # FSDP2 gets zeros until the ranks have met
-            window.push(flat)
-
-        return _reducing(push, group, numel, value, device)
-
-    return _through_window(make, group, numel // group.size(), value)
-
-
-def _prepare_publish(line: Line, group: dist.ProcessGroup, numel: int, value: float, device: torch.device) -> Exchange:
-    shard = torch.full((max(1, numel // PUBLISH_PASSES),), value, device=device)
-
-    def make(window: Window) -> Exchange:
         def run(_: int) -> list[Tensor]:
-            window.publish(shard)
-            return [window.take_gradient()]
+            flat = torch.empty(self.numel, device=self.device)
+            mine = flat.view(self.ranks, -1)[self.group.rank()]
+            for part, shard in zip(torch.split(mine, each), shards, strict=True):
+                part.copy_(shard)
+            gather(flat, mine)
+            whole = [torch.empty(self.ranks, each, device=self.device) for _ in shards]
+            torch.split_with_sizes_copy(flat.view(self.ranks, -1), [each] * PARAMETERS, dim=1, out=whole)
+            return whole
 
         return run
 
-    return _through_window(make, group, shard.numel(), value)
+    def reduce_scatter(self) -> Exchange:
+        scatter = ring_reduce_scatter if self.algorithm == "ring" else reduce_scatter
+        return self._reducing(lambda mine, flat: scatter(mine, flat, dist.ReduceOp.AVG, self.group))
 
+    def push(self) -> Exchange:
+        def make(window: Window) -> Exchange:
+            def push(mine: Tensor, flat: Tensor) -> None:
+                mine.zero_()  # FSDP2 gets zeros until the ranks have met
+                window.push(flat)
 
-def _through_window(
-    make: Callable[[Window], Exchange], group: dist.ProcessGroup, shard_numel: int, value: float
-) -> Exchange:
-    """Return an exchange through a window that goes with it; shards hold the ranks' values. A collective call."""
-    transport = SharedMemoryTransport(group, [WindowSpec("profile", shard_numel, torch.float32)])
-    (window,) = transport.windows
-    window.publish(torch.full((shard_numel,), value))
-    transport.meet()
-    window.push(torch.zeros(group.size() * shard_numel))  # touches the memory, which takes time once
-    transport.meet()
-    run = make(window)
-    weakref.finalize(run, transport.close)
-    return run
+            return self._reducing(push)
 
+        return self._through_window(make, self.numel // self.ranks)
 
-_PREPARE = {
-    "all_gather": _prepare_all_gather,
-    "reduce_scatter": _prepare_reduce_scatter,
-    "all_reduce": _prepare_all_reduce,
-    "broadcast": _prepare_broadcast,
-    "reduce": _prepare_reduce,
-    "pull": _prepare_pull,
-    "push": _prepare_push,
-    "publish": _prepare_publish,
-}
+    def _reducing(self, scatter: Callable[[Tensor, Tensor], None]) -> Exchange:
+        """Return what FSDP2 does around a reduction to (this rank's part, of the flat tensor)."""
+        gradients = self._parameters()
 
+        def run(_: int) -> list[Tensor]:
+            flat = torch.empty(self.numel, device=self.device)
+            rows = [gradient.view(self.ranks, -1) for gradient in gradients]
+            torch.cat(rows, dim=1, out=flat.view(self.ranks, -1))
+            mine = torch.empty(self.numel // self.ranks, device=self.device)
+            scatter(mine, flat)
+            return list(torch.split(mine, mine.numel() // PARAMETERS))
 
-def _parameters(numel: int, value: float, device: torch.device) -> list[Tensor]:
-    """Return whole parameters, or their gradients."""
-    return [torch.full((numel // PARAMETERS,), value, device=device) for _ in range(PARAMETERS)]
+        return run
+
+    def all_reduce(self) -> Exchange:
+        flat = self._filled(self.numel)
+
+        def run(_: int) -> list[Tensor]:
+            dist.all_reduce(flat, dist.ReduceOp.AVG, self.group)
+            return [flat]
+
+        return run
+
+    def broadcast(self) -> Exchange:
+        roots, owned = roots_of(self.group), self._parameters()
+
+        def run(turn: int) -> list[Tensor]:
+            root = roots[turn % len(roots)]
+            flat = torch.empty(self.numel, device=self.device)
+            if root == self.group.rank():
+                _copy_in(flat, owned)
+            dist.broadcast(flat, dist.get_global_rank(self.group, root), self.group)
+            return [flat]
+
+        return run
+
+    def reduce(self) -> Exchange:
+        roots, gradients = roots_of(self.group), self._parameters()
+
+        def run(turn: int) -> list[Tensor]:
+            root = roots[turn % len(roots)]
+            flat = torch.empty(self.numel, device=self.device)
+            _copy_in(flat, gradients)
+            dist.reduce(flat, dist.get_global_rank(self.group, root), dist.ReduceOp.SUM, self.group)
+            flat.div_(self.ranks)
+            is_owner = root == self.group.rank()
+            return [part.clone() for part in torch.split(flat, self.numel // PARAMETERS)] if is_owner else []
+
+        return run
+
+    def publish(self) -> Exchange:
+        shard = self._filled(max(1, self.numel // PUBLISH_PASSES))
+
+        def make(window: Window) -> Exchange:
+            def run(_: int) -> list[Tensor]:
+                window.publish(shard)
+                return [window.take_gradient()]
+
+            return run
+
+        return self._through_window(make, shard.numel())
+
+    def _through_window(self, make: Callable[[Window], Exchange], shard_numel: int) -> Exchange:
+        """Return an exchange through a window that is closed with it. A collective call."""
+        transport = SharedMemoryTransport(self.group, [WindowSpec("profile", shard_numel, torch.float32)])
+        (window,) = transport.windows
+        window.publish(torch.full((shard_numel,), self.value))
+        transport.meet()
+        window.push(torch.zeros(self.ranks * shard_numel))  # touches the memory, which takes time once
+        transport.meet()
+        run = make(window)
+        weakref.finalize(run, transport.close)
+        return run
 
 
 def _copy_in(flat: Tensor, parameters: list[Tensor]) -> None:

@@ -1,9 +1,7 @@
-"""One rank's part of `osdp profile`: everything is measured in turn, kept as it goes, and put together.
+"""One rank's part of `osdp profile`: everything is measured in turn, and put together.
 
-    memory -> communication -> rates -> overlap -> units -> the model's calls and optimizers -> memory
-                                                                                            -> a cluster file
+    memory -> communication -> rates -> overlap -> units -> the model's calls and optimizers -> memory -> Findings
 
-Rank 0 keeps the state and decides what is still to be done; parts that are there already are taken as they are.
 Times are those of the slowest rank, except of calls, where the ranks' medians are averaged: a collective waits for
 whoever is slowest at that moment, which is another rank each time.
 """
@@ -12,24 +10,17 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from hashlib import sha256
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from osdp.planning.rank_grid import grid
-from osdp.profile.findings import collective_times, middle_size_bytes
 from osdp.profile.fsdp_overhead import UnitTimes, measure_units
-from osdp.profile.lines import CommunicationState, rounds_done
-from osdp.profile.state import State
-from osdp.profile.time_collectives import SIZES_BYTES, measure_rounds
-from osdp.profile.time_collectives import Request as CommunicationRequest
+from osdp.profile.time_collectives import SIZES_BYTES, Request, Timings, collective_times, measure_rounds
 from planner.strategies.unit_collectives import padded_rows
-from profiler.cluster.measurements import CallTimes, CollectiveTimes, OptimizerTimes, call_key
+from profiler.cluster.measurements import CallTimes, CollectiveTimes, OptimizerTimes
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
@@ -39,28 +30,14 @@ from profiler.timing.optimizer_times import optimizer_times
 from profiler.timing.overlap import Overlap, measure_overlap
 from profiler.timing.together import meet
 from profiler.trace.trace import trace_model
-from profiler.yaml_files import validate
 from runtime.failures.rank_agreement import Agreement
 from runtime.optimizers import OPTIMIZERS
 
-T = TypeVar("T")
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction done, which never falls."""
 
 COMMUNICATION_SHARE = 0.6
-"""Part of the budget that communication may take."""
-DONE = {
-    "memory": 0.0,
-    "communication": 0.0,
-    "rates": COMMUNICATION_SHARE,
-    "overlap": 0.65,
-    "units": 0.7,
-    "tracing": 0.75,
-    "model": 0.8,
-    "optimizers": 0.95,
-    "memory at the end": 1.0,
-}
-"""Fraction done when a part begins, about; parts come in this order."""
+"""Part of the budget that communication may take, and of the progress that it makes."""
 UNIT_REPETITIONS = 4
 """Steps of small units for each repetition of other timings: they are short, and so is what is looked for."""
 
@@ -91,15 +68,13 @@ class ModelTimes:
     """(sum of calls - whole pass) / whole pass, the worst of all micro-batches."""
     cut: bool = True
     """Whether passes were cut at the blocks; otherwise all activations lived."""
-    graph_key: str = ""
-    """`graph_key` of the graph that was measured."""
 
 
 @dataclass(frozen=True)
 class Findings:
     """Everything that was measured."""
 
-    kind: str
+    device_type: str
     """`cpu` or `cuda`."""
     nodes: int
     ranks_per_node: int
@@ -107,9 +82,10 @@ class Findings:
     repetitions: int
     memory: DeviceMemory
     rates: DeviceRates
-    communication: CommunicationState
+    timings: tuple[Timings, ...]
+    """Of collectives."""
     times: tuple[CollectiveTimes, ...]
-    """The fits of that."""
+    """The fits of these."""
     overlap: Overlap
     unit: UnitTimes
     graph: ModelGraph | None
@@ -117,190 +93,116 @@ class Findings:
     model: ModelTimes
 
 
-def question(wanted: Wanted) -> dict[str, Any]:
-    """Return what a state is for: options, ranks, versions and machine."""
-    nodes, ranks_per_node = grid()
-    model = wanted.model
-    asked = asdict(replace(wanted, model=None))
-    asked["model"] = [model.name, model.sequence_length] if model else None
-    return asked | {
-        "nodes": nodes,
-        "ranks_per_node": ranks_per_node,
-        "versions": versions(wanted.device),
-        "host": platform.node(),
-    }
-
-
-def versions(device: str) -> str:
-    """Return what the measurements were made with."""
-    backend = "NCCL" if device == "cuda" else "gloo"
-    return f"Python {platform.python_version()}, torch {torch.__version__}, {backend}"
-
-
-def measure(wanted: Wanted, device: torch.device, state: State, progress: Progress) -> Findings:
-    """Measure what rank 0's state does not have yet. A collective call; raises OsdpError."""
+def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Findings:
+    """Measure the machine, and the model if there is one. A collective call; raises OsdpError."""
     if dist.get_world_size() < 2:
         raise OsdpError("a profile needs two ranks or more", got="1", expected="for instance --ranks-per-node 2")
-    return _Session(wanted, device, state, progress).run()
+    nodes, ranks_per_node = grid()
+    repetitions, budget_s = wanted.repetitions, COMMUNICATION_SHARE * wanted.budget_s
+
+    def round_begins(done: int) -> None:
+        what = f"measuring communication: round {done} of {repetitions}"
+        progress(what, COMMUNICATION_SHARE * (done + 1) / (repetitions + 1))
+
+    progress("measuring memory", 0.0)
+    memory = _least_memory(device, ranks_per_node)
+    progress("measuring communication: a first pass", 0.0)
+    request = Request(nodes, ranks_per_node, wanted.sizes_bytes, repetitions, budget_s)
+    timings = measure_rounds(request, device, round_begins)
+    times = collective_times(timings)
+    progress("measuring rates", COMMUNICATION_SHARE)
+    rates = _mean_rates(device, repetitions)
+    progress("measuring overlap", 0.65)
+    overlap = measure_overlap(middle_size_bytes(times, dist.get_world_size()), repetitions, device)
+    progress("measuring units", 0.7)
+    unit = measure_units(times, nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
+    source = wanted.model
+    graph, model = (None, ModelTimes()) if source is None else measure_model(wanted, source, device, progress)
+    backend = "NCCL" if wanted.device == "cuda" else "gloo"
+    return Findings(
+        device_type=wanted.device,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        versions=f"Python {platform.python_version()}, torch {torch.__version__}, {backend}",
+        repetitions=repetitions,
+        memory=_memory_at_the_end(memory, device, ranks_per_node),
+        rates=rates,
+        timings=tuple(timings),
+        times=times,
+        overlap=overlap,
+        unit=unit,
+        graph=graph,
+        model=model,
+    )
 
 
-class _Session:
-    """Measures on this rank, with all others. Every method is a collective call."""
-
-    def __init__(self, wanted: Wanted, device: torch.device, state: State, progress: Progress) -> None:
-        self.wanted, self.device, self.state, self.progress = wanted, device, state, progress
-        self.ranks = Agreement.all()
-        self.nodes, self.ranks_per_node = grid()
-
-    def run(self) -> Findings:
-        wanted, repetitions = self.wanted, self.wanted.repetitions
-        memory = self.part("memory", DeviceMemory, self.least_memory)
-        communication = self.communication()
-        times = collective_times(communication)
-        rates = self.part("rates", DeviceRates, self.mean_rates)
-        size_bytes = middle_size_bytes(times, dist.get_world_size())
-        overlap = self.part("overlap", Overlap, lambda: measure_overlap(size_bytes, repetitions, self.device))
-        unit = self.part("units", UnitTimes, lambda: self.unit_times(times))
-        graph, model = self.model()
-        return Findings(
-            kind=wanted.device,
-            nodes=self.nodes,
-            ranks_per_node=self.ranks_per_node,
-            versions=versions(wanted.device),
-            repetitions=repetitions,
-            memory=self.memory_at_the_end(memory),
-            rates=rates,
-            communication=communication,
-            times=times,
-            overlap=overlap,
-            unit=unit,
-            graph=graph,
-            model=model,
-        )
-
-    def part(
-        self,
-        name: str,
-        type_: type[T],
-        measure_it: Callable[[], T],
-        is_of_this: Callable[[T], bool] = lambda known: True,
-    ) -> T:
-        """Return a part of rank 0's state; measured now unless it is there, whole and `is_of_this` question."""
-
-        def kept() -> T | None:
-            found, _ = validate(self.state.parts.get(name), type_)
-            return found if found is not None and is_of_this(found) else None
-
-        known = self.from_rank_0(kept)
-        if known is not None:
-            return known
-        self.progress(f"measuring {name}", DONE[name])
-        mine = measure_it()
-        found = self.from_rank_0(lambda: mine)
-        self.state.put(name, asdict(found))  # type: ignore[call-overload]
-        return found
-
-    def from_rank_0(self, make: Callable[[], T]) -> T:
-        return self.ranks.gather("profile", make)[0]
-
-    def meet(self) -> None:
-        meet(self.device)
-
-    # --- the parts ---
-
-    def least_memory(self) -> DeviceMemory:
-        """Return the memory of the rank that has least left."""
-        found = self.ranks.gather("look at its memory", lambda: device_memory(self.device, self.ranks_per_node))
-        return min(found, key=lambda one: one.total_bytes - one.taken_bytes)
-
-    def memory_at_the_end(self, before: DeviceMemory) -> DeviceMemory:
-        """Return the memory with what is taken now, if that is more: libraries and communicators came later."""
-        if self.device.type == "cpu":
-            return before  # By now a process is as large as its tensors made it.
-        after = self.part("memory at the end", DeviceMemory, self.least_memory)
-        return replace(before, taken_bytes=max(before.taken_bytes, after.taken_bytes))
-
-    def communication(self) -> CommunicationState:
-        wanted = self.wanted
-        budget_s, repetitions = COMMUNICATION_SHARE * wanted.budget_s, wanted.repetitions
-        request = CommunicationRequest(self.nodes, self.ranks_per_node, wanted.sizes_bytes, repetitions, budget_s)
-        self.progress("measuring communication: a first pass", DONE["communication"])
-        known: CommunicationState | None = self.state.parts.get("communication")
-        for found in measure_rounds(request, self.device, known):
-            self.state.put("communication", found)
-            what = f"measuring communication: round {rounds_done(found)} of {repetitions}"
-            self.progress(what, COMMUNICATION_SHARE * (rounds_done(found) + 1) / (repetitions + 1))
-            known = found
-        assert known is not None, "there is a state before the first round"
-        return known
-
-    def mean_rates(self) -> DeviceRates:
-        """Return the mean rates of all ranks."""
-        mine = measure_rates(self.device, self.wanted.repetitions, self.meet)
-        found = self.ranks.gather("measure rates", lambda: mine)
-        flops = {name: fmean(one.matmul_flops_per_s[name] for one in found) for name in mine.matmul_flops_per_s}
-        return DeviceRates(flops, fmean(one.memory_bytes_per_s for one in found))
-
-    def unit_times(self, times: tuple[CollectiveTimes, ...]) -> UnitTimes:
-        """Return what units cost beside their collectives."""
-        repetitions = UNIT_REPETITIONS * self.wanted.repetitions
-        return measure_units(times, self.nodes, self.ranks_per_node, repetitions, self.device, self.meet)
-
-    def model(self) -> tuple[ModelGraph | None, ModelTimes]:
-        """Return the trace of the model and its times; those that were kept only if they are of the same trace."""
-        source = self.wanted.model
-        if source is None:
-            return None, ModelTimes()
-        self.progress(f"tracing {source.name}", DONE["tracing"])
-        graph = trace_model(source, self.wanted.precision, self.wanted.device)
-        key = graph_key(graph)
-        return graph, self.part(
-            "model", ModelTimes, partial(self.model_times, source, graph), lambda known: known.graph_key == key
-        )
-
-    def model_times(self, source: ModelSource, graph: ModelGraph) -> ModelTimes:
-        """Return the mean times of calls, and the optimizer steps of the slowest rank over a shard of the world."""
-        start, end, repetitions = DONE["model"], DONE["optimizers"], self.wanted.repetitions
-
-        def progress(done: int, passes: int) -> None:
-            self.progress(f"measuring calls: pass {done} of {passes}", start + (end - start) * done / passes)
-
-        mine = measure_calls(
-            source,
-            graph,
-            self.device,
-            self.wanted.micro_batches,
-            repetitions=repetitions,
-            barrier=self.meet,
-            progress=progress,
-        )
-        self.progress("measuring optimizers", end)
-        shapes = [
-            padded_rows(parameter, dist.get_world_size())
-            for operator in graph.operators
-            for parameter in operator.parameters
-            if parameter.trainable
-        ]
-        size_bytes = sum(4 * rows * rest for rows, rest in shapes)
-        steps = optimizer_times(shapes, OPTIMIZERS, self.device, repetitions, self.meet)
-        everyone = self.ranks.gather("measure the model", lambda: (mine, steps))
-        slowest = [
-            max(of_ranks, key=lambda one: one.step_s(len(shapes), size_bytes))
-            for of_ranks in zip(*(steps for _, steps in everyone), strict=True)
-        ]
-        calls = [of_calls for of_calls, _ in everyone]
-        return ModelTimes(
-            calls=mean_calls(calls),
-            optimizers=tuple(slowest),
-            disagreement=max((one for of_rank in calls for one in of_rank.disagreement), key=abs),
-            cut=all(of_rank.cut for of_rank in calls),
-            graph_key=graph_key(graph),
-        )
+def _least_memory(device: torch.device, ranks_per_node: int) -> DeviceMemory:
+    """Return the memory of the rank that has least left."""
+    found = Agreement.all().gather("look at its memory", lambda: device_memory(device, ranks_per_node))
+    return min(found, key=lambda one: one.total_bytes - one.taken_bytes)
 
 
-def graph_key(graph: ModelGraph) -> str:
-    """Return what graphs have in common whose calls are alike, in the same order."""
-    return sha256(" ".join(call_key(graph, call) for call in graph.calls).encode()).hexdigest()[:16]
+def _memory_at_the_end(before: DeviceMemory, device: torch.device, ranks_per_node: int) -> DeviceMemory:
+    """Return the memory with what is taken now, if that is more: libraries and communicators came later."""
+    if device.type == "cpu":
+        return before  # By now a process is as large as its tensors made it.
+    after = _least_memory(device, ranks_per_node)
+    return replace(before, taken_bytes=max(before.taken_bytes, after.taken_bytes))
+
+
+def middle_size_bytes(times: Sequence[CollectiveTimes], ranks: int) -> int:
+    """Return the middle one of the sizes at which an all-reduce over the world was measured."""
+    points = next(one.points for one in times if (one.operation, one.ranks, one.stride) == ("all_reduce", ranks, 1))
+    return int(points[len(points) // 2][0])
+
+
+def _mean_rates(device: torch.device, repetitions: int) -> DeviceRates:
+    """Return the mean rates of all ranks."""
+    mine = measure_rates(device, repetitions, lambda: meet(device))
+    found = Agreement.all().gather("measure rates", lambda: mine)
+    flops = {name: fmean(one.matmul_flops_per_s[name] for one in found) for name in mine.matmul_flops_per_s}
+    return DeviceRates(flops, fmean(one.memory_bytes_per_s for one in found))
+
+
+def measure_model(
+    wanted: Wanted, source: ModelSource, device: torch.device, progress: Progress
+) -> tuple[ModelGraph, ModelTimes]:
+    """Return the trace of a model, the mean times of its calls, and the optimizer steps of the slowest rank over a
+    shard of the world. A collective call; raises OsdpError."""
+    start, end, repetitions = 0.8, 0.95, wanted.repetitions
+
+    def pass_is_done(done: int, passes: int) -> None:
+        progress(f"measuring calls: pass {done} of {passes}", start + (end - start) * done / passes)
+
+    progress(f"tracing {source.name}", 0.75)
+    graph = trace_model(source, wanted.precision, wanted.device)
+    progress("measuring model", start)
+    mine = measure_calls(
+        source,
+        graph,
+        device,
+        wanted.micro_batches,
+        repetitions=repetitions,
+        barrier=lambda: meet(device),
+        progress=pass_is_done,
+    )
+    progress("measuring optimizers", end)
+    trained = [parameter for operator in graph.operators for parameter in operator.parameters if parameter.trainable]
+    shapes = [padded_rows(parameter, dist.get_world_size()) for parameter in trained]
+    size_bytes = sum(4 * rows * rest for rows, rest in shapes)
+    steps = optimizer_times(shapes, OPTIMIZERS, device, repetitions, lambda: meet(device))
+    everyone = Agreement.all().gather("measure the model", lambda: (mine, steps))
+    slowest = [
+        max(of_ranks, key=lambda one: one.step_s(len(shapes), size_bytes))
+        for of_ranks in zip(*(steps for _, steps in everyone), strict=True)
+    ]
+    calls = [of_calls for of_calls, _ in everyone]
+    return graph, ModelTimes(
+        calls=mean_calls(calls),
+        optimizers=tuple(slowest),
+        disagreement=max((one for of_rank in calls for one in of_rank.disagreement), key=abs),
+        cut=all(of_rank.cut for of_rank in calls),
+    )
 
 
 def mean_calls(found: Sequence[ComputeTimes]) -> tuple[CallTimes, ...]:

@@ -1,47 +1,97 @@
-"""Times every collective that a strategy can send, in every kind of group, at many sizes.
+"""Times every collective that a strategy can send, in every kind of group, at many sizes, and fits their times.
+
+What is measured is read from the registry (`planner.strategies.registry`), so that it is what can be planned.
 
 A first pass runs each point once, from small to large, and stops a line where the next size would take too
-long; of what is left, so much is kept as the budget allows.  Then come rounds: each times every point once,
+long; of what is left, as much is kept as the budget allows.  Then come rounds: each times every point once,
 in the same order on all ranks, so that what disturbs the machine for a while disturbs all points alike.
 All ranks meet before a point, all groups of its kind work at once, and its time is that of the slowest rank.
 
 Times include the copies around a collective (`osdp.profile.runtime_exchanges`).  The same code serves gloo on CPUs and
-NCCL on GPUs, where the device is waited for before a clock is read.
+NCCL on GPUs, where the device is synchronized before a clock is read.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
+from statistics import median, quantiles
 
 import torch
-import torch.distributed as dist
 
-from osdp.profile.lines import CommunicationState, Line, Timings, line_of, lines_on, rounds_done
 from osdp.profile.runtime_exchanges import element_unit, prepare, roots_of
-from planner.collectives import CHAINS
+from planner.collectives import CHAINS, ONE_SIDED
+from planner.strategies.spec import SPECS, Volume
 from profiler.byte_sizes import MIB
-from profiler.cluster.piecewise_fit import MIN_POINTS
+from profiler.cluster.cluster import Cluster, Device, Link
+from profiler.cluster.figure import Figure
+from profiler.cluster.measurements import CollectiveTimes
+from profiler.cluster.piecewise_fit import MIN_POINTS, fit
 from profiler.errors import OsdpError
 from profiler.timing.device_rates import timed_s
 from profiler.timing.together import meet, slowest
 from runtime.meshes import Meshes
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+ORDER = (*COLLECTIVES, *ONE_SIDED)
+"""What is measured, in this order; a barrier is not, which takes no longer than the latency of a link."""
 SIZES_BYTES = (*(4096 * 4**power for power in range(3)), *(MIB // 4 * 2**power for power in range(9)))
 """4 KiB to 64 MiB, denser where the units of models lie."""
 POINT_S = 2.0
-"""Longest that one timing may take, as far as can be told before; less if the budget is small."""
+"""Longest that one timing may take, as far as the first pass can tell; less if the budget is small."""
 TIMING_S = 0.02
-"""Collectives that are faster are timed several in a row: starting together is then a small part."""
+"""Faster collectives are timed several in a row: starting together is then a small part."""
 LOOK_AGAIN_S = 0.1
-"""In the first pass what is faster is looked at twice, as the quicker look says how many in a row are wanted."""
+"""In the first pass, faster points are timed twice, and the quicker time decides how many run in a row."""
 MAX_REPEATS = 16
 FIRST_PASS_SHARE = 0.25
-"""Part of the budget for the first pass; when it is spent, groups that are no whole level are left out."""
+"""Part of the budget for the first pass; when it is spent, groups that are not a whole level are left out."""
 WARM_UP_ROUNDS = 2
+"""The first pass is one of them."""
 ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A collective in one kind of group, at any size: one line of a diagram."""
+
+    operation: str
+    algorithm: str
+    """`native` or `ring`."""
+    ranks: int
+    stride: int
+
+    def __str__(self) -> str:
+        apart = "" if self.stride == 1 else f" that are {self.stride} apart"
+        return f"{'ring ' if self.algorithm == 'ring' else ''}{self.operation} over {self.ranks} ranks{apart}"
+
+    def is_whole_level(self, nodes: int, ranks_per_node: int) -> bool:
+        """Whether its groups are the world, the nodes, or one rank of every node."""
+        levels = (nodes * ranks_per_node, 1), (ranks_per_node, 1), (nodes, ranks_per_node)
+        return (self.ranks, self.stride) in levels
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """The timings of one line at one size."""
+
+    line: Line
+    size_bytes: int
+    """Of the whole tensor."""
+    seconds: tuple[float, ...]
+    """Of one collective, on the slowest rank: one number per round."""
+
+    @property
+    def median_s(self) -> float:
+        """Median over rounds."""
+        return median(self.seconds)
+
+    @property
+    def quartiles_s(self) -> Sequence[float]:
+        """The three quartiles over rounds."""
+        return quantiles(self.seconds, n=4, method="inclusive") if len(self.seconds) > 1 else self.seconds * 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,40 +130,46 @@ class Trial:
         return self.overhead_s + self.repeats * self.seconds
 
 
-def measure_rounds(
-    request: Request, device: torch.device, saved: CommunicationState | None = None
-) -> Iterator[CommunicationState]:
-    """Yield all timings so far: before the first round, and after each. A collective call at every step.
+def measure_rounds(request: Request, device: torch.device, progress: Callable[[int], None]) -> list[Timings]:
+    """Return the timings of everything that the budget allows; `progress` is called with the rounds done. Collective.
 
-    Each yielded state is a new one, and none holds part of a round: what was yielded last can be kept, and
-    given as `saved` to go on from there.  Rank 0's `saved` counts.
-
-    Raises OsdpError if the process group is of another size, or the budget does not do for the smallest sizes.
+    Raises OsdpError if the budget is too small for the smallest sizes.
     """
     started = time.perf_counter()
     timer = Timer(request, device)
-    shared = [saved]
-    dist.broadcast_object_list(shared, src=0, device=device)
-    state, warm_up = shared[0], WARM_UP_ROUNDS
-    if state is None:
-        trials = timer.first_pass(started)
-        # The first pass has warmed up once.
-        warm_up -= 1
-        spent_s = slowest([time.perf_counter() - started], device)[0]
-        chosen = affordable(trials, request.budget_s - spent_s, warm_up + request.repetitions)
-        state = CommunicationState(points=[_no_timings(trial) for trial in chosen])
-    yield state
-    if rounds_done(state) < request.repetitions:
-        for _ in range(warm_up):
-            timer.round(state)
-    while rounds_done(state) < request.repetitions and state["points"]:
-        seconds = timer.round(state)
-        points = [
-            Timings(**{**point, "seconds": [*point["seconds"], took_s]})
-            for point, took_s in zip(state["points"], seconds, strict=True)
-        ]
-        state = CommunicationState(points=points)
-        yield state
+    trials = timer.first_pass(started)
+    (spent_s,) = slowest([time.perf_counter() - started], device)
+    warm_up = WARM_UP_ROUNDS - 1
+    chosen = affordable(trials, request.budget_s - spent_s, warm_up + request.repetitions)
+    rounds = []
+    for number in range(-warm_up, request.repetitions):
+        progress(max(0, number))
+        seconds = [timer.time_s(trial.line, trial.size_bytes, trial.repeats) for trial in chosen]
+        rounds.append(slowest(seconds, device))
+    by_point = zip(*rounds[warm_up:], strict=True)
+    return [Timings(trial.line, trial.size_bytes, seconds) for trial, seconds in zip(chosen, by_point, strict=True)]
+
+
+def by_line(timings: Sequence[Timings]) -> dict[Line, list[Timings]]:
+    """Return the timings of each line, by size."""
+    found: dict[Line, list[Timings]] = {}
+    for one in sorted(timings, key=lambda one: one.size_bytes):
+        found.setdefault(one.line, []).append(one)
+    return found
+
+
+def collective_times(timings: Sequence[Timings]) -> tuple[CollectiveTimes, ...]:
+    """Return the fitted times of every line; raises OsdpError if a clock stood still."""
+    found = []
+    for line, of_line in by_line(timings).items():
+        points = tuple((float(one.size_bytes), one.median_s) for one in of_line)
+        try:
+            pieces, residual = fit(points)
+        except OsdpError as error:
+            what = f"{line}: {error.what}"
+            raise OsdpError(what, got=error.got, expected=error.expected, advice=error.advice) from None
+        found.append(CollectiveTimes(line.operation, line.algorithm, line.ranks, line.stride, pieces, residual, points))
+    return tuple(found)
 
 
 class Timer:
@@ -130,16 +186,14 @@ class Timer:
         unit = ELEMENT_BYTES * element_unit(self.meshes.world_size)
         self.sizes_bytes = sorted({-(-size // unit) * unit for size in request.sizes_bytes if size > 0})
         if len(self.sizes_bytes) < MIN_POINTS:
-            raise OsdpError(
-                "too few sizes to measure",
-                got=", ".join(map(str, request.sizes_bytes)) or "none",
-                expected=f"{MIN_POINTS} sizes or more that differ by {unit} bytes",
-            )
+            got = ", ".join(map(str, request.sizes_bytes)) or "none"
+            expected = f"{MIN_POINTS} sizes or more that differ by {unit} bytes"
+            raise OsdpError("too few sizes to measure", got=got, expected=expected)
 
     def time_s(self, line: Line, size_bytes: int, repeats: int) -> float:
         """Return this rank's seconds for one of `repeats` collectives in a row."""
         group = self.meshes.group(line.ranks, line.stride)
-        exchange = prepare(line, group, size_bytes // ELEMENT_BYTES, self.device)
+        exchange = prepare(line.operation, line.algorithm, group, size_bytes // ELEMENT_BYTES, self.device)
 
         def run() -> None:
             for turn in range(repeats):
@@ -148,17 +202,12 @@ class Timer:
         meet(self.device)
         return timed_s(run, self.device) / repeats
 
-    def round(self, state: CommunicationState) -> list[float]:
-        """Time every point once; return the seconds of the slowest rank."""
-        seconds = [self.time_s(line_of(point), point["size_bytes"], point["repeats"]) for point in state["points"]]
-        return slowest(seconds, self.device) if seconds else []
-
     def first_pass(self, started: float) -> list[Trial]:
         """Run each line at growing sizes; `started`: by this rank's clock, since when the budget is spent."""
         trials: list[Trial] = []
         for line in self.lines:
-            is_whole = line.on_whole_levels(self.request.nodes, self.request.ranks_per_node)
-            spent_s = slowest([time.perf_counter() - started], self.device)[0]
+            is_whole = line.is_whole_level(self.request.nodes, self.request.ranks_per_node)
+            (spent_s,) = slowest([time.perf_counter() - started], self.device)
             if is_whole or spent_s < FIRST_PASS_SHARE * self.request.budget_s:
                 trials += self._first_pass_of(line, is_whole)
         return trials
@@ -210,7 +259,7 @@ def affordable(trials: list[Trial], left_s: float, rounds: int) -> list[Trial]:
         raise OsdpError(
             "there is too little time to measure communication",
             got=f"{left_s:.1f} s after a first pass",
-            advice="allow more time, or fewer repetitions",
+            advice="a larger --budget-s, or fewer --repetitions",
             expected=f"{rounds * round_s:.1f} s for {rounds} rounds of the smallest sizes",
         )
     for block in candidates:
@@ -222,14 +271,26 @@ def affordable(trials: list[Trial], left_s: float, rounds: int) -> list[Trial]:
     return [trial for trial in trials if trial in kept]
 
 
-def _no_timings(trial: Trial) -> Timings:
-    line = trial.line
-    return Timings(
-        operation=line.operation,
-        algorithm=line.algorithm,
-        ranks=line.ranks,
-        stride=line.stride,
-        size_bytes=trial.size_bytes,
-        repeats=trial.repeats,
-        seconds=[],
-    )
+def lines_on(nodes: int, ranks_per_node: int, on_cpu: bool) -> tuple[Line, ...]:
+    """Return the lines of a grid, whole levels first; `on_cpu`: also reduce-scatter in rings, and shared windows."""
+    # Of a cluster, strategies ask for nothing but its ranks.
+    unknown = Figure(0.0, "assumed: not measured yet")
+    device, link = Device("unknown", "cpu", unknown, unknown, {}, unknown, unknown, {}), Link(unknown, unknown)
+    grid = Cluster(Cluster.SCHEMA, "grid", "", nodes, ranks_per_node, device, link, link, False, "assumed: unknown")
+    volume = Volume(*(grid.world_size,) * 3)
+    found = {
+        Line(sent.operation, "native", sent.ranks, sent.stride)
+        for spec in SPECS.values()
+        for strategy in spec.on(grid)
+        for sent in spec.collectives(volume, strategy, grid)
+        if sent.operation in (ORDER if on_cpu else COLLECTIVES) and sent.ranks > 1
+    }
+    if on_cpu:
+        scatters = [line for line in found if line.operation == "reduce_scatter"]
+        found |= {Line(line.operation, "ring", line.ranks, line.stride) for line in scatters}
+
+    def rank(line: Line) -> tuple[bool, int, int, int, str]:
+        is_part = not line.is_whole_level(nodes, ranks_per_node)
+        return is_part, -line.ranks, line.stride, ORDER.index(line.operation), line.algorithm
+
+    return tuple(sorted(found, key=rank))

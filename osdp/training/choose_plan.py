@@ -1,7 +1,7 @@
 """Which plan a run takes: the one in a file, the fastest that fits, or one strategy for everything.
 
 `FSDP`, with groups or without, and `DDP` take the micro-batch that OSDP would take unless the user gives one, so that
-runs compare like with like; the memory limit does not bind them, and it is said if they exceed it.
+runs compare like with like; the memory limit does not bind them, and the report says if they exceed it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from osdp.compat.seed_groups import grouped_strategy
 from osdp.planning.rank_grid import cluster_of_ranks, grid
 from osdp.planning.request import Request, memory_limit, plan_model
-from osdp.training.config import TrainConfig
 from osdp.training.job import Job, check_ranks
 from planner.cost.peak_memory import peak_memory
 from planner.cost.workload import Workload
 from planner.plan import Plan, make_plan
 from planner.search.baselines import uniform
-from planner.search.search import Progress, Task, micro_batches
+from planner.search.search import Task, micro_batches
 from planner.search.search_space import Space
 from planner.strategies.notation import parse_strategy
 from planner.strategies.registry import known_strategies
 from profiler.byte_sizes import parse_bytes
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import ModelGraph
+from profiler.trace.trace import trace_model
 
 UNIFORM = {"FSDP": "shard", "DDP": "replicate"}
 """Strategy of every operator, by `fsdp_type`."""
@@ -42,66 +42,51 @@ class Chosen:
     """What finding it took; 0 where it was read from a file."""
 
 
-def choose_plan(job: Job, progress: Progress) -> Chosen:
+def choose_plan(job: Job) -> Chosen:
     """Return the plan of a job for the ranks of the process group. Called on one rank.
 
     Raises OsdpError if a plan file is for other ranks, or nothing fits.
     """
-    config, started = job.config, time.perf_counter()
-    if job.plan is not None:
-        check_ranks(job.plan, *grid(config.emulated_nodes))
+    config, started, plan = job.config, time.perf_counter(), job.plan
+    if plan is None:
+        plan = _planned(job)
+    else:
+        check_ranks(plan, *grid(config.emulated_nodes))
         for name in ("mem", "cluster"):
             if getattr(config, name) is not None:
                 warnings.warn(f"{name} has no effect: the plan file says it", stacklevel=2)
-        return Chosen(job.plan, _fits(job.plan), 0.0)
-    cluster, _ = cluster_of_ranks(config.cluster, config.emulated_nodes)
-    wanted_bytes = None if config.mem is None else parse_bytes(config.mem)
-    request = Request(
-        memory_limit(cluster, wanted_bytes), config.precision, config.optimizer, config.batch, config.global_batch
-    )
-    plan = _planned(job, cluster, request, progress)
-    return Chosen(plan, _fits(plan), time.perf_counter() - started)
+    seconds = 0.0 if plan is job.plan else time.perf_counter() - started
+    return Chosen(plan, plan.predicted.peak_memory_bytes <= plan.usable_bytes, seconds)
 
 
-def _fits(plan: Plan) -> bool:
-    return plan.predicted.peak_memory_bytes <= plan.usable_bytes
-
-
-def _planned(job: Job, cluster: Cluster, request: Request, progress: Progress) -> Plan:
+def _planned(job: Job) -> Plan:
     config = job.config
+    cluster, _ = cluster_of_ranks(config.cluster, config.emulated_nodes)
+    limit_bytes = memory_limit(cluster, None if config.mem is None else parse_bytes(config.mem))
+    request = Request(limit_bytes, config.precision, config.optimizer, config.batch, config.global_batch)
     if config.fsdp_type == "OSDP":
-        return plan_model(job.source, cluster, request, progress).plan
+        return plan_model(job.source, cluster, request).plan
     if config.batch is None:
-        found = plan_model(job.source, cluster, request, progress)
-        return uniform_plan(found.graph, found.found.load, request, _choice(config, cluster))
-    from profiler.trace.trace import trace_model
-
-    graph = trace_model(job.source, config.precision, cluster.device.kind)
-    return uniform_plan(graph, _load(graph, cluster, request), request, _choice(config, cluster))
-
-
-def _choice(config: TrainConfig, cluster: Cluster) -> str:
-    """Return the strategy that everything has, as plans write it."""
+        found = plan_model(job.source, cluster, request)
+        graph, load = found.graph, found.found.load
+    else:
+        graph = trace_model(job.source, config.precision, cluster.device.kind)
+        load = _load(graph, cluster, request)
     if config.fsdp_args is None:
-        return UNIFORM[config.fsdp_type]
-    return str(grouped_strategy(config.fsdp_args, cluster.nodes, cluster.gpus_per_node))
+        return uniform_plan(graph, load, request, UNIFORM[config.fsdp_type])
+    strategy = grouped_strategy(config.fsdp_args, cluster.nodes, cluster.gpus_per_node)
+    return uniform_plan(graph, load, request, str(strategy))
 
 
 def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:
     """Return the workload of a micro-batch that the user gave."""
+    optimizer, imbalance = request.optimizer, request.imbalance
     task = Task(
-        graph,
-        cluster,
-        request.limit_bytes,
-        request.optimizer,
-        request.global_batch,
-        request.micro_batch,
-        imbalance=request.imbalance,
+        graph, cluster, request.limit_bytes, optimizer, request.global_batch, request.micro_batch, imbalance=imbalance
     )
     ((micro_batch, accumulation),) = micro_batches(task)
-    return Workload(
-        cluster, request.optimizer, request.precision, micro_batch, accumulation, task.waits(micro_batch, accumulation)
-    )
+    waits = task.waits(micro_batch, accumulation)
+    return Workload(cluster, optimizer, request.precision, micro_batch, accumulation, waits)
 
 
 def uniform_plan(graph: ModelGraph, load: Workload, request: Request, choice: str) -> Plan:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from osdp.compat.seed_groups import SETTINGS
 from osdp.resources import resource_dir
 from planner.cost.unit_memory import OPTIMIZERS
 from profiler.byte_sizes import parse_bytes
 from profiler.errors import OsdpError
-from profiler.yaml_files import Problem, read_yaml
+from profiler.yaml_files import Problem, read_yaml, validate
 
 DEFAULT = "gpt2"
 """Configuration that is taken where the user names none."""
@@ -28,57 +30,44 @@ CHOICES = {
     "fsdp_args": (None, *SETTINGS),
     "device": ("auto", "cpu", "cuda"),
 }
-"""What fields may say that have a few values."""
-_AT_LEAST_ONE = (
-    "seq",
-    "steps",
-    "batch",
-    "global_batch",
-    "ranks_per_node",
-    "emulated_nodes",
-    "checkpoint_every",
-    "checkpoint_keep",
-    "log_every",
-)
-_NOT_NEGATIVE = ("seed", "weight_decay", "warmup_steps")
-_POSITIVE = ("lr", "clip", "timeout_s")
+"""Values of the fields that have only a few."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """One training run."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
     SCHEMA: ClassVar[str] = "osdp.train/1"
 
     schema: str
     """Version of the file format."""
     model: str
     """As `osdp plan --model`: a name, a file, package.module:factory or hf:config.json."""
-    steps: int
+    steps: PositiveInt
     """Optimizer steps, those before a resumed checkpoint included."""
     task: str = "addition"
     """`addition`: sums made on the spot. `bytes`: the bytes of the file `data`. `sentences`: BERT's two tasks, on
     pairs made on the spot or read from the file `data`."""
-    digits: int = 2
+    digits: Annotated[int, Field(ge=1, le=9)] = 2
     """Digits of each number of a sum."""
     data: str | None = None
     """Text file: its bytes are the tokens. For `sentences` one on each line, and blank lines between documents."""
-    seq: int | None = None
+    seq: PositiveInt | None = None
     """Tokens per sample; None: of one sum, or the model's."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Of the initial parameters, the order of samples and dropout."""
     optimizer: str = "adamw"
     """`adam`, `adamw` or `sgd`."""
-    lr: float = 1e-3
+    lr: PositiveFloat = 1e-3
     """Learning rate after the warm-up."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """As torch's optimizers take it."""
     schedule: str = "constant"
     """`constant`, or `cosine` down to a tenth of the learning rate."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate grows linearly."""
-    clip: float | None = None
+    clip: PositiveFloat | None = None
     """Largest norm of all gradients together; None: not clipped."""
     precision: str = "fp32"
     """Compute dtype, `fp32` or `bf16`."""
@@ -86,9 +75,9 @@ class TrainConfig:
     """Memory limit per rank; 8GB is 8 GiB. None: the device's memory."""
     cluster: str | None = None
     """What is planned for: a name or a file. None: the GPUs that are there, or CPU ranks."""
-    batch: int | None = None
+    batch: PositiveInt | None = None
     """Micro-batch: samples of a rank in one forward. None: planned."""
-    global_batch: int | None = None
+    global_batch: PositiveInt | None = None
     """Samples of all ranks in a step. None: one micro-batch of each rank."""
     plan: str | None = None
     """Plan file to run, instead of planning."""
@@ -99,17 +88,17 @@ class TrainConfig:
     and then inside, `none` (the same as nothing) is plain FSDP."""
     device: str = "auto"
     """`cpu` (gloo), `cuda` (NCCL) or `auto`: GPUs if there are any."""
-    ranks_per_node: int | None = None
+    ranks_per_node: PositiveInt | None = None
     """Ranks that are started on each node; None: one for each GPU, or two on a CPU."""
-    emulated_nodes: int = 1
+    emulated_nodes: PositiveInt = 1
     """Nodes that the ranks of one machine stand for, `ranks_per_node` each: to try groups without a second machine."""
-    timeout_s: float = 600.0
+    timeout_s: PositiveFloat = 600.0
     """How long a rank waits for the others before it gives up."""
     checkpoint: str | None = None
     """Folder of checkpoints; None: none are written."""
-    checkpoint_every: int = 500
+    checkpoint_every: PositiveInt = 500
     """Steps between two checkpoints; there is one at the end too."""
-    checkpoint_keep: int = 2
+    checkpoint_keep: PositiveInt = 2
     """Newest checkpoints that are kept."""
     checkpoint_async: bool = False
     """Whether training goes on while a checkpoint is written."""
@@ -119,7 +108,7 @@ class TrainConfig:
     """Folder of TensorBoard's files; None: none are written."""
     trace: str | None = None
     """Folder for a picture of a step's memory and a trace of another step, of every rank; None: neither."""
-    log_every: int = 50
+    log_every: PositiveInt = 50
     """Steps between two lines of progress."""
 
     @property
@@ -143,11 +132,10 @@ def load_config(spec: str | None, options: Mapping[str, Any]) -> TrainConfig:
     elif "fsdp_args" in given:
         given["fsdp_type"] = "FSDP"
     config = dataclasses.replace(config, **given)
-    for problem in _problems(config):
-        option = f"--{problem.location[0].replace('_', '-')}"
-        raise OsdpError(
-            f"{option} {problem.complaint}", got=problem.got, expected=problem.expected, advice=problem.advice
-        )
+    _, problems = validate(dataclasses.asdict(config), TrainConfig)
+    for problem in problems or _problems(config):
+        what = f"--{problem.location[0].replace('_', '-')} {problem.complaint}"
+        raise OsdpError(what, got=problem.got, expected=problem.expected, advice=problem.advice)
     return config
 
 
@@ -164,9 +152,8 @@ def _path(spec: str) -> Path:
     if spec not in names:
         near = get_close_matches(spec, names, n=1)
         advice = f"did you mean {near[0]}?" if near else "your own file: path/to/config.yaml"
-        raise OsdpError(
-            "there is no such training configuration", got=repr(spec), expected=", ".join(names), advice=advice
-        )
+        what = "there is no such training configuration"
+        raise OsdpError(what, got=repr(spec), expected=", ".join(names), advice=advice)
     return resource_dir("configs") / "train" / f"{spec}.yaml"
 
 
@@ -175,7 +162,6 @@ def _problems(config: TrainConfig) -> Iterator[Problem]:
     for name, known in CHOICES.items():
         if (value := getattr(config, name)) not in known:
             yield Problem((name,), "is not known", repr(value), f"one of {', '.join(filter(None, known))}")
-    yield from _range_problems(config)
     if config.data is not None and config.task == "addition":
         yield Problem(("data",), "has no effect on the task addition", config.data, "", "task bytes or sentences")
     if config.data is None and config.task == "bytes":
@@ -189,21 +175,6 @@ def _problems(config: TrainConfig) -> Iterator[Problem]:
             yield Problem(("steps",), "are too few for a trace", str(config.steps), f"at least {TRACE_STEP}")
     if config.fsdp_args is not None and config.fsdp_type != "FSDP":
         yield Problem(("fsdp_args",), f"has no effect on {config.fsdp_type}", config.fsdp_args, "fsdp_type FSDP")
-
-
-def _range_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Find numbers out of range, and a limit that is no amount of memory."""
-    rules: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
-        (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
-        (_NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
-        (_POSITIVE, lambda value: value > 0, "more than 0"),
-        (("digits",), lambda value: 1 <= value <= 9, "from 1 to 9"),
-    )
-    for names, holds, expected in rules:
-        for name in names:
-            value = getattr(config, name)
-            if value is not None and not (holds(value) and value < float("inf")):
-                yield Problem((name,), "is wrong", str(value), expected)
     if config.mem is not None:
         try:
             parse_bytes(config.mem)

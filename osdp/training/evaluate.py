@@ -29,10 +29,11 @@ def held_out_accuracies(
     share = -(-count // ranks.world_size)
     was_training = model.training
     model.eval()
+    gives_both = "both_heads" in inspect.signature(model.module.forward).parameters  # as the zoo's BERT has it
     accuracies: tuple[Accuracy, ...] = ()
     if isinstance(task, Addition):
         accuracies = (_sums(model, task, ranks, batch, share),)
-    elif isinstance(task, SentencePairs) and task.corpus.has_held_out and _tells_both(model.module):
+    elif isinstance(task, SentencePairs) and task.corpus.has_held_out and gives_both:
         accuracies = _pairs(model, task, ranks, batch, share)
     model.train(was_training)
     return accuracies
@@ -55,11 +56,6 @@ def _continue(model: nn.Module, tokens: Tensor, count: int) -> Tensor:
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
     return tokens
-
-
-def _tells_both(module: nn.Module) -> bool:
-    """Whether a model gives the logits of both heads when asked, as the zoo's BERT does."""
-    return "both_heads" in inspect.signature(module.forward).parameters
 
 
 def _pairs(model: nn.Module, task: SentencePairs, ranks: Ranks, batch: int, share: int) -> tuple[Accuracy, ...]:

@@ -1,20 +1,27 @@
-"""What can be checked before any rank is started: files, folders, names, and whether they fit together."""
+"""What can be checked before any rank is started: model, data, files, folders, and whether they fit together.
+
+A task fits a model if what it feeds is what the model's forward takes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from osdp.folders import make_folder
 from osdp.planning.request import read_plan
 from osdp.training.config import TrainConfig
-from osdp.training.model_and_task import model_and_task
-from osdp.training.tasks import Task
+from osdp.training.sentence_pairs import MadeUp, SentencePairs, TextFile
+from osdp.training.tasks import Addition, Bytes, Task
+from osdp.zoo import load_model
 from planner.plan import Plan
 from profiler.errors import OsdpError
-from profiler.model_source import ModelSource
+from profiler.model_source import Inputs, ModelSource
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,8 +37,8 @@ class Job:
     config: TrainConfig
     source: ModelSource
     """The model, fed with as many tokens as a sample has."""
-    hollow: nn.Module
-    """The model without data, on the meta device."""
+    without_data: nn.Module
+    """The model on the meta device."""
     task: Task
     plan: Plan | None
     """The plan of the plan file; None: to be planned."""
@@ -44,7 +51,7 @@ class Job:
 def prepare(config: TrainConfig) -> Job:
     """Load what a configuration names and check that it fits together; raises OsdpError."""
     plan = None if config.plan is None else _plan(config, Path(config.plan))
-    source, task, hollow = model_and_task(config)
+    source, task, without_data = model_and_task(config)
     if plan is not None and plan.model.sequence_length != task.sequence_length:
         raise OsdpError(
             "the plan is for samples of another length",
@@ -52,7 +59,7 @@ def prepare(config: TrainConfig) -> Job:
             expected=f"{task.sequence_length}, as the task {task.name} has",
             advice=f"--seq {plan.model.sequence_length}, or another plan",
         )
-    resume = _checkpoints(config)
+    resume = _checkpoint(config)
     if config.trace is not None:
         from osdp.training.trace_step import ready_folder
 
@@ -60,10 +67,9 @@ def prepare(config: TrainConfig) -> Job:
     if config.tensorboard is not None:
         make_folder(Path(config.tensorboard))
         if importlib.util.find_spec("tensorboard") is None:
-            raise OsdpError(
-                "TensorBoard is not installed", advice=".venv/bin/pip install tensorboard, or no --tensorboard"
-            )
-    return Job(config, source, hollow, task, plan, _device(config), resume)
+            advice = ".venv/bin/pip install tensorboard, or no --tensorboard"
+            raise OsdpError("TensorBoard is not installed", advice=advice)
+    return Job(config, source, without_data, task, plan, _device(config), resume)
 
 
 def ranks_to_start(config: TrainConfig) -> int:
@@ -73,24 +79,21 @@ def ranks_to_start(config: TrainConfig) -> int:
     """
     import torch
 
+    nodes = config.emulated_nodes
     if _device(config) == "cpu":
-        return (config.ranks_per_node or CPU_RANKS) * config.emulated_nodes
+        return (config.ranks_per_node or CPU_RANKS) * nodes
     available = torch.cuda.device_count()
-    if config.ranks_per_node is None and available % config.emulated_nodes:
+    if config.ranks_per_node is None and available % nodes:
         raise OsdpError(
             "the GPUs do not divide evenly into nodes",
             got=f"{available} GPUs",
-            expected=f"a multiple of {config.emulated_nodes}, the emulated nodes",
+            expected=f"a multiple of {nodes}, the emulated nodes",
             advice="--ranks-per-node says how many each node gets",
         )
-    ranks = available if config.ranks_per_node is None else config.ranks_per_node * config.emulated_nodes
+    ranks = available if config.ranks_per_node is None else config.ranks_per_node * nodes
     if ranks > available:
-        raise OsdpError(
-            "there are fewer GPUs than ranks",
-            got=f"{ranks} ranks",
-            expected=f"at most {available}, one for each GPU",
-            advice="--device cpu",
-        )
+        expected = f"at most {available}, one for each GPU"
+        raise OsdpError("there are fewer GPUs than ranks", got=f"{ranks}", expected=expected, advice="--device cpu")
     return ranks
 
 
@@ -118,25 +121,22 @@ def _device(config: TrainConfig) -> str:
 def _plan(config: TrainConfig, path: Path) -> Plan:
     """Read a plan file and check it against what the configuration says too."""
     plan = read_plan(path)
-    pairs = {
-        "optimizer": (config.optimizer, plan.optimizer),
-        "precision": (config.precision, plan.model.precision),
-        "batch": (config.batch, plan.micro_batch),
-    }
-    ranks = plan.cluster.nodes * plan.cluster.gpus_per_node
-    pairs["global_batch"] = (config.global_batch, plan.micro_batch * plan.accumulation * ranks)
-    for name, (wanted, planned) in pairs.items():
+    samples = plan.micro_batch * plan.accumulation * plan.cluster.nodes * plan.cluster.gpus_per_node
+    for name, planned in (
+        ("optimizer", plan.optimizer),
+        ("precision", plan.model.precision),
+        ("batch", plan.micro_batch),
+        ("global_batch", samples),
+    ):
+        wanted = getattr(config, name)
         if wanted is not None and wanted != planned:
-            raise OsdpError(
-                f"the plan {path} is for another {name.replace('_', ' ')}",
-                got=str(planned),
-                expected=f"{wanted}, as the configuration says",
-                advice=f"--{name.replace('_', '-')} {planned}, or plan again",
-            )
+            what = f"the plan {path} is for another {name.replace('_', ' ')}"
+            advice = f"--{name.replace('_', '-')} {planned}, or plan again"
+            raise OsdpError(what, got=str(planned), expected=f"{wanted}, as the configuration says", advice=advice)
     return plan
 
 
-def _checkpoints(config: TrainConfig) -> Path | None:
+def _checkpoint(config: TrainConfig) -> Path | None:
     """Return the checkpoint to continue from; raises OsdpError for a folder that cannot be used."""
     from runtime.state.checkpoint import latest
 
@@ -145,18 +145,99 @@ def _checkpoints(config: TrainConfig) -> Path | None:
     if config.resume not in ("auto", "never"):
         path = Path(config.resume)
         if not path.is_dir():
-            raise OsdpError(
-                f"there is no checkpoint {path}",
-                expected="a folder such as checkpoints/step-000100",
-                advice="--resume auto takes the newest whole one",
-            )
+            advice = "a folder such as checkpoints/step-000100, or --resume auto for the newest whole one"
+            raise OsdpError(f"there is no checkpoint {path}", advice=advice)
         return path
     newest = latest(Path(config.checkpoint)) if config.checkpoint is not None else None
     if newest is not None and config.resume == "never":
-        raise OsdpError(
-            f"{config.checkpoint} holds checkpoints of another run",
-            got=str(newest),
-            expected="an empty folder where nothing is resumed",
-            advice="--resume auto, or another --checkpoint",
-        )
+        what = f"{config.checkpoint} holds checkpoints of another run"
+        advice = "--resume auto, or another --checkpoint"
+        raise OsdpError(what, got=str(newest), expected="an empty folder where nothing is resumed", advice=advice)
     return newest
+
+
+def model_and_task(config: TrainConfig) -> tuple[ModelSource, Task, nn.Module]:
+    """Return the model fed as the task feeds it, the task, and the model without data on the meta device.
+
+    Raises OsdpError if there is no such model or data, or the one cannot learn the other.
+    """
+    import torch
+
+    source, task = _source_and_task(config)
+    with torch.device("meta"):
+        module = source.build()
+    forward = inspect.signature(module.forward).parameters
+    takes_tokens = any(parameter.kind is not parameter.KEYWORD_ONLY for parameter in forward.values())
+    if config.task == "sentences":
+        needed: Mapping[str, Any] = task.sample(0)[1]
+        is_fitting, advice = set(needed) <= set(forward), "a BERT such as bert-large, or another --task"
+        source = _fed_by(task, source)
+    else:
+        needed, fed = {"labels": None}, set(source.example_inputs(module, 1)[1])
+        is_fitting = fed in ({"labels"}, {"input_ids", "labels"})
+        advice = "--task sentences for a BERT, or osdp.OSDP(your model) in your own loop"
+    if not takes_tokens or not is_fitting:
+        raise OsdpError(
+            f"{config.model} cannot learn the task {task.name}",
+            got=f"forward({', '.join(forward)})",
+            expected=f"forward(tokens, {', '.join(f'{name}=...' for name in needed)}) that returns the loss",
+            advice=advice,
+        )
+    size = _vocabulary(module)
+    if size is not None and size < task.vocabulary_size:
+        what = f"{config.model} knows too few tokens for the task {task.name}"
+        raise OsdpError(what, got=f"{size}", expected=f"at least {task.vocabulary_size}")
+    return source, task, module
+
+
+def _source_and_task(config: TrainConfig) -> tuple[ModelSource, Task]:
+    if config.task == "addition":
+        of_one_sum = 3 * config.digits + 1
+        length = config.seq or of_one_sum
+        if length < of_one_sum:
+            raise OsdpError(
+                "a sum does not go into a sample",
+                got=f"{length} tokens",
+                expected=f"at least {of_one_sum} for numbers of {config.digits} digits",
+                advice="a larger --seq, or fewer --digits",
+            )
+        return load_model(config.model, sequence_length=length), Addition(config.digits, length, config.seed)
+    source = load_model(config.model, sequence_length=config.seq)
+    length = source.sequence_length
+    if config.task == "sentences":
+        corpus = MadeUp() if config.data is None else TextFile(Path(config.data))
+        return source, SentencePairs(corpus, length, config.seed)
+    if length < 2:
+        what = "a sample needs two tokens at least: one to predict the next from"
+        raise OsdpError(what, got=f"{length}", advice="a larger --seq")
+    assert config.data is not None, "the configuration is checked"
+    return source, Bytes(Path(config.data), length, config.seed)
+
+
+def _fed_by(task: Task, source: ModelSource) -> ModelSource:
+    """Return a model with inputs of the shapes that a task has: ones, which every table has a row for."""
+    import torch
+
+    tokens, keywords = task.sample(0)
+
+    def example_inputs(module: nn.Module, batch: int) -> Inputs:
+        device = next(module.parameters()).device
+
+        def ones(array: Any) -> torch.Tensor:
+            return torch.ones((batch, *array.shape), dtype=torch.int64, device=device)
+
+        return (ones(tokens),), {name: ones(array) for name, array in keywords.items()}
+
+    return dataclasses.replace(source, example_inputs=example_inputs)
+
+
+def _vocabulary(module: nn.Module) -> int | None:
+    """Return how many tokens a model knows, or None if it does not say."""
+    from torch import nn
+
+    config = getattr(module, "config", None)
+    for name in ("vocabulary_size", "vocab_size"):
+        if isinstance(size := getattr(config, name, None), int):
+            return size
+    tables = (part for part in module.modules() if isinstance(part, nn.Embedding))
+    return next((table.num_embeddings for table in tables), None)

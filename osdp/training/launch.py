@@ -2,7 +2,7 @@
 
 The agent runs our own command once per rank, with RANK, WORLD_SIZE and the like in the environment.
 A rank that fails leaves its error in the file that the agent names; the agent ends the others, and
-the error that started it all is raised here.
+the error that the others followed from is raised here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,9 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 LAUNCHED = "OSDP_LAUNCHED"
-"""Environment variable that tells a rank that we started it, not torchrun."""
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_PARTS = ("what", "got", "expected", "advice")
-_BROKEN_PIPE = 128 + signal.SIGPIPE
-"""Exit status of a rank whose output nobody reads any more."""
+"""Environment variable by which a rank knows that we started it, not torchrun."""
+_BAD_INPUT, _BROKEN_PIPE = 2, 128 + signal.SIGPIPE
+"""Exit status of a rank that was asked for what cannot be, and of one whose output nobody reads any more."""
 _SHUTDOWN_S = 10
 """How long ranks have to end before they are killed."""
 
@@ -50,20 +49,17 @@ class Nodes:
     index: int = 0
     """Number of this node, from 0."""
     endpoint: str = ""
-    """host:port of node 0, at which the nodes meet; empty on one node."""
+    """host:port of node 0, the rendezvous endpoint; empty on one node."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
-            raise OsdpError(
-                "there is no such node", got=f"--node-rank {self.index}", expected=f"from 0 to {self.count - 1}"
-            )
+            expected = f"from 0 to {self.count - 1}"
+            raise OsdpError("there is no such node", got=f"--node-rank {self.index}", expected=expected)
         port = self.endpoint.partition(":")[2]
         if self.count > 1 and not (port.isdecimal() and 0 < int(port) < 2**16):
-            raise OsdpError(
-                "several nodes need a place to meet",
-                got=self.endpoint or "no --rdzv-endpoint",
-                expected="--rdzv-endpoint HOST:PORT of node 0, the same on every node",
-            )
+            what = "several nodes need a rendezvous endpoint"
+            got = self.endpoint or "no --rdzv-endpoint"
+            raise OsdpError(what, got=got, expected="--rdzv-endpoint HOST:PORT of node 0, the same on every node")
 
 
 def is_rank() -> bool:
@@ -120,40 +116,27 @@ def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[None]:
     import torch.distributed as dist
 
     host, _, port = nodes.endpoint.partition(":")
-    left = [f"osdp/left/{node}" for node in range(1, nodes.count)]
-
-    def store(limit_s: float) -> Any:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host,
-            int(port),
-            is_master=nodes.index == 0,
-            timeout=timedelta(seconds=limit_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-
+    own: Any = dist.TCPStore  # type: ignore[attr-defined]
+    connect = partial(own, host, int(port), is_master=nodes.index == 0, wait_for_workers=False, multi_tenant=True)
     if nodes.index == 0:
         try:
-            kept = store(timeout_s)
+            store = connect(timeout=timedelta(seconds=timeout_s))
         except dist.DistNetworkError as error:
-            raise OsdpError(
-                "node 0 cannot listen where the nodes are to meet",
-                got=f"{nodes.endpoint}: {error}",
-                expected="an address of this machine and a free port",
-            ) from None
+            what, got = "node 0 cannot listen at the rendezvous endpoint", f"{nodes.endpoint}: {error}"
+            raise OsdpError(what, got=got, expected="an address of this machine and a free port") from None
         yield
         with suppress(dist.DistError):  # a node that was lost at the very end
-            kept.wait(left, timedelta(seconds=_SHUTDOWN_S))
+            store.wait([f"osdp/left/{node}" for node in range(1, nodes.count)], timedelta(seconds=_SHUTDOWN_S))
     else:
         yield
         with suppress(dist.DistError):
-            store(_SHUTDOWN_S).set(left[nodes.index - 1], "1")
+            connect(timeout=timedelta(seconds=_SHUTDOWN_S)).set(f"osdp/left/{nodes.index}", "1")
 
 
 def _settings(ranks: int, nodes: Nodes, timeout_s: float) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
-    # On one node any free port will do. Several nodes are told who is first, so that --node-rank
+    # On one node any free port will do. Several nodes get their order, so that --node-rank
     # decides the order of ranks.
     alone = nodes.count == 1
     return LaunchConfig(
@@ -170,62 +153,43 @@ def _settings(ranks: int, nodes: Nodes, timeout_s: float) -> LaunchConfig:
     )
 
 
-def leave_error(error: Exception, is_fault: bool) -> None:
-    """Write a rank's error to the file that the agent reads; nothing if no agent started it."""
-    path = os.environ.get(_ERROR_FILE)
-    if not path:
-        return
-    told = OsdpError(f"{type(error).__name__}: {error}") if not isinstance(error, OsdpError) else error
-    data = {
-        # The form that torch's agent expects, and beside it ours.
-        "message": {
-            "message": str(told),
-            "extraInfo": {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))},
-        },
-        "osdp": {part: getattr(told, part) for part in _PARTS} | {"is_fault": is_fault},
-    }
-    Path(path).write_text(json.dumps(data))
+def leave_error(error: Exception) -> None:
+    """Write a rank's error to the file that the agent reads, in its form; nothing if no agent started it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = str(error) if isinstance(error, OsdpError) else f"{type(error).__name__}: {error}"
+        extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _cause(error: ChildFailedError) -> Exception:
     """Return the failure that the others followed from.
 
-    A rank that was killed comes first: what others told is that they lost it. Then bad input, then a
-    death without a word, then faults. The agent itself ends the remaining ranks, by SIGTERM.
+    A rank that was killed comes first: what others report is that they lost it. Then bad input, then a
+    death without a message, then faults. The agent itself ends the remaining ranks, by SIGTERM.
     """
 
     def weight(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
         rank, failure = item
-        told = _told(failure)
         if failure.exitcode == -signal.SIGTERM:
-            kind = 4
-        elif told is None:
-            kind = 0 if failure.exitcode < 0 else 2
+            order = 4
+        elif _message(failure):
+            order = 1 if failure.exitcode == _BAD_INPUT else 3
         else:
-            kind = 3 if told["is_fault"] else 1
-        return kind, failure.timestamp, rank
+            order = 0 if failure.exitcode < 0 else 2
+        return order, failure.timestamp, rank
 
     rank, failure = min(error.failures.items(), key=weight)
-    told = _told(failure)
     if failure.exitcode == _BROKEN_PIPE:
         return BrokenPipeError()
-    if told is None:
-        return RankError(f"rank {rank} {_death(failure)}")
-    parts = OsdpError(**{part: told[part] for part in _PARTS})
-    return RankError(str(parts)) if told["is_fault"] else parts
-
-
-def _told(failure: ProcessFailure) -> dict[str, Any] | None:
-    """Return what a rank left in its error file."""
-    data: Any = failure.error_file_data
-    found = data.get("osdp") if isinstance(data, dict) else None
-    return found if isinstance(found, dict) else None
-
-
-def _death(failure: ProcessFailure) -> str:
-    """Say how a rank died that left no error."""
+    if message := _message(failure):
+        return OsdpError(message) if failure.exitcode == _BAD_INPUT else RankError(message)
     if failure.exitcode >= 0:
-        return f"ended with exit status {failure.exitcode}; what it printed is above"
-    name = failure.signal_name()
+        return RankError(f"rank {rank} ended with exit status {failure.exitcode}; what it printed is above")
     advice = "; perhaps the machine ran out of memory (see dmesg)" if -failure.exitcode == signal.SIGKILL else ""
-    return f"was killed by {name}{advice}"
+    return RankError(f"rank {rank} was killed by {failure.signal_name()}{advice}")
+
+
+def _message(failure: ProcessFailure) -> str:
+    """Return what a rank left in its error file; empty if it left none."""
+    message: Any = failure.error_file_data["message"]
+    return str(message["message"]) if isinstance(message, dict) else ""

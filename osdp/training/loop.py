@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 from osdp.api import OSDP
 from osdp.training.job import Job
-from osdp.training.lr_schedule import learning_rate, set_learning_rate
+from osdp.training.lr_schedule import learning_rate
 from osdp.training.measure import Measurements
 from osdp.training.process_group import Ranks
-from osdp.training.reporters import Reporter, Step
+from osdp.training.reporters import Report, Saved, Step
 from osdp.training.tasks import batch
 from osdp.training.trace_step import MEMORY_STEP, TRACE_STEP, Tracer
 from profiler.errors import OsdpError
@@ -46,9 +46,9 @@ class Position:
 class Trainer:
     """One model in training on this rank."""
 
-    def __init__(self, job: Job, model: OSDP, optimizer: Optimizer, ranks: Ranks, reporter: Reporter) -> None:
+    def __init__(self, job: Job, model: OSDP, optimizer: Optimizer, ranks: Ranks, report: Report) -> None:
         self.job, self.config, self.plan = job, job.config, model.plan
-        self.model, self.optimizer, self.ranks, self.reporter = model, optimizer, ranks, reporter
+        self.model, self.optimizer, self.ranks, self.report = model, optimizer, ranks, report
         self.position = Position()
         self.saved: Path | None = None
         """Last checkpoint of this run."""
@@ -64,12 +64,8 @@ class Trainer:
         extra = self.model.load_checkpoint(path, self.optimizer)
         known, here = extra.get("data"), self.job.task.identity()
         if known != here:
-            raise OsdpError(
-                f"{path} is of a run with other data",
-                got=str(known),
-                expected=str(here),
-                advice="the options of that run, or another --checkpoint",
-            )
+            advice = "the options of that run, or another --checkpoint"
+            raise OsdpError(f"{path} is of a run with other data", got=str(known), expected=str(here), advice=advice)
         self.position = Position(extra["step"], extra["sample"])
 
     def run(self) -> Measurements:
@@ -80,34 +76,29 @@ class Trainer:
         self.model.train()
         while self.position.step < config.steps:
             rate = learning_rate(config, self.position.step)
-            with (
-                naming_faults(f"step {self.position.step + 1}", config.timeout_s),
-                measured.step(self.model, self.optimizer),
-                tracer.step(),
-            ):
+            what, timing = f"step {self.position.step + 1}", measured.step(self.model, self.optimizer)
+            with naming_faults(what, config.timeout_s), timing, tracer.step():
                 if tracer.slows:
                     measured.leave_out()
                 loss, norm = self._step(rate)
             self.position.step += 1
             self.position.sample += self.samples_per_step
-            self._report(loss, norm, rate, measured)
+            self._report_step(loss, norm, rate, measured)
             if config.checkpoint and self.position.step % config.checkpoint_every == 0:
                 self._save()
         if config.checkpoint and self.position.step % config.checkpoint_every and measured.count:
             self._save()
-        self._settle()
+        self._await_save()
         if config.trace is not None and tracer.steps < TRACE_STEP:
-            warnings.warn(
-                f"only {tracer.steps} steps were left: --trace looks into steps {MEMORY_STEP} and "
-                f"{TRACE_STEP} of a run",
-                stacklevel=2,
-            )
+            recorded = f"--trace records steps {MEMORY_STEP} and {TRACE_STEP} of a run"
+            warnings.warn(f"only {tracer.steps} steps were left: {recorded}", stacklevel=2)
         return measured
 
     def _step(self, rate: float) -> tuple[Tensor, Tensor | None]:
         """Run one optimizer step; return this rank's mean loss and the norm of all gradients."""
         config, micro_batches = self.config, self.plan.accumulation
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         # Dropout depends on seed, step and rank alone, so that a resumed run continues alike.
         words = np.random.SeedSequence([config.seed, self.position.step, self.ranks.rank]).generate_state(1)
         torch.manual_seed(int(words[0]))
@@ -132,36 +123,32 @@ class Trainer:
         output: Any = self.model(tokens, **keywords)
         found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if not isinstance(found, Tensor) or found.numel() != 1:
-            raise OsdpError(
-                "the model returns no loss",
-                got=type(output).__name__,
-                expected="a scalar tensor, or an object with `loss`, when it is given labels",
-            )
+            expected = "a scalar tensor, or an object with `loss`, when it is given labels"
+            raise OsdpError("the model returns no loss", got=type(output).__name__, expected=expected)
         return found
 
-    def _report(self, loss: Tensor, norm: Tensor | None, rate: float, measured: Measurements) -> None:
+    def _report_step(self, loss: Tensor, norm: Tensor | None, rate: float, measured: Measurements) -> None:
         number = self.position.step
-        is_logged = number % self.config.log_every == 0 or number == self.config.steps or measured.count == 1
-        if not is_logged:
+        if number % self.config.log_every and number != self.config.steps and measured.count != 1:
             return
         mean = self.ranks.mean(loss)
         samples = self.samples_per_step
         tokens = samples * self.job.task.sequence_length
         gradient_norm = None if norm is None else float(norm)
-        self.reporter.stepped(Step(number, mean, gradient_norm, rate, samples, tokens, measured.recent_s()))
+        self.report(Step(number, mean, gradient_norm, rate, samples, tokens, measured.recent_s()))
 
     def _save(self) -> None:
         """Write a checkpoint, or begin to; older ones go when it is whole."""
-        self._settle()
+        self._await_save()
         folder = Path(self.config.checkpoint or "")
         path = folder / f"step-{self.position.step:06d}"
         extra = {"step": self.position.step, "sample": self.position.sample, "data": self.job.task.identity()}
         asynchronous = self.config.checkpoint_async
         self._saving = self.model.save_checkpoint(path, self.optimizer, extra, asynchronous=asynchronous)
-        if not self.config.checkpoint_async:
-            self._settle()
+        if not asynchronous:
+            self._await_save()
 
-    def _settle(self) -> None:
+    def _await_save(self) -> None:
         """Wait until the checkpoint that is being written is whole."""
         if self._saving is None:
             return
@@ -169,4 +156,4 @@ class Trainer:
         self.saved, self._saving = self._saving.path, None
         if self.ranks.rank == 0:
             checkpoint.prune(self.saved.parent, self.config.checkpoint_keep)
-        self.reporter.saved(self.saved)
+        self.report(Saved(self.saved))

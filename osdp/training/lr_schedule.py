@@ -1,4 +1,4 @@
-"""The optimizer of a run, and its learning rate at every step.
+"""The learning rate of a run at every step.
 
     warm-up     rate (t + 1) / w                                         t < w
     constant    rate                                                     t >= w
@@ -11,21 +11,11 @@ that is resumed needs no scheduler's state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-
-from torch import nn
-from torch.optim import Optimizer
 
 from osdp.training.config import TrainConfig
-from runtime.optimizers import OPTIMIZERS
 
 COSINE_FLOOR = 0.1
 """Fraction of the learning rate at which the cosine ends."""
-
-
-def make_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Return the optimizer that the configuration names."""
-    return OPTIMIZERS[config.optimizer](parameters, lr=config.lr, weight_decay=config.weight_decay)
 
 
 def learning_rate(config: TrainConfig, done: int) -> float:
@@ -36,9 +26,3 @@ def learning_rate(config: TrainConfig, done: int) -> float:
         return config.lr
     progress = (done - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
     return config.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Give every parameter the learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate

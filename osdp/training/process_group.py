@@ -40,15 +40,13 @@ class Ranks:
 
     def maximum(self, values: list[int]) -> list[int]:
         """Return the maximum over all ranks of each number."""
-        found = torch.tensor(values, dtype=torch.int64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return [int(value) for value in found]
+        return self.total(values, dist.ReduceOp.MAX)
 
-    def total(self, values: list[int]) -> list[int]:
+    def total(self, values: list[int], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
         """Return the sum over all ranks of each number."""
         found = torch.tensor(values, dtype=torch.int64, device=self.device)
-        dist.all_reduce(found)
-        return [int(value) for value in found]
+        dist.all_reduce(found, operation)
+        return found.tolist()
 
 
 def end_at_once_on_signals() -> None:

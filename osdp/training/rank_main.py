@@ -9,64 +9,65 @@ from osdp.training.choose_plan import Chosen, choose_plan
 from osdp.training.evaluate import held_out_accuracies
 from osdp.training.job import Job
 from osdp.training.loop import Trainer
-from osdp.training.lr_schedule import make_optimizer
 from osdp.training.measure import Measurements
 from osdp.training.process_group import Ranks, joined
-from osdp.training.reporters import Reporter, Silent, Start, Summary
+from osdp.training.reporters import Event, Report, Reporter, Start, Summary
 from planner.plan import Plan
 from runtime.failures.rank_agreement import from_rank_0
+from runtime.optimizers import OPTIMIZERS
 
 
-def run_rank(job: Job, reporter: Reporter) -> None:
+def run_rank(job: Job, *reporters: Reporter) -> None:
     """Train on this rank, one of those that torchrun or `osdp.training.launch` started.
 
-    `reporter` is told on rank 0. Raises OsdpError.
+    Rank 0 reports. Raises OsdpError.
     """
     with joined(job.device, job.config.timeout_s) as ranks:
-        reporter = reporter if ranks.rank == 0 else Silent()
-        chosen: Chosen = from_rank_0("plan", lambda: choose_plan(job, reporter.planning))
+
+        def report(event: Event) -> None:
+            for reporter in reporters if ranks.rank == 0 else ():
+                reporter.report(event)
+
+        chosen: Chosen = from_rank_0("plan", lambda: choose_plan(job))
         if job.device == "cuda" and job.config.fsdp_type == "OSDP":
             _limit_memory(chosen.plan, ranks.device)
-        trainer = _trainer(job, chosen, ranks, reporter)
-        reporter.started(_start(job, chosen, trainer))
-        measured = trainer.run()
-        reporter.finished(_summary(job, trainer, measured))
+        trainer = _trainer(job, chosen.plan, ranks, report)
+        start = Start(
+            plan=chosen.plan,
+            fsdp_type=job.config.sharding,
+            planned_s=chosen.seconds,
+            fits=chosen.fits,
+            device=f"{job.device} ({'NCCL' if job.device == 'cuda' else 'gloo'})",
+            task=job.task.name,
+            steps=job.config.steps,
+            first_step=trainer.position.step,
+            resumed=job.resume,
+        )
+        report(start)
+        report(_summary(job, trainer, trainer.run()))
 
 
 def _limit_memory(plan: Plan, device: torch.device) -> None:
-    """Have torch's allocator refuse more than the limit, less what is counted for everything that is not torch's."""
+    """Have torch's allocator refuse more than the limit without what is reserved for the CUDA context and libraries."""
     limit_bytes = plan.limit_bytes - plan.predicted.reserve_bytes
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
 
 
-def _trainer(job: Job, chosen: Chosen, ranks: Ranks, reporter: Reporter) -> Trainer:
+def _trainer(job: Job, plan: Plan, ranks: Ranks, report: Report) -> Trainer:
     """Build the model under the plan, and load the checkpoint that the job continues from."""
-    source = job.source
-    torch.manual_seed(job.config.seed)
-    model = OSDP(source.build, chosen.plan, example_inputs=lambda batch: source.example_inputs(job.hollow, batch))
-    trainer = Trainer(job, model, make_optimizer(job.config, model.parameters()), ranks, reporter)
+    source, config = job.source, job.config
+    torch.manual_seed(config.seed)
+    model = OSDP(source.build, plan, example_inputs=lambda batch: source.example_inputs(job.without_data, batch))
+    optimizer = OPTIMIZERS[config.optimizer](model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    trainer = Trainer(job, model, optimizer, ranks, report)
     if job.resume is not None:
         trainer.resume(job.resume)
     return trainer
 
 
-def _start(job: Job, chosen: Chosen, trainer: Trainer) -> Start:
-    return Start(
-        plan=chosen.plan,
-        fsdp_type=job.config.sharding,
-        planned_s=chosen.seconds,
-        fits=chosen.fits,
-        device=f"{job.device} ({'NCCL' if job.device == 'cuda' else 'gloo'})",
-        task=job.task.name,
-        steps=job.config.steps,
-        first_step=trainer.position.step,
-        resumed=job.resume,
-    )
-
-
 def _summary(job: Job, trainer: Trainer, measured: Measurements) -> Summary:
-    """Sum up, and ask what was held out. A collective call."""
+    """Sum up, with the accuracy on held-out samples. A collective call."""
     memory, step_s = measured.memory(), measured.step_s
     accuracies = held_out_accuracies(trainer.model, job.task, trainer.ranks, trainer.plan.micro_batch)
     samples_per_s = trainer.samples_per_step / step_s if step_s else 0.0

@@ -1,10 +1,11 @@
-"""What a run tells while it goes on; `osdp.cli.reports.train` prints it, TensorBoard's files keep it."""
+"""Events of a run, for what reports them: `osdp.cli.reports.train` prints them, `Board` keeps them for TensorBoard."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from planner.plan import Plan
 
@@ -56,6 +57,13 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A checkpoint is whole."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
 class Memory:
     """Peak memory of the fullest rank."""
 
@@ -98,71 +106,45 @@ class Summary:
     """Last checkpoint."""
 
 
+Event = Start | Step | Saved | Summary
+Report = Callable[[Event], None]
+
+
 class Reporter(Protocol):
-    """Is told of events, on rank 0 only."""
+    """Takes note of events, on rank 0 only."""
 
-    def planning(self, what: str, fraction: float) -> None:
-        """Take note of how far planning is."""
-
-    def started(self, start: Start) -> None:
-        """Take note of what is about to begin."""
-
-    def stepped(self, step: Step) -> None:
-        """Take note of a step: the first, every `log_every`th and the last."""
-
-    def saved(self, path: Path) -> None:
-        """Take note of a checkpoint."""
-
-    def finished(self, summary: Summary) -> None:
-        """Take note of the end."""
+    def report(self, event: Event) -> None:
+        """Take note of an event; of steps those come that `log_every` chooses, the first and the last."""
 
 
-class Silent:
-    """Reporter of the other ranks."""
+class Board:
+    """Writes scalars to TensorBoard's files."""
 
-    def planning(self, what: str, fraction: float) -> None:
-        """Say nothing."""
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-    def started(self, start: Start) -> None:
-        """Say nothing."""
+    def report(self, event: Event) -> None:
+        """Write the scalars of an event; the first one opens the files and the last one closes them."""
+        match event:
+            case Start():
+                from torch.utils.tensorboard import SummaryWriter  # imports tensorboard, which takes a second
 
-    def stepped(self, step: Step) -> None:
-        """Say nothing."""
+                make: Callable[..., Any] = SummaryWriter
+                # What an interrupted run wrote after its last checkpoint is hidden.
+                self._writer = make(str(self.folder), purge_step=event.first_step + 1 if event.first_step else None)
+                self._last_step = 0
+            case Step():
+                self._last_step = event.number
+                for name in ("loss", "learning_rate", "samples_per_s", "gradient_norm"):
+                    self._write(name, getattr(event, name))
+            case Summary():
+                if event.memory is not None:
+                    self._write("peak_memory_bytes", event.memory.peak_bytes)
+                    self._write("predicted_peak_memory_bytes", event.plan.predicted.peak_memory_bytes)
+                for accuracy in event.accuracies:
+                    self._write(f"accuracy/{accuracy.what.replace(' ', '_')}", accuracy.right / accuracy.total)
+                self._writer.close()
 
-    def saved(self, path: Path) -> None:
-        """Say nothing."""
-
-    def finished(self, summary: Summary) -> None:
-        """Say nothing."""
-
-
-class Several:
-    """Passes events on to several reporters."""
-
-    def __init__(self, *reporters: Reporter) -> None:
-        self.reporters = reporters
-
-    def planning(self, what: str, fraction: float) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.planning(what, fraction)
-
-    def started(self, start: Start) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.started(start)
-
-    def stepped(self, step: Step) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.stepped(step)
-
-    def saved(self, path: Path) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.saved(path)
-
-    def finished(self, summary: Summary) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.finished(summary)
+    def _write(self, name: str, value: float | None) -> None:
+        if value is not None:
+            self._writer.add_scalar(name, value, self._last_step)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,33 +33,11 @@ _REPLACED, _RANDOM = 0.8, 0.9
 """Up to the first a token becomes [MASK], from there to the second a random one; above it stays."""
 
 
-class Corpus(Protocol):
-    """Documents, which are sequences of sentences."""
-
-    @property
-    def size(self) -> int:
-        """Number of distinct tokens, special ones left out."""
-
-    @property
-    def may_pad(self) -> bool:
-        """Whether a pair can be shorter than the room that it gets."""
-
-    @property
-    def has_held_out(self) -> bool:
-        """Whether some of it is kept out of training."""
-
-    def pair(self, random: np.random.Generator, room: int, is_next: bool, held_out: bool) -> tuple[Tokens, Tokens]:
-        """Return a first and a second sentence, of `room` tokens at most together and at least one each."""
-
-    def identity(self) -> dict[str, Any]:
-        """Return what decides the pairs; JSON-able."""
-
-
 @dataclass(frozen=True)
 class MadeUp:
     """Documents on a topic, which is a cycle of words: a document goes round it, from its first word on.
 
-    So a word follows from its place and from the words around it, which tell the topic.  A second
+    So a word follows from its place and from the words around it, which give the topic.  A second
     sentence that is not the next one is what a document on another topic has at its place.  One in ten
     of (topic, length of the first sentence) is held out of training.
     """
@@ -69,11 +47,13 @@ class MadeUp:
     words: int = 16
     """Words of a cycle."""
     may_pad: bool = False
+    """Whether a pair can be shorter than the room that it gets."""
     has_held_out: bool = True
+    """Whether some of it is kept out of training."""
 
     @property
     def size(self) -> int:
-        """All words."""
+        """Number of distinct tokens, special ones left out."""
         return self.topics * self.words
 
     def pair(self, random: np.random.Generator, room: int, is_next: bool, held_out: bool) -> tuple[Tokens, Tokens]:
@@ -153,6 +133,10 @@ def _drawn_out(document: list[bytes], start: int, end: int, room: int) -> tuple[
     return SPECIAL + np.frombuffer(text[:room], dtype=np.uint8).astype(np.int64), line
 
 
+Corpus = MadeUp | TextFile
+"""Documents, which are sequences of sentences."""
+
+
 class SentencePairs:
     """The task `sentences`: both of BERT's, on pairs from a corpus."""
 
@@ -161,12 +145,9 @@ class SentencePairs:
     def __init__(self, corpus: Corpus, sequence_length: int, seed: int) -> None:
         """Take pairs of `sequence_length` tokens, special ones counted; raises OsdpError if that is too short."""
         if sequence_length < SHORTEST:
-            raise OsdpError(
-                "a sample is too short for a pair of sentences",
-                got=f"{sequence_length} tokens",
-                expected=f"at least {SHORTEST}",
-                advice="a larger --seq",
-            )
+            what = "a sample is too short for a pair of sentences"
+            got = f"{sequence_length} tokens"
+            raise OsdpError(what, got=got, expected=f"at least {SHORTEST}", advice="a larger --seq")
         self.corpus, self.sequence_length, self.seed = corpus, sequence_length, seed
 
     @property

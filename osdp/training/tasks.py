@@ -1,7 +1,7 @@
-"""What is learned: samples of tokens that depend on nothing but the seed and their number.
+"""Training tasks: samples of tokens that depend on nothing but the seed and their index.
 
 Any rank can make any sample, so the order of samples is the same for every number of ranks, and a
-run continues at the sample where it stopped by knowing one number.
+run resumes at the sample where it stopped, given one number.
 
 Sample g of a task comes from a Philox generator (Salmon et al., 2011) whose key is the seed and
 whose counter is g.
@@ -61,7 +61,7 @@ def generator(seed: int, purpose: int, index: int) -> np.random.Generator:
 
 
 def batch(task: Task, indices: Sequence[int]) -> Sample:
-    """Return some samples as one, every array with a first dimension (batch,) more."""
+    """Return some samples of a task, stacked."""
     return stack(task.sample(index) for index in indices)
 
 
@@ -143,12 +143,9 @@ class Bytes:
         self.seed = seed
         self._data = open_text(path)
         if len(self._data) < sequence_length:
-            raise OsdpError(
-                f"{path} is shorter than one sample",
-                got=f"{len(self._data)} bytes",
-                expected=f"at least {sequence_length}, the sequence length",
-                advice="a longer file, or a smaller --seq",
-            )
+            got, expected = f"{len(self._data)} bytes", f"at least {sequence_length}, the sequence length"
+            advice = "a longer file, or a smaller --seq"
+            raise OsdpError(f"{path} is shorter than one sample", got=got, expected=expected, advice=advice)
 
     def sample(self, index: int) -> Sample:
         """Return tokens and `labels`, (sequence,) each; all bytes are learned."""

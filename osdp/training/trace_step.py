@@ -1,4 +1,4 @@
-"""A look into training steps, on every rank: the memory that lives over a step, and what runs when.
+"""Traces of training steps, on every rank: live memory over a step, and what runs when.
 
     tracer = Tracer("traces", model, optimizer)
     for batch in data:
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from profiler.byte_sizes import MIB
 from runtime.observe.live_bytes_by_category import ACTIVATIONS, LabelledBytes
 
 MEMORY_STEP, TRACE_STEP = 3, 4
-"""Steps that are looked into; in the first ones memory is allocated and kernels are chosen."""
+"""Steps that are traced; in the first ones memory is allocated and kernels are chosen."""
 ORDER = (
     "parameters",
     "optimizer",
@@ -42,12 +42,12 @@ ORDER = (
     ACTIVATIONS,
     "optimizer_temporaries",
 )
-"""Categories from below, those that rest first."""
+"""Categories from below, those that live between steps first."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What lives from a moment on."""
+    """The live bytes from a moment on."""
 
     at_s: float
     """Since the start of the step."""
@@ -56,10 +56,10 @@ class Moment:
 
 
 class Tracer:
-    """Looks into two steps of a loop and writes what it saw."""
+    """Traces two steps of a loop and writes the traces."""
 
     def __init__(self, folder: str | Path | None, model: nn.Module, optimizer: Optimizer) -> None:
-        """Make the folder; None: nothing is looked at. Raises OsdpError if nothing can be written or drawn."""
+        """Make the folder; None: nothing is traced. Raises OsdpError if nothing can be written or drawn."""
         self.model, self.optimizer = model, optimizer
         self.folder = None if folder is None else ready_folder(folder)
         self.steps = 0
@@ -67,21 +67,17 @@ class Tracer:
 
     @property
     def slows(self) -> bool:
-        """Whether the step that runs takes longer because it is looked into."""
+        """Whether the step that runs takes longer because it is traced."""
         return self.folder is not None and self.steps in (MEMORY_STEP, TRACE_STEP)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Look into the step that runs inside, if it is its turn."""
+    def step(self) -> AbstractContextManager[None]:
+        """Trace the step that runs inside, if it is its turn."""
         self.steps += 1
         if self.folder is not None and self.steps == MEMORY_STEP:
-            with self._memory(self.folder / f"memory-rank{_rank()}.png"):
-                yield
-        elif self.folder is not None and self.steps == TRACE_STEP:
-            with self._trace(self.folder / f"trace-rank{_rank()}.json"):
-                yield
-        else:
-            yield
+            return self._memory(self.folder / f"memory-rank{_rank()}.png")
+        if self.folder is not None and self.steps == TRACE_STEP:
+            return self._trace(self.folder / f"trace-rank{_rank()}.json")
+        return nullcontext()
 
     @contextmanager
     def _memory(self, path: Path) -> Iterator[None]:
@@ -111,8 +107,8 @@ def ready_folder(folder: str | Path) -> Path:
 
 @contextmanager
 def recorded(model: nn.Module, optimizer: Optimizer) -> Iterator[list[Moment]]:
-    """Yield a list that is filled with what lives on this rank while the step inside runs."""
-    live = _Recorder()
+    """Yield a list that is filled with the live bytes of this rank while the step inside runs."""
+    live = MemoryTimeline()
     module = model.module if isinstance(model, OSDP) else model
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -137,8 +133,8 @@ def recorded(model: nn.Module, optimizer: Optimizer) -> Iterator[list[Moment]]:
             handle.remove()
 
 
-class _Recorder(LabelledBytes):  # type: ignore[no-untyped-call]
-    """Keeps every change from `begin` on."""
+class MemoryTimeline(LabelledBytes):  # type: ignore[no-untyped-call]
+    """The live bytes after every change since `begin`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,13 +142,13 @@ class _Recorder(LabelledBytes):  # type: ignore[no-untyped-call]
         self._start_s = 0.0
 
     def begin(self) -> None:
-        """Take what lives now for the first moment."""
+        """Make what lives now the first moment."""
         self._start_s = time.perf_counter()
         self.moments.clear()
         self.changed()
 
     def label(self, tensor: Tensor, category: str) -> None:
-        """Do so in one moment: in between, the tensor counts nowhere."""
+        """Label a tensor in one moment: in between, it counts nowhere."""
         before = len(self.moments)
         super().label(tensor, category)
         del self.moments[before:-1]

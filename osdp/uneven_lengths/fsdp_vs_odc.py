@@ -1,8 +1,8 @@
 """FSDP against ODC on the same uneven samples, step by step in turn, in the same processes.
 
-    FSDP    every unit `shard`: ranks meet in each gather and each reduction, so all run equally many
+    FSDP    every unit `shard`: ranks synchronize in each all-gather and reduce-scatter, so all run equally many
             micro-batches; a rank with fewer packs runs empty ones, of one token and no loss
-    ODC     every unit `odc`: each rank runs the packs that it has, and all meet once per step
+    ODC     every unit `odc`: each rank runs the packs that it has, and all synchronize once per step
 
 Both start from the same parameters and train the mean loss per token over all samples of a step, so their losses
 are equal to rounding.  A step is timed from a barrier to the end on the slowest rank; which of the two goes first
@@ -77,7 +77,7 @@ class Outcome:
     timelines: tuple[Timeline, ...]
     """Of each rank."""
     is_slowed: bool
-    """Whether the step was looked into, which takes time."""
+    """Whether the step was traced, which takes time."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,8 @@ def compare(setting: Setting) -> Iterator[Round]:
     for number in range(1, setting.steps + 1):
         lengths = lengths_of(setting, number)
         if max(lengths) < 2:
-            raise OsdpError(
-                "a step has nothing to learn",
-                got="samples of one token each",
-                expected="one that has a next token",
-                advice="longer samples, or more",
-            )
+            got, expected = "samples of one token each", "one that has a next token"
+            raise OsdpError("a step has nothing to learn", got=got, expected=expected, advice="longer samples, or more")
         dealt = deal(setting.packing, lengths, ranks, setting.capacity, cost)
         names = list(contestants) if number % 2 else list(contestants)[::-1]
         found = {name: contestants[name].step(number, lengths, dealt) for name in names}
@@ -141,11 +137,6 @@ def make_contestants(setting: Setting) -> dict[str, Contestant]:
     return {name: Contestant(setting, name, graph) for name in setting.contestants}
 
 
-def choice_of(name: str) -> str:
-    """Return the strategy of everything, as plans write it."""
-    return f"odc:{dist.get_world_size()}" if name == "ODC" else "shard"
-
-
 class Contestant:
     """A model in training under one strategy."""
 
@@ -154,15 +145,19 @@ class Contestant:
         self.setting, self.name = setting, name
         torch.manual_seed(setting.seed)
         cluster, _ = cluster_of_ranks(None)
-        plan = uniform_plan(graph, Workload(cluster, "adamw", "fp32", 1), Request(UNLIMITED_BYTES), choice_of(name))
+        choice = f"odc:{dist.get_world_size()}" if name == "ODC" else "shard"
+        plan = uniform_plan(graph, Workload(cluster, "adamw", "fp32", 1), Request(UNLIMITED_BYTES), choice)
         self.model = OSDP(PackedLlama(setting.model), plan)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=setting.learning_rate)
         self.tracer = Tracer(setting.trace / name if setting.trace else None, self.model, self.optimizer)
 
     def step(self, number: int, lengths: Sequence[int], dealt: Deal) -> Outcome:
         """Train on the samples of a step. A collective call."""
-        rank, targets = dist.get_rank(), sum(length - 1 for length in lengths)
-        packs, weight = self.plan_step(dealt, rank, targets)
+        targets, packs = sum(length - 1 for length in lengths), dealt.ranks[dist.get_rank()]
+        for_fsdp, for_odc = weights(dealt.counts, targets)
+        weight = for_odc if self.name == "ODC" else for_fsdp
+        if self.name != "ODC":
+            packs += (EMPTY,) * (max(dealt.counts) - len(packs))
         batches = [self._batch(number, lengths, pack) for pack in packs]
         total = torch.zeros((), dtype=torch.float64)
         dist.barrier()
@@ -174,17 +169,9 @@ class Contestant:
             self.optimizer.step()
             self.optimizer.zero_grad()
         dist.all_reduce(total)
-        recordings = gather_recordings(recorder.recording)
+        recordings = gather_recordings(recorder)
         step_s = max(one.end_s for one in recordings) - min(one.start_s for one in recordings)
         return Outcome(float(total) / targets, step_s, timelines(recordings), self.tracer.slows)
-
-    def plan_step(self, dealt: Deal, rank: int, targets: int) -> tuple[tuple[Pack, ...], float]:
-        """Return the packs that a rank runs, and by what it multiplies their summed losses."""
-        own = dealt.ranks[rank]
-        for_fsdp, for_odc = weights(dealt.counts, targets)
-        if self.name == "ODC":
-            return own, for_odc
-        return own + (EMPTY,) * (max(dealt.counts) - len(own)), for_fsdp
 
     def _batch(self, number: int, lengths: Sequence[int], pack: Pack) -> tuple[Tensor, tuple[int, ...]]:
         """Return the tokens of a pack, (1, tokens), and the lengths of its samples."""

@@ -39,11 +39,8 @@ class LogNormal:
         if self.maximum < 1:
             raise OsdpError("the longest sample is too short", got=f"{self.maximum} tokens", expected="at least 1")
         if not 0 < self.median <= self.maximum:
-            raise OsdpError(
-                "the median length is wrong",
-                got=f"{self.median:g} tokens",
-                expected=f"more than 0 and at most {self.maximum}, the longest",
-            )
+            expected = f"more than 0 and at most {self.maximum}, the longest"
+            raise OsdpError("the median length is wrong", got=f"{self.median:g} tokens", expected=expected)
         if not 0 <= self.sigma < math.inf:
             raise OsdpError("the spread of lengths is wrong", got=f"sigma {self.sigma:g}", expected="at least 0")
 

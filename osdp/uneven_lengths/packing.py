@@ -14,11 +14,11 @@ with a from the layers that take each token alone, and b from causal attention. 
             least with which no pack has too many tokens; dealt from the costliest on, back and forth,
             so that both the packs that run side by side and the sums of ranks are alike   `karmarkar_karp`
 
-Communication that meets in every micro-batch needs equally many on every rank: what is missing are empty
+Communication that synchronizes ranks in every micro-batch needs equally many on each: what is missing are empty
 packs.  If the cost of computing is all that counts, a step takes
 
-    sum over j of max over r of c_rj    if ranks meet in every micro-batch              `Deal.cost_in_step`
-    max over r of sum over j of c_rj    if they meet once per step                      `Deal.cost_alone`
+    sum over j of max over r of c_rj    if ranks synchronize in every micro-batch       `Deal.cost_in_step`
+    max over r of sum over j of c_rj    if they synchronize once per step               `Deal.cost_alone`
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Deal:
 
     @property
     def cost_in_step(self) -> float:
-        """Cost of a step in which ranks meet in every micro-batch."""
+        """Cost of a step in which ranks synchronize in every micro-batch."""
         return sum(max(costs) for costs in zip_longest(*self.costs, fillvalue=0.0))
 
     @property
     def cost_alone(self) -> float:
-        """Cost of a step in which ranks meet at its end only."""
+        """Cost of a step in which ranks synchronize at its end only."""
         return max(sum(costs) for costs in self.costs)
 
 
@@ -97,15 +97,14 @@ def deal(method: str, lengths: Sequence[int], ranks: int, capacity: int, cost: C
         raise OsdpError("there is no such packing", got=method, expected=", ".join(METHODS))
     if not lengths:
         raise OsdpError("a step has no samples", expected="at least one")
-    if max(lengths) > capacity:
-        raise OsdpError(
-            "a sample is longer than a pack may be", got=f"{max(lengths)} tokens", expected=f"at most {capacity}"
-        )
+    if (longest := max(lengths)) > capacity:
+        expected = f"at most {capacity}"
+        raise OsdpError("a sample is longer than a pack may be", got=f"{longest} tokens", expected=expected)
     if method == "kk":
         dealt = _balanced(lengths, ranks, capacity, cost)
     else:
         packs = [(i,) for i in range(len(lengths))] if method == "none" else first_fit_decreasing(lengths, capacity)
-        dealt = _in_turn(packs, ranks)
+        dealt = tuple(tuple(packs[rank::ranks]) for rank in range(ranks))
     costs = tuple(tuple(sum(cost(lengths[i]) for i in pack) for pack in packs) for packs in dealt)
     return Deal(dealt, costs)
 
@@ -170,7 +169,3 @@ def _balanced(
     rows = [packs[start : start + ranks] for start in range(0, len(packs), ranks)]
     back_and_forth = [row[::-1] if number % 2 else row for number, row in enumerate(rows)]
     return tuple(tuple(row[rank] for row in back_and_forth if row[rank]) for rank in range(ranks))
-
-
-def _in_turn(packs: Sequence[Pack], ranks: int) -> tuple[tuple[Pack, ...], ...]:
-    return tuple(tuple(packs[rank::ranks]) for rank in range(ranks))

@@ -9,7 +9,7 @@ a_p the moment at which rank p begins the k-th call of a group, rank r
     computes        outside of calls, the optimizer too
     waits           from the end of its step to that of the slowest rank's
 
-and its *bubble* is all that it waits.  (gloo waits inside its collectives, so their duration alone does not tell.)
+and its *bubble* is all that it waits.  (gloo waits inside its collectives, so their duration alone does not show it.)
 
 Seen are the collectives of `fully_shard` units, and the pulls, pushes and meetings of `odc`.  Others, an
 all-reduce across groups or an owner's broadcasts, count as computing.  GPUs run behind the calls that this
@@ -22,8 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -34,10 +33,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from osdp.api import OSDP
 from profiler.errors import OsdpError
+from runtime.failures.liveness import Process
 from runtime.failures.rank_agreement import Agreement
 from runtime.torch_compat import AllGather, ReduceScatter, communication_of
 
-Kind = Literal["compute", "communication", "waiting"]
+Activity = Literal["compute", "communication", "waiting"]
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,10 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Recording:
-    """One rank's step."""
-
-    start_s: float
-    end_s: float
-    calls: tuple[Call, ...]
-    """In their order; none inside another."""
-
-
-@dataclass(frozen=True)
 class Span:
     """A stretch of one rank's step."""
 
-    kind: Kind
+    activity: Activity
     start_s: float
     """Since the first rank's step began."""
     end_s: float
@@ -80,9 +70,9 @@ class Timeline:
     spans: tuple[Span, ...]
     """Without gaps, in order of time."""
 
-    def total_s(self, kind: Kind) -> float:
-        """Return how long it did one kind of thing."""
-        return sum(span.end_s - span.start_s for span in self.spans if span.kind == kind)
+    def total_s(self, activity: Activity) -> float:
+        """Return how long it did so."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.activity == activity)
 
     @property
     def bubble_s(self) -> float:
@@ -90,20 +80,17 @@ class Timeline:
         return self.total_s("waiting")
 
 
+@dataclass
 class CallTimeline:
-    """Takes down the calls of this rank."""
+    """One rank's step."""
 
-    def __init__(self) -> None:
-        self.start_s, self.end_s = 0.0, 0.0
-        self.calls: list[Call] = []
-
-    @property
-    def recording(self) -> Recording:
-        """What was taken down, once the step is over."""
-        return Recording(self.start_s, self.end_s, tuple(self.calls))
+    start_s: float = 0.0
+    end_s: float = 0.0
+    calls: list[Call] = field(default_factory=list)
+    """In their order; none inside another."""
 
     def watched(self, name: str, ranks: Sequence[int], function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that takes down each of its calls. Calls inside of it count by themselves."""
+        """Return a function whose calls are recorded. Calls inside of it count by themselves."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             known, start_s = len(self.calls), time.monotonic()
@@ -121,7 +108,7 @@ class CallTimeline:
 
 @contextmanager
 def record_step(model: OSDP) -> Iterator[CallTimeline]:
-    """Record what this rank does in the step that runs inside; afterwards `recorder.recording` has it."""
+    """Record what this rank does in the step that runs inside."""
     recorder = CallTimeline()
     with ExitStack() as stack:
         for unit in model.schedule.units:
@@ -138,20 +125,17 @@ def record_step(model: OSDP) -> Iterator[CallTimeline]:
         recorder.end_s = time.monotonic()
 
 
-def gather_recordings(recording: Recording) -> list[Recording]:
+def gather_recordings(recording: CallTimeline) -> list[CallTimeline]:
     """Return the recordings of all ranks. A collective call; raises OsdpError if ranks have different clocks."""
-    told = Agreement.all().gather("tell what it did", lambda: (_machine(), recording))
-    machines = {machine for machine, _ in told}
-    if len(machines) > 1:
-        raise OsdpError(
-            "a timeline cannot compare the clocks of several machines",
-            got=f"{len(machines)} machines",
-            expected="all ranks on one",
-        )
-    return [found for _, found in told]
+    everyone = Agreement.all().gather("send its recording", lambda: (Process.own().machine, recording))
+    machines = len({machine for machine, _ in everyone})
+    if machines > 1:
+        what = "a timeline cannot compare the clocks of several machines"
+        raise OsdpError(what, got=f"{machines} machines", expected="all ranks on one")
+    return [found for _, found in everyone]
 
 
-def timelines(recordings: Sequence[Recording]) -> tuple[Timeline, ...]:
+def timelines(recordings: Sequence[CallTimeline]) -> tuple[Timeline, ...]:
     """Return what the ranks did, given the recordings of one step of each, in order of rank.
 
     Raises OsdpError if they did not call the same.
@@ -162,17 +146,15 @@ def timelines(recordings: Sequence[Recording]) -> tuple[Timeline, ...]:
             arrivals.setdefault(key, {})[rank] = call.start_s
     odd = next((key for key, found in arrivals.items() if set(found) != set(key[0])), None)
     if odd is not None:
-        raise OsdpError(
-            "the ranks did not meet equally often",
-            got=f"meeting {odd[1] + 1} of ranks {odd[0]}",
-            expected="a step of each rank, all the same one",
-        )
+        what = "the ranks did not synchronize equally often"
+        got = f"call {odd[1] + 1} of ranks {odd[0]}"
+        raise OsdpError(what, got=got, expected="a step of each rank, all the same one")
     latest = {key: max(found.values()) for key, found in arrivals.items()}
     start_s, end_s = min(one.start_s for one in recordings), max(one.end_s for one in recordings)
     return tuple(Timeline(tuple(_spans(recording, latest, start_s, end_s))) for recording in recordings)
 
 
-def _numbered(recording: Recording) -> Iterator[tuple[Call, tuple[tuple[int, ...], int]]]:
+def _numbered(recording: CallTimeline) -> Iterator[tuple[Call, tuple[tuple[int, ...], int]]]:
     """Yield the calls that need others, each with its group and its number in that."""
     seen: Counter[tuple[int, ...]] = Counter()
     for call in recording.calls:
@@ -182,19 +164,19 @@ def _numbered(recording: Recording) -> Iterator[tuple[Call, tuple[tuple[int, ...
 
 
 def _spans(
-    recording: Recording, latest: dict[tuple[tuple[int, ...], int], float], start_s: float, end_s: float
+    recording: CallTimeline, latest: dict[tuple[tuple[int, ...], int], float], start_s: float, end_s: float
 ) -> Iterator[Span]:
     came = {id(call): latest[key] for call, key in _numbered(recording)}
-    edges: list[tuple[Kind, float]] = []
-    """Each kind with the end of its stretch."""
+    edges: list[tuple[Activity, float]] = []
+    """Each activity with its end."""
     for call in recording.calls:
         edges += [("compute", call.start_s), ("waiting", min(came.get(id(call), call.start_s), call.end_s))]
         edges += [("communication", call.end_s)]
     edges += [("compute", recording.end_s), ("waiting", end_s)]
     before_s = recording.start_s
-    for kind, edge_s in edges:
+    for activity, edge_s in edges:
         if edge_s > before_s:
-            yield Span(kind, before_s - start_s, edge_s - start_s)
+            yield Span(activity, before_s - start_s, edge_s - start_s)
             before_s = edge_s
 
 
@@ -204,8 +186,8 @@ def _watched_unit(module: FSDPModule, recorder: CallTimeline) -> Iterator[None]:
     if own is None:
         yield
         return
-    module.set_custom_all_gather(_Gather(own[0], "gather", recorder))
-    module.set_custom_reduce_scatter(_Reduce(own[1], "reduce", recorder))
+    module.set_custom_all_gather(_Watched(own[0], "gather", recorder))
+    module.set_custom_reduce_scatter(_Watched(own[1], "reduce", recorder))
     try:
         yield
     finally:
@@ -213,8 +195,8 @@ def _watched_unit(module: FSDPModule, recorder: CallTimeline) -> Iterator[None]:
         module.set_custom_reduce_scatter(own[1])
 
 
-class _Watched:
-    """Communication of `fully_shard` with a recorder around it."""
+class _Watched(AllGather, ReduceScatter):
+    """Communication of `fully_shard` whose calls are recorded."""
 
     def __init__(self, own: AllGather | ReduceScatter, name: str, recorder: CallTimeline) -> None:
         self.own, self.name, self.recorder = own, name, recorder
@@ -229,16 +211,3 @@ class _Watched:
         """Communicate."""
         call = self.recorder.watched(self.name, dist.get_process_group_ranks(group), self.own)
         return call(output_tensor, input_tensor, group, *args, **kwargs)
-
-
-class _Gather(_Watched, AllGather):
-    pass
-
-
-class _Reduce(_Watched, ReduceScatter):
-    pass
-
-
-def _machine() -> str:
-    """Return what is different on every machine, and after every start of it."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

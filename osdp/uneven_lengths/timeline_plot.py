@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from osdp.plots import check_picture
 
 if TYPE_CHECKING:  # The process that starts ranks checks the path without waiting for torch.
-    from osdp.uneven_lengths.timeline import Kind, Timeline
+    from osdp.uneven_lengths.timeline import Activity, Timeline
 
-COLOURS: dict[Kind, str] = {"compute": "#4c78a8", "communication": "#f2a93b", "waiting": "#d9d9d9"}
+COLOURS: dict[Activity, str] = {"compute": "#4c78a8", "communication": "#f2a93b", "waiting": "#d9d9d9"}
 HEIGHT = 0.8
 """Of a bar, where rows are 1 apart."""
 
@@ -32,7 +32,7 @@ def plot_timelines(path: Path, found: Mapping[str, Sequence[Timeline]], title: s
     for axes, (name, timelines) in zip(pictures, found.items(), strict=True):
         for rank, timeline in enumerate(timelines):
             for kind, colour in COLOURS.items():
-                bars = [(span.start_s, span.end_s - span.start_s) for span in timeline.spans if span.kind == kind]
+                bars = [(span.start_s, span.end_s - span.start_s) for span in timeline.spans if span.activity == kind]
                 axes.broken_barh(bars, (rank - HEIGHT / 2, HEIGHT), facecolors=colour)
         waited = ", ".join(f"{timeline.bubble_s:.3f}" for timeline in timelines)
         axes.set_title(f"{name}: waiting {waited} s", loc="left", fontsize="medium")

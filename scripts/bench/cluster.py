@@ -87,7 +87,6 @@ def run_ranks(options: argparse.Namespace) -> None:
 
     from osdp.profile.cluster_from_timings import assemble
     from osdp.profile.session import Wanted, measure
-    from osdp.profile.state import State
     from osdp.training.process_group import joined
     from osdp.zoo import load_model
     from profiler.yaml_files import write_yaml
@@ -96,7 +95,7 @@ def run_ranks(options: argparse.Namespace) -> None:
     source = load_model(options.model)
     with joined("cpu", timeout_s=600) as ranks:
         wanted = Wanted(source, "fp32", (1,), options.repetitions, options.budget_s, "cpu")
-        found = measure(wanted, ranks.device, State({}), lambda what, fraction: None)
+        found = measure(wanted, ranks.device, lambda what, fraction: None)
         cluster = from_rank_0("assemble", lambda: assemble(found, f"emulated-{options.rates[0]}"))
         plans = from_rank_0("plan", lambda: make_plans(options, cluster))
         results = train_all(options, source, cluster, plans)

@@ -39,7 +39,7 @@ from osdp.cli.exits import status_of
 from osdp.compat.fairscale import FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap, gen_fsdp_args
 from osdp.compat.seed_groups import SETTINGS
 from osdp.training.config import load_config
-from osdp.training.model_and_task import model_and_task
+from osdp.training.job import model_and_task
 from osdp.training.process_group import Ranks
 from osdp.training.sentence_pairs import MadeUp, SentencePairs
 from osdp.training.tasks import batch

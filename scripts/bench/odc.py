@@ -107,11 +107,9 @@ class Bench:
     def __init__(self, options: argparse.Namespace, device: Any) -> None:
         import torch.distributed as dist
 
-        from osdp.profile.state import State
-
         self.options, self.device = options, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.state = State({})
+        self.machine: Any = None
         """What was measured of the machine, so that it is measured once."""
 
     def source(self, length: int) -> Any:
@@ -137,12 +135,14 @@ class Bench:
     def cluster(self, length: int) -> Any:
         """Measure the machine, and the model with samples of a length."""
         from osdp.profile.cluster_from_timings import assemble
-        from osdp.profile.session import Wanted, measure
+        from osdp.profile.session import Wanted, measure, measure_model
         from runtime.failures.rank_agreement import from_rank_0
 
         options = self.options
-        wanted = Wanted(self.source(length), "fp32", (1,), options.repetitions, options.budget_s, "cpu")
-        found = measure(wanted, self.device, self.state, lambda what, fraction: None)
+        wanted = Wanted(None, "fp32", (1,), options.repetitions, options.budget_s, "cpu")
+        self.machine = self.machine or measure(wanted, self.device, lambda what, fraction: None)
+        graph, model = measure_model(wanted, self.source(length), self.device, lambda what, fraction: None)
+        found = replace(self.machine, graph=graph, model=model)
         return from_rank_0("assemble", lambda: assemble(found, "this machine"))
 
     @cached_property

@@ -1,8 +1,7 @@
-"""Timing collectives on real ranks: every point is there, every collective does what it says, and rounds resume."""
+"""Timing collectives on real ranks: every point is there, and every collective does what it says."""
 
 from __future__ import annotations
 
-import json
 import time
 from statistics import fmean
 from typing import Any
@@ -11,8 +10,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from osdp.profile.findings import collective_times, derived_links, middle_size_bytes
-from osdp.profile.lines import CommunicationState, Line, by_line, rounds_done
+from osdp.profile.cluster_from_timings import derived_links
+from osdp.profile.session import middle_size_bytes
+from osdp.profile.time_collectives import Line, Timings, by_line, collective_times
 
 SIZES_BYTES = (2048, 8192, 20010, 65536)
 ROUNDED = [2048, 8192, 20032, 65536]
@@ -40,29 +40,30 @@ TWO_BY_TWO = {
 """Counted off from the tables in `planner.strategies`."""
 
 
-def measure(rank: int, nodes: int, ranks_per_node: int) -> list[CommunicationState]:
+def measure(rank: int, nodes: int, ranks_per_node: int) -> tuple[list[Timings], list[int]]:
+    """Return the timings, and how many rounds were done at each call of `progress`."""
     from osdp.profile.time_collectives import Request, measure_rounds
 
-    return list(measure_rounds(Request(nodes, ranks_per_node, SIZES_BYTES, repetitions=3), CPU))
+    done: list[int] = []
+    return measure_rounds(Request(nodes, ranks_per_node, SIZES_BYTES, repetitions=3), CPU, done.append), done
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 2)])
 def test_every_point_is_timed_in_every_round(nodes: int, ranks_per_node: int) -> None:
     results = run_ranks(measure, nodes * ranks_per_node, nodes, ranks_per_node, ranks_per_node=ranks_per_node)
-    assert all(states == results[0] for states in results)  # the slowest rank's, so the same on all
-    states = results[0]
-    assert [rounds_done(state) for state in states] == [0, 1, 2, 3]
-    lines = by_line(states[-1]["points"])
+    assert all(result == results[0] for result in results)  # the slowest rank's, so the same on all
+    timings, done = results[0]
+    assert done == [0, 0, 1, 2]  # a round warms up
+    lines = by_line(timings)
     on_one_node = {Line(line.operation, line.algorithm, 2, 1) for line in TWO_BY_TWO if line.stride == 1}
     expected = TWO_BY_TWO if nodes == 2 else on_one_node
     assert set(lines) == expected
     for line, points in lines.items():
-        assert [point["size_bytes"] for point in points] == ROUNDED, line
+        assert [point.size_bytes for point in points] == ROUNDED, line
         for point in points:
-            assert len(point["seconds"]) == 3
-            assert all(0 < seconds < 10 for seconds in point["seconds"])
-            assert point["repeats"] >= 1
-    times = collective_times(states[-1])
+            assert len(set(point.seconds)) == 3  # no round was counted twice
+            assert all(0 < seconds < 10 for seconds in point.seconds)
+    times = collective_times(timings)
     assert {(one.operation, one.algorithm, one.ranks, one.stride) for one in times} == {
         (line.operation, line.algorithm, line.ranks, line.stride) for line in expected
     }
@@ -83,7 +84,7 @@ def exchange_values(rank: int) -> int:
     for line in sorted(TWO_BY_TWO, key=str):
         members = members_of[line.ranks, line.stride]
         values, numel = [member + 1.0 for member in members], 96 * PARAMETERS
-        exchange = prepare(line, meshes.group(line.ranks, line.stride), numel, CPU)
+        exchange = prepare(line.operation, line.algorithm, meshes.group(line.ranks, line.stride), numel, CPU)
         for turn in range(5):
             got = exchange(turn)
             root = turn % len(members)  # owners take turns
@@ -114,69 +115,21 @@ def test_every_collective_leaves_the_right_values() -> None:
     assert run_ranks(exchange_values, 4, ranks_per_node=2) == [len(TWO_BY_TWO)] * 4
 
 
-def interrupt_and_resume(rank: int) -> tuple[CommunicationState, list[CommunicationState], int]:
-    """Stop after the first round, go on from what rank 0 kept, and count the rounds that were run then."""
-    from osdp.profile import time_collectives
-
-    request = time_collectives.Request(1, 2, SIZES_BYTES, repetitions=3)
-    rounds = time_collectives.measure_rounds(request, CPU)
-    next(rounds)
-    kept = next(rounds)
-    rounds.close()
-    saved = json.loads(json.dumps(kept)) if rank == 0 else None
-    run = 0
-    original = time_collectives.Timer.round
-
-    def counted(timer: Any, state: CommunicationState) -> list[float]:
-        nonlocal run
-        run += 1
-        return original(timer, state)
-
-    time_collectives.Timer.round = counted  # type: ignore[method-assign]
-    return kept, list(time_collectives.measure_rounds(request, CPU, saved)), run
-
-
-def test_an_interrupted_profile_goes_on() -> None:
-    for kept, resumed, run in run_ranks(interrupt_and_resume, 2):
-        assert rounds_done(kept) == 1
-        assert resumed[0] == kept
-        assert [rounds_done(state) for state in resumed] == [1, 2, 3]
-        assert run == 2 + 2  # two to warm up, and the two that were missing
-        for before, after in zip(kept["points"], resumed[-1]["points"], strict=True):
-            assert after == {**before, "seconds": after["seconds"]}
-            assert after["seconds"][:1] == before["seconds"]
-            assert len(set(after["seconds"])) == 3  # no round was counted twice
-
-
-def resume_finished(rank: int) -> tuple[bool, int]:
-    """Resume what is done already."""
-    from osdp.profile import time_collectives
-
-    request = time_collectives.Request(1, 2, SIZES_BYTES, repetitions=1)
-    done = list(time_collectives.measure_rounds(request, CPU))[-1]
-    time_collectives.Timer.round = None  # type: ignore[assignment]  # must not be called
-    again = list(time_collectives.measure_rounds(request, CPU, done))
-    return again == [done], len(done["points"])
-
-
-def test_a_finished_profile_measures_nothing_more() -> None:
-    assert run_ranks(resume_finished, 2) == [(True, 9 * len(SIZES_BYTES))] * 2
-
-
 def measure_on_slow_link(rank: int) -> tuple[set[int], str, str]:
     """Let every size look as if it took too long; ask for too little time, and for too few sizes."""
     from osdp.profile import time_collectives
     from profiler.errors import OsdpError
 
     time_collectives.POINT_S = 0.0
-    *_, state = time_collectives.measure_rounds(time_collectives.Request(1, 2, SIZES_BYTES, repetitions=1), CPU)
+    request = time_collectives.Request(1, 2, SIZES_BYTES, repetitions=1)
+    timings = time_collectives.measure_rounds(request, CPU, lambda done: None)
     errors = []
     for change in ({"budget_s": 0.0}, {"sizes_bytes": (1, 2, 3)}):
         request = time_collectives.Request(**{"nodes": 1, "ranks_per_node": 2, "sizes_bytes": SIZES_BYTES} | change)
         with pytest.raises(OsdpError) as caught:
-            list(time_collectives.measure_rounds(request, CPU))
+            time_collectives.measure_rounds(request, CPU, lambda done: None)
         errors.append(caught.value.what)
-    return {len(points) for points in by_line(state["points"]).values()}, errors[0], errors[1]
+    return {len(points) for points in by_line(timings).values()}, errors[0], errors[1]
 
 
 def test_slow_links_are_measured_at_the_smallest_sizes() -> None:

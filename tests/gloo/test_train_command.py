@@ -119,11 +119,11 @@ def test_a_place_to_meet_that_is_taken() -> None:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         done = train("--nnodes", "2", "--ranks-per-node", "1", "--rdzv-endpoint", endpoint, "--node-rank", "0")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("osdp: error: node 0 cannot listen where the nodes are to meet\n")
+    assert done.stderr.startswith("osdp: error: node 0 cannot listen at the rendezvous endpoint\n")
     assert endpoint in done.stderr
 
 
 def test_several_nodes_need_a_place_to_meet() -> None:
     done = train("--nnodes", "2")
     assert done.returncode == 2
-    assert "several nodes need a place to meet" in done.stderr
+    assert "several nodes need a rendezvous endpoint" in done.stderr

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from osdp.compat.fairscale import FSDP, gen_fsdp_args
+from osdp.compat.fairscale import FSDP, Groups, gen_fsdp_args, schedule_of
 from osdp.compat.seed_groups import SETTINGS, grouped_strategy
-from osdp.compat.wrapping import Wish, schedule_of
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 
@@ -75,8 +74,8 @@ def test_wrapping_needs_a_process_group() -> None:
         FSDP(nn.Linear(2, 2))
 
 
-SHARD = Wish(2, 2, Strategy("shard", 4))
-GROUPS = Wish(2, 2, Strategy("group_shard", 2))
+SHARD = Groups(2, 2, Strategy("shard", 4))
+GROUPS = Groups(2, 2, Strategy("group_shard", 2))
 
 
 class Net(nn.Module):
@@ -90,7 +89,7 @@ class Net(nn.Module):
         self.head = nn.Linear(3, 7, bias=False)
 
 
-def units(model: nn.Module, *chosen: nn.Module, root: Wish = SHARD) -> dict[tuple[str, ...], set[str]]:
+def units(model: nn.Module, *chosen: nn.Module, root: Groups = SHARD) -> dict[tuple[str, ...], set[str]]:
     """Return the parameters of every unit."""
     schedule = schedule_of(model, dict.fromkeys(chosen, SHARD) | {model: root})
     return {unit.modules: {parameter.path for parameter in unit.parameters} for unit in schedule.units}
@@ -146,5 +145,5 @@ def test_wishes_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(OsdpError, match="share parameters are wrapped in different ways"):
         schedule_of(net, {net: SHARD, net.table: SHARD, net.head: GROUPS})
     with pytest.raises(OsdpError, match="middle is wrapped for other ranks"):
-        schedule_of(net, {net: SHARD, net.middle: Wish(1, 4, Strategy("shard", 4))})
+        schedule_of(net, {net: SHARD, net.middle: Groups(1, 4, Strategy("shard", 4))})
     assert torch.equal(net.head.weight, net.table.weight)

@@ -14,10 +14,10 @@ from osdp.cli.reports.profile import print_profile
 from osdp.cli.terminal import make_console
 from osdp.planning.request import memory_limit
 from osdp.planning.verify import ALLOCATED_RESERVES
+from osdp.profile import session
 from osdp.profile.cluster_from_timings import assemble
-from osdp.profile.findings import collective_times
-from osdp.profile.lines import CommunicationState, Timings
-from osdp.profile.session import Findings, ModelTimes, UnitTimes, _Session, graph_key
+from osdp.profile.session import Findings, ModelTimes, UnitTimes
+from osdp.profile.time_collectives import Line, Timings, collective_times
 from profiler.cluster.measurements import CallTimes, call_key
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
@@ -25,19 +25,8 @@ from profiler.timing.device_rates import DeviceMemory, DeviceRates, device_memor
 from profiler.timing.overlap import Overlap
 
 MIB, GIB = 1 << 20, 1 << 30
-COMMUNICATION = CommunicationState(
-    points=[
-        Timings(
-            operation="all_gather",
-            algorithm="native",
-            ranks=2,
-            stride=1,
-            size_bytes=size,
-            repeats=1,
-            seconds=[1e-4 + 1e-9 * size] * 3,
-        )
-        for size in (4096, 65536, 1048576)
-    ]
+TIMINGS = tuple(
+    Timings(Line("all_gather", "native", 2, 1), size, (1e-4 + 1e-9 * size,) * 3) for size in (4096, 65536, 1048576)
 )
 
 
@@ -49,15 +38,15 @@ def findings(
 ) -> Findings:
     """Two ranks on one node, with nothing to complain of."""
     return Findings(
-        kind=kind,
+        device_type=kind,
         nodes=1,
         ranks_per_node=2,
         versions="none",
         repetitions=3,
         memory=memory or DeviceMemory("a device", 8 * GIB, GIB),
         rates=DeviceRates({"fp32": 1e12}, 1e11),
-        communication=COMMUNICATION,
-        times=collective_times(COMMUNICATION),
+        timings=TIMINGS,
+        times=collective_times(TIMINGS),
         overlap=Overlap(1.0, 1.0, 2.0, 1.0, on_streams=kind == "cuda"),
         unit=UnitTimes(1e-4),
         graph=graph,
@@ -85,17 +74,13 @@ def test_what_pytorch_holds_of_a_gpu_is_not_taken(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("device", "after_bytes", "expected_bytes"), [("cuda", 3 * GIB, 3 * GIB), ("cuda", MIB, GIB), ("cpu", 5 * GIB, GIB)]
 )
-def test_more_memory_is_taken_at_the_end_of_a_gpu(device: str, after_bytes: int, expected_bytes: int) -> None:
-    session = object.__new__(_Session)  # Its constructor needs ranks.
-    session.device = torch.device(device)
+def test_more_memory_is_taken_at_the_end_of_a_gpu(
+    device: str, after_bytes: int, expected_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, after = DeviceMemory("a device", 8 * GIB, GIB), DeviceMemory("a device", 8 * GIB, after_bytes)
-
-    def part(name: str, *_: object) -> DeviceMemory:
-        assert name == "memory at the end"
-        return after
-
-    session.part = part  # type: ignore[method-assign, assignment]
-    assert session.memory_at_the_end(before) == DeviceMemory("a device", 8 * GIB, expected_bytes)
+    monkeypatch.setattr(session, "_least_memory", lambda *_: after)
+    found = session._memory_at_the_end(before, torch.device(device), 2)
+    assert found == DeviceMemory("a device", 8 * GIB, expected_bytes)
 
 
 @pytest.mark.parametrize(
@@ -158,22 +143,6 @@ def test_rounding_is_no_contradiction(more_bytes: int, is_told: bool) -> None:
     times = CallTimes(call_key(graph, call), "embed", (1,), (1e-3,), (1e-3,), (kept,))
     told = notes(findings(graph=graph, model=ModelTimes((times,))))
     assert [note.partition(" keeps")[0] for note in told] == ["embed"] * is_told
-
-
-# --- the model that was measured ----------------------------------------------------------------
-
-
-def test_graphs_of_other_calls_have_other_keys() -> None:
-    graph = transformer(2, 64)
-    assert graph_key(graph) == graph_key(replace(graph, name="another"))
-    longer = replace(graph.calls[0], forward=graph.calls[0].backward)
-    others = [
-        transformer(3, 64),
-        transformer(2, 128),
-        replace(graph, precision="bf16"),
-        replace(graph, calls=(longer, *graph.calls[1:])),
-    ]
-    assert len({graph_key(other) for other in (graph, *others)}) == 5
 
 
 # --- the command ------------------------------------------------------------------------------

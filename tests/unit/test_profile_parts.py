@@ -1,8 +1,7 @@
-"""Parts of a profile: the state that is kept, the mean over ranks, notes, and two profiles side by side."""
+"""Parts of a profile: the mean over ranks, the file, and two profiles side by side."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,109 +12,12 @@ from synthetic import cluster
 
 from osdp.profile.profile_diff import compare_profiles
 from osdp.profile.session import mean_calls
-from osdp.profile.state import State, state_path, take_up
 from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import CallTimes, CollectiveTimes, FitSegment, Measured, OptimizerTimes, RingRule
 from profiler.cluster.read_cluster import read_cluster
 from profiler.errors import OsdpError
 from profiler.timing.operator_times import ComputeTimes
 from profiler.yaml_files import write_yaml
-
-QUESTION = {"model": ["gpt2", 64], "micro_batches": (1, 2), "nodes": 2}
-
-
-def test_a_state_is_taken_up_by_the_same_question(tmp_path: Path) -> None:
-    output = tmp_path / "profile.yaml"
-    state, told = take_up(output, QUESTION, restart=False)
-    assert (state.parts, told) == ({}, "")
-    state.put("rates", {"fp32": 1e12})
-    again, told = take_up(output, QUESTION, restart=False)
-    assert again.parts == {"rates": {"fp32": 1e12}}
-    assert "rates measured before" in told
-    again.put("overlap", {"slowdown": 1.5})
-    assert list(take_up(output, QUESTION, restart=False)[0].parts) == ["rates", "overlap"]
-    assert take_up(output, QUESTION, restart=True)[0].parts == {}
-    again.drop()
-    again.drop()
-    assert not state_path(output).exists()
-
-
-@pytest.mark.parametrize("other", [{"nodes": 1}, {"micro_batches": (1,)}, {"model": None}])
-def test_another_question_starts_afresh(tmp_path: Path, other: dict[str, object]) -> None:
-    output = tmp_path / "profile.yaml"
-    take_up(output, QUESTION, restart=False)[0].put("rates", 1)
-    state, told = take_up(output, QUESTION | other, restart=False)
-    assert state.parts == {}
-    assert "another question" in told
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": "x", "parts": {}}', "\x00", '{"parts": 1}'])
-def test_a_broken_state_starts_afresh(tmp_path: Path, text: str) -> None:
-    output = tmp_path / "profile.yaml"
-    state_path(output).write_text(text)
-    state, told = take_up(output, QUESTION, restart=False)
-    assert state.parts == {}
-    assert "starting afresh" in told
-    state.put("rates", 1)
-    assert json.loads(state_path(output).read_text())["parts"] == {"rates": 1}
-
-
-POINT = {
-    "operation": "all_gather",
-    "algorithm": "native",
-    "ranks": 2,
-    "stride": 1,
-    "size_bytes": 4096,
-    "repeats": 1,
-    "seconds": [0.5, 0.25],
-}
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        7,
-        [],
-        {},
-        {"points": []},
-        {"points": 1},
-        {"points": [7]},
-        {"points": [POINT | {"more": 1}]},
-        *(
-            {"points": [POINT, POINT | change]}
-            for change in (
-                {"operation": "all_to_all"},
-                {"algorithm": 1},
-                {"ranks": 0},
-                {"stride": "1"},
-                {"size_bytes": -4096},
-                {"repeats": 1.5},
-                {"seconds": 0.5},
-                {"seconds": [0.5, None]},
-                {"seconds": [float("nan")]},
-                {"seconds": [-1.0]},
-                {"seconds": [float("inf")]},
-            )
-        ),
-        {"points": [{name: value for name, value in POINT.items() if name != "seconds"}]},
-    ],
-)
-def test_broken_timings_start_afresh(tmp_path: Path, broken: object) -> None:
-    output = tmp_path / "profile.yaml"
-    take_up(output, QUESTION, restart=False)[0].put("communication", {"points": [POINT]})
-    state, told = take_up(output, QUESTION, restart=False)
-    assert list(state.parts) == ["communication"]
-    state.put("communication", broken)
-    state, told = take_up(output, QUESTION, restart=False)
-    assert state.parts == {}
-    assert told.endswith("is not whole: starting afresh")
-
-
-def test_ranks_that_keep_nothing_write_nothing(tmp_path: Path) -> None:
-    state = State({})
-    state.put("rates", 1)
-    state.drop()
-    assert not list(tmp_path.iterdir())
 
 
 def times(forward: float, backward: float, pass_s: float) -> ComputeTimes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from osdp.uneven_lengths import timeline
-from osdp.uneven_lengths.timeline import Call, CallTimeline, Recording, Span, timelines
+from osdp.uneven_lengths.timeline import Call, CallTimeline, Span, timelines
 from osdp.uneven_lengths.timeline_plot import COLOURS, check_plot, plot_timelines
 from profiler.errors import OsdpError
 
@@ -22,7 +22,7 @@ def meet(start_s: float, end_s: float, ranks: tuple[int, ...] = BOTH) -> Call:
 
 def test_the_first_waits_for_the_last() -> None:
     first, second = timelines(
-        [Recording(100.0, 106.0, (meet(101.0, 104.0),)), Recording(100.5, 110.0, (meet(103.0, 104.5),))]
+        [CallTimeline(100.0, 106.0, [meet(101.0, 104.0)]), CallTimeline(100.5, 110.0, [meet(103.0, 104.5)])]
     )
     # Rank 0 comes at 101 and rank 1 at 103; at the end rank 0 waits from 106 to 110.
     assert first.spans == (
@@ -41,9 +41,9 @@ def test_calls_are_matched_in_their_groups() -> None:
     """Ranks 0 and 1 meet twice, ranks 1 and 2 once, and rank 2 pulls without anyone."""
     found = timelines(
         [
-            Recording(0.0, 20.0, (meet(2.0, 5.0), meet(6.0, 14.0))),
-            Recording(0.0, 20.0, (meet(4.0, 5.0), meet(8.0, 11.0, (1, 2)), meet(13.0, 14.0))),
-            Recording(0.0, 20.0, (Call("pull", 1.0, 4.0), meet(10.0, 11.0, (1, 2)))),
+            CallTimeline(0.0, 20.0, [meet(2.0, 5.0), meet(6.0, 14.0)]),
+            CallTimeline(0.0, 20.0, [meet(4.0, 5.0), meet(8.0, 11.0, (1, 2)), meet(13.0, 14.0)]),
+            CallTimeline(0.0, 20.0, [Call("pull", 1.0, 4.0), meet(10.0, 11.0, (1, 2))]),
         ]
     )
     assert [one.bubble_s for one in found] == [2.0 + 7.0, 2.0, 0.0]
@@ -54,13 +54,13 @@ def test_calls_are_matched_in_their_groups() -> None:
 
 def test_who_need_not_wait_for_the_last_does_not() -> None:
     """A sender may be done before its receiver comes."""
-    first, _ = timelines([Recording(0.0, 9.0, (meet(1.0, 2.0),)), Recording(0.0, 9.0, (meet(5.0, 6.0),))])
+    first, _ = timelines([CallTimeline(0.0, 9.0, [meet(1.0, 2.0)]), CallTimeline(0.0, 9.0, [meet(5.0, 6.0)])])
     assert first.bubble_s == 1.0
 
 
 def test_ranks_must_have_met_equally_often() -> None:
-    with pytest.raises(OsdpError, match="meet equally often"):
-        timelines([Recording(0.0, 9.0, (meet(1.0, 2.0), meet(3.0, 4.0))), Recording(0.0, 9.0, (meet(1.0, 2.0),))])
+    with pytest.raises(OsdpError, match="synchronize equally often"):
+        timelines([CallTimeline(0.0, 9.0, [meet(1.0, 2.0), meet(3.0, 4.0)]), CallTimeline(0.0, 9.0, [meet(1.0, 2.0)])])
 
 
 def test_calls_inside_others_count_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_calls_inside_others_count_by_themselves(monkeypatch: pytest.MonkeyPatch
 
 def test_the_picture_has_every_rank_of_both(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = timelines([Recording(0.0, 6.0, (meet(1.0, 4.0),)), Recording(0.0, 9.0, (meet(3.0, 4.0),))])
+    found = timelines([CallTimeline(0.0, 6.0, [meet(1.0, 4.0)]), CallTimeline(0.0, 9.0, [meet(3.0, 4.0)])])
     path = tmp_path / "steps.svg"
     check_plot(path)
     plot_timelines(path, {"FSDP": found, "ODC": found[:1]}, "a step")

@@ -137,7 +137,7 @@ def refused(spec: str, **options: Any) -> str:
 
 def test_what_does_not_fit_together_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     spec = written(tmp_path)
-    assert "no language model" in refused(spec, model="bert-large")
+    assert "cannot learn the task addition" in refused(spec, model="bert-large")
     assert "cannot learn the task sentences" in refused(spec, task="sentences")
     assert "too short for a pair of sentences" in refused("bert", seq=15)
     assert "does not exist" in refused("bert", data=str(tmp_path / "none.txt"))

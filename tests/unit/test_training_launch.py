@@ -24,11 +24,11 @@ KILLED, TERMINATED = -9, -15
 def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns a function that makes the failure of one rank."""
 
-    def make(rank: int, exitcode: int, error: Exception | None = None, is_fault: bool = False) -> ProcessFailure:
+    def make(rank: int, exitcode: int, error: Exception | None = None) -> ProcessFailure:
         path = tmp_path / str(rank)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
         if error is not None:
-            leave_error(error, is_fault)
+            leave_error(error)
         return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=str(path))
 
     return make
@@ -46,14 +46,14 @@ def test_the_users_mistake_is_told_as_it_was(failed: Any) -> None:
 
 
 def test_a_killed_rank_comes_before_what_its_peers_say_of_it(failed: Any) -> None:
-    peer, agreed = failed(0, 1, OsdpError("lost rank 2"), is_fault=True), failed(1, 2, OsdpError("cannot save"))
+    peer, agreed = failed(0, 1, OsdpError("lost rank 2")), failed(1, 2, OsdpError("cannot save"))
     told = cause(peer, agreed, failed(2, KILLED), failed(3, TERMINATED))
     assert isinstance(told, RankError)
     assert str(told).startswith("rank 2 was killed by SIGKILL")
 
 
 def test_a_fault_is_no_bad_input(failed: Any) -> None:
-    told = cause(failed(0, 1, ZeroDivisionError("division by zero"), is_fault=True), failed(1, TERMINATED))
+    told = cause(failed(0, 1, ZeroDivisionError("division by zero")), failed(1, TERMINATED))
     assert isinstance(told, RankError)
     assert "ZeroDivisionError: division by zero" in str(told)
 

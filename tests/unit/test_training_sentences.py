@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from osdp.training.model_and_task import _fed_by
+from osdp.training.job import _fed_by
 from osdp.training.sentence_pairs import CLS, MASK, PAD, SEP, MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import IGNORED, Tokens, batch
 from osdp.zoo import load_model

@@ -14,7 +14,7 @@ import typer
 from osdp.cli import options
 from osdp.cli.exits import guarded
 from osdp.cli.rank_process import end_of_rank, launched
-from osdp.cli.terminal import Progress, make_console, note, progress_bar
+from osdp.cli.terminal import Progress, make_console, progress_bar
 
 if TYPE_CHECKING:
     from osdp.profile.session import Wanted
@@ -41,7 +41,7 @@ def profile(
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this node, from 0.")] = 0,
     rdzv_endpoint: Annotated[str, typer.Option(help="HOST:PORT of node 0, where several nodes meet.")] = "",
     timeout_s: Annotated[float, typer.Option(help="How long a rank waits for the others.")] = 300.0,
-    restart: Annotated[bool, typer.Option("--restart", help="Measure everything anew after an interruption.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", hidden=True, help="Has no effect: nothing is resumed.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="Measure nothing: compare two profiles.")
     ] = None,
@@ -49,8 +49,7 @@ def profile(
 ) -> None:
     """Measure this machine, or each node of several, and write a file that `osdp plan --cluster` takes.
 
-    Starts the ranks itself, or is one of those that torchrun started.  What was measured before an
-    interruption is kept beside the file, and taken up by the same command.
+    Starts the ranks itself, or is one of those that torchrun started.
     """
     if compare is not None:
         _compare(*compare, as_json)
@@ -61,7 +60,7 @@ def profile(
     asked = model, batch, seq, precision, repetitions, budget_s, device
     if is_rank():
         with end_of_rank():
-            _run_as_rank(_wanted(*asked), output, restart, timeout_s, as_json)
+            _run_as_rank(_wanted(*asked), output, timeout_s, as_json)
         return
     wanted = _wanted(*asked)
     if node_rank == 0:  # The file is written there.
@@ -102,13 +101,12 @@ def _ranks_here(device: str) -> int:
     return torch.cuda.device_count() if device == "cuda" else CPU_RANKS
 
 
-def _run_as_rank(wanted: Wanted, output: Path, restart: bool, timeout_s: float, as_json: bool) -> None:
-    """Measure with the other ranks; rank 0 keeps the state, writes the file and reports."""
+def _run_as_rank(wanted: Wanted, output: Path, timeout_s: float, as_json: bool) -> None:
+    """Measure with the other ranks; rank 0 writes the file and reports."""
     from osdp.cli.reports.profile import print_profile, profile_json
     from osdp.planning.request import check_output
     from osdp.profile.cluster_from_timings import assemble
-    from osdp.profile.session import measure, question
-    from osdp.profile.state import State, take_up
+    from osdp.profile.session import measure
     from osdp.training.process_group import joined
     from profiler.yaml_files import write_yaml
     from runtime.failures.rank_agreement import from_rank_0
@@ -116,17 +114,13 @@ def _run_as_rank(wanted: Wanted, output: Path, restart: bool, timeout_s: float, 
     is_first = os.environ["RANK"] == "0"
     with joined(wanted.device, timeout_s) as ranks, _progress(is_first) as progress:
         from_rank_0("check the output", lambda: check_output(output, "cluster"))
-        state, told = take_up(output, question(wanted), restart) if is_first else (State({}), "")
-        if told:
-            note(told)
-        found = measure(wanted, ranks.device, state, progress)
+        found = measure(wanted, ranks.device, progress)
         if not is_first:
             from_rank_0("write the profile", lambda: None)
             return
         cluster = assemble(found, output.name.removesuffix(".yaml").removesuffix(".yml"))
         comment = "Measured by `osdp profile`; SI units. Take it with: osdp plan --cluster THIS_FILE"
         from_rank_0("write the profile", lambda: write_yaml(output, cluster, comment))
-        state.drop()
     if as_json:
         print(profile_json(cluster))
     else:

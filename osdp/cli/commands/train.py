@@ -15,7 +15,6 @@ from osdp.cli.terminal import note
 if TYPE_CHECKING:
     from osdp.training.config import TrainConfig
     from osdp.training.launch import Nodes
-    from osdp.training.reporters import Reporter
 
 _LAUNCH_ONLY = ("context", "config", "nnodes", "node_rank", "rdzv_endpoint")
 """Parameters that are no fields of the configuration."""
@@ -111,14 +110,11 @@ def _launch(config: TrainConfig, nodes: Nodes) -> None:
 def _run_as_rank(spec: str | None, given: dict[str, Any]) -> None:
     """Be one of the ranks."""
     from osdp.cli.reports.train import TrainReport
-    from osdp.training.board import Board
     from osdp.training.config import load_config
     from osdp.training.job import prepare
     from osdp.training.rank_main import run_rank
-    from osdp.training.reporters import Several
+    from osdp.training.reporters import Board
 
     config = load_config(spec, given)
-    report: Reporter = TrainReport()
-    if config.tensorboard is not None:
-        report = Several(report, Board(Path(config.tensorboard)))
-    run_rank(prepare(config), report)
+    boards = [] if config.tensorboard is None else [Board(Path(config.tensorboard))]
+    run_rank(prepare(config), TrainReport(), *boards)

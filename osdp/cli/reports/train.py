@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from osdp.cli.reports.figures import format_count, format_seconds
 from osdp.cli.terminal import note
-from osdp.training.reporters import Start, Step, Summary
+from osdp.training.reporters import Event, Saved, Start, Step, Summary
 from profiler.byte_sizes import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -24,10 +23,24 @@ class TrainReport:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
-    def planning(self, what: str, fraction: float) -> None:
-        """Planning takes seconds: nothing is shown."""
+    def report(self, event: Event) -> None:
+        """Print an event."""
+        match event:
+            case Start():
+                self._start(event)
+            case Step():
+                self._print(step_line(event, self._steps))
+                if self._bar is not None and self._task is not None:
+                    self._bar.update(self._task, completed=event.number)
+            case Saved():
+                self._print(f"checkpoint {event.path}")
+            case Summary():
+                if self._bar is not None:
+                    self._bar.stop()
+                for line in summary_lines(event):
+                    _say(line)
 
-    def started(self, start: Start) -> None:
+    def _start(self, start: Start) -> None:
         """Print the plan and what it is predicted to do."""
         self._steps = start.steps
         for line in start_lines(start):
@@ -43,30 +56,12 @@ class TrainReport:
             self._task = self._bar.add_task("training", total=start.steps, completed=start.first_step)
             self._bar.start()
 
-    def stepped(self, step: Step) -> None:
-        """Print a line of progress."""
-        line = step_line(step, self._steps)
-        if self._bar is None:
-            _say(line)
-            return
-        assert self._task is not None, "made with the bar"
-        self._bar.console.print(line)
-        self._bar.update(self._task, completed=step.number)
-
-    def saved(self, path: Path) -> None:
-        """Print where a checkpoint is."""
-        line = f"checkpoint {path}"
+    def _print(self, line: str) -> None:
+        """Print a line, above the bar if there is one."""
         if self._bar is None:
             _say(line)
         else:
             self._bar.console.print(line)
-
-    def finished(self, summary: Summary) -> None:
-        """Print what was measured beside what was predicted."""
-        if self._bar is not None:
-            self._bar.stop()
-        for line in summary_lines(summary):
-            _say(line)
 
 
 def start_lines(start: Start) -> list[str]:

@@ -51,7 +51,7 @@ class FlatUnit:
         """Communicate through a window; `before_pull` sees to it that there is something to pull."""
         self.window, self._before_pull = window, before_pull
         self._handle._all_gather_flat_param = self._gather
-        self._module._comm_hook, self._module._comm_hook_state = _push, self
+        self._module._comm_hook, self._module._comm_hook_state = FlatUnit.push, self
 
     def restore(self) -> None:
         """Let FSDP1 communicate again."""
@@ -101,7 +101,3 @@ class FlatUnit:
         """Free what a forward without a backward left gathered, which FSDP1 would take for what is valid now."""
         if not self._handle.needs_unshard() or self._handle._skipped_use_sharded_views:
             _reshard(self._module, self._handle, True)
-
-
-def _push(unit: FlatUnit, full: Tensor, output: Tensor) -> None:
-    unit.push(full, output)

@@ -6,7 +6,8 @@ alone (`osdp.odc.fsdp.flat_unit`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,32 +36,15 @@ def patch_fsdp1() -> None:
 
 
 def pre_minibatch_start(model: nn.Module) -> None:
-    """Publish the parameters of a model, and give up gradients that no step has used. A collective call.
-
-    Once before the first forward is enough, once per step does no harm; it is needed again when parameters were
-    changed by other means than an optimizer, or when a step was left out.  The first call opens the windows.
-
-    Raises:
-        OsdpError: before `odc.init`, or if the model is not wrapped, or in a way that on-demand communication
-            cannot serve.
-        PeerLost: if ranks do not come; it names them.
-    """
+    """Publish the parameters of a model; as `osdp.odc.fsdp.fsdp2.pre_minibatch_start`. A collective call."""
     session = session_of(model) or Session(_wrapped(model), options())
     session.start()
 
 
 def pre_optimizer_step(model: nn.Module, micro_batches: int | None = None) -> None:
-    """Have all ranks meet and let what they have pushed become the gradient, before it is clipped or used.
+    """Complete the gradients; as `osdp.odc.fsdp.fsdp2.pre_optimizer_step`. A collective call.
 
-    A collective call, also for a rank that had no micro-batch.
-
-    Args:
-        model: as given to `pre_minibatch_start`, or a part of it, such as the module that FSDP1 wraps.
-        micro_batches: how many this rank did, with `odc.init(accumulation=M)`; by default they are counted.
-
-    Raises:
-        OsdpError: before `pre_minibatch_start`.
-        PeerLost: if ranks do not come; it names them.
+    `model` may also be the module that FSDP1 wraps.
     """
     finish("fsdp1", model, micro_batches)
 
@@ -81,15 +65,12 @@ def _wrapped(model: nn.Module) -> Wrapped:
     check_neighbours(ranks, len(ranks))
     units = [FlatUnit(name or "root", part) for name, part in modules.items() if len(ranks) > 1]
 
-    def reshard() -> None:
+    def each(method: Callable[[FlatUnit], None]) -> None:
         for unit in units:
-            unit.reshard()
-
-    def restore() -> None:
-        for unit in units:
-            unit.restore()
+            method(unit)
 
     device = torch.device(first.compute_device or "cpu")
+    reshard, restore = partial(each, FlatUnit.reshard), partial(each, FlatUnit.restore)
     return Wrapped("fsdp1", model, units, device, len(ranks), reshard, restore, check=lambda: None)
 
 

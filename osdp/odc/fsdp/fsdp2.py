@@ -45,12 +45,9 @@ def patch_lazy_init(module: nn.Module) -> None:
     """
     wrapped = [part for part in module.modules() if isinstance(part, FSDPModule)]
     if not wrapped:
-        raise OsdpError(
-            "patch_lazy_init of a module that is not wrapped",
-            got=type(module).__name__,
-            expected="a module, or one with parts, that fully_shard was called on",
-            advice="call fully_shard first",
-        )
+        what = "patch_lazy_init of a module that is not wrapped"
+        expected = "a module, or one with parts, that fully_shard was called on"
+        raise OsdpError(what, got=type(module).__name__, expected=expected, advice="call fully_shard first")
     _patched.update(wrapped)
 
 
@@ -70,7 +67,7 @@ def pre_minibatch_start(model: nn.Module) -> None:
 
 
 def pre_optimizer_step(model: nn.Module, micro_batches: int | None = None) -> None:
-    """Have all ranks meet and let what they have pushed become the gradient, before it is clipped or used.
+    """Complete this step's gradients from what all ranks have pushed, before clipping and the optimizer step.
 
     A collective call, also for a rank that had no micro-batch.
 
@@ -126,17 +123,11 @@ def _check(modules: Mapping[str, FSDPModule]) -> None:
         module = cast(nn.Module, part)
         where = f"{name or 'the root'}, {type(part).__name__}"
         if module not in _patched:
-            raise OsdpError(
-                "a module was wrapped, but not patched",
-                got=where,
-                expected="patch_lazy_init(module) after fully_shard, or once for the root",
-            )
+            expected = "patch_lazy_init(module) after fully_shard, or once for the root"
+            raise OsdpError("a module was wrapped, but not patched", got=where, expected=expected)
         if session_of(module) is not None:
-            raise OsdpError(
-                "a part of this model was started as a model of its own",
-                got=where,
-                advice="call pre_minibatch_start with the root only",
-            )
+            what = "a part of this model was started as a model of its own"
+            raise OsdpError(what, got=where, advice="call pre_minibatch_start with the root only")
         parameters = [one.sharded_param for one in packed_parameters(part)]
         ways = {(parameter.device_mesh.shape, parameter.placements) for parameter in parameters}
         if len(compute_dtypes(part)) > 1 or len(ways) > 1 or next(iter(ways))[1] not in PLACEMENTS:
@@ -146,27 +137,20 @@ def _check(modules: Mapping[str, FSDPModule]) -> None:
                 expected="Shard(0), or Replicate() and Shard(0)",
             )
         if any(parameter.device.type != parameter.device_mesh.device_type for parameter in parameters):
-            raise OsdpError(
-                "on-demand communication cannot be combined with offload", got=where, expected="no CPUOffloadPolicy"
-            )
+            what = "on-demand communication cannot be combined with offload"
+            raise OsdpError(what, got=where, expected="no CPUOffloadPolicy")
         if has_secondary_mesh(part):
-            raise OsdpError(
-                "on-demand communication cannot gather over a second mesh",
-                got=where,
-                expected="reshard_after_forward=True or False",
-            )
+            what = "on-demand communication cannot gather over a second mesh"
+            raise OsdpError(what, got=where, expected="reshard_after_forward=True or False")
     shapes = {packed_parameters(part)[0].sharded_param.device_mesh.shape for part in modules.values()}
     if len(shapes) > 1:
         raise OsdpError("all modules of a model must have the same mesh", got=", ".join(map(str, sorted(shapes))))
 
 
 def _check_found(units: Sequence[OneSidedUnit]) -> None:
-    """Raise OsdpError for gradients of some of a unit's parameters on a mesh where FSDP2 does not tell of which."""
+    """Raise OsdpError for gradients of some of a unit's parameters on a mesh that hides which these are."""
     unclear = [unit.name for unit in units if unit.is_unclear]
     if unclear:
-        raise OsdpError(
-            "some parameters of a unit had no gradient, and a mesh with replicas hides which",
-            got=", ".join(unclear[:5]),
-            expected="gradients of all its parameters",
-            advice="wrap what is not always used by itself, or use a mesh of one dimension",
-        )
+        what = "some parameters of a unit had no gradient, and a mesh with replicas hides which"
+        advice = "wrap what is not always used by itself, or use a mesh of one dimension"
+        raise OsdpError(what, got=", ".join(unclear[:5]), expected="gradients of all its parameters", advice=advice)

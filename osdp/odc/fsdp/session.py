@@ -1,8 +1,8 @@
 """A model whose units pull and push, from its first `pre_minibatch_start` to `stop`.
 
-    pre_minibatch_start    meet, forget what no step has used, publish, meet
+    pre_minibatch_start    synchronize, drop unused gradients, publish, synchronize
     forward, backward      pulls and pushes; the first pull after a step publishes anew, if nothing else has
-    pre_optimizer_step     meet, and the sum of all pushes becomes the gradient
+    pre_optimizer_step     synchronize, and the sum of all pushes becomes the gradient
 
 Parameters are taken to have changed whenever gradients were completed or an optimizer has stepped, so the
 next pull of any rank is preceded by a meeting at which all publish: nobody pulls old values, in whatever loop
@@ -52,7 +52,7 @@ class Wrapped:
 
 
 class Session:
-    """Has the ranks of one model meet."""
+    """The meetings of the ranks of one model."""
 
     def __init__(self, wrapped: Wrapped, options: Options) -> None:
         """Open windows. A collective call."""
@@ -85,7 +85,7 @@ class Session:
         else:
             self.exchange.settle(done, is_mean=True)
         self._done = 0
-        self._expire()
+        self.after_step()
 
     @torch.no_grad()
     def _average(self, done: int) -> None:
@@ -98,17 +98,12 @@ class Session:
 
     def _check_count(self, done: int, given: int | None) -> None:
         if given is not None and self.accumulation is None:
-            raise OsdpError(
-                "micro_batches has no effect",
-                got=f"micro_batches={given}",
-                expected="odc.init(accumulation=...), by which losses are divided",
-            )
+            expected = "odc.init(accumulation=...), by which losses are divided"
+            raise OsdpError("micro_batches has no effect", got=f"micro_batches={given}", expected=expected)
         if done < 0 or (done == 0 and self.accumulation is not None and self._is_pending):
-            raise OsdpError(
-                "the micro-batches of the step are not known",
-                got=f"{done}, and gradients were pushed",
-                advice="call the model itself, not a part of it, or pass pre_optimizer_step(model, micro_batches=...)",
-            )
+            what = "the micro-batches of the step are not known"
+            advice = "call the model itself, not a part of it, or pass pre_optimizer_step(model, micro_batches=...)"
+            raise OsdpError(what, got=f"{done}, and gradients were pushed", advice=advice)
 
     @property
     def _is_pending(self) -> bool:
@@ -131,25 +126,16 @@ class Session:
     def before_step(self, has_closure: bool) -> None:
         """Free what is gathered, as its values change. Raises OsdpError if gradients are not complete."""
         if has_closure:
-            raise OsdpError(
-                "an optimizer's step cannot run a closure under odc, whose ranks meet before the step",
-                advice="run forward and backward before step()",
-            )
+            what = "an optimizer's step cannot run a closure under odc, whose ranks synchronize before the step"
+            raise OsdpError(what, advice="run forward and backward before step()")
         if self._is_pending:
-            call = f"{self.wrapped.face}.pre_optimizer_step(model)"
-            raise OsdpError(
-                "the optimizer steps before gradients are complete",
-                got="gradients of this rank alone",
-                expected=f"{call} on every rank, between the last backward and step()",
-            )
+            what, call = "the optimizer steps before gradients are complete", "pre_optimizer_step(model) on every rank"
+            expected = f"{self.wrapped.face}.{call}, between the last backward and step()"
+            raise OsdpError(what, got="gradients of this rank alone", expected=expected)
         self.wrapped.reshard()
 
     def after_step(self) -> None:
-        """Take note of a step."""
-        self._expire()
-
-    def _expire(self) -> None:
-        """Have parameters be published before the next pull."""
+        """Publish parameters before the next pull."""
         if self.exchange is not None:
             self.exchange.expire()
 
@@ -165,30 +151,22 @@ class Session:
 
 def _open(wrapped: Wrapped, options: Options) -> Exchange | None:
     """Open windows; None, with one warning, where ranks cannot have any and FSDP's own communication goes on."""
-    exchange = None
+    exchange, meshes = None, Meshes(wrapped.device.type, 1, dist.get_world_size())
     try:
-        exchange = _open_windows(wrapped, options)
+        if meshes.world_size == 1:
+            return None
+        if reason := why_none_anywhere([meshes.group(wrapped.shards)], wrapped.device.type):
+            if dist.get_rank() == 0:
+                message = "FSDP's own collectives give the same, and need equal numbers of micro-batches on all ranks"
+                warnings.warn(f"{wrapped.face}: no on-demand communication, since {reason}. {message}", stacklevel=4)
+            return None
+        strategy = Strategy("odc_ordered" if options.ordered else "odc", wrapped.shards)
+        units = [(strategy, unit) for unit in wrapped.units]
+        exchange = Exchange(units, meshes, options.accumulation or 1, options.timeout_s)
+        return exchange
     finally:
         if exchange is None:
             wrapped.restore()
-    return exchange
-
-
-def _open_windows(wrapped: Wrapped, options: Options) -> Exchange | None:
-    meshes = Meshes(wrapped.device.type, 1, dist.get_world_size())
-    if meshes.world_size == 1:
-        return None
-    if reason := why_none_anywhere([meshes.group(wrapped.shards)], wrapped.device.type):
-        if dist.get_rank() == 0:
-            warnings.warn(
-                f"{wrapped.face}: no on-demand communication, since {reason}. FSDP's own collectives give "
-                "the same, and need equal numbers of micro-batches on all ranks",
-                stacklevel=5,
-            )
-        return None
-    strategy = Strategy("odc_ordered" if options.ordered else "odc", wrapped.shards)
-    units = [(strategy, unit) for unit in wrapped.units]
-    return Exchange(units, meshes, options.accumulation or 1, options.timeout_s)
 
 
 _sessions: WeakSet[Session] = WeakSet()
@@ -213,13 +191,11 @@ def check_neighbours(ranks: Sequence[int], world_size: int) -> None:
 
 
 def finish(face: str, model: nn.Module, micro_batches: int | None) -> None:
-    """Do what `pre_optimizer_step` says."""
+    """Complete the gradients of a model; raises OsdpError before `pre_minibatch_start`."""
     session = session_of(model)
     if session is None:
-        raise OsdpError(
-            "pre_optimizer_step of a model that no minibatch was started for",
-            expected=f"{face}.pre_minibatch_start(model) before the first forward",
-        )
+        expected = f"{face}.pre_minibatch_start(model) before the first forward"
+        raise OsdpError("pre_optimizer_step of a model that no minibatch was started for", expected=expected)
     session.finish(micro_batches)
 
 
