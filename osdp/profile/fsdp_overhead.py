@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from planner.strategies.spec import Strategy
 from profiler.cluster.measurements import CollectiveTimes
 from profiler.timing.device_rates import timed_s
-from profiler.timing.together import meet
+from profiler.timing.overlap import meet
 from runtime.failures.rank_agreement import Agreement
 from runtime.meshes import Meshes
 from runtime.odc.step_protocol import Exchange

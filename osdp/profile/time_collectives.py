@@ -31,7 +31,7 @@ from profiler.cluster.measurements import CollectiveTimes
 from profiler.cluster.piecewise_fit import MIN_POINTS, fit
 from profiler.errors import OsdpError
 from profiler.timing.device_rates import timed_s
-from profiler.timing.together import meet, slowest
+from profiler.timing.overlap import meet, slowest
 from runtime.meshes import Meshes
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
