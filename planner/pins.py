@@ -3,7 +3,7 @@
 A pattern means operators by their path, by a module around them, or by a block; a choice is a strategy
 as plans write it (`shard`, `group_shard:4+offload`, `split(4*shard)`, `owner@1` for rank 1), or `recompute` or
 `keep` for blocks.  `.` means the parameters that the model has itself, outside all of its modules.
-A pin is honoured in every plan of the search, or refused here with the reason.
+A pin is applied in every plan of the search, or refused here with the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from planner.model.fsdp_units import check_split
 from planner.name_patterns import matches, unknown_name
-from planner.search.search_space import Pins
+from planner.problem import Pins
 from planner.strategies.notation import format_choice, parse_choice
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
@@ -31,7 +31,7 @@ Chosen = TypeVar("Chosen", bool, tuple[Strategy, ...])
 
 @dataclass(frozen=True)
 class Pin:
-    """One wish of the user."""
+    """One pin, as given."""
 
     pattern: str
     """Operators or blocks."""
@@ -50,25 +50,25 @@ def parse_pin(text: str) -> Pin:
     return Pin(pattern, choice)
 
 
-def resolve(wishes: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
+def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
     """Return what the pins mean for a model on a cluster.
 
-    Raises OsdpError, with the reason, for a pin that cannot be honoured: names that the model does not
+    Raises OsdpError, with the reason, for a pin that cannot be applied: names that the model does not
     have, strategies that the cluster does not have, operators that cannot be split, pins that
     contradict each other.
     """
     strategies: dict[int, tuple[Pin, tuple[Strategy, ...]]] = {}
     recompute: dict[int, tuple[Pin, bool]] = {}
-    for pin in wishes:
+    for pin in given:
         if pin.choice in RECOMPUTE:
             for block in _blocks(pin, graph):
-                _settle(recompute, block, pin, RECOMPUTE[pin.choice], graph.blocks[block].name)
+                _decide(recompute, block, pin, RECOMPUTE[pin.choice], graph.blocks[block].name)
             continue
         slices = _slices(pin, cluster)
         for index in _operators(pin, graph):
             operator = graph.operators[index]
             _check_split(pin, graph, index, len(slices))
-            _settle(strategies, index, pin, slices, " and ".join(operator.modules))
+            _decide(strategies, index, pin, slices, " and ".join(operator.modules))
     return Pins(
         {index: slices for index, (_, slices) in strategies.items()},
         {block: again for block, (_, again) in recompute.items()},
@@ -81,9 +81,9 @@ def on_cluster(pins: Pins, cluster: Cluster) -> Pins:
     return Pins(strategies, pins.recompute)
 
 
-def _settle(settled: dict[int, tuple[Pin, Chosen]], index: int, pin: Pin, choice: Chosen, names: str) -> None:
+def _decide(decisions: dict[int, tuple[Pin, Chosen]], index: int, pin: Pin, choice: Chosen, names: str) -> None:
     """Note what a pin decides; raises OsdpError if another has decided otherwise."""
-    before, decided = settled.setdefault(index, (pin, choice))
+    before, decided = decisions.setdefault(index, (pin, choice))
     if decided == choice:
         return
     tied = " (one operator, as they share a parameter)" if " and " in names else ""

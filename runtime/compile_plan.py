@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from planner.model.fsdp_units import Unit, owners_of, split_bounds, unit_parameters, units_of
 from planner.model.stages import StagedModel, cut
-from planner.plan import Plan, read_choices, runs_by_ddp
+from planner.plan import Plan, read_choices
+from planner.pricing import runs_by_ddp
 from planner.strategies.spec import Strategy
 from planner.strategies.unit_collectives import unit_collectives
 from profiler.cluster.cluster import Cluster

@@ -122,7 +122,7 @@ def compare(plan: Plan, model: ModelSource, graph: ModelGraph, machine: Cluster,
     predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != "reserve"}
     script = Script(model.build, model.example_inputs, lambda out: find_loss(out)[0], plan.optimizer, plan.micro_batch)
     if rank is None:
-        rank = view.space.fullest(view.load, view.choices, view.tied, view.idle)[0]
+        rank = view.decided.fullest(view.space, view.load)[0]
     found = rehearse(script, compile_plan(plan, graph, machine), rank)
     assert found.peak.total_bytes == sum(found.peak.categories.values())
     return Compared(predicted, found.peak.categories, view.prediction.peak_phase, found.peak.phase, found.rest_bytes)

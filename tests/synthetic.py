@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from planner.cost.stage_option import StageCandidate
+from planner.cost.workload import Workload
+from planner.plan import Plan
+from planner.pricing import decisions_of
+from planner.search.search_space import Space
+from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster, Device, Link
 from profiler.cluster.figure import Figure
 from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
@@ -151,3 +157,9 @@ def cluster(
         overlaps=overlaps,
         overlap_source="assumed: for a test",
     )
+
+
+def options_of(plan: Plan, space: Space, load: Workload) -> tuple[tuple[StageCandidate, ...], tuple[Strategy, ...]]:
+    """Return what a plan's choices cost, one option per stage, and the strategies of operators in several stages."""
+    decisions = decisions_of(plan, space, load.cluster)
+    return decisions.options(space, load, plan.usable_bytes), decisions.spanning

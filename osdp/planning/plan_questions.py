@@ -11,8 +11,9 @@ from planner.analysis.explain import OpenPlan
 from planner.analysis.frontier import FrontierPoint, frontier
 from planner.analysis.what_if import WhatIf, what_if
 from planner.cost.stragglers import BALANCED
+from planner.problem import Progress, Task
 from planner.search.infeasible import NothingFits
-from planner.search.search import Progress, Task, search
+from planner.search.search import search
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource

@@ -23,11 +23,12 @@ from planner.analysis.explain import OpenPlan, open_plan
 from planner.cost.stragglers import BALANCED, Imbalance
 from planner.cost.workload import Workload
 from planner.pins import Pin, parse_pin, resolve
-from planner.plan import Asked, Plan, cluster_fingerprint, make_plan
+from planner.plan import Asked, Plan, cluster_fingerprint
+from planner.pricing import make_plan
+from planner.problem import Pins, Progress, Task
 from planner.search.baselines import Baseline
 from planner.search.infeasible import NothingFits, Remedy, blame
-from planner.search.search import Found, Progress, Task, search
-from planner.search.search_space import Pins
+from planner.search.search import Found, search
 from profiler.byte_sizes import MIB, format_bytes
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError

@@ -86,7 +86,7 @@ def predict(graph: ModelGraph, cluster: Cluster, strategy: str, request: Request
     load = Workload(cluster, request.optimizer, request.precision, request.micro_batch or 1)
     plan = uniform_plan(graph, load, request, strategy)
     view = open_plan(plan, graph, cluster)
-    options = view.space.fixed(load, view.choices, view.tied, view.idle)
+    options = view.decided.fullest(view.space, load)[1]
     ends = optimizer_moment(options, load).categories
     schedule = compile_plan(plan, graph, cluster)
     return Uniform(

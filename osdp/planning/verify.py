@@ -155,7 +155,7 @@ def _rehearse(view: OpenPlan, source: ModelSource) -> _Held:
     plan, space = view.plan, view.space
     schedule = compile_plan(plan, space.graph, view.load.cluster)
     script = Script(source.build, source.example_inputs, _loss, plan.optimizer, plan.micro_batch)
-    rank = space.fullest(view.load, view.choices, view.tied, view.idle)[0]
+    rank = view.decided.fullest(space, view.load)[0]
     peak = rehearse(script, schedule, rank).peak
     return _Held(rank, peak.categories, peak.total_bytes, f"{peak.phase}, {peak.op}")
 

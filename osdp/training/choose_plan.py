@@ -16,9 +16,10 @@ from osdp.planning.request import Request, memory_limit, plan_model
 from osdp.training.job import Job, check_ranks
 from planner.cost.peak_memory import peak_memory
 from planner.cost.workload import Workload
-from planner.plan import Plan, make_plan
+from planner.plan import Plan
+from planner.pricing import make_plan
+from planner.problem import Task, micro_batches
 from planner.search.baselines import uniform
-from planner.search.search import Task, micro_batches
 from planner.search.search_space import Space
 from planner.strategies.notation import parse_strategy
 from planner.strategies.registry import known_strategies

@@ -17,14 +17,16 @@ All figures come from the same cost functions as the search's; nothing is solved
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from planner.cost.workload import Workload
 from planner.name_patterns import matches, unknown_name
 from planner.pins import parse_pin, resolve
-from planner.plan import Decisions, Plan, Prediction, check_model, decisions_of, predict, space_of
-from planner.search.search_space import Space, StageDecision
+from planner.plan import Plan, Prediction, check_model
+from planner.pricing import Decisions, decisions_of, predict, space_of
+from planner.search.candidates import StageDecision
+from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
@@ -43,19 +45,14 @@ class OpenPlan:
     plan: Plan
     space: Space
     load: Workload
-    choices: tuple[StageDecision, ...]
-    """One per stage in execution order."""
-    tied: tuple[Strategy, ...]
-    """One for each operator that runs in several stages."""
-    idle: tuple[Strategy, ...]
-    """One for each operator that is never called."""
+    decided: Decisions
     prediction: Prediction
     """Of the choices, made anew: not what the plan's file says."""
 
     @property
     def spanning(self) -> str:
         """Strategies of the operators that run in several stages, in words; empty if there are none."""
-        return " and ".join(dict.fromkeys(map(str, self.tied)))
+        return " and ".join(dict.fromkeys(map(str, self.decided.spanning)))
 
     def label_of(self, stage: int) -> str:
         """Return the class of a block, or the operators of a stage outside blocks."""
@@ -150,7 +147,7 @@ def open_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> OpenPlan:
     load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation, plan.waits)
     decided = decisions_of(plan, space, cluster)
     prediction = predict(decided.options(space, load, plan.usable_bytes), space, load)
-    return OpenPlan(plan, space, load, decided.choices, decided.spanning, decided.idle, prediction)
+    return OpenPlan(plan, space, load, decided, prediction)
 
 
 def find_target(view: OpenPlan, name: str) -> Target:
@@ -194,34 +191,25 @@ def alternatives(view: OpenPlan, target: Target) -> list[Alternative]:
         strategies = strategies[:1]  # Nothing to shard; only recomputation is left.
     recomputes = (False, True) if any(stage.block is not None for stage in stages) else (None,)
     found = [
-        _alternative(view, strategy, recompute, choices, tied)
+        _alternative(view, strategy, recompute, decided)
         for strategy in strategies
         for recompute in recomputes
-        for choices, tied in [_decided(view, target, strategy, bool(recompute))]
-        if (choices, tied) != (view.choices, view.tied)
+        if (decided := _decided(view, target, strategy, bool(recompute))) != view.decided
     ]
     return sorted(found, key=lambda other: (other.delta_s, other.peak_bytes))
 
 
-def _decided(
-    view: OpenPlan, target: Target, strategy: Strategy, recompute: bool
-) -> tuple[tuple[StageDecision, ...], tuple[Strategy, ...]]:
-    """Return the plan's choices with the target's replaced."""
-    choices = list(view.choices)
+def _decided(view: OpenPlan, target: Target, strategy: Strategy, recompute: bool) -> Decisions:
+    """Return the plan's decisions with the target's replaced."""
+    choices, spanning = list(view.decided.choices), view.decided.spanning
     for index in target.stages:
         stage = view.space.model.stages[index]
         choices[index] = StageDecision((strategy,) * len(stage.operators), recompute and stage.block is not None)
-    return tuple(choices), (strategy,) * len(view.tied) if target.spanning else view.tied
+    tied = (strategy,) * len(spanning) if target.spanning else spanning
+    return replace(view.decided, choices=tuple(choices), spanning=tied)
 
 
-def _alternative(
-    view: OpenPlan,
-    strategy: Strategy,
-    recompute: bool | None,
-    choices: tuple[StageDecision, ...],
-    tied: tuple[Strategy, ...],
-) -> Alternative:
-    decided = Decisions(choices, tied, view.idle)
+def _alternative(view: OpenPlan, strategy: Strategy, recompute: bool | None, decided: Decisions) -> Alternative:
     options = decided.options(view.space, view.load, view.plan.usable_bytes)
     before, after = view.prediction, predict(options, view.space, view.load)
     return Alternative(
@@ -240,14 +228,15 @@ def _alternative(
 def parts(view: OpenPlan) -> list[Part]:
     """Return the parts of a plan in execution order, each with the best changes of one of its stages."""
     groups: dict[tuple[str, StageDecision | None], list[int]] = {}
-    for index, choice in enumerate(view.choices):
+    for index, choice in enumerate(view.decided.choices):
         if choice.strategies or choice.recompute:
             groups.setdefault((view.label_of(index), choice), []).append(index)
     found = [_part(view, label, stages) for (label, _), stages in groups.items()]
-    if view.tied:
+    if view.decided.spanning:
         changes = alternatives(view, Target(frozenset(), spanning=True))
         pinned = not _pinned(view)[0].isdisjoint(view.space.model.spanning)
-        found.append(Part(TIED, (), tuple(dict.fromkeys(map(str, view.tied))), None, *best_of(changes), pinned))
+        strategies = tuple(dict.fromkeys(map(str, view.decided.spanning)))
+        found.append(Part(TIED, (), strategies, None, *best_of(changes), pinned))
     return found
 
 
@@ -261,7 +250,7 @@ def _pinned(view: OpenPlan) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def _part(view: OpenPlan, label: str, stages: list[int]) -> Part:
-    choice = view.choices[stages[0]]
+    choice = view.decided.choices[stages[0]]
     changes = (other for index in stages for other in alternatives(view, Target(frozenset({index}))))
     is_block = view.space.model.stages[stages[0]].block is not None
     members = [view.space.model.stages[index] for index in stages]

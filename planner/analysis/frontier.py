@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from planner.plan import make_plan
+from planner.pricing import make_plan
+from planner.problem import Progress, Task
 from planner.search.infeasible import NothingFits
-from planner.search.search import Found, Progress, Task, search
+from planner.search.search import Found, search
 from planner.search.search_space import Space
 
 

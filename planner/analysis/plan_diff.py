@@ -1,12 +1,12 @@
 """How two plans differ, from their files alone: settings, choices, and what each is predicted to cost.
 
-Choices are compared by operator.  Operators of one block are told by the first number in their path
+Choices are compared by operator.  Operators of one block are known by the first number in their path
 (`h.3.attn.qkv` is `attn.qkv` of `h.3`), and blocks that change alike are one row (`ChoiceChange`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from planner.plan import Plan
@@ -17,7 +17,7 @@ HIDDEN = "hidden_communication_s"
 
 @dataclass(frozen=True)
 class SettingChange:
-    """One thing beside the choices that differs."""
+    """A setting that differs."""
 
     setting: str
     """E.g. `micro_batch`."""
@@ -97,14 +97,14 @@ def compare(before: Plan, after: Plan) -> Comparison:
 
 
 def _settings(before: Plan, after: Plan) -> Iterator[SettingChange]:
-    """Yield what differs beside choices and predictions."""
-    for name, old in _told(before).items():
-        new = _told(after)[name]
+    """Yield what differs besides choices and predictions."""
+    for name, old in _made_for(before).items():
+        new = _made_for(after)[name]
         if old != new:
             yield SettingChange(name, old, new)
 
 
-def _told(plan: Plan) -> dict[str, str | int]:
+def _made_for(plan: Plan) -> dict[str, str | int]:
     """Return what a plan was made for, and its batch."""
     model, cluster = plan.model, plan.cluster
     return {
@@ -156,14 +156,10 @@ def _strategies(before: Plan, after: Plan, changed: set[str]) -> Iterator[Choice
 def _recomputation(before: Plan, after: Plan) -> Iterator[ChoiceChange]:
     """Yield the blocks that only one of the plans recomputes."""
     old, new = before.recomputed_blocks, after.recomputed_blocks
-    for names, told in ((_without(new, old), ("kept", "recomputed")), (_without(old, new), ("recomputed", "kept"))):
-        if names:
-            yield ChoiceChange((), names, *told)
-
-
-def _without(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
-    left_out = set(others)
-    return tuple(name for name in names if name not in left_out)
+    if now_recomputed := tuple(name for name in new if name not in old):
+        yield ChoiceChange((), now_recomputed, "kept", "recomputed")
+    if now_kept := tuple(name for name in old if name not in new):
+        yield ChoiceChange((), now_kept, "recomputed", "kept")
 
 
 def _deltas(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Delta, ...]:

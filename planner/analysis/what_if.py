@@ -1,4 +1,4 @@
-"""What binds a plan, and what more would buy: the same question asked again on a larger machine.
+"""What binds a plan, and what more would buy: the search repeated on a larger machine.
 
 For each change of limit or cluster the search runs again.  With s and u the samples per second of
 the plan and the bound on every plan as things are, and s' what is found after a change,
@@ -6,8 +6,8 @@ the plan and the bound on every plan as things are, and s' what is found after a
     ratio      s' / s                                                    `Answer.ratio`
     it binds   s' > u and s' > (1 + MATERIAL) s                          `WhatIf.binds`
 
-s' > u proves that no plan is so fast without the change, within this cost model; less may be the
-search's own luck.
+s' > u proves that no plan is so fast without the change, within this cost model; a smaller gain may come
+from the search, which is not exhaustive.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 
 from planner.collectives import ranks_per_node
 from planner.pins import on_cluster
+from planner.problem import Progress, Task
 from planner.search.infeasible import NothingFits
-from planner.search.search import Found, Progress, Task, search
+from planner.search.search import Found, search
 from profiler.byte_sizes import GIB
 from profiler.cluster.cluster import Cluster, Link
 from profiler.cluster.figure import Figure
@@ -40,13 +41,13 @@ class Answer:
     change: str
     """What there would be more of."""
     samples_per_s: float | None
-    """Of the plan found then; None if it cannot be told."""
+    """Of the plan found then; None if it is unknown."""
     ratio: float | None
     """How many times as fast as now."""
     gap: float | None
     """Certified gap of the plan found then."""
     why_not: str = ""
-    """Why it cannot be told."""
+    """Why it is unknown."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class WhatIf:
     def binds(self) -> tuple[str, ...]:
         """Constraints of which relaxing one certainly helps, the most helpful first; nodes are none."""
         floor = max(self.bound_samples_per_s, self.samples_per_s * (1 + MATERIAL))
-        told = {answer.resource: answer.samples_per_s or 0.0 for answer in self.answers if answer.resource != NODES}
-        return tuple(name for name in sorted(told, key=lambda name: -told[name]) if told[name] > floor)
+        found = {answer.resource: answer.samples_per_s or 0.0 for answer in self.answers if answer.resource != NODES}
+        return tuple(name for name in sorted(found, key=lambda name: -found[name]) if found[name] > floor)
 
 
 @dataclass(frozen=True)

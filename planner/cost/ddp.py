@@ -28,17 +28,16 @@ Source: `torch/nn/parallel/distributed.py` and `reducer.cpp` of torch 2.13.0, as
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.collectives import collective_s
-from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_costs import StageCosts
 from planner.cost.stage_memory import Moment
 from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
-from planner.search.search_space import Space, Spanning
+from planner.model.stages import StagedModel
 from planner.strategies.replicate import COPY
 from planner.strategies.spec import REDUCE_BYTES, Strategy
 from profiler.model_graph import ModelGraph, Parameter
@@ -70,24 +69,21 @@ def buckets(graph: ModelGraph) -> tuple[Bucket, ...]:
     is_rebuilt = called == set(range(len(graph.operators)))
     pairs = [(index, p) for index, op in enumerate(graph.operators) for p in op.parameters if p.trainable]
     found: list[Bucket] = []
-    members: list[tuple[int, Parameter]] = []
+    members, size_bytes = list[tuple[int, Parameter]](), 0
+
+    def close() -> None:
+        names = tuple(parameter.name for _, parameter in members)
+        found.append(Bucket(names, frozenset(index for index, _ in members), size_bytes))
+
     for index, parameter in reversed(pairs) if is_rebuilt else pairs:
         members.append((index, parameter))
-        if _size_bytes(members) >= (BUCKET_BYTES if found else FIRST_BUCKET_BYTES):
-            found.append(_bucket(members))
-            members = []
+        size_bytes += REDUCE_BYTES * parameter.numel
+        if size_bytes >= (BUCKET_BYTES if found else FIRST_BUCKET_BYTES):
+            close()
+            members, size_bytes = [], 0
     if members:
-        found.append(_bucket(members))
+        close()
     return tuple(found) if is_rebuilt else tuple(reversed(found))
-
-
-def _size_bytes(members: Iterable[tuple[int, Parameter]]) -> int:
-    return sum(REDUCE_BYTES * parameter.numel for _, parameter in members)
-
-
-def _bucket(members: Sequence[tuple[int, Parameter]]) -> Bucket:
-    names = tuple(parameter.name for _, parameter in members)
-    return Bucket(names, frozenset(index for index, _ in members), _size_bytes(members))
 
 
 def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: str) -> bool:
@@ -98,36 +94,6 @@ def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: 
     trains = all(parameter.trainable for operator in graph.operators for parameter in operator.parameters)
     plain = all(strategy.spec.by_ddp and not strategy.offload for strategy in strategies)
     return trains and plain and precision == "fp32"
-
-
-def as_run(
-    options: tuple[StageCandidate, ...],
-    spanning: Spanning,
-    idle: Sequence[Strategy] | None,
-    space: Space,
-    load: Workload,
-    limit_bytes: float,
-) -> tuple[StageCandidate, ...]:
-    """Return a plan's options as the runtime runs it: by DistributedDataParallel if it can and that fits.
-
-    `idle` gives the strategies of operators that are never called; None: as the search shards them.
-    """
-    taken = [strategy for option in options for strategy in option.strategies]
-    taken += space.spanning_choices(spanning).values()
-    taken += space.idle_strategies(load.cluster) if idle is None else idle
-    if space.counts or not can_replicate(space.graph, taken, load.precision):
-        return options
-    replicated = Replica(space, load).options([option.recompute for option in options])
-    return replicated if _fit(replicated, load, limit_bytes) else options
-
-
-def fits_replicated(space: Space, load: Workload, recompute: Sequence[bool], limit_bytes: float) -> bool:
-    """Return whether a plan that DistributedDataParallel can run fits so; `recompute` by stage."""
-    return _fit(Replica(space, load).options(recompute), load, limit_bytes)
-
-
-def _fit(options: Sequence[StageCandidate], load: Workload, limit_bytes: float) -> bool:
-    return peak_memory(options, load).total_bytes <= limit_bytes
 
 
 def reductions(backward_s: Sequence[float], filled_s: Sequence[float], overlaps: bool) -> list[float]:
@@ -151,18 +117,16 @@ def reductions(backward_s: Sequence[float], filled_s: Sequence[float], overlaps:
 class Replica:
     """A model under DistributedDataParallel at one workload."""
 
-    def __init__(self, space: Space, load: Workload) -> None:
-        self.load, self.graph, self.stages, self.idle = load, space.graph, space.model.stages, space.model.idle
-        self.costs = [space.stage_costs(kind, load) for kind in space.kinds]
+    def __init__(self, model: StagedModel, costs: Sequence[StageCosts], load: Workload) -> None:
+        """Take the costs of every stage, which for alike stages are those of one example."""
+        self.load, self.graph, self.stages, self.idle = load, model.graph, model.stages, model.idle
+        self.costs = costs
         self.bytes = [
             unit_bytes(operator.parameters, COPY, load.precision, load.optimizer) for operator in self.graph.operators
         ]
-        self.first, self.last = self._positions()
-
-    def _positions(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the index of every operator's first and last call."""
-        last = {call.operator: index for index, call in enumerate(self.graph.calls)}
-        return {call.operator: i for i, call in reversed(list(enumerate(self.graph.calls)))}, last
+        calls = list(enumerate(self.graph.calls))
+        self.first = {call.operator: index for index, call in reversed(calls)}
+        self.last = {call.operator: index for index, call in calls}
 
     @cached_property
     def gradients(self) -> int:
@@ -257,46 +221,25 @@ class _Stage:
         """Return the stage as the sums take it; `unseen` are gradients to be added in forward and in backward."""
         costs, own = self.costs, self.own_bytes
         again_s = sum(costs.forward_s) if self.recompute else 0.0
-        top = len(self.backward_s) - 1
+        top, moments = len(self.backward_s) - 1, list(self._moments(*unseen))
+        forward = [moment for moment in moments if moment.phase == "forward"]
+        backward = [moment for moment in moments if moment.phase != "forward"]
+        segments = [
+            Segment(forward_s, self.backward_s[j], again_s if j == top else 0.0, step_reduce_s=reduce_s[j])
+            for j, forward_s in enumerate(costs.forward_s)
+        ]
+        lost_s = zip(segments, interference_s, strict=True)
         return StageCandidate(
             strategies=(COPY,) * len(self.operators),
             recompute=self.recompute,
             parameters=own.parameters,
             optimizer=own.optimizer,
             gradients=own.full_gradients,
-            late=0,
-            kept=0,
             saved=costs.block_saved if self.recompute else costs.saved[-1],
-            moments=tuple(self._highest(unseen)),
-            gather_output=0,
-            prefetched=0,
-            prefetch_temporary=0,
-            reduce_input=0,
-            reduces=False,
-            segments=tuple(
-                Segment(
-                    forward_s,
-                    backward_s,
-                    again_s if j == top else 0.0,
-                    0.0,
-                    0.0,
-                    0.0,
-                    reduced_s,
-                    step_interference_s=interfered_s,
-                )
-                for j, (forward_s, backward_s, reduced_s, interfered_s) in enumerate(
-                    zip(costs.forward_s, self.backward_s, reduce_s, interference_s, strict=True)
-                )
-            ),
+            moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
+            segments=tuple(replace(segment, step_interference_s=seconds) for segment, seconds in lost_s),
             optimizer_s=costs.load.optimizer_s(own.full_gradients, tensors=self.tensors),
         )
-
-    def _highest(self, unseen: tuple[int, int]) -> Iterator[Moment]:
-        """Yield the highest moment of forward and of backward."""
-        moments = list(self._moments(*unseen))
-        for is_forward in (True, False):
-            alike = [moment for moment in moments if (moment.phase == "forward") == is_forward]
-            yield max(alike, key=lambda moment: moment.total_bytes)
 
     def _moments(self, forward: int, backward: int) -> Iterator[Moment]:
         """Yield what is held at every call, the gradients as given."""

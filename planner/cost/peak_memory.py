@@ -4,7 +4,7 @@ With stages j in execution order, at a moment of stage i that holds `local` byte
 
     forward    sum_j (S + OPT + W)_j + [M > 1] sum_j SG_j + sum_(j<i) (saved + kept)_j + local
     backward   sum_j (S + OPT + W)_j + sum_(j<i) (saved + kept)_j + sum_(j>i) SG_j  (M > 1: all j) + local
-               + sum_(j>i) late_j, the parameters and gradients of units that wait for the end
+               + sum_(j>i) L_j, the parameters and gradients of units that wait for the end
     optimizer  sum_j (S + OPT + W + SG)_j + temporaries of the optimizer (foreach Adam: one more SG)
 
 M > 1 means gradient accumulation, where the sharded gradients of earlier micro-batches stay.
@@ -42,10 +42,10 @@ class MemoryPeak:
 
 def neighbour_bytes(moment: Moment, reduce_input: int, below: StageCandidate | None) -> float:
     """Return the buffers of other stages that are alive at a moment: of the last reduction, and of the one below."""
-    total = reduce_input if moment.above else 0
-    if moment.below and below:
+    total = reduce_input if moment.neighbours.above else 0
+    if moment.neighbours.below and below:
         total += below.gather_output if moment.phase == "forward" else below.prefetched
-    if moment.gathers_below and below:
+    if moment.neighbours.gathers_below and below:
         total += below.prefetch_temporary
     return total
 
@@ -64,14 +64,14 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
     highest = best.total_bytes - load.cluster.reserve_bytes - resting
     found: tuple[int, Moment, float] | None = None
     reductions, gathers = _reductions_above(options), _gathers_below(options)
-    before, after, late = 0.0, gradients, float(sum(option.late for option in options))
+    before, after, waiting = 0.0, gradients, float(sum(option.reduced_after_backward for option in options))
     for index, option in enumerate(options):
         after -= option.gradients
-        late -= option.late
+        waiting -= option.reduced_after_backward
         for moment in option.moments:
             below = gathers[index][moment.phase == "forward"]
             reduced = gradients if accumulates else 0.0 if moment.phase == "forward" else after
-            reduced += 0.0 if moment.phase == "forward" else late
+            reduced += 0.0 if moment.phase == "forward" else waiting
             total = before + reduced + option.bytes_at(moment) + neighbour_bytes(moment, reductions[index], below)
             if total > highest:
                 highest, found = total, (index, moment, reduced)

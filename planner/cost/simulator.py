@@ -1,4 +1,4 @@
-"""Plays one step of a plan event by event on two streams: the truth for predicted time.
+"""Simulates one step of a plan event by event on two streams: the reference for predicted time.
 
 Both streams run their tasks in the order in which FSDP2 issues them; a task starts when its
 stream is free and everything that it waits for has ended:
@@ -8,7 +8,7 @@ stream is free and everything that it waits for has ended:
                 the backward of i-1 waits for gather i-1 and, because FSDP2 reuses the reduction's
                 input buffer, the end of the backward of i waits for reduction i+1
     interference  what computation loses to communication beside it, as a sum at the end of a micro-batch
-    waiting     where ranks meet in every micro-batch, at its end for the slowest rank; otherwise once,
+    waiting     where ranks wait for each other in every micro-batch, at its end for the slowest rank; otherwise once,
                 before the optimizer
     optimizer   waits for everything
 
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cost.stage_option import Segment, StageCandidate
-from planner.cost.step_time import meet, reduction_s, waiting_s
+from planner.cost.step_time import plan_syncs, reduction_s, waiting_s
 from planner.cost.workload import Workload
 
 
@@ -118,9 +118,9 @@ def _micro_batch(streams: _Streams, segments: Sequence[Segment], last: bool, wai
 
 def _waits(options: Sequence[StageCandidate], load: Workload) -> tuple[float, float]:
     """Return the seconds of waiting at the end of every micro-batch and before the optimizer."""
-    meets = meet(options)
-    waiting = sum(waiting_s(option, load, meets) for option in options)
-    return (waiting / load.accumulation, 0.0) if meets else (0.0, waiting)
+    syncs = plan_syncs(options)
+    waiting = sum(waiting_s(option, load, syncs) for option in options)
+    return (waiting / load.accumulation, 0.0) if syncs else (0.0, waiting)
 
 
 def simulate(options: Sequence[StageCandidate], load: Workload) -> tuple[Event, ...]:

@@ -69,7 +69,7 @@ class StageCosts:
             self.block_input = block.input_bytes(batch)
             # What recomputation keeps of it: all that calls below do not keep anyway.
             self.block_saved = max(0.0, self.block_input - block.kept_below_bytes(batch))
-            # Of that, what is there beside what the first call saves when the block has run again.
+            # Of that, what is there in addition to what the first call saves when the block has run again.
             self.block_extra = max(0.0, self.block_saved - min(self.saved[1], block.saved_first_bytes(batch)))
         self.withheld = self._withheld()
         compute = COMPUTE_BYTES[load.precision]

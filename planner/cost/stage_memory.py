@@ -26,19 +26,33 @@ U and G of open spanning units.  RSI is the input of the last reduction, of whic
 - `owner`: U is there until its gradients are copied and no gradient is after that; it leaves the AG and RSI
   of others alone and frees its own; nothing of it is prefetched, and FSDP2 prefetches past it.
 
-The AG or RSI of another stage is not known here: `Moment.above`, `.below` and `.gathers_below` say that it
-has to be added.  Source: FSDP2 of torch 2.13.0 on fake tensors, see docs/cost-model.md for how far off.
+The AG or RSI of another stage is not known here: `Moment.neighbours` says which of them have to be added.
+Source: FSDP2 of torch 2.13.0 on fake tensors, see docs/cost-model.md for how far off.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.cost.stage_costs import StageCosts, UnitCosts
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.strategies.spec import Strategy
+
+
+class Neighbours(NamedTuple):
+    """Buffers of other stages that are alive at a moment.  A tuple, because searches compare millions of them."""
+
+    above: bool = False
+    """The reduce-scatter input of the stage above."""
+    below: bool = False
+    """The all-gather output of the stage below."""
+    gathers_below: bool = False
+    """What only its all-gather holds, which is just running."""
+
+
+ALONE = Neighbours()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +67,7 @@ class Moment:
     gradients: float
     buffers: float
     activations: float
-    above: bool = False
-    """Whether the reduce-scatter input of the stage above is alive."""
-    below: bool = False
-    """Whether the all-gather output of the stage below is alive."""
-    gathers_below: bool = False
-    """Whether that is just being gathered, so that what only its all-gather holds is alive too."""
+    neighbours: Neighbours = ALONE
 
     @property
     def total_bytes(self) -> float:
@@ -66,9 +75,9 @@ class Moment:
         return self.unsharded + self.gradients + self.buffers + self.activations
 
     @property
-    def sees(self) -> tuple[bool, bool, bool, bool]:
-        """(in forward, above, below, gathers below): moments with equal values differ only in their own bytes."""
-        return self.phase == "forward", self.above, self.below, self.gathers_below
+    def sees(self) -> tuple[bool, Neighbours]:
+        """(in forward, neighbours): moments with equal values differ only in their own bytes."""
+        return self.phase == "forward", self.neighbours
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class StagedUnit:
     """Whether its first call of all is in this stage (always, unless spanning)."""
     closes: bool
     """Whether its last call of all is in this stage."""
-    late: bool
+    reduced_after_backward: bool
     """Whether no input of it needs a gradient, so that FSDP2 reduces it when all backward is over."""
     own: bool
     """Whether it belongs to the stage (is not spanning)."""
@@ -107,14 +116,14 @@ class StagedUnit:
     @property
     def replaces_reduction(self) -> bool:
         """Whether its reduction frees the buffer of the one before and leaves its own."""
-        return self.opens and not self.late and not self.stalls
+        return self.opens and not self.reduced_after_backward and not self.stalls
 
     @property
     def prefetch_temporary(self) -> int:
         return 0 if self.strategy.keeps_unsharded else self.bytes.gather_temporary
 
 
-def _is_late(costs: StageCosts, operator: int) -> bool:
+def _is_reduced_after_backward(costs: StageCosts, operator: int) -> bool:
     # Token ids have no gradient, and neither has what goes into the first call of all (or its slices);
     # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.
     graph = costs.model.graph
@@ -137,7 +146,7 @@ def make_unit(
         last=max(calls),
         opens=own or operators[0] in costs.stage.opens,
         closes=own or operators[0] in costs.stage.closes,
-        late=_is_late(costs, operators[0]),
+        reduced_after_backward=_is_reduced_after_backward(costs, operators[0]),
         own=own,
         kept=unit.unsharded if strategy.keeps_unsharded else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,
@@ -160,7 +169,7 @@ class StageMemoryWalk:
         self.accumulates = costs.load.accumulation > 1
         self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning)
         self.waiting = [unit for unit in spanning if not unit.closes]
-        self.highest: dict[tuple[bool, bool, bool, bool], tuple[Any, ...]] = {}
+        self.highest: dict[tuple[bool, Neighbours], tuple[Any, ...]] = {}
 
     def unsharded_at(self, j: int, backward: bool) -> float:
         """Return U of open units, and of kept ones that are past (forward) or to come (backward)."""
@@ -176,22 +185,20 @@ class StageMemoryWalk:
     def forward(self) -> None:
         """Note the moments of the forward."""
         costs = self.costs
-        gathered, from_below = 0, True
+        gathered, seen = 0, Neighbours(below=True)
         for j, call in enumerate(costs.stage.calls):
             unsharded = self.unsharded_at(j, backward=False)
             for unit in self.units:
                 if unit.opens and unit.first == j:
                     buffers, live = gathered + unit.bytes.gathered, costs.saved[j] + costs.incoming[j]
-                    self.note("forward", call.operator, unsharded, 0, buffers, live, below=from_below)
-                    temporary = buffers + unit.bytes.gather_temporary
-                    self.note(
-                        "forward", call.operator, unsharded - unit.bytes.unsharded, 0, temporary, live, below=from_below
-                    )
+                    self.note("forward", call.operator, unsharded, 0, buffers, live, seen)
+                    buffers += unit.bytes.gather_temporary
+                    self.note("forward", call.operator, unsharded - unit.bytes.unsharded, 0, buffers, live, seen)
                     if not unit.stalls:
-                        gathered, from_below = unit.bytes.gathered, False
-            self.forward_call(j, unsharded, gathered, from_below)
+                        gathered, seen = unit.bytes.gathered, ALONE
+            self.forward_call(j, unsharded, gathered, seen)
 
-    def forward_call(self, j: int, unsharded: float, gathered: int, from_below: bool) -> None:
+    def forward_call(self, j: int, unsharded: float, gathered: int, seen: Neighbours) -> None:
         """Note a call, and what follows its module when the units that end with it are sharded again."""
         costs, operator = self.costs, self.costs.stage.calls[j].operator
         ending = [] if self.is_whole else [unit for unit in self.units if unit.closes and unit.last == j]
@@ -199,26 +206,26 @@ class StageMemoryWalk:
         if self.recompute:  # Nothing is saved but the input; what is still to be read lives.
             held = min(held, costs.block_saved + costs.handed[j])
         peak = costs.module_forward_peak[j] if ending else costs.forward_peak[j]
-        self.note("forward", operator, unsharded, 0, gathered, held + peak, below=from_below)
+        self.note("forward", operator, unsharded, 0, gathered, held + peak, seen)
         if ending:
             left = unsharded - sum(unit.bytes.unsharded - unit.kept for unit in ending)
-            self.note("forward", operator, left, 0, gathered, held + costs.tail_forward_peak[j], below=from_below)
+            self.note("forward", operator, left, 0, gathered, held + costs.tail_forward_peak[j], seen)
 
     def recomputation(self) -> None:
         """Note the moments of running the block's forward again."""
-        costs, last = self.costs, len(self.costs.stage.calls) - 1
+        costs, calls, last = self.costs, self.costs.stage.calls, len(self.costs.stage.calls) - 1
         held, around = self.held(set()), costs.block_extra + costs.output[last]
+        live = [around + saved + peak for saved, peak in zip(costs.saved, costs.forward_peak, strict=False)]
         if self.is_whole or not self.own:
-            unsharded = self.unsharded_at(last, backward=True)
-            for j, call in enumerate(costs.stage.calls):
-                live = around + costs.saved[j] + costs.forward_peak[j]
-                self.note("recompute", call.operator, unsharded, held, 0, live, above=True, below=True)
+            unsharded, seen = self.unsharded_at(last, backward=True), Neighbours(above=True, below=True)
+            for j, call in enumerate(calls):
+                self.note("recompute", call.operator, unsharded, held, 0, live[j], seen)
             return
         *others, top = sorted(self.own, key=lambda unit: unit.last)
         target = next((unit for unit in reversed(others) if not unit.stalls), None)
         self.note_before_recomputation(others, top, target, held)
         # The others come with their forward; what has been prefetched is there until then.
-        prefetched = target.prefetched if target else 0
+        prefetched, seen = target.prefetched if target else 0, Neighbours(above=True, below=target is None)
         unsharded = self.spanning_unsharded + sum(unit.kept for unit in others) + top.bytes.unsharded
         for unit in (*others, top):
             if unit is target:
@@ -226,25 +233,13 @@ class StageMemoryWalk:
             buffers = prefetched
             if unit is not top:
                 buffers += unit.prefetched
-                live = around + costs.saved[unit.first] + costs.incoming[unit.first]
-                operator, temporary = unit.operators[0], unit.prefetch_temporary
-                self.note("recompute", operator, unsharded, held, buffers + temporary, live, True, target is None)
+                entering = around + costs.saved[unit.first] + costs.incoming[unit.first]
+                operator, with_temporary = unit.operators[0], buffers + unit.prefetch_temporary
+                self.note("recompute", operator, unsharded, held, with_temporary, entering, seen)
                 unsharded += unit.bytes.unsharded - unit.kept
-                self.note(
-                    "recompute", operator, unsharded + unit.bytes.secondary, held, buffers, live, True, target is None
-                )
+                self.note("recompute", operator, unsharded + unit.bytes.secondary, held, buffers, entering, seen)
             for j in range(unit.first, unit.last + 1):
-                live = around + costs.saved[j] + costs.forward_peak[j]
-                self.note(
-                    "recompute",
-                    costs.stage.calls[j].operator,
-                    unsharded,
-                    held,
-                    buffers,
-                    live,
-                    above=True,
-                    below=target is None,
-                )
+                self.note("recompute", calls[j].operator, unsharded, held, buffers, live[j], seen)
 
     def note_before_recomputation(
         self, others: list[StagedUnit], top: StagedUnit, target: StagedUnit | None, held: float
@@ -254,19 +249,10 @@ class StageMemoryWalk:
         live = costs.block_saved + max(0.0, costs.module_backward_start[j] - (costs.saved[j + 1] - costs.saved[j]))
         unsharded = self.spanning_unsharded + sum(unit.kept for unit in others) + top.bytes.unsharded
         operator, gathered = costs.stage.calls[j].operator, top.prefetched
-        self.note("recompute", operator, unsharded + top.bytes.secondary, held, gathered, live, above=True)
+        self.note("recompute", operator, unsharded + top.bytes.secondary, held, gathered, live, Neighbours(above=True))
         buffers = target.prefetched + target.prefetch_temporary if target else 0
-        self.note(
-            "recompute",
-            operator,
-            unsharded,
-            held,
-            buffers,
-            live,
-            above=True,
-            below=target is None,
-            gathers_below=target is None,
-        )
+        seen = Neighbours(above=True, below=target is None, gathers_below=target is None)
+        self.note("recompute", operator, unsharded, held, buffers, live, seen)
 
     def backward(self) -> None:
         """Note the moments of the backward."""
@@ -275,7 +261,7 @@ class StageMemoryWalk:
         prefetched, below, _ = (0, False, 0) if costs.is_top else self.next_prefetch(len(calls))
         reduce_input, above, reduced, waiting_unsharded = 0, True, 0, 0
         done: set[int] = set()
-        late: list[StagedUnit] = []
+        reduced_after: list[StagedUnit] = []
         for j in reversed(range(len(calls))):
             call = calls[j]
             unsharded = self.unsharded_at(j, backward=True) + waiting_unsharded
@@ -287,28 +273,23 @@ class StageMemoryWalk:
                         prefetched, below, _ = self.next_prefetch(j)
                 elif unit.closes and unit.last == j:
                     if not self.is_whole:
-                        self.note_tail(unit, j, unsharded, gradients, prefetched + reduce_input, above, below)
+                        # What follows its last module: the unit is not unsharded again yet.
+                        tail = costs.saved[j] + costs.tail_backward_peak[j]
+                        sharded, buffers = unsharded - (unit.bytes.unsharded - unit.kept), prefetched + reduce_input
+                        seen = Neighbours(above, below)
+                        self.note("backward", call.operator, sharded, gradients, buffers, tail, seen)
                         peak = costs.module_backward_peak[j]
                     if not unit.stalls:
                         live = self.at_unshard(j, extra)
                         self.note_gather(unit, j, unsharded, gradients, reduce_input, live, above)
                         prefetched, below, _ = self.next_prefetch(j)
             withheld = costs.withheld[j] if self.is_whole else 0.0
-            live = extra + costs.saved[j] + peak + withheld
-            self.note(
-                "backward",
-                call.operator,
-                unsharded,
-                gradients,
-                prefetched + reduce_input,
-                live,
-                above=above,
-                below=below,
-            )
+            live, seen = extra + costs.saved[j] + peak + withheld, Neighbours(above, below)
+            self.note("backward", call.operator, unsharded, gradients, prefetched + reduce_input, live, seen)
             done.add(call.operator)
             for unit in self.units:
-                if unit.opens and unit.first == j and unit.late:
-                    late.append(unit)
+                if unit.opens and unit.first == j and unit.reduced_after_backward:
+                    reduced_after.append(unit)
                     waiting_unsharded += unit.bytes.unsharded
                 elif unit.opens and unit.first == j:
                     done -= set(unit.operators)
@@ -317,32 +298,24 @@ class StageMemoryWalk:
                     unsharded -= unit.freed
                     live = extra + costs.saved[j] + costs.outgoing[j] + withheld
                     around = prefetched + (reduce_input if unit.stalls else 0)
-                    self.note_reduction(unit, call.operator, unsharded, waiting, around, live, above, below)
+                    seen = Neighbours(above and unit.stalls, below)
+                    self.note_reduction(unit, call.operator, unsharded, waiting, around, live, seen)
                     if unit.replaces_reduction:
                         reduce_input, above = unit.bytes.reduce_input, False
                     reduced += 0 if self.accumulates else unit.bytes.gradients
 
         if costs.is_bottom:
-            self.note_late(late, done, reduced, waiting_unsharded)
+            self.note_reductions_after(reduced_after, done, reduced, waiting_unsharded)
 
     def note_gather(
         self, unit: StagedUnit, j: int, unsharded: float, gradients: float, reduce_input: int, live: float, above: bool
     ) -> None:
         """Note that a unit is gathered for its backward, and then what is prefetched."""
         operator, held = self.costs.stage.calls[j].operator, unsharded + unit.bytes.secondary
-        self.note("backward", operator, held, gradients, unit.prefetched + reduce_input, live, above=above)
+        self.note("backward", operator, held, gradients, unit.prefetched + reduce_input, live, Neighbours(above))
         prefetched, below, temporary = self.next_prefetch(j)
-        self.note(
-            "backward",
-            operator,
-            unsharded,
-            gradients,
-            prefetched + temporary + reduce_input,
-            live,
-            above=above,
-            below=below,
-            gathers_below=below,
-        )
+        buffers, seen = prefetched + temporary + reduce_input, Neighbours(above, below, below)
+        self.note("backward", operator, unsharded, gradients, buffers, live, seen)
 
     def note_reduction(
         self,
@@ -352,19 +325,18 @@ class StageMemoryWalk:
         waiting: float,
         around: int,
         live: float,
-        above: bool,
-        below: bool,
+        seen: Neighbours,
     ) -> None:
         """Note what is held when a unit's gradients have been copied, and when they are reduced.
 
         `around` are buffers of other units.  FSDP2 frees the one of the reduction before; an owner does not.
         """
-        buffers, own, above = around + unit.bytes.reduce_input, unit.bytes, above and unit.stalls
-        self.note("reduce", operator, unsharded, waiting + own.full_gradients, buffers, live, above, below)
+        buffers, own = around + unit.bytes.reduce_input, unit.bytes
+        self.note("reduce", operator, unsharded, waiting + own.full_gradients, buffers, live, seen)
         if unit.stalls:  # An owner's operator has given up its parameters and gradients by now.
             unsharded -= own.unsharded
         gradients = waiting + own.gradients + (0 if unit.stalls else own.last_gradient)
-        self.note("reduce", operator, unsharded, gradients, buffers + own.reduce_temporary, live, above, below)
+        self.note("reduce", operator, unsharded, gradients, buffers + own.reduce_temporary, live, seen)
 
     def at_unshard(self, j: int, extra: float) -> float:
         """Return the activations that are alive when the unit whose last call is j is gathered for its backward."""
@@ -375,26 +347,15 @@ class StageMemoryWalk:
             return costs.block_saved + costs.backward_start[j] - (costs.saved[j + 1] - costs.saved[j])
         return costs.saved[j] + costs.backward_start[j]
 
-    def note_late(self, late: list[StagedUnit], done: set[int], reduced: float, unsharded: float) -> None:
+    def note_reductions_after(self, units: list[StagedUnit], done: set[int], reduced: float, unsharded: float) -> None:
         """Note the reductions that wait for the end of backward."""
-        for unit in reversed(late):  # in the order of modules
+        for unit in reversed(units):  # in the order of modules
             done -= set(unit.operators)
             self.waiting = [other for other in self.waiting if other is not unit]
             waiting = reduced + self.held(done)
-            self.note_reduction(
-                unit, unit.operators[0], unsharded - unit.freed, waiting, 0, 0.0, above=False, below=False
-            )
+            self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, 0.0, ALONE)
             unsharded -= unit.bytes.unsharded
             reduced += 0 if self.accumulates else unit.bytes.gradients
-
-    def note_tail(
-        self, unit: StagedUnit, j: int, unsharded: float, gradients: float, buffers: int, above: bool, below: bool
-    ) -> None:
-        """Note the backward of what follows a unit's last module: the unit is not unsharded again yet."""
-        costs = self.costs
-        unsharded -= unit.bytes.unsharded - unit.kept
-        live = costs.saved[j] + costs.tail_backward_peak[j]
-        self.note("backward", costs.stage.calls[j].operator, unsharded, gradients, buffers, live, above, below)
 
     def next_prefetch(self, j: int) -> tuple[int, bool, int]:
         """Return AG and AGX of FSDP2's unit whose backward comes next below call j, or that it is another stage's."""
@@ -422,26 +383,13 @@ class StageMemoryWalk:
         gradients: float,
         buffers: float,
         activations: float,
-        above: bool = False,
-        below: bool = False,
-        gathers_below: bool = False,
+        neighbours: Neighbours,
     ) -> None:
         """Keep a moment if it is the highest yet of those that see the same neighbours."""
         # Most moments are not: a large search makes millions, so objects are made of the rest only.
-        total, sees = unsharded + gradients + buffers + activations, (phase == "forward", above, below, gathers_below)
+        total, sees = unsharded + gradients + buffers + activations, (phase == "forward", neighbours)
         if total > self.highest.get(sees, (-1.0,))[0]:
-            self.highest[sees] = (
-                total,
-                phase,
-                operator,
-                unsharded,
-                gradients,
-                buffers,
-                activations,
-                above,
-                below,
-                gathers_below,
-            )
+            self.highest[sees] = (total, phase, operator, unsharded, gradients, buffers, activations, neighbours)
 
     def moments(self) -> tuple[Moment, ...]:
         """Return the moments that were kept."""

@@ -6,7 +6,7 @@ Everything that a plan costs is a sum over stages of what is here (`planner.cost
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -26,13 +26,13 @@ class Segment:
     """With recomputation where the block is recomputed."""
     recompute_s: float
     """The part of `backward_s` that is recomputation."""
-    forward_gather_s: float
+    forward_gather_s: float = 0.0
     """All-gather before its forward."""
-    backward_gather_s: float
+    backward_gather_s: float = 0.0
     """All-gather before its backward."""
-    reduce_s: float
+    reduce_s: float = 0.0
     """Reduce-scatter after its backward, in every micro-batch."""
-    step_reduce_s: float
+    step_reduce_s: float = 0.0
     """All-reduce after that, in the last micro-batch of a step."""
     forward_stall_s: float = 0.0
     """Communication before its forward that nothing overlaps with, on any backend."""
@@ -78,27 +78,27 @@ class StageCandidate:
     """OPT, at rest."""
     gradients: int
     """SG, from its reduction (accumulating: always) to the end of the step."""
-    late: int
-    """U + G - SG (accumulating: U + G) of units that are reduced only when all backward is over."""
-    kept: int
-    """Unsharded parameters kept from forward to backward."""
     saved: float
     """Activations kept from forward to backward."""
     moments: tuple[Moment, ...]
     """The highest of those that see the same neighbours."""
-    gather_output: int
-    """AG of its last unit: alive until another unit's takes its place in the forward of a stage above."""
-    prefetched: int
-    """AG of its last unit in backward (0 if kept): alive while the stage above that prefetches it is in backward."""
-    prefetch_temporary: int
-    """AGX of its last unit in backward: alive when the backward of the stage above begins."""
-    reduce_input: int
-    """RSI of the unit that it reduces last in backward: alive until another unit's takes its place."""
-    reduces: bool
-    """Whether there is such a unit."""
     segments: tuple[Segment, ...]
     optimizer_s: float
 
+    reduced_after_backward: int = 0
+    """U + G - SG (accumulating: U + G) of units that are reduced only when all backward is over."""
+    kept: int = 0
+    """Unsharded parameters kept from forward to backward."""
+    gather_output: int = 0
+    """AG of its last unit: alive until another unit's takes its place in the forward of a stage above."""
+    prefetched: int = 0
+    """AG of its last unit in backward (0 if kept): alive while the stage above that prefetches it is in backward."""
+    prefetch_temporary: int = 0
+    """AGX of its last unit in backward: alive when the backward of the stage above begins."""
+    reduce_input: int = 0
+    """RSI of the unit that it reduces last in backward: alive until another unit's takes its place."""
+    reduces: bool = False
+    """Whether there is such a unit."""
     ambient_unsharded: int = 0
     """U of spanning operators that are open or kept while this stage runs."""
     ambient_gradients: int = 0
@@ -109,7 +109,7 @@ class StageCandidate:
     """Whether there is a unit for `prefetched`; FSDP2 prefetches past a stage without."""
     window: int = 0
     """W, at rest, and gradients of offloaded units that wait on the device for the last micro-batch."""
-    meets: bool = False
+    syncs_each_microbatch: bool = False
     """Whether a unit of it makes ranks wait for each other in every micro-batch."""
 
     @property
@@ -174,29 +174,34 @@ def make_option(
         make_unit(costs, u.operators, u.strategy, units, own=True, elsewhere=u.operators[0] in elsewhere) for u in found
     ]
     here = [make_unit(costs, (o,), spanning[o], units, own=False, elsewhere=o in elsewhere) for o in stage.spanning]
-    clock = StageMemoryWalk(costs, own, here, recompute)
-    clock.forward()
+    walk = StageMemoryWalk(costs, own, here, recompute)
+    walk.forward()
     if recompute:
-        clock.recomputation()
-    clock.backward()
-    opened = [unit for unit in clock.units if unit.opens]
-    gathering = [unit for unit in clock.units if not unit.stalls]
+        walk.recomputation()
+    walk.backward()
+    opened = [unit for unit in walk.units if unit.opens]
+    gathering = [unit for unit in walk.units if not unit.stalls]
     entered = [unit for unit in gathering if unit.opens]
     closed = [unit for unit in gathering if unit.closes]
     reducing = [unit for unit in opened if unit.replaces_reduction]
-    late = [unit for unit in own if unit.late]
+    waiting = [unit for unit in own if unit.reduced_after_backward]
     gradients = sum(unit.bytes.gradients for unit in opened)
+    opened_operators = (costs.model.graph.operators[index] for unit in opened for index in unit.operators)
+    tensors = sum(parameter.trainable for operator in opened_operators for parameter in operator.parameters)
+    # What FSDP2 keeps on the device of offloaded gradients until they are reduced across groups.
+    world_size = costs.load.cluster.world_size if walk.accumulates else 0
+    partial = sum(unit.bytes.offloaded for unit in opened if unit.strategy.group < world_size)
     return StageCandidate(
         strategies=strategies,
         recompute=recompute,
         parameters=sum(unit.bytes.parameters for unit in opened),
         optimizer=sum(unit.bytes.optimizer for unit in opened),
         gradients=gradients,
-        late=sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in late)
-        - (0 if clock.accumulates else sum(unit.bytes.gradients for unit in late)),
+        reduced_after_backward=sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
+        - (0 if walk.accumulates else sum(unit.bytes.gradients for unit in waiting)),
         kept=sum(unit.kept for unit in own),
         saved=costs.block_saved if recompute else costs.saved[-1],
-        moments=clock.moments(),
+        moments=walk.moments(),
         gather_output=max(entered, key=lambda unit: unit.first).bytes.gathered if entered else 0,
         gathers=bool(entered),
         prefetched=max(closed, key=lambda unit: unit.last).prefetched if closed else 0,
@@ -204,26 +209,11 @@ def make_option(
         prefetch_temporary=max(closed, key=lambda unit: unit.last).prefetch_temporary if closed else 0,
         reduce_input=min(reducing, key=lambda unit: unit.first).bytes.reduce_input if reducing else 0,
         reduces=bool(reducing),
-        segments=tuple(s.apart(costs.load.cluster.interference) for s in _segments(costs, clock.units, recompute)),
-        optimizer_s=costs.load.optimizer_s(
-            gradients, sum(unit.bytes.offloaded for unit in opened), _tensors(opened, costs)
-        ),
-        meets=any(unit.traffic.meets for unit in clock.units),
-        window=sum(unit.bytes.window + _partial_bytes(unit, costs) for unit in opened),
+        segments=tuple(s.apart(costs.load.cluster.interference) for s in _segments(costs, walk.units, recompute)),
+        optimizer_s=costs.load.optimizer_s(gradients, sum(unit.bytes.offloaded for unit in opened), tensors),
+        syncs_each_microbatch=any(unit.traffic.syncs_each_microbatch for unit in walk.units),
+        window=sum(unit.bytes.window for unit in opened) + partial,
     )
-
-
-def _tensors(units: Iterable[StagedUnit], costs: StageCosts) -> int:
-    """Return how many trained tensors units have."""
-    operators = (costs.model.graph.operators[index] for unit in units for index in unit.operators)
-    return sum(parameter.trainable for operator in operators for parameter in operator.parameters)
-
-
-def _partial_bytes(unit: StagedUnit, costs: StageCosts) -> int:
-    """Return what FSDP2 keeps on the device of an offloaded gradient until it is reduced across groups."""
-    load, strategy = costs.load, unit.strategy
-    accumulates = load.accumulation > 1 and strategy.group < load.cluster.world_size
-    return unit.bytes.offloaded if accumulates else 0
 
 
 def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], units: UnitCosts) -> tuple[int, int]:

@@ -20,6 +20,19 @@ any of its units makes ranks wait for each other in every micro-batch, the slowe
 otherwise the slowest over the step; in both cases (factor - 1) times the seconds of computation.
 
 `planner.cost.simulator` plays the same plan event by event; the two agree (tested).
+
+What a stage adds, whatever its neighbours, are its `OverlapTerms`.  Inside a stage the maxima are fixed; at its
+edges they see one neighbour.  With a the stage above and b the one below, a stage adds
+
+    inner                                                                  over the whole step
+    forward    max(forward, first_gather(a))                               each micro-batch
+    backward   max(top, reduce(a) + last_gather(b))                        one segment
+               max(top, reduce(a) + top_gather)
+               + max(bottom, bottom_reduce + last_gather(b))               more than one
+
+The step grows with every one of these numbers, whatever the neighbours: that is what `planner.search.pareto` rests on.
+Without overlap nothing depends on a neighbour, and all is in `inner`.  The first gather of the first stage, its
+reduction, and the last gather of the last stage come on top.
 """
 
 from __future__ import annotations
@@ -27,6 +40,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.workload import Workload
@@ -83,15 +97,15 @@ def backward_s(segments: Sequence[Segment], overlaps: bool, last: bool) -> float
     return total
 
 
-def meet(options: Iterable[StageCandidate]) -> bool:
+def plan_syncs(options: Iterable[StageCandidate]) -> bool:
     """Return whether a plan makes ranks wait for each other in every micro-batch."""
-    return any(option.meets for option in options)
+    return any(option.syncs_each_microbatch for option in options)
 
 
-def waiting_s(option: StageCandidate, load: Workload, meets: bool) -> float:
-    """Return a stage's share of the waiting in a step, given whether the plan meets in every micro-batch."""
+def waiting_s(option: StageCandidate, load: Workload, syncs: bool) -> float:
+    """Return a stage's share of the waiting in a step, given whether ranks wait for each other in every micro-batch."""
     computing_s = sum(segment.forward_s + segment.backward_s for segment in option.segments)
-    return (load.waits.factor(meets) - 1.0) * load.accumulation * computing_s
+    return (load.waits.factor(syncs) - 1.0) * load.accumulation * computing_s
 
 
 def step_time(options: Sequence[StageCandidate], load: Workload) -> StepTime:
@@ -109,12 +123,79 @@ def step_time(options: Sequence[StageCandidate], load: Workload) -> StepTime:
     elapsed = interference + repeats * forward_s(segments, overlaps) + backward_s(segments, overlaps, last=True)
     if repeats > 1:
         elapsed += (repeats - 1) * backward_s(segments, overlaps, last=False)
-    exposed, meets = max(0.0, elapsed - compute - recompute), meet(options)
+    exposed, syncs = max(0.0, elapsed - compute - recompute), plan_syncs(options)
     return StepTime(
         compute_s=compute,
         recompute_s=recompute,
         exposed_communication_s=exposed,
-        waiting_s=sum(waiting_s(option, load, meets) for option in options),
+        waiting_s=sum(waiting_s(option, load, syncs) for option in options),
         optimizer_s=sum(option.optimizer_s for option in options),
         hidden_communication_s=max(0.0, communication + interference - exposed),
+    )
+
+
+class OverlapTerms(NamedTuple):
+    """The numbers of one stage; all but `inner_s` are those of one micro-batch."""
+
+    inner_s: float
+    """Seconds of a step that depend on no neighbour, the optimizer's and the waiting included."""
+    first_gather_s: float
+    """Gather before its forward, under the forward of the stage below."""
+    reduce_s: float
+    """Reduction under the backward of the stage below, in a micro-batch that is not the last of a step."""
+    last_reduce_s: float
+    """The same in the last micro-batch."""
+    last_gather_s: float
+    """Gather before its backward, under the backward of the stage above."""
+    forward_s: float
+    """Computation of its last segment's forward."""
+    top_s: float
+    """Computation of its last segment's backward."""
+    top_gather_s: float
+    """Gather of its last segment but one before backward; 0 if it is one segment."""
+    bottom_s: float
+    """Computation of its first segment's backward; 0 if it is one segment."""
+    bottom_reduce_s: float
+    """Reduction of its second segment; 0 if it is one segment."""
+    last_bottom_reduce_s: float
+    """The same in the last micro-batch."""
+    single: bool
+    """Whether it is one segment, whose top and bottom windows are one."""
+
+
+def _inner_s(segments: Sequence[Segment], repeats: int) -> float:
+    total = 0.0
+    for this, after in pairwise(segments):
+        total += repeats * max(this.forward_s + this.forward_stall_s, after.forward_gather_s)
+    for below, this, above in zip(segments, segments[1:], segments[2:], strict=False):
+        for last, times in ((False, repeats - 1), (True, 1)):
+            around_s = reduction_s(above, last) + below.backward_gather_s
+            total += times * max(this.backward_s + this.backward_stall_s, around_s)
+    return total
+
+
+def overlap_terms(option: StageCandidate, load: Workload, syncs: bool = True) -> OverlapTerms:
+    """Return the numbers of a stage under one option; `syncs` says which waiting the plan is charged."""
+    waiting = waiting_s(option, load, syncs)
+    if not load.cluster.overlaps:
+        time = step_time([option], load)
+        alone_s = time.total_s - time.waiting_s + waiting
+        return OverlapTerms(alone_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, single=True)
+    segments, repeats = option.segments, load.accumulation
+    lost_s = sum(repeats * segment.interference_s + segment.step_interference_s for segment in segments)
+    first, last, single = segments[0], segments[-1], len(segments) == 1
+    second = None if single else segments[1]
+    return OverlapTerms(
+        inner_s=option.optimizer_s + waiting + lost_s + (0.0 if single else _inner_s(segments, repeats)),
+        first_gather_s=first.forward_gather_s,
+        reduce_s=first.reduce_s,
+        last_reduce_s=reduction_s(first, last=True),
+        last_gather_s=last.backward_gather_s,
+        forward_s=last.forward_s + last.forward_stall_s,
+        top_s=last.backward_s + last.backward_stall_s,
+        top_gather_s=0.0 if single else segments[-2].backward_gather_s,
+        bottom_s=0.0 if single else first.backward_s + first.backward_stall_s,
+        bottom_reduce_s=reduction_s(second, last=False) if second else 0.0,
+        last_bottom_reduce_s=reduction_s(second, last=True) if second else 0.0,
+        single=single,
     )

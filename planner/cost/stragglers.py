@@ -1,8 +1,8 @@
 """Imbalance: how long ranks wait for the slowest when micro-batches are not all alike.
 
 Micro-batches of ranks are independent and cost X seconds of compute each, with mean 1 and distribution
-function F.  Where the N ranks meet in every micro-batch (any collective before or after a layer), each
-takes as long as the slowest rank's; where they meet once per step, the step takes as long as the
+function F.  Where the N ranks wait for each other in every micro-batch (any collective before or after a layer), each
+takes as long as the slowest rank's; where they wait for each other once per step, the step takes as long as the
 slowest sum of M micro-batches (David and Nagaraja, "Order Statistics", 2003, section 2.1):
 
     per_micro_batch = E[max of N draws of X] = int x d(F(x)^N)                         `_slowest`
@@ -55,9 +55,9 @@ class Waits:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     per_micro_batch: float = 1.0
-    """If ranks meet in every micro-batch."""
+    """If ranks wait for each other in every micro-batch."""
     per_step: float = 1.0
-    """If they meet once per step only."""
+    """If they wait for each other once per step only."""
     source: str = ""
     """Where the imbalance comes from, in words; empty if micro-batches are alike."""
     fill: float = 1.0
@@ -65,12 +65,12 @@ class Waits:
 
     @property
     def are_uneven(self) -> bool:
-        """Whether ranks wait longer if they meet in every micro-batch."""
+        """Whether waiting for each other in every micro-batch takes longer than once per step."""
         return self.per_micro_batch > self.per_step
 
-    def factor(self, meets: bool) -> float:
-        """Return the one that applies, given whether ranks meet in every micro-batch."""
-        return self.per_micro_batch if meets else self.per_step
+    def factor(self, syncs: bool) -> float:
+        """Return the factor, given whether ranks wait for each other in every micro-batch."""
+        return self.per_micro_batch if syncs else self.per_step
 
 
 NO_WAITS = Waits()

@@ -48,7 +48,7 @@ class UnitTraffic:
     """After its backward, in the last micro-batch of a step only."""
     add_s: float = 0.0
     """After its reduction in every micro-batch but the first: adding the gradient to the one on the host."""
-    meets: bool = False
+    syncs_each_microbatch: bool = False
     """Whether ranks wait for each other in every micro-batch."""
 
 
@@ -56,10 +56,10 @@ def unit_traffic(parameters: Iterable[Parameter], strategy: Strategy, precision:
     """Return the seconds of a unit's collectives and copies."""
     parameters = tuple(parameters)
     seconds: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "step": 0.0}
-    meets = False
+    syncs = False
     for collective in unit_collectives(parameters, strategy, precision, cluster):
         seconds[collective.phase] += collective.time_s(cluster)
-        meets = meets or (collective.phase != "step" and collective.operation not in ONE_SIDED)
+        syncs = syncs or (collective.phase != "step" and collective.operation not in ONE_SIDED)
         seconds[collective.phase] += strategy.spec.extra_s(collective, cluster)
     if cluster.measured is not None:
         for phase in ("forward", "backward", "reduce"):
@@ -74,4 +74,4 @@ def unit_traffic(parameters: Iterable[Parameter], strategy: Strategy, precision:
             seconds[phase] += (reduced if is_gradient else rested) / cluster.host.link_bytes_per_s.value
         if ("reduce", True) in copies:
             add_s = ADD_TENSORS * reduced / cluster.host.memory_bytes_per_s.value
-    return UnitTraffic(seconds["forward"], seconds["backward"], seconds["reduce"], seconds["step"], add_s, meets)
+    return UnitTraffic(seconds["forward"], seconds["backward"], seconds["reduce"], seconds["step"], add_s, syncs)

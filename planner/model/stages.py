@@ -5,7 +5,7 @@ A stage is a block, or one operator outside every block (small ones are joined u
 transfer).  Operators that run in several stages (a tied embedding and head) belong to none: they
 are the *spanning* operators, wrapped as one unit that lives from its first call to its last.
 
-Stages with equal `kind` are alike: the search counts them instead of telling them apart.
+Stages with equal `stage_class` are alike: the search counts them instead of telling them apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stage:
 
     name: str
     """Name of the block, or of the first operator."""
-    kind: int
+    stage_class: int
     """Stages with equal numbers are alike."""
     block: int | None
     """Index of the block, or None."""
@@ -111,7 +111,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
     last = {o: max(i for i, c in enumerate(graph.calls) if c.operator == o) for o in spanning}
     called = {call.operator for call in graph.calls}
     idle = tuple(o for o in range(len(graph.operators)) if o not in called)
-    kinds: dict[object, int] = {}
+    classes: dict[object, int] = {}
     stages = []
     for start, stop, block in _ranges(graph, spanning, wholes):
         calls = graph.calls[start:stop]
@@ -129,7 +129,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         stages.append(
             Stage(
                 name=name,
-                kind=kinds.setdefault(key, len(kinds)),
+                stage_class=classes.setdefault(key, len(classes)),
                 block=block,
                 calls=calls,
                 operators=operators,

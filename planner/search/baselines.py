@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from planner.cost.ddp import as_run
 from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
-from planner.search.search_space import Space, StageDecision
+from planner.pricing import as_run, fixed
+from planner.search.candidates import StageDecision
+from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 
@@ -48,7 +49,7 @@ def uniform(space: Space, load: Workload, strategy: Strategy, recompute: bool) -
         StageDecision((strategy,) * len(stage.operators), recompute and stage.block is not None)
         for stage in space.model.stages
     )
-    return space.fixed(load, choices, strategy if space.model.spanning else None)
+    return fixed(space, load, choices, strategy if space.model.spanning else None)
 
 
 def _at(space: Space, load: Workload, strategy: Strategy, recompute: bool, limit_bytes: float) -> Baseline:
@@ -58,15 +59,6 @@ def _at(space: Space, load: Workload, strategy: Strategy, recompute: bool, limit
     peak = peak_memory(options, load).total_bytes
     speed = load.samples_per_step / step_time(options, load).total_s
     return Baseline(strategy.spec.baseline, strategy, recompute, peak <= limit_bytes, load, options, round(peak), speed)
-
-
-def _best(found: Iterable[Baseline]) -> Baseline:
-    """Return the fastest that fits, or else the smallest."""
-    found = list(found)
-    fitting = [baseline for baseline in found if baseline.feasible]
-    if fitting:
-        return max(fitting, key=lambda baseline: baseline.samples_per_s)
-    return min(found, key=lambda baseline: baseline.peak_memory_bytes)
 
 
 def _sizes(
@@ -87,5 +79,7 @@ def baselines(space: Space, loads: tuple[Workload, ...], limit_bytes: float) -> 
     for name in NAMES:
         group = [strategy for strategy in strategies if strategy.spec.baseline == name]
         for recompute in (False, True) if has_blocks and group else (False,) if group else ():
-            found.append(_best(b for s in group for b in _sizes(space, loads, s, recompute, limit_bytes)))
+            sizes = [b for s in group for b in _sizes(space, loads, s, recompute, limit_bytes)]
+            fastest = max((b for b in sizes if b.feasible), key=lambda b: b.samples_per_s, default=None)
+            found.append(fastest or min(sizes, key=lambda b: b.peak_memory_bytes))
     return tuple(found)

@@ -12,11 +12,12 @@ the user decided in every choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from planner.model.fsdp_units import check_split
 from planner.model.stages import JOIN_NUMEL, Stage
+from planner.problem import NO_PINS, Pins
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
@@ -39,24 +40,11 @@ MIXED_STRATEGIES = 5
 the square, and the time of a search with these."""
 SPLIT_STRATEGIES = 3
 """The same for the slices of split operators."""
-MANY_KINDS, DIVERSE_STRATEGIES = 24, 5
-"""A model with more kinds of stages than the first, hardly two of them alike, is offered no mixes and no splits, and of
-the strategies so many and the one that needs least memory.  With all that others are offered, 100 distinct layers
-(`scripts/bench/planning_time.py --child 100 distinct`) took 80 s of CPU to search, not 4, on two cores of 2026-11-21,
+MANY_CLASSES, DIVERSE_STRATEGIES = 24, 5
+"""A model with more classes of stages than the first, hardly two of them alike, is offered no mixes and no splits, and
+of the strategies so many and the one that needs least memory.  With all that others are offered, 100 distinct layers
+(`scripts/bench/planner.py --child 100 distinct`) took 80 s of CPU to search, instead of 4, on two cores of 2026-11-21,
 for a plan that is 0.15 % faster."""
-
-
-@dataclass(frozen=True)
-class Pins:
-    """What the user decided: the search leaves it so."""
-
-    strategies: Mapping[int, tuple[Strategy, ...]] = field(default_factory=dict)
-    """Strategies of the slices of operators, one for an operator that stays whole, by its index in the graph."""
-    recompute: Mapping[int, bool] = field(default_factory=dict)
-    """Whether blocks are recomputed, by the block's index in the graph."""
-
-
-NO_PINS = Pins()
 
 
 @dataclass(frozen=True)
@@ -104,7 +92,10 @@ def choices_of(
         taken: dict[Slices, None] = {(): None}
     else:
         offered = _wholes(stage, strategies) if whole else _assignments(stage, graph, strategies)
-        taken = dict.fromkeys(_with_pins(slices, stage, pins) for slices in offered)
+        taken = dict.fromkeys(
+            tuple(pins.strategies.get(o, parts) for o, parts in zip(stage.operators, slices, strict=True))
+            for slices in offered
+        )
     again = (False, True) if stage.block is not None else (False,)
     if stage.block is not None and stage.block in pins.recompute:
         again = (pins.recompute[stage.block],)
@@ -115,10 +106,6 @@ def _choice(slices: Slices, recompute: bool) -> StageDecision:
     counts = tuple(len(parts) for parts in slices)
     flat = tuple(strategy for parts in slices for strategy in parts)
     return StageDecision(flat, recompute, counts if len(flat) > len(slices) else ())
-
-
-def _with_pins(slices: Slices, stage: Stage, pins: Pins) -> Slices:
-    return tuple(pins.strategies.get(o, parts) for o, parts in zip(stage.operators, slices, strict=True))
 
 
 def _wholes(stage: Stage, strategies: Sequence[Strategy]) -> Iterator[Slices]:

@@ -1,6 +1,6 @@
-"""The integer program: how many stages of each kind take which option.
+"""The integer program: how many stages of each class take which option.
 
-Variables (r a run of alike stages, k an option of its kind)
+Variables (r a run of alike stages, k an option of its class)
 
     n[r, k]     integer, how many of the run's stages take the option; sum_k n[r, k] = length of r
     used[r, k]  0 or 1, whether any does (for runs longer than one; otherwise n itself)
@@ -22,15 +22,13 @@ PuLP is the modelling layer; HiGHS solves (CBC if it is missing).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pulp
 
 from planner.cost.peak_memory import beside, neighbour_bytes, peak_memory
 from planner.cost.stage_option import StageCandidate
-from planner.cost.step_time import step_time, waiting_s
-from planner.cost.windows import OverlapTerms, overlap_terms
+from planner.cost.step_time import overlap_terms, step_time, waiting_s
 from planner.cost.workload import Workload
 from planner.search.pareto import lightest
 from planner.search.search_space import CandidateSet
@@ -68,22 +66,6 @@ SOLVER_ERROR = 1e-6
 Terms = dict[pulp.LpVariable, float]
 
 
-class _Edges:
-    """What one stage's windows at its edges are made of, as terms in its counts."""
-
-    def __init__(self, count: Sequence[pulp.LpVariable], windows: Sequence[OverlapTerms], last: bool) -> None:
-        def terms(name: str) -> Terms:
-            return {n: getattr(w, name) for n, w in zip(count, windows, strict=True)}
-
-        self.first_gather, self.last_gather = terms("first_gather_s"), terms("last_gather_s")
-        self.reduce = terms("last_reduce_s" if last else "reduce_s")
-        self.forward, self.top, self.top_gather = terms("forward_s"), terms("top_s"), terms("top_gather_s")
-        self.bottom = terms("bottom_s")
-        self.bottom_reduce = terms("last_bottom_reduce_s" if last else "bottom_reduce_s")
-        self.several = {n for n, w in zip(count, windows, strict=True) if not w.single}
-        """Options of more than one segment, whose top and bottom windows are two."""
-
-
 @dataclass(frozen=True)
 class Solution:
     """What the solver says, decoded."""
@@ -102,13 +84,13 @@ def steady_s(option: StageCandidate, menu: CandidateSet) -> float:
     """Return what one more stage of this option adds to the step of a long run of it."""
     four, three = (step_time([option] * count, menu.load) for count in (4, 3))
     own_s = four.total_s - four.waiting_s - three.total_s + three.waiting_s
-    return own_s + waiting_s(option, menu.load, menu.meets)
+    return own_s + waiting_s(option, menu.load, menu.syncs_each_microbatch)
 
 
 def drift_bytes(option: StageCandidate, load: Workload) -> float:
     """Return by how much the live memory changes when its backward is over."""
     gradients = 0 if load.accumulation > 1 else option.gradients
-    return gradients + option.late - option.saved - option.kept
+    return gradients + option.reduced_after_backward - option.saved - option.kept
 
 
 def make_solver(gap: float, seconds: float) -> pulp.LpSolver:
@@ -125,7 +107,7 @@ class CountingProgram:
     def __init__(self, menu: CandidateSet, limit_bytes: float | None, exact: bool = False) -> None:
         self.menu, self.load = menu, menu.load
         self.exact = exact
-        self.runs = tuple((kind, 1) for kind in menu.kinds) if self.exact else menu.runs()
+        self.runs = tuple((stage_class, 1) for stage_class in menu.stage_classes) if self.exact else menu.runs()
         self.gap = 0.0 if len(self.runs) <= FEW_RUNS else MANY_RUNS_GAP
         self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
         self.limit: pulp.LpVariable | float = self.problem.add_variable("limit_mib", 0)
@@ -136,10 +118,11 @@ class CountingProgram:
         self.with_rows: set[int] = set()
         """Runs of one stage whose rows have been added."""
         self.windows = [
-            [overlap_terms(option, self.load, menu.meets) for option in self.options(r)] for r in range(len(self.runs))
+            [overlap_terms(option, self.load, menu.syncs_each_microbatch) for option in self.options(r)]
+            for r in range(len(self.runs))
         ]
-        for r, (kind, length) in enumerate(self.runs):
-            self._add_run(r, len(menu.options[kind]), length)
+        for r, (stage_class, length) in enumerate(self.runs):
+            self._add_run(r, len(menu.options[stage_class]), length)
 
     def _add_run(self, r: int, options: int, length: int) -> None:
         count = [self._integer(f"n_{r}_{k}", length) for k in range(options)]
@@ -174,23 +157,32 @@ class CountingProgram:
                     self._add_windows(terms, last, repeats)
         self.problem.setObjective(_expression(terms))
 
+    def _terms(self, r: int, name: str) -> Terms:
+        """Return one of `OverlapTerms` of a run as terms in its counts; nothing beyond the ends of the chain."""
+        if not 0 <= r < len(self.runs):
+            return {}
+        return {n: getattr(w, name) for n, w in zip(self.count[r], self.windows[r], strict=True)}
+
     def _add_windows(self, terms: Terms, last: bool, repeats: int) -> None:
         """Add forward and backward of one micro-batch to the objective, window by window."""
-        chain = [_Edges(count, windows, last) for count, windows in zip(self.count, self.windows, strict=True)]
-        for part in (chain[0].first_gather, chain[0].reduce, chain[-1].last_gather):
-            _add(terms, part, repeats)
-        nothing: Terms = {}
-        for r, here in enumerate(chain):
-            above, below = chain[r + 1] if r + 1 < len(chain) else None, chain[r - 1] if r else None
-            reduction, gather = above.reduce if above else nothing, below.last_gather if below else nothing
+        reduce, bottom_reduce = ("last_reduce_s", "last_bottom_reduce_s") if last else ("reduce_s", "bottom_reduce_s")
+        for r, name in ((0, "first_gather_s"), (0, reduce), (len(self.runs) - 1, "last_gather_s")):
+            _add(terms, self._terms(r, name), repeats)
+        for r in range(len(self.runs)):
+            reduction, gather = self._terms(r + 1, reduce), self._terms(r - 1, "last_gather_s")
             most_s = max(gather.values(), default=0.0)
-            several = dict.fromkeys(here.several, -most_s)
-            one = {n: -most_s for n in self.count[r] if n not in here.several}
+            several = {n: -most_s for n, w in zip(self.count[r], self.windows[r], strict=True) if not w.single}
+            one = {n: -most_s for n in self.count[r] if n not in several}
+            bottom = [[self._terms(r, "bottom_s")], [self._terms(r, bottom_reduce), gather, one]]
             # A row that is for stages of one segment only (or of several) gives way by the largest gather.
             windows = {
-                "forward": [[here.forward], [above.first_gather if above else nothing]],
-                "top": [[here.top], [reduction, here.top_gather], [reduction, gather, several]],
-                "bottom": [[here.bottom], [here.bottom_reduce, gather, one]] if here.several else [],
+                "forward": [[self._terms(r, "forward_s")], [self._terms(r + 1, "first_gather_s")]],
+                "top": [
+                    [self._terms(r, "top_s")],
+                    [reduction, self._terms(r, "top_gather_s")],
+                    [reduction, gather, several],
+                ],
+                "bottom": bottom if several else [],
             }
             for name, rows in windows.items():
                 window = self.problem.add_variable(f"{name}_{r}_{int(last)}", 0)
@@ -229,7 +221,7 @@ class CountingProgram:
                 held = float(option.rest)
                 held += option.saved + option.kept if q < r else 0.0
                 held += option.gradients if accumulates or (q > r and not forward) else 0.0
-                held += option.late if q > r and not forward else 0.0
+                held += option.reduced_after_backward if q > r and not forward else 0.0
                 terms[n] = held
         return terms
 
@@ -272,7 +264,7 @@ class CountingProgram:
             option, n = options[other], self.count[r][other]
             above = position < place or (other == k and not first)
             reduced = 0.0 if accumulates or forward else float(option.gradients)
-            reduced += 0.0 if forward else option.late
+            reduced += 0.0 if forward else option.reduced_after_backward
             held = reduced if above else option.saved + option.kept
             _add(terms, {n: held}, 1)
             if other == k:
@@ -319,7 +311,7 @@ class CountingProgram:
     def smallest(cls, menu: CandidateSet) -> Solution:
         """Return a plan that needs about the least memory; its objective means nothing."""
         kept = [lightest(options) for options in menu.options]
-        program = cls(menu.only(kept), None, exact=len(menu.kinds) <= EXACT_STAGES)
+        program = cls(menu.only(kept), None, exact=len(menu.stage_classes) <= EXACT_STAGES)
         program.problem.setObjective(pulp.LpAffineExpression([(program.limit, 1)]))
         program.limit_memory()
         best: tuple[float, Solution] | None = None
@@ -331,12 +323,12 @@ class CountingProgram:
             peak = peak_memory(solution.options, menu.load)
             if best is None or peak.total_bytes < best[0]:
                 best = peak.total_bytes, solution
-            told_bytes = solution.objective_s * 2**20 + menu.load.cluster.reserve_bytes
-            if peak.stage is None or peak.total_bytes <= told_bytes * (1 + SAME_PEAK):
+            claimed_bytes = solution.objective_s * 2**20 + menu.load.cluster.reserve_bytes
+            if peak.stage is None or peak.total_bytes <= claimed_bytes * (1 + SAME_PEAK):
                 break
-            program._cut_off(solution, told_bytes)
+            program._cut_off(solution, claimed_bytes)
         assert best is not None, "without a limit there is a plan"
-        picks = tuple(kept[kind][k] for kind, k in zip(menu.kinds, best[1].picks, strict=True))
+        picks = tuple(kept[stage_class][k] for stage_class, k in zip(menu.stage_classes, best[1].picks, strict=True))
         return replace(best[1], picks=picks)
 
     def _decode(self) -> Solution | None:
@@ -349,8 +341,7 @@ class CountingProgram:
             if len(from_top) != length:
                 return None  # It ran out of time before it had a plan, and says "feasible" all the same.
             picks += reversed(from_top)
-        options = tuple(self.menu.options[kind][k] for kind, k in zip(self.menu.kinds, picks, strict=True))
-        return Solution(options, tuple(picks), pulp.value(self.problem.objective))
+        return Solution(self.menu.picked(picks), tuple(picks), pulp.value(self.problem.objective))
 
     def _cut_off(self, solution: Solution, limit_bytes: float) -> None:
         """Add the moment at which the decoded plan exceeds the limit."""
@@ -386,8 +377,3 @@ def fastest(menu: CandidateSet, limit_bytes: float, exact: bool = False) -> Solu
     program = CountingProgram(menu, limit_bytes, exact)
     program.minimise_time()
     return program.solve(limit_bytes)
-
-
-def counted_s(options: Sequence[StageCandidate], menu: CandidateSet) -> float:
-    """Return what the counted objective gives for a plan: the pure function behind it."""
-    return sum(steady_s(option, menu) for option in options)

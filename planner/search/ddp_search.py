@@ -19,11 +19,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.cost.ddp import Replica, can_replicate
+from planner.cost.ddp import can_replicate
 from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
+from planner.pricing import replica
 from planner.search.search_space import Space
 from planner.strategies.replicate import COPY
 
@@ -38,11 +39,6 @@ class Replicated:
     samples_per_s: float = 0.0
     bound_samples_per_s: float = 0.0
     """No such plan of any workload is faster, but for those below the floor."""
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether one beats the floor."""
-        return self.load is not None
 
 
 def fastest_replicated(space: Space, loads: Sequence[Workload], limit_bytes: float, floor: float) -> Replicated:
@@ -76,7 +72,7 @@ class _Sizing:
 
     def __init__(self, space: Space, load: Workload, limit_bytes: float) -> None:
         self.load, self.limit_bytes = load, limit_bytes
-        self.replica, self.stages = Replica(space, load), space.model.stages
+        self.replica, self.stages = replica(space, load), space.model.stages
         free = {stage.block for stage in self.stages} - {None, *space.pins.recompute}
         always = {block for block, again in space.pins.recompute.items() if again}
         self.pinned = [stage.block in always for stage in self.stages]
@@ -85,9 +81,9 @@ class _Sizing:
         pairs = list(zip(self.plain, again, strict=True))
         self.saving = [without.saved - with_.saved for without, with_ in pairs]
         self.cost_s = [load.accumulation * sum(s.recompute_s for s in option.segments) for option in again]
-        worthy = [j for j, stage in enumerate(self.stages) if stage.block in free and self.saving[j] > 0]
+        useful = [j for j, stage in enumerate(self.stages) if stage.block in free and self.saving[j] > 0]
         # From the bottom: what is recomputed there is recomputed when little else is held.
-        self.order = sorted(worthy, key=lambda j: self.cost_s[j] / self.saving[j])
+        self.order = sorted(useful, key=lambda j: self.cost_s[j] / self.saving[j])
 
     @property
     def excess_bytes(self) -> float:

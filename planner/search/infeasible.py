@@ -10,19 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from planner.cost.peak_memory import MemoryPeak
 from planner.cost.workload import Workload
 from planner.pins import Pin, on_cluster, resolve
+from planner.problem import Task
 from planner.search.least_memory import LeastMemoryPlan, is_ruled_out, smallest_plan
 from planner.search.search_space import Space
 from profiler.byte_sizes import MIB, format_bytes, whole_mib
-from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-
-if TYPE_CHECKING:
-    from planner.search.search import Task
 
 MOST_DOUBLINGS = 4
 """How often the number of ranks is doubled to see whether that is enough."""
@@ -60,7 +56,7 @@ class Refusal:
     """The model's largest operators."""
     remedies: tuple[Remedy, ...]
     headroom_bytes: int = 0
-    """Memory of the user's limit that is to be left free beside."""
+    """Memory of the user's limit that is to be left free in addition."""
     advised_bytes: int | None = None
     """The smallest limit that works with the headroom; None: without a headroom."""
 
@@ -113,33 +109,21 @@ def refusal_of(smallest: LeastMemoryPlan, space: Space, task: Task) -> Refusal:
     largest = sorted(space.graph.operators, key=lambda operator: -operator.numel)[:2]
     attempts = _changes(task, candidate.load)
     remedies = tuple(remedy for change in attempts for remedy in _first_enough(space, change, task))
-    return Refusal(
-        task.limit_bytes,
-        peak,
-        candidate.load,
-        operator.name if operator else "",
-        tuple(operator.name for operator in largest),
-        remedies,
-    )
+    name, names = operator.name if operator else "", tuple(operator.name for operator in largest)
+    return Refusal(task.limit_bytes, peak, candidate.load, name, names, remedies)
 
 
 def _first_enough(space: Space, attempts: Iterable[tuple[str, Workload]], task: Task) -> Iterator[Remedy]:
     """Yield the first of several attempts at one change after which a plan fits, if any."""
     for change, load in attempts:
-        there = space_on(space, load.cluster, task)
+        is_alike = load.cluster == task.cluster or not task.pins.strategies
+        there = space if is_alike else Space(task.graph, pins=on_cluster(task.pins, load.cluster))
         if is_ruled_out(there, load, task.limit_bytes):
             continue
         needed_bytes = smallest_plan(there, load, task.limit_bytes).needed_bytes
         if needed_bytes <= task.limit_bytes:
             yield Remedy(change, needed_bytes)
             return
-
-
-def space_on(space: Space, cluster: Cluster, task: Task) -> Space:
-    """Return the space of a task on another cluster; raises OsdpError if it has not what is pinned."""
-    if cluster == task.cluster or not task.pins.strategies:
-        return space
-    return Space(task.graph, pins=on_cluster(task.pins, cluster))
 
 
 def _changes(task: Task, load: Workload) -> Iterator[Iterable[tuple[str, Workload]]]:
@@ -177,11 +161,11 @@ def _with_more_ranks(task: Task, load: Workload) -> Iterator[tuple[str, Workload
         yield change, replace(load, cluster=larger, accumulation=repeats)
 
 
-def blame(task: Task, load: Workload, wishes: Sequence[Pin]) -> Iterator[Remedy]:
+def blame(task: Task, load: Workload, pins: Sequence[Pin]) -> Iterator[Remedy]:
     """Yield each pin without which a workload has a plan that fits; all of them if only together they are to blame."""
-    without = {f"without --pin '{pin}'": [*wishes[:index], *wishes[index + 1 :]] for index, pin in enumerate(wishes)}
+    without = {f"without --pin '{pin}'": [*pins[:index], *pins[index + 1 :]] for index, pin in enumerate(pins)}
     guilty = [remedy for change, rest in without.items() for remedy in _without(task, load, change, rest)]
-    yield from guilty or (_without(task, load, "without any pin", []) if len(wishes) > 1 else ())
+    yield from guilty or (_without(task, load, "without any pin", []) if len(pins) > 1 else ())
 
 
 def _without(task: Task, load: Workload, change: str, rest: Sequence[Pin]) -> Iterator[Remedy]:

@@ -14,7 +14,7 @@ over all orders of options, also those that the integer program does not tell ap
 
 where the upward face of an option is what the stage above sees of it (the gather before its forward,
 its reduction) and the downward face what the stage below sees (the gather before its backward).
-L is concave; `lower_bound_s` maximises it over lambda, and over moments takes the best.
+L is concave; `ChainBound.bound_s` maximises it over lambda, and over moments takes the best.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from planner.cost.peak_memory import beside, neighbour_bytes
 from planner.cost.stage_memory import Moment
 from planner.cost.stage_option import StageCandidate
-from planner.cost.windows import OverlapTerms, overlap_terms
+from planner.cost.step_time import OverlapTerms, overlap_terms
 from planner.cost.workload import Workload
 from planner.search.search_space import CandidateSet
 
@@ -55,7 +55,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True)
 class _Faces:
-    """The options of one kind as arrays over options k."""
+    """The options of one class as arrays over options k."""
 
     upward: Array
     """Distinct (first gather, reduction, reduction with all-reduce), one row each."""
@@ -65,7 +65,7 @@ class _Faces:
     """Distinct gathers before backward."""
     downward_of: Indices
     windows: Array
-    """The numbers of `planner.cost.windows.Windows`, shape (options, numbers)."""
+    """The numbers of `planner.cost.step_time.OverlapTerms`, shape (options, numbers)."""
     order: Indices
     """Options sorted by upward face."""
     starts: Indices
@@ -86,7 +86,9 @@ _BOTTOM_REDUCE = [OverlapTerms._fields.index(name) for name in ("bottom_reduce_s
 
 
 def _faces(options: Sequence[StageCandidate], menu: CandidateSet) -> _Faces:
-    windows = np.array([overlap_terms(option, menu.load, menu.meets) for option in options], dtype=np.float64)
+    windows = np.array(
+        [overlap_terms(option, menu.load, menu.syncs_each_microbatch) for option in options], dtype=np.float64
+    )
     upward, upward_of = np.unique(windows[:, _UPWARD], axis=0, return_inverse=True)
     downward, downward_of = np.unique(windows[:, _DOWNWARD], return_inverse=True)
     upward_of = upward_of.reshape(-1)
@@ -120,24 +122,24 @@ class ChainBound:
         self._duals: dict[tuple[float, MemoryEvent, int], tuple[float, float]] = {}
         self._table_lists: dict[tuple[int | None, int, int | None], Any] = {}
 
-    def table(self, above: int | None, kind: int, below: int | None) -> Array:
-        """Return the windows of a kind between two others (None: the end of the chain)."""
-        key = (above, kind, below)
+    def table(self, above: int | None, stage_class: int, below: int | None) -> Array:
+        """Return the windows of a class between two others (None: the end of the chain)."""
+        key = (above, stage_class, below)
         if key not in self.tables:
             upward = np.zeros((1, 3)) if above is None else self.faces[above].upward
             downward = np.zeros(1) if below is None else self.faces[below].downward
-            self.tables[key] = _edges_s(self.faces[kind], upward, downward, self.load)
+            self.tables[key] = _edges_s(self.faces[stage_class], upward, downward, self.load)
         return self.tables[key]
 
     def stage_s(self, picks: Sequence[int], index: int) -> float:
         """Return the seconds of one stage between its neighbours; over all stages they sum to the step."""
-        kinds, repeats, pick = self.menu.kinds, self.load.accumulation, picks[index]
-        top, bottom = index + 1 == len(kinds), index == 0
-        above, below = None if top else kinds[index + 1], None if bottom else kinds[index - 1]
+        classes, repeats, pick = self.menu.stage_classes, self.load.accumulation, picks[index]
+        top, bottom = index + 1 == len(classes), index == 0
+        above, below = None if top else classes[index + 1], None if bottom else classes[index - 1]
         upward = 0 if above is None else self._lists[above][1][picks[index + 1]]
         downward = 0 if below is None else self._lists[below][2][picks[index - 1]]
-        inner_s, _, _, gathers_s, ends_s = self._lists[kinds[index]]
-        total: float = inner_s[pick] + self._table_list(above, kinds[index], below)[pick][upward][downward]
+        inner_s, _, _, gathers_s, ends_s = self._lists[classes[index]]
+        total: float = inner_s[pick] + self._table_list(above, classes[index], below)[pick][upward][downward]
         if top:
             total += repeats * gathers_s[pick]
         if bottom:
@@ -159,22 +161,22 @@ class ChainBound:
             for f in self.faces
         ]
 
-    def _table_list(self, above: int | None, kind: int, below: int | None) -> Any:
-        key = (above, kind, below)
+    def _table_list(self, above: int | None, stage_class: int, below: int | None) -> Any:
+        key = (above, stage_class, below)
         if key not in self._table_lists:
-            self._table_lists[key] = self.table(above, kind, below).tolist()
+            self._table_lists[key] = self.table(above, stage_class, below).tolist()
         return self._table_lists[key]
 
-    def memory(self, place: MemoryEvent) -> list[Array]:
+    def memory(self, event: MemoryEvent) -> list[Array]:
         """Return, for each stage, the bytes of each option at a moment."""
         rows: list[Array] = []
-        for index, kind in enumerate(self.menu.kinds):
-            relation = _relation(index, place)
-            # Stages further off see nothing of the place but the side that they are on.
-            key = (kind, relation, place if abs(relation) < 2 else None)
+        for index, stage_class in enumerate(self.menu.stage_classes):
+            # Stages further off see nothing of the event but the side that they are on; 9: in the optimizer step.
+            relation = 9 if event.stage is None else max(-2, min(2, index - event.stage))
+            key = (stage_class, relation, event if abs(relation) < 2 else None)
             if key not in self._held:
-                options = self.menu.options[kind]
-                self._held[key] = np.array([_held(option, relation, place, self.load) for option in options])
+                options = self.menu.options[stage_class]
+                self._held[key] = np.array([_held(option, relation, event, self.load) for option in options])
             rows.append(self._held[key])
         return rows
 
@@ -187,9 +189,9 @@ class ChainBound:
         The result is a lower bound, and off by at most `TOLERANCE`.
         """
         value: Array | None = None
-        index = len(self.menu.kinds) - 1
+        index = len(self.menu.stage_classes) - 1
         while index >= 0:
-            faces = self.faces[self.menu.kinds[index]]
+            faces = self.faces[self.menu.stage_classes[index]]
             costs = self._extend(index, value, memory, prices)
             before, value = value, np.minimum.reduceat(costs[:, faces.order], faces.starts, axis=1)
             index -= 1
@@ -207,10 +209,15 @@ class ChainBound:
 
     def _alike_below(self, index: int, memory: Sequence[Array]) -> int:
         """Return how many stages right below one add to V by the same rule as it does."""
-        kinds, count = self.menu.kinds, 0
+        classes, count = self.menu.stage_classes, 0
 
         def rule(i: int) -> tuple[object, ...]:
-            return kinds[i], kinds[i - 1] if i else None, kinds[i + 1] if i + 1 < len(kinds) else None, id(memory[i])
+            return (
+                classes[i],
+                classes[i - 1] if i else None,
+                classes[i + 1] if i + 1 < len(classes) else None,
+                id(memory[i]),
+            )
 
         while index - count - 1 >= 0 and rule(index - count - 1) == rule(index):
             count += 1
@@ -221,11 +228,11 @@ class ChainBound:
 
         `value` is the same for the stage above, minimised to (prices, its upward faces, faces below).
         """
-        kinds, repeats = self.menu.kinds, self.load.accumulation
-        faces = self.faces[kinds[index]]
-        above = kinds[index + 1] if index + 1 < len(kinds) else None
-        below = kinds[index - 1] if index else None
-        table = self.table(above, kinds[index], below)
+        classes, repeats = self.menu.stage_classes, self.load.accumulation
+        faces = self.faces[classes[index]]
+        above = classes[index + 1] if index + 1 < len(classes) else None
+        below = classes[index - 1] if index else None
+        table = self.table(above, classes[index], below)
         cost = faces.inner_s[None] + prices[:, None] * memory[index][None]
         if above is None:
             cost = cost + repeats * faces.downward[faces.downward_of]
@@ -241,53 +248,49 @@ class ChainBound:
 
     def sequence(self, memory: Sequence[Array], price: float) -> tuple[int, ...]:
         """Return, for each stage, the option of a sequence that attains `least` at one price."""
-        prices, kinds = np.array([price]), self.menu.kinds
+        prices, classes = np.array([price]), self.menu.stage_classes
         value: Array | None = None
         costs: list[Array] = []
         values: list[Array] = []
-        for index in range(len(kinds) - 1, -1, -1):
-            faces = self.faces[kinds[index]]
+        for index in range(len(classes) - 1, -1, -1):
+            faces = self.faces[classes[index]]
             costs.append(self._extend(index, value, memory, prices)[0])
             value = np.minimum.reduceat(costs[-1][faces.order], faces.starts, axis=0)[None]
             values.append(value[0])
         costs.reverse()
         values.reverse()
         picks = [int(np.argmin(costs[0][:, 0]))]
-        for index in range(1, len(kinds)):
+        for index in range(1, len(classes)):
             # Which upward face the stage below was best off with, and the cheapest option that has it.
-            below = self.faces[kinds[index - 1]]
-            second = self.faces[kinds[index - 2]].downward_of[picks[-2]] if index > 1 else 0
-            table = self.table(kinds[index], kinds[index - 1], kinds[index - 2] if index > 1 else None)
+            below = self.faces[classes[index - 1]]
+            second = self.faces[classes[index - 2]].downward_of[picks[-2]] if index > 1 else 0
+            table = self.table(classes[index], classes[index - 1], classes[index - 2] if index > 1 else None)
             face = below.downward_of[picks[-1]]
             upward = int(np.argmin(values[index][:, face] + table[picks[-1], :, second]))
-            cost = np.where(self.faces[kinds[index]].upward_of == upward, costs[index][:, face], np.inf)
+            cost = np.where(self.faces[classes[index]].upward_of == upward, costs[index][:, face], np.inf)
             picks.append(int(np.argmin(cost)))
         return tuple(picks)
 
-    def least_bytes(self, place: MemoryEvent) -> float:
+    def least_bytes(self, event: MemoryEvent) -> float:
         """Return what every plan holds at a moment at least, reserve included."""
-        return sum(float(row.min()) for row in self.memory(place)) + self.load.cluster.reserve_bytes
+        return sum(float(row.min()) for row in self.memory(event)) + self.load.cluster.reserve_bytes
 
-    def dual_s(self, limit_bytes: float, place: MemoryEvent, rounds: int = ROUNDS) -> float:
-        """Return the bound at one moment."""
-        return self.dual(limit_bytes, place, rounds)[0]
-
-    def dual(self, limit_bytes: float, place: MemoryEvent, rounds: int = ROUNDS) -> tuple[float, float]:
+    def dual(self, limit_bytes: float, event: MemoryEvent, rounds: int = ROUNDS) -> tuple[float, float]:
         """Return the bound at one moment, and the price of a byte that gives it."""
-        key = (limit_bytes, place, rounds)
+        key = (limit_bytes, event, rounds)
         if key not in self._duals:
             self._duals[key] = self._dual(*key)
         return self._duals[key]
 
-    def near(self, limit_bytes: float, place: MemoryEvent, price: float) -> tuple[float, float]:
+    def near(self, limit_bytes: float, event: MemoryEvent, price: float) -> tuple[float, float]:
         """Return the best bound at one moment and its price, of a few prices about a given one."""
-        memory, prices = self.memory(place), price * np.array([0.6, 1.0, 1.7])
+        memory, prices = self.memory(event), price * np.array([0.6, 1.0, 1.7])
         duals = self.least(memory, prices) - prices * (limit_bytes - self.load.cluster.reserve_bytes)
         return float(duals.max()), float(prices[np.argmax(duals)])
 
-    def _dual(self, limit_bytes: float, place: MemoryEvent, rounds: int) -> tuple[float, float]:
+    def _dual(self, limit_bytes: float, event: MemoryEvent, rounds: int) -> tuple[float, float]:
         room = limit_bytes - self.load.cluster.reserve_bytes
-        memory = self.memory(place)
+        memory = self.memory(event)
         best, price = self.free_s, 0.0
         scale = self.free_s / max(room, 1.0)
         low, high, steps = -7.0, 5.0, 13
@@ -306,73 +309,62 @@ class ChainBound:
         """Seconds of the fastest sequence if memory were free."""
         return float(self.least(self.memory(MemoryEvent(None)), np.zeros(1))[0])
 
-    def bound_s(self, limit_bytes: float, places: Sequence[MemoryEvent], enough_s: float = float("inf")) -> float:
+    def bound_s(self, limit_bytes: float, events: Sequence[MemoryEvent], enough_s: float = float("inf")) -> float:
         """Return the best lower bound over the given moments.
 
         Stops as soon as the bound reaches `enough_s`.
         """
-        best, place = self.tightest(limit_bytes, places, enough_s)
-        if place is None or best >= enough_s:
+        best, event = self.tightest(limit_bytes, events, enough_s)
+        if event is None or best >= enough_s:
             return best
-        return max(best, self.dual_s(limit_bytes, place))
+        return max(best, self.dual(limit_bytes, event)[0])
 
     def tightest(
-        self, limit_bytes: float, places: Sequence[MemoryEvent], enough_s: float = float("inf")
+        self, limit_bytes: float, events: Sequence[MemoryEvent], enough_s: float = float("inf")
     ) -> tuple[float, MemoryEvent | None]:
         """Return a bound at the moment that gives the best one, and the moment; None: memory is ample."""
-        best, best_place, price = self.free_s, None, 0.0
-        for place in places:
+        best, best_event, price = self.free_s, None, 0.0
+        for event in events:
             if best >= enough_s:
                 break
             # A price that is good at one moment is about right at the others.
             find = partial(self.near, price=price) if price else partial(self.dual, rounds=1)
-            bound_s, at = find(limit_bytes, place)
+            bound_s, at = find(limit_bytes, event)
             if bound_s > best:
-                best, best_place, price = bound_s, place, at
-        return best, best_place
+                best, best_event, price = bound_s, event, at
+        return best, best_event
 
 
-def _relation(index: int, place: MemoryEvent) -> int:
-    """Return where a stage is, seen from the place: 9 optimizer, else its distance cut to [-2, 2]."""
-    if place.stage is None:
-        return 9
-    return max(-2, min(2, index - place.stage))
-
-
-def _held(option: StageCandidate, relation: int, place: MemoryEvent, load: Workload) -> float:
-    """Return the bytes that one stage's option adds at the place."""
+def _held(option: StageCandidate, relation: int, event: MemoryEvent, load: Workload) -> float:
+    """Return the bytes that one stage's option adds at the event."""
     if relation == 9:
         return option.rest + (1 + load.optimizer.temporaries) * option.gradients
     held = float(option.rest)
     if load.accumulation > 1 or relation > 0:
         held += option.gradients
     if relation > 0:
-        held += option.late
+        held += option.reduced_after_backward
     if relation < 0:
         held += option.saved + option.kept
-    assert place.moment is not None, "a place in a stage is a moment"
+    assert event.moment is not None, "a event in a stage is a moment"
     if abs(relation) == 1:
         # A stage above that reduces nothing leaves what another has left: at least nothing.
-        held += neighbour_bytes(place.moment, *beside(option, relation > 0))
+        held += neighbour_bytes(event.moment, *beside(option, relation > 0))
     if relation == 0:
-        held += max((option.bytes_at(m) for m in option.moments if m.sees == place.moment.sees), default=0.0)
+        held += max((option.bytes_at(m) for m in option.moments if m.sees == event.moment.sees), default=0.0)
     return held
 
 
-def places_near(menu: CandidateSet, stage: int | None) -> tuple[MemoryEvent, ...]:
+def events_near(menu: CandidateSet, stage: int | None) -> tuple[MemoryEvent, ...]:
     """Return the moments worth pricing: in the given stage, in the last two, and the optimizer step."""
-    count = len(menu.kinds)
+    count = len(menu.stage_classes)
     stages = dict.fromkeys(s for s in (stage, count - 1, count - 2) if s is not None and 0 <= s < count)
     found: list[MemoryEvent] = []
     for s in stages:
-        seen = {moment.sees: moment for option in menu.options[menu.kinds[s]] for moment in option.moments}
-        found += [MemoryEvent(s, m) for m in seen.values() if m.phase != "forward" and (m.above or m.below)]
+        seen = {moment.sees: moment for option in menu.options[menu.stage_classes[s]] for moment in option.moments}
+        found += [
+            MemoryEvent(s, m)
+            for m in seen.values()
+            if m.phase != "forward" and (m.neighbours.above or m.neighbours.below)
+        ]
     return (*found, MemoryEvent(None))
-
-
-def lower_bound_s(menu: CandidateSet, limit_bytes: float, stage: int | None = None) -> float:
-    """Return seconds that no plan of the menu within the limit can beat.
-
-    `stage` is where the memory of a good plan peaks; any value is valid, a good one is tighter.
-    """
-    return ChainBound(menu).bound_s(limit_bytes, places_near(menu, stage))

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.cost.ddp import as_run
 from planner.cost.peak_memory import MemoryPeak, peak_memory
 from planner.cost.workload import Workload
+from planner.pricing import PricedPlan, priced
 from planner.search.counting_ilp import CountingProgram
-from planner.search.lagrangian_bound import ChainBound, places_near
+from planner.search.lagrangian_bound import ChainBound, events_near
 from planner.search.search_space import CandidateSet, Space
-from planner.search.solve_menu import Candidate
 from profiler.byte_sizes import whole_mib
 
 PRICES = (1e-9, 1e-6, 1e-3)
@@ -27,7 +26,7 @@ PRICES = (1e-9, 1e-6, 1e-3)
 class LeastMemoryPlan:
     """The plan that needs least memory, of those found."""
 
-    candidate: Candidate
+    candidate: PricedPlan
     peak: MemoryPeak
 
     @property
@@ -54,11 +53,11 @@ def smallest_plan(space: Space, load: Workload, limit_bytes: float = float("inf"
 def _smallest_of_menu(space: Space, chain: ChainBound, limit_bytes: float) -> LeastMemoryPlan:
     """Return the smallest plan of a menu, of those that pricing and the program find."""
     best: LeastMemoryPlan | None = None
-    sizes = {picks: _peak_bytes(chain.menu, picks) for picks in _small_plans(chain)}
+    sizes = {picks: peak_memory(chain.menu.picked(picks), chain.load).total_bytes for picks in _small_plans(chain)}
     for picks in sorted(sizes, key=lambda picks: sizes[picks]):
         if best is not None and sizes[picks] >= best.peak.total_bytes:
             break  # No rank holds less than the menu says.
-        found = _settled(space, chain.menu, picks, limit_bytes)
+        found = _priced(space, chain.menu, picks, limit_bytes)
         if best is None or found.peak.total_bytes < best.peak.total_bytes:
             best = found
     assert best is not None, "the program gives one plan"
@@ -80,27 +79,20 @@ def is_ruled_out(space: Space, load: Workload, limit_bytes: float) -> bool:
 
 def _least_bytes(chain: ChainBound) -> float:
     """Return what no plan of a menu peaks below."""
-    return max(chain.least_bytes(place) for place in places_near(chain.menu, None))
+    return max(chain.least_bytes(event) for event in events_near(chain.menu, None))
 
 
 def _small_plans(chain: ChainBound) -> Iterator[tuple[int, ...]]:
-    """Yield the picks of plans that need little memory: the program's, and the least at places that can be priced."""
+    """Yield the picks of plans that need little memory: the program's, and the least at events that can be priced."""
     smallest = CountingProgram.smallest(chain.menu)
     yield smallest.picks
-    for place in places_near(chain.menu, peak_memory(smallest.options, chain.menu.load).stage):
-        memory = chain.memory(place)
+    for event in events_near(chain.menu, peak_memory(smallest.options, chain.menu.load).stage):
+        memory = chain.memory(event)
         for price in PRICES:
             yield tuple(chain.sequence(memory, price))
 
 
-def _peak_bytes(menu: CandidateSet, picks: Sequence[int]) -> float:
-    options = [menu.options[kind][k] for kind, k in zip(menu.kinds, picks, strict=True)]
-    return peak_memory(options, menu.load).total_bytes
-
-
-def _settled(space: Space, menu: CandidateSet, picks: Sequence[int], limit_bytes: float) -> LeastMemoryPlan:
+def _priced(space: Space, menu: CandidateSet, picks: Sequence[int], limit_bytes: float) -> LeastMemoryPlan:
     """Return a plan of a menu as it is priced, written down and run."""
-    settled = space.settled(menu.load, menu.chosen(picks), menu.spanning)
-    options = as_run(settled.options, menu.spanning, None, settled.space, menu.load, limit_bytes)
-    candidate = Candidate(menu.load, settled.space, menu.spanning, settled.choices, options)
-    return LeastMemoryPlan(candidate, peak_memory(options, menu.load))
+    plan = priced(space, menu.load, menu.chosen(picks), menu.spanning).as_run(limit_bytes)
+    return LeastMemoryPlan(plan, peak_memory(plan.options, menu.load))

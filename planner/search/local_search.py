@@ -1,8 +1,8 @@
-"""Local search on a decoded plan: what counting leaves on the table.
+"""Local search on a decoded plan: what the integer program does not see.
 
-The integer program counts options and does not see who stands beside whom.  Two moves repair that:
-swap the options of two stages of one kind, and give one stage another option.  A move is tried if it
-shortens the step (only the windows beside it change) and kept if the plan still fits.
+The integer program counts options and does not see which stages are neighbours.  Two moves repair that:
+swap the options of two stages of one class, and give one stage another option.  A move is tried if it
+shortens the step (only its neighbours' overlap changes) and kept if the plan still fits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_option import StageCandidate
-from planner.search.lagrangian_bound import ChainBound, MemoryEvent, places_near
+from planner.search.lagrangian_bound import ChainBound, MemoryEvent, events_near
 from planner.search.search_space import CandidateSet
 
 MAX_PASSES = 6
@@ -35,21 +35,21 @@ class LocalSearch:
         self.menu, self.limit_bytes = menu, limit_bytes
         self.chain = chain or ChainBound(menu)
 
-    def around_s(self, picks: list[int], places: Iterable[int]) -> float:
-        """Return the seconds of the stages that see one of the places, themselves included."""
+    def around_s(self, picks: list[int], stages: Iterable[int]) -> float:
+        """Return the seconds of the given stages and of their neighbours."""
         last = len(picks) - 1
-        seen = {i for p in places for i in (p - 1, p, p + 1) if 0 <= i <= last}
+        seen = {i for p in stages for i in (p - 1, p, p + 1) if 0 <= i <= last}
         return sum(self.chain.stage_s(picks, i) for i in seen)
 
     def moves(self, picks: list[int]) -> Iterator[dict[int, int]]:
         """Yield moves as {stage: new option}, for `picks` as they are when the move is asked for."""
-        kinds = self.menu.kinds
-        for i, kind in enumerate(kinds):
-            for option in range(len(self.menu.options[kind])):
+        classes = self.menu.stage_classes
+        for i, stage_class in enumerate(classes):
+            for option in range(len(self.menu.options[stage_class])):
                 if picks[i] != option:
                     yield {i: option}
-            for j in range(i + 1, min(len(kinds), i + 1 + REACH)):
-                if kinds[j] == kind and picks[i] != picks[j]:
+            for j in range(i + 1, min(len(classes), i + 1 + REACH)):
+                if classes[j] == stage_class and picks[i] != picks[j]:
                     yield {i: picks[j], j: picks[i]}
 
     def improve(self, picks: tuple[int, ...]) -> tuple[int, ...]:
@@ -76,9 +76,9 @@ class LocalSearch:
         self.held: list[list[float]] = []
         self.room_bytes = 0.0
         if peak.phase == "forward":
-            return  # Rarely the peak, and not among the places that can be priced.
-        places = [place for place in places_near(self.menu, peak.stage) if place.stage == peak.stage]
-        rows = [self.chain.memory(place) for place in places]
+            return  # Rarely the peak, and not among the events that can be priced.
+        events = [event for event in events_near(self.menu, peak.stage) if event.stage == peak.stage]
+        rows = [self.chain.memory(event) for event in events]
         held = [sum(row[pick] for row, pick in zip(memory, picks, strict=True)) for memory in rows]
         top = int(np.argmax(held))
         self.held = [row.tolist() for row in rows[top]]
@@ -87,13 +87,13 @@ class LocalSearch:
     def _held(self, move: Mapping[int, int]) -> float:
         return sum(self.held[i][pick] for i, pick in move.items()) if self.held else 0.0
 
-    def cheapest_fitting(self, place: MemoryEvent) -> tuple[int, ...] | None:
-        """Return the sequence that fits at the lowest price of memory at a place, by bisection.
+    def cheapest_fitting(self, event: MemoryEvent) -> tuple[int, ...] | None:
+        """Return the sequence that fits at the lowest price of memory at one event, by bisection.
 
         Where no two stages are alike this is close to the best plan; where many are, they all change
         at the same price and the integer program does better.
         """
-        memory, chain = self.chain.memory(place), self.chain
+        memory, chain = self.chain.memory(event), self.chain
         low, high = 0.0, HIGHEST_PRICE * chain.free_s / self.limit_bytes
         best = None
         for _ in range(PRICE_STEPS):
@@ -111,4 +111,4 @@ class LocalSearch:
 
     def options(self, picks: Sequence[int]) -> tuple[StageCandidate, ...]:
         """Return the options of a plan."""
-        return tuple(self.menu.options[kind][k] for kind, k in zip(self.menu.kinds, picks, strict=True))
+        return self.menu.picked(picks)

@@ -3,16 +3,16 @@
 Write x <= y if every number of x is at most that of y.  The peak of a plan (`planner.cost.peak_memory`) is a
 maximum of sums, with factors of at least zero, of
 
-    rest, SG, SG + late, saved + kept, AG and AG in backward of the last unit, RSI of the first,
+    rest, SG, SG + L, saved + kept, AG and AG in backward of the last unit, RSI of the first,
     whether there is no such AG (then one further down is seen), and its moments, by the neighbours that they see
 
-and its step time (`planner.cost.windows`) is a sum of maxima of sums of the numbers there.  Both are
-monotone: in any plan that fits, y can be replaced by x, and the plan still fits and is no slower.
-So an optimum remains if y is left out, as long as x stays; <= is transitive, and of equals the first
-stays, so every option left out has one no worse that stays.  (SG - late is not in the list: late = U +
-G - SG is only ever added to SG, of a stage whose backward is over.)  Options of one segment and of
-several are never compared, because their windows differ in form, nor are those that reduce something in
-backward with those that do not, which leave what stages above have left.
+and its step time (`planner.cost.step_time`) is a sum of maxima of sums of the numbers there.  Both are
+monotone: in any plan that fits, y can be replaced by x, and the plan still fits and is no slower.  So an optimum
+remains if y is left out, as long as x stays; <= is transitive, and of equals the first stays, so every option left out
+has one no worse that stays.  (L = U + G - SG, of units that are reduced after all backward, is not in the list alone:
+it is only ever added to SG, of a stage whose backward is over.)  Options of one segment and of several are never
+compared, because their windows differ in form, nor are those that reduce something in backward with those that do
+not, which leave what stages above have left.
 
 The same holds for one unit of a stage before its options are made: the options' numbers are monotone
 in the unit's bytes and seconds, which do not depend on the micro-batch (`unit_numbers`), as long as both
@@ -27,14 +27,15 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.stage_memory import Neighbours
 from planner.cost.stage_option import StageCandidate
+from planner.cost.step_time import overlap_terms
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
-from planner.cost.windows import overlap_terms
 from planner.cost.workload import Workload
 from planner.strategies.spec import Strategy
 
-Sees = tuple[bool, ...]
+Sees = tuple[bool, Neighbours]
 
 SUMMED = frozenset({"parameters", "optimizer", "window", "secondary"})
 """Fields of `UnitBytes` that count only in sums with others."""
@@ -52,10 +53,16 @@ def undominated(numbers: NDArray[np.float64]) -> list[int]:
     return sorted(rows)
 
 
-def option_numbers(options: Sequence[StageCandidate], load: Workload, meets: bool = True) -> NDArray[np.float64]:
-    """Return the numbers of the options of one stage, shape (options, numbers); `meets` as in `overlap_terms`."""
+def option_numbers(options: Sequence[StageCandidate], load: Workload, syncs: bool = True) -> NDArray[np.float64]:
+    """Return the numbers of the options of one stage, shape (options, numbers); `syncs` as in `overlap_terms`."""
     sees = sorted({moment.sees for option in options for moment in option.moments})
-    return np.array([[*memory_numbers(option, sees), *_time_numbers(option, load, meets)] for option in options])
+    rows = []
+    for option in options:
+        *seconds, single = overlap_terms(option, load, syncs)
+        same = float(single) + 2.0 * option.reduces
+        # Both signs: only options that agree in it are compared.
+        rows.append([*memory_numbers(option, sees), *seconds, same, -same])
+    return np.array(rows)
 
 
 def lightest(options: Sequence[StageCandidate]) -> list[int]:
@@ -72,7 +79,7 @@ def memory_numbers(option: StageCandidate, sees: Sequence[Sees]) -> list[float]:
     return [
         option.rest,
         option.gradients,
-        option.gradients + option.late,
+        option.gradients + option.reduced_after_backward,
         option.saved + option.kept,
         option.gather_output,
         option.prefetched,
@@ -82,12 +89,6 @@ def memory_numbers(option: StageCandidate, sees: Sequence[Sees]) -> list[float]:
         float(not option.prefetches),
         *held.values(),
     ]
-
-
-def _time_numbers(option: StageCandidate, load: Workload, meets: bool) -> list[float]:
-    windows = overlap_terms(option, load, meets)
-    same = float(windows.single) + 2.0 * option.reduces
-    return [*windows[:-1], same, -same]  # both signs: only options that agree in it are compared
 
 
 def unit_numbers(unit: UnitBytes, traffic: UnitTraffic, strategy: Strategy) -> list[float]:
@@ -103,5 +104,5 @@ def unit_numbers(unit: UnitBytes, traffic: UnitTraffic, strategy: Strategy) -> l
         in_backward * unit.gather_temporary,
         *own,
         *seconds,
-        float(traffic.meets),
+        float(traffic.syncs_each_microbatch),
     ]

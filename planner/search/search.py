@@ -1,7 +1,7 @@
 """The search: the plan with most samples per second within a memory limit, and a proof of how good.
 
 The outer sweep runs over points (micro-batch, accumulation, strategy of the spanning operators; with
-uneven micro-batches also whether ranks meet in every micro-batch or only once per step).
+uneven micro-batches also whether ranks wait for each other in every micro-batch or only once per step).
 Each point gets an upper bound on its samples per second from `planner.search.lagrangian_bound`, first a quick one.
 Points are taken from the highest bound down; one whose bound was quick gets the full one and goes
 back; for one whose bound is full the integer program finds a plan (and so does pricing), local search
@@ -18,29 +18,25 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_option import StageCandidate
-from planner.cost.stragglers import BALANCED, Imbalance, Waits
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_scalars
+from planner.pricing import PricedPlan
+from planner.problem import Progress, Task, micro_batches
 from planner.search.baselines import Baseline, baselines
-from planner.search.ddp_search import Replicated, fastest_replicated
+from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits, refusal_of
-from planner.search.lagrangian_bound import ChainBound, places_near
+from planner.search.lagrangian_bound import ChainBound, events_near
 from planner.search.least_memory import smallest_of
-from planner.search.search_space import NO_PINS, CandidateSet, Pins, Space, Spanning
-from planner.search.solve_menu import PROVEN, Candidate, solve
+from planner.search.search_space import CandidateSet, Space, Spanning
+from planner.search.solve_menu import PROVEN, solve
 from planner.strategies.replicate import COPY
-from profiler.cluster.cluster import Cluster
-from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph
+from planner.strategies.spec import Strategy
 
-EVERY_SIZE_TO = 16
-"""Micro-batches up to here are all tried; beyond, steps of about an eighth (throughput is flat)."""
-MAX_MICRO_BATCH = 4096
 EXACT_BUDGET_S = 2.0
 """After so much CPU time, points of the sweep are no longer given to the exact form of the program, which can take
 seconds for each where memory is tight; the bound says what that may lose."""
@@ -49,32 +45,6 @@ BUDGET_S = 12.0
 bounds."""
 CLOSE_ENOUGH = 1e-3
 """A point whose bound is within this of the best plan is not worth another integer program."""
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction done."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """What the user asked for."""
-
-    graph: ModelGraph
-    cluster: Cluster
-    limit_bytes: int
-    """Per device, reserve included."""
-    optimizer: str = "adam"
-    global_batch: int | None = None
-    """Samples per step of all ranks; None: one micro-batch of any size per step."""
-    micro_batch: int | None = None
-    """Fixed micro-batch per rank; None: searched."""
-    pins: Pins = NO_PINS
-    """What the search leaves as the user decided."""
-    imbalance: Imbalance = BALANCED
-    """How unlike micro-batches are."""
-
-    def waits(self, micro_batch: int, accumulation: int) -> Waits:
-        """Return how long ranks wait for the slowest at one point of the sweep."""
-        return self.imbalance.waits(self.cluster.world_size, micro_batch, accumulation)
 
 
 @dataclass(frozen=True)
@@ -131,48 +101,17 @@ class _Point:
         """
         samples = self.load.samples_per_step
         enough_s = samples / floor if floor else float("inf")
-        bound_s = self.chain.bound_s(limit_bytes, places_near(self.menu, stage), enough_s)
+        bound_s = self.chain.bound_s(limit_bytes, events_near(self.menu, stage), enough_s)
         return replace(self, bound=min(self.bound, samples / bound_s), full=True)
 
     def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
         """Yield one point for each strategy of the spanning operators."""
         for spanning in space.spanning_offered(self.load):
-            child = _quick_point(space.menu(self.load, spanning, self.menu.meets), limit_bytes, False, self.price)
+            child = _quick_point(
+                space.menu(self.load, spanning, self.menu.syncs_each_microbatch), limit_bytes, False, self.price
+            )
             if child:
                 yield replace(child, bound=min(self.bound, child.bound))
-
-
-def micro_batches(task: Task) -> list[tuple[int, int]]:
-    """Return the (micro-batch, accumulation) pairs of the sweep, by growing micro-batch.
-
-    Raises `OsdpError` if the global batch cannot be split as asked.
-    """
-    world = task.cluster.world_size
-    if task.global_batch is not None:
-        per_rank, rest = divmod(task.global_batch, world)
-        if rest or not per_rank:
-            raise OsdpError(
-                "the global batch must be a multiple of the number of ranks",
-                got=str(task.global_batch),
-                expected=f"a multiple of {world}",
-                advice=f"--global-batch {max(1, round(task.global_batch / world)) * world}",
-            )
-        sizes = [task.micro_batch] if task.micro_batch else range(1, per_rank + 1)
-        pairs = [(size, per_rank // size) for size in sizes if per_rank % size == 0]
-        if not pairs:
-            raise OsdpError(
-                "the micro-batch does not divide the global batch",
-                got=str(task.micro_batch),
-                expected=f"a divisor of {per_rank} ({task.global_batch} over {world} ranks)",
-            )
-        return pairs
-    if task.micro_batch:
-        return [(task.micro_batch, 1)]
-    sizes, size = [], 1
-    while size <= MAX_MICRO_BATCH:
-        sizes.append(size)
-        size += 1 if size < EVERY_SIZE_TO else max(1, size // 8)
-    return [(size, 1) for size in sizes]
 
 
 def search(task: Task, progress: Progress = lambda what, fraction: None, space: Space | None = None) -> Found:
@@ -191,10 +130,12 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
         for sizes in micro_batches(task)
     )
     rivals = baselines(space, loads, task.limit_bytes)
-    incumbent = _first_plan(rivals, space)
+    fitting = [] if space.has_pins else [baseline for baseline in rivals if baseline.feasible]  # those have no pins
+    best = max(fitting, key=lambda baseline: baseline.samples_per_s, default=None)
+    incumbent = _candidate(best.load, space, best.strategy, best.options) if best else None
     replicated = fastest_replicated(space, loads, task.limit_bytes, incumbent.samples_per_s if incumbent else 0.0)
-    if replicated.is_faster:
-        incumbent = _from_replicated(replicated, space)
+    if replicated.load is not None:
+        incumbent = _candidate(replicated.load, space, COPY, replicated.options)
     queue = _points(space, loads, task.limit_bytes, progress)
     count = len(queue)
     incumbent, top = _best_first(queue, space, task.limit_bytes, incumbent, progress)
@@ -219,8 +160,8 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
 
 
 def _best_first(
-    queue: list[_Point], space: Space, limit_bytes: int, incumbent: Candidate | None, progress: Progress
-) -> tuple[Candidate | None, float]:
+    queue: list[_Point], space: Space, limit_bytes: int, incumbent: PricedPlan | None, progress: Progress
+) -> tuple[PricedPlan | None, float]:
     """Return the best plan, and what no plan of the points exceeds in samples per second."""
     count, solved, top, started = len(queue), 0, 0.0, time.process_time()
     while queue:
@@ -245,25 +186,15 @@ def _best_first(
     return incumbent, top
 
 
-def _solve(point: _Point, space: Space, limit_bytes: int, exact: bool) -> tuple[Candidate | None, float]:
+def _solve(point: _Point, space: Space, limit_bytes: int, exact: bool) -> tuple[PricedPlan | None, float]:
     """Return the best plan found at a point, and what no plan of the point exceeds in samples per second."""
-    found = solve(point.chain, space, limit_bytes, exact)
-    bound = point.bound
-    if found.least_s:
-        bound = min(bound, point.load.samples_per_step / found.least_s)
-    if found.best is None:
-        return None, bound  # Nothing was found, which proves nothing.
-    if found.best.samples_per_s < bound * (1 - PROVEN):
-        peak = peak_memory(found.best.options, point.load)
+    best, least_s = solve(point.chain, space, limit_bytes, exact)
+    bound = min(point.bound, point.load.samples_per_step / least_s) if least_s else point.bound
+    # That nothing was found proves nothing.
+    if best is not None and best.samples_per_s < bound * (1 - PROVEN):
+        peak = peak_memory(best.options, point.load)
         bound = min(bound, point.tightened(limit_bytes, 0.0, peak.stage).bound)
-    return found.best, bound
-
-
-def _first_plan(rivals: Sequence[Baseline], space: Space) -> Candidate | None:
-    """Return the fastest baseline that fits; none if something is pinned, for baselines are not."""
-    fitting = [] if space.has_pins else [baseline for baseline in rivals if baseline.feasible]
-    best = max(fitting, key=lambda b: b.samples_per_s, default=None)
-    return _from_baseline(best, space) if best else None
+    return best, bound
 
 
 def _quick_point(menu: CandidateSet, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:
@@ -271,13 +202,13 @@ def _quick_point(menu: CandidateSet, limit_bytes: int, relaxed: bool, near: floa
 
     `near` is a price that was good for a point like it.
     """
-    if menu.is_empty:
+    if not all(menu.options):
         return None
-    chain, places = ChainBound(menu), places_near(menu, None)
-    if any(chain.least_bytes(place) > limit_bytes for place in places):
+    chain, events = ChainBound(menu), events_near(menu, None)
+    if any(chain.least_bytes(event) > limit_bytes for event in events):
         return None
-    place = places[0]
-    bound_s, price = chain.near(limit_bytes, place, near) if near else chain.dual(limit_bytes, place, rounds=1)
+    event = events[0]
+    bound_s, price = chain.near(limit_bytes, event, near) if near else chain.dual(limit_bytes, event, rounds=1)
     bound = menu.load.samples_per_step / bound_s
     return _Point(menu.load, menu, chain, bound, full=False, price=price, relaxed=relaxed)
 
@@ -287,9 +218,9 @@ def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress:
     points: list[_Point] = []
     for index, load in enumerate(loads):
         progress("bounding", index / len(loads))
-        # With uneven micro-batches, plans that meet once per step wait less and are a branch of their own.
+        # With uneven micro-batches, plans that synchronise ranks once per step wait less: a branch of their own.
         branches = (True, False) if load.waits.per_micro_batch != load.waits.per_step else (True,)
-        menus = [space.relaxed_menu(load, meets) for meets in branches]
+        menus = [space.relaxed_menu(load, syncs) for syncs in branches]
         found = [_quick_point(menu, limit_bytes, relaxed=bool(space.model.spanning)) for menu in menus]
         points += [point for point in found if point]
         if found[0] is None and load.accumulation == 1:
@@ -298,11 +229,6 @@ def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress:
     return points
 
 
-def _from_baseline(best: Baseline, space: Space) -> Candidate:
-    spanning = best.strategy if space.model.spanning else None
-    return Candidate(best.load, space, spanning, (), best.options)
-
-
-def _from_replicated(best: Replicated, space: Space) -> Candidate:
-    assert best.load is not None, "a plan that is faster is there"
-    return Candidate(best.load, space, COPY if space.model.spanning else None, (), best.options)
+def _candidate(load: Workload, space: Space, strategy: Strategy, options: tuple[StageCandidate, ...]) -> PricedPlan:
+    """Return a plan in which everything takes one strategy."""
+    return PricedPlan(load, space, strategy if space.model.spanning else None, (), options)

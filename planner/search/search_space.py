@@ -1,14 +1,12 @@
-"""The plans that the search looks at: for each kind of stage, its options.
+"""The plans that the search looks at: for each class of stages, its options.
 
 `planner.search.candidates` says what a stage may take, `planner.search.pareto` what of it no plan needs.  Spanning
-operators share one strategy.  Plans that are not the search's may mix strategies as they like and
-split every linear operator (`Space.fixed`).
+operators share one strategy.
 
-Choices with split operators are priced in a variant of the model in which one stage's operators are
-sliced; a whole plan is then priced in the model with all its slices (`Space.settled`), as a plan that
-is read from a file is.  Ranks differ by the operators of strategy `owner` that they own.  In menus
-each rank owns 1/N of them: at no moment is the mean over ranks more than what the fullest rank holds,
-so bounds hold; a settled plan is priced on the fullest rank.
+Choices with split operators are priced in a variant of the model in which one stage's operators are sliced; a whole
+plan is then priced in the model with all its slices (`planner.pricing`).  Ranks differ by the operators that each of
+them owns whole.  In menus each rank owns 1/N of them: at no moment is the mean over ranks more than what the fullest
+rank holds, so bounds hold; a whole plan is priced on the fullest rank.
 """
 
 from __future__ import annotations
@@ -20,22 +18,20 @@ from itertools import accumulate, groupby, product
 
 import numpy as np
 
-from planner.cost.peak_memory import MemoryPeak, peak_memory
+from planner.cost.peak_memory import MemoryPeak
 from planner.cost.stage_costs import StageCosts, UnitCosts
 from planner.cost.stage_option import StageCandidate, ambient, make_option
 from planner.cost.stragglers import NO_WAITS, Waits
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.cost.workload import Workload
-from planner.model.fsdp_units import owners_of, units_of
 from planner.model.operator_split import slice_operators
 from planner.model.stages import StagedModel, cut
+from planner.problem import NO_PINS, Pins
 from planner.search.candidates import (
     DIVERSE_STRATEGIES,
     LIGHT_STRATEGIES,
-    MANY_KINDS,
-    NO_PINS,
-    Pins,
+    MANY_CLASSES,
     StageDecision,
     choices_of,
     first_and_least,
@@ -48,13 +44,13 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator
 
-__all__ = ["NO_PINS", "CandidateSet", "Pins", "Settled", "Space", "Spanning", "StageDecision", "idle_strategy"]
-
 NOWHERE: frozenset[int] = frozenset()
 """No operator is owned by another rank."""
 
 Spanning = Strategy | tuple[Strategy, ...] | None
 """Strategies of the spanning operators: one for all, one for each, or None if there are none."""
+Priced = list[tuple[StageDecision, StageCandidate]]
+"""Choices of a class of stages, and the option of each."""
 
 
 @dataclass(frozen=True)
@@ -64,48 +60,47 @@ class CandidateSet:
     load: Workload
     spanning: Spanning
     """Strategies of the spanning operators; None if there are none, or all are offered."""
-    kinds: tuple[int, ...]
+    stage_classes: tuple[int, ...]
     """For each stage in execution order, its index into `options`."""
     options: tuple[tuple[StageCandidate, ...], ...]
-    """The options of each kind of stage."""
+    """The options of each class of stages."""
     choices: tuple[tuple[StageDecision, ...], ...]
     """The choice behind each option."""
-    meets: bool = True
-    """Whether its plans are charged the waiting of ranks that meet in every micro-batch (`planner.cost.step_time`)."""
+    syncs_each_microbatch: bool = True
+    """Whether its plans are charged for waiting in every micro-batch (`planner.cost.step_time`)."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether some stage has no option."""
-        return not all(self.options)
+    @classmethod
+    def of(
+        cls, load: Workload, spanning: Spanning, stage_classes: tuple[int, ...], found: Sequence[Priced], syncs: bool
+    ) -> CandidateSet:
+        """Return the menu of choices with their options, for each class of stages."""
+        options = tuple(tuple(option for _, option in pairs) for pairs in found)
+        choices = tuple(tuple(choice for choice, _ in pairs) for pairs in found)
+        return cls(load, spanning, stage_classes, options, choices, syncs)
 
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Return (kind, length) of maximal runs of alike stages in execution order."""
-        return tuple((kind, len(list(run))) for kind, run in groupby(self.kinds))
+        """Return (class, length) of maximal runs of alike stages in execution order."""
+        return tuple((stage_class, len(list(run))) for stage_class, run in groupby(self.stage_classes))
 
     def only(self, kept: Sequence[Sequence[int]]) -> CandidateSet:
-        """Return the menu with some options of each kind of stage."""
-        options = tuple(tuple(self.options[kind][k] for k in rows) for kind, rows in enumerate(kept))
-        choices = tuple(tuple(self.choices[kind][k] for k in rows) for kind, rows in enumerate(kept))
+        """Return the menu with some options of each class of stages."""
+        options = tuple(tuple(self.options[stage_class][k] for k in rows) for stage_class, rows in enumerate(kept))
+        choices = tuple(tuple(self.choices[stage_class][k] for k in rows) for stage_class, rows in enumerate(kept))
         return replace(self, options=options, choices=choices)
 
     def without_dominated(self) -> CandidateSet:
         """Return the menu without the options that no plan needs."""
-        return self.only([undominated(option_numbers(options, self.load, self.meets)) for options in self.options])
+        return self.only(
+            [undominated(option_numbers(options, self.load, self.syncs_each_microbatch)) for options in self.options]
+        )
+
+    def picked(self, picks: Sequence[int]) -> tuple[StageCandidate, ...]:
+        """Return the options of a plan, given the index of every stage's option."""
+        return tuple(self.options[c][k] for c, k in zip(self.stage_classes, picks, strict=True))
 
     def chosen(self, picks: Sequence[int]) -> tuple[StageDecision, ...]:
-        """Return the choices of a plan, given the index of every stage's option."""
-        return tuple(self.choices[kind][k] for kind, k in zip(self.kinds, picks, strict=True))
-
-
-@dataclass(frozen=True)
-class Settled:
-    """A whole plan, priced as a plan that is read from a file is."""
-
-    space: Space
-    """With the operators split that the plan splits."""
-    choices: tuple[StageDecision, ...]
-    """One per stage of that space."""
-    options: tuple[StageCandidate, ...]
+        """Return the choices of a plan, given the same."""
+        return tuple(self.choices[c][k] for c, k in zip(self.stage_classes, picks, strict=True))
 
 
 class _MeanCosts(UnitCosts):
@@ -123,24 +118,11 @@ class _MeanCosts(UnitCosts):
         return UnitBytes(*mean), traffic
 
 
-def idle_strategy(cluster: Cluster) -> Strategy:
-    """Return what operators that are never called take: as little memory as can be."""
-    return max(strategies_on(cluster), key=lambda strategy: strategy.group)
-
-
 def _around(option: StageCandidate, unsharded: int, gradients: int) -> StageCandidate:
     """Return an option with what spanning operators elsewhere hold."""
     if not unsharded and not gradients:
         return option
     return replace(option, ambient_unsharded=unsharded, ambient_gradients=gradients)
-
-
-def _columns(
-    found: Sequence[Sequence[tuple[StageDecision, StageCandidate]]],
-) -> tuple[tuple[tuple[StageCandidate, ...], ...], tuple[tuple[StageDecision, ...], ...]]:
-    """Return the options and the choices of each kind of stage."""
-    options = tuple(tuple(option for _, option in pairs) for pairs in found)
-    return options, tuple(tuple(choice for choice, _ in pairs) for pairs in found)
 
 
 class Space:
@@ -154,18 +136,20 @@ class Space:
         self.graph, self.counts, self.pins = graph, dict(counts or {}), pins
         self.model: StagedModel = cut(*slice_operators(graph, self.counts))
         self._check_pins()
-        names = [(stage.kind, self._pinned(stage.operators, stage.block)) for stage in self.model.stages]
+        names = [(stage.stage_class, self._pinned(stage.operators, stage.block)) for stage in self.model.stages]
         order = {name: position for position, name in enumerate(dict.fromkeys(names))}
-        self.kinds = tuple(order[name] for name in names)
-        self._examples = [self.kinds.index(kind) for kind in range(len(order))]
+        self.stage_classes = tuple(order[name] for name in names)
+        self.examples = [self.stage_classes.index(stage_class) for stage_class in range(len(order))]
         self._units: dict[tuple[object, ...], UnitCosts] = {}
-        self._variants: dict[tuple[int, tuple[int, ...]], tuple[StagedModel, dict[int, int]]] = {}
         self._loads: dict[tuple[object, ...], Workload] = {}
         self.light = light_stages(self.model.stages, self.model.graph)
         self._offers: dict[tuple[object, ...], tuple[StageDecision, ...]] = {}
         self._sliced: dict[tuple[tuple[int, int], ...], Space] = {}
-        self.stage_costs = cache(self._stage_costs)
-        self._variant_costs = cache(self._make_variant_costs)
+        self.stage_costs = cache(lambda c, load: StageCosts(self.model, self.examples[c], load))
+        self._variant_costs = cache(
+            lambda c, counts, load: StageCosts(self._variant(c, counts)[0], self.examples[c], load)
+        )
+        self._variant = cache(self._make_variant)
         self._alone = cache(self._make_alone)
         self.option = cache(self._option)
         self._worthwhile = cache(self._make_worthwhile)
@@ -193,8 +177,8 @@ class Space:
         return bool(self.pins.strategies or self.pins.recompute)
 
     def idle_strategies(self, cluster: Cluster) -> tuple[Strategy, ...]:
-        """Return what the search gives operators that are never called."""
-        least = idle_strategy(cluster)
+        """Return what the search gives operators that are never called: what needs least memory."""
+        least = max(strategies_on(cluster), key=lambda strategy: strategy.group)
         return tuple(self.pins.strategies.get(o, (least,))[0] for o in self.model.idle)
 
     def spanning_strategies(self, cluster_strategies: Sequence[Strategy]) -> tuple[Spanning, ...]:
@@ -223,21 +207,12 @@ class Space:
             self._loads[key] = Workload(cluster, optimizer, precision, micro_batch, accumulation, waits)
         return self._loads[key]
 
-    def _stage_costs(self, kind: int, load: Workload) -> StageCosts:
-        return StageCosts(self.model, self._examples[kind], load)
-
-    def _make_variant_costs(self, kind: int, counts: tuple[int, ...], load: Workload) -> StageCosts:
-        return StageCosts(self._variant(kind, counts)[0], self._examples[kind], load)
-
-    def _variant(self, kind: int, counts: tuple[int, ...]) -> tuple[StagedModel, dict[int, int]]:
+    def _make_variant(self, stage_class: int, counts: tuple[int, ...]) -> tuple[StagedModel, dict[int, int]]:
         """Return the model with one example's operators split, and the operator of this model behind each one."""
-        if (kind, counts) not in self._variants:
-            operators = self.model.stages[self._examples[kind]].operators
-            split = {o: count for o, count in zip(operators, counts, strict=True) if count > 1}
-            model = cut(*slice_operators(self.graph, split))
-            wholes = [o for o in range(len(self.graph.operators)) for _ in range(split.get(o, 1))]
-            self._variants[kind, counts] = model, dict(enumerate(wholes))
-        return self._variants[kind, counts]
+        operators = self.model.stages[self.examples[stage_class]].operators
+        split = {o: count for o, count in zip(operators, counts, strict=True) if count > 1}
+        wholes = [o for o in range(len(self.graph.operators)) for _ in range(split.get(o, 1))]
+        return cut(*slice_operators(self.graph, split)), dict(enumerate(wholes))
 
     def spanning_choices(self, spanning: Spanning) -> dict[int, Strategy]:
         """Return the strategy of every spanning operator."""
@@ -249,44 +224,49 @@ class Space:
 
     def _option(
         self,
-        kind: int,
+        stage_class: int,
         choice: StageDecision,
         spanning: Spanning,
         load: Workload,
         elsewhere: frozenset[int] | None = NOWHERE,
     ) -> StageCandidate:
-        here = self.model.stages[self._examples[kind]].spanning
-        option = self._alone(kind, choice, spanning if here else None, load, elsewhere)
-        return _around(option, *self._ambient(kind, spanning, load)) if spanning else option
+        here = self.model.stages[self.examples[stage_class]].spanning
+        option = self._alone(stage_class, choice, spanning if here else None, load, elsewhere)
+        return _around(option, *self._ambient(stage_class, spanning, load)) if spanning else option
 
-    def _ambient(self, kind: int, spanning: Spanning, load: Workload) -> tuple[int, int]:
+    def _ambient(self, stage_class: int, spanning: Spanning, load: Workload) -> tuple[int, int]:
         around = self.spanning_choices(spanning)
-        return ambient(self.model, self._examples[kind], around, self._unit_costs(load))
+        return ambient(self.model, self.examples[stage_class], around, self._unit_costs(load))
 
     def _make_alone(
-        self, kind: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: frozenset[int] | None
+        self,
+        stage_class: int,
+        choice: StageDecision,
+        spanning: Spanning,
+        load: Workload,
+        elsewhere: frozenset[int] | None,
     ) -> StageCandidate:
         """Return the option without what spanning operators elsewhere hold; `elsewhere` None: on the mean rank."""
         around, mean = self.spanning_choices(spanning), elsewhere is None
         if choice.counts:
-            model, wholes = self._variant(kind, choice.counts)
+            model, wholes = self._variant(stage_class, choice.counts)
             numbers = {whole: o for o, whole in reversed(wholes.items())}
             spans = {numbers[o]: strategy for o, strategy in around.items()}
-            units = self._unit_costs(load, mean, (kind, choice.counts), model)
-            costs = self._variant_costs(kind, choice.counts, load)
+            units = self._unit_costs(load, mean, (stage_class, choice.counts), model)
+            costs = self._variant_costs(stage_class, choice.counts, load)
             option = make_option(costs, units, choice.strategies, choice.recompute, spans)
             moments = tuple(replace(moment, operator=wholes[moment.operator]) for moment in option.moments)
             option = replace(option, moments=moments)
         else:
-            costs, units = self.stage_costs(kind, load), self._unit_costs(load, mean)
+            costs, units = self.stage_costs(stage_class, load), self._unit_costs(load, mean)
             option = make_option(costs, units, choice.strategies, choice.recompute, around, elsewhere or NOWHERE)
-        if self.model.idle and self._examples[kind] == 0:
+        if self.model.idle and self.examples[stage_class] == 0:
             idle = dict(zip(self.model.idle, self.idle_strategies(load.cluster), strict=True))
-            return replace(option, parameters=option.parameters + self._resting(idle, load, mean=mean))
+            return replace(option, parameters=option.parameters + self.resting_bytes(idle, load, mean=mean))
         return option
 
-    def _resting(
-        self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = frozenset(), mean: bool = False
+    def resting_bytes(
+        self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = NOWHERE, mean: bool = False
     ) -> int:
         """Return the bytes of operators that are never called: parameters, and never a gradient."""
         units = self._unit_costs(load, mean)
@@ -306,17 +286,17 @@ class Space:
     @property
     def is_diverse(self) -> bool:
         """Whether so few stages are alike that mixes and splits are left out."""
-        return len(self._examples) > MANY_KINDS
+        return len(self.examples) > MANY_CLASSES
 
-    def choices(self, kind: int, load: Workload) -> tuple[StageDecision, ...]:
-        """Return the choices of a kind of stage, those left out that no plan needs at any micro-batch."""
+    def choices(self, stage_class: int, load: Workload) -> tuple[StageDecision, ...]:
+        """Return the choices of a class of stages, those left out that no plan needs at any micro-batch."""
         uneven = load.waits.are_uneven
-        key = (kind, id(load.cluster), load.precision, load.optimizer_name, uneven)
+        key = (stage_class, id(load.cluster), load.precision, load.optimizer_name, uneven)
         if key not in self._offers:
-            stage, strategies = self.model.stages[self._examples[kind]], strategies_on(load.cluster, uneven)
+            stage, strategies = self.model.stages[self.examples[stage_class]], strategies_on(load.cluster, uneven)
             if self.pins.strategies.keys().isdisjoint(stage.operators):
                 strategies = self._offered(stage.operators, strategies, load)
-            light = self._examples[kind] in self.light
+            light = self.examples[stage_class] in self.light
             if light or self.is_diverse:
                 strategies = first_and_least(strategies, LIGHT_STRATEGIES if light else DIVERSE_STRATEGIES)
             whole = light or self.is_diverse
@@ -347,80 +327,71 @@ class Space:
             strategies = self._offered(self.model.spanning, strategies, load, alone=True)
         return self.spanning_strategies(strategies)
 
-    def _menu_options(
-        self, kind: int, spanning: Spanning, load: Workload
-    ) -> list[tuple[StageDecision, StageCandidate]]:
-        """Return the choices of a kind of stage and an option of each, on the mean rank if ranks differ."""
+    def _menu_options(self, stage_class: int, spanning: Spanning, load: Workload) -> Priced:
+        """Return the choices of a class of stages and an option of each, on the mean rank if ranks differ."""
         others = {*self.spanning_choices(spanning).values(), *self.idle_strategies(load.cluster)}
         found = []
-        for choice in self.choices(kind, load):
+        for choice in self.choices(stage_class, load):
             differ = any(strategy.spec.has_owner for strategy in (*choice.strategies, *others))
-            found.append((choice, self._alone(kind, choice, spanning, load, None if differ else NOWHERE)))
+            found.append((choice, self._alone(stage_class, choice, spanning, load, None if differ else NOWHERE)))
         return found
 
-    def _make_worthwhile(
-        self, kind: int, spanning: Spanning, load: Workload, meets: bool
-    ) -> list[tuple[StageDecision, StageCandidate]]:
+    def _make_worthwhile(self, stage_class: int, spanning: Spanning, load: Workload, syncs: bool) -> Priced:
         """Return those that no others dominate, without what spanning operators elsewhere hold.
 
         What these hold is the same for all, so it changes nothing of who dominates whom.
         """
-        found = [pair for pair in self._menu_options(kind, spanning, load) if meets or not pair[1].meets]
-        return [found[k] for k in undominated(option_numbers([option for _, option in found], load, meets))]
+        found = [
+            pair
+            for pair in self._menu_options(stage_class, spanning, load)
+            if syncs or not pair[1].syncs_each_microbatch
+        ]
+        return [found[k] for k in undominated(option_numbers([option for _, option in found], load, syncs))]
 
-    def _menu(self, load: Workload, spanning: Spanning, meets: bool = True) -> CandidateSet:
+    def _menu(self, load: Workload, spanning: Spanning, syncs: bool = True) -> CandidateSet:
         """Return the options of every stage under given strategies of the spanning operators.
 
-        With `meets` plans are charged for ranks that meet in every micro-batch, as all but a few do.
-        Without, only options are offered that meet once per step, and they are charged so.  Every plan
+        With `syncs` plans are charged as if ranks waited for each other in every micro-batch, as in all but a few they
+        do.  Without, only options are offered with which ranks wait once per step, and they are charged so.  Every plan
         is in one of the two menus as it is priced, and in the other, if at all, at no less.
         """
         found = []
-        for kind, example in enumerate(self._examples):
-            pairs = self._worthwhile(kind, spanning if self.model.stages[example].spanning else None, load, meets)
-            held = self._ambient(kind, spanning, load) if spanning else (0, 0)
+        for stage_class, example in enumerate(self.examples):
+            pairs = self._worthwhile(
+                stage_class, spanning if self.model.stages[example].spanning else None, load, syncs
+            )
+            held = self._ambient(stage_class, spanning, load) if spanning else (0, 0)
             found.append([(choice, _around(option, *held)) for choice, option in pairs])
-        return CandidateSet(load, spanning, self.kinds, *_columns(found), meets)
+        return CandidateSet.of(load, spanning, self.stage_classes, found, syncs)
 
-    def _relaxed_menu(self, load: Workload, meets: bool = True) -> CandidateSet:
+    def _relaxed_menu(self, load: Workload, syncs: bool = True) -> CandidateSet:
         """Return a menu that costs no plan more than it does, whatever the spanning operators take.
 
         Stages that call them offer all their strategies, each for itself; elsewhere they hold the least.
         """
         takes = self.spanning_offered(load)
         if len(takes) == 1:
-            return self.menu(load, takes[0], meets)
+            return self.menu(load, takes[0], syncs)
         found = []
-        for kind, example in enumerate(self._examples):
-            held = [self._ambient(kind, take, load) for take in takes]
+        for stage_class, example in enumerate(self.examples):
+            held = [self._ambient(stage_class, take, load) for take in takes]
             if self.model.stages[example].spanning:
                 each = zip(takes, held, strict=True)
                 found.append(
                     [
                         (choice, _around(option, *around))
                         for take, around in each
-                        for choice, option in self._worthwhile(kind, take, load, meets)
+                        for choice, option in self._worthwhile(stage_class, take, load, syncs)
                     ]
                 )
                 continue
             least = min(unsharded for unsharded, _ in held), min(gradients for _, gradients in held)
-            pairs = self._worthwhile(kind, None, load, meets)
+            pairs = self._worthwhile(stage_class, None, load, syncs)
             found.append([(choice, _around(option, *least)) for choice, option in pairs])
-        return CandidateSet(load, None, self.kinds, *_columns(found), meets).without_dominated()
+        return CandidateSet.of(load, None, self.stage_classes, found, syncs).without_dominated()
 
-    # --- whole plans ---
-
-    def settled(self, load: Workload, choices: Sequence[StageDecision], spanning: Spanning) -> Settled:
-        """Return a plan of the search as it is priced and written down."""
-        counts: dict[int, int] = {}
-        for stage, choice in zip(self.model.stages, choices, strict=True):
-            if choice.counts:
-                counts |= {o: n for o, n in zip(stage.operators, choice.counts, strict=True) if n > 1}
-        flat = tuple(replace(choice, counts=()) for choice in choices)
-        space = self._with_slices(counts) if counts else self
-        return Settled(space, flat, space.fixed(load, flat, spanning, self.idle_strategies(load.cluster)))
-
-    def _with_slices(self, counts: Mapping[int, int]) -> Space:
+    def with_slices(self, counts: Mapping[int, int]) -> Space:
+        """Return the space of the model with operators split; it keeps the pins of what the search never splits."""
         key = tuple(sorted(counts.items()))
         if key not in self._sliced:
             starts = [0, *accumulate(counts.get(index, 1) for index in range(len(self.graph.operators)))]
@@ -432,79 +403,10 @@ class Space:
     def operator_at(self, peak: MemoryPeak) -> Operator | None:
         """Return the operator that a peak names; None in the optimizer step.
 
-        Options are made for one example of each kind of stage, and so name the example's operators.
+        Options are made for one example of each class of stages, and so name the example's operators.
         """
         if peak.stage is None or peak.operator is None:
             return None
-        stage, example = self.model.stages[peak.stage], self.model.stages[self._examples[self.kinds[peak.stage]]]
+        stage, example = self.model.stages[peak.stage], self.model.stages[self.examples[self.stage_classes[peak.stage]]]
         position = [call.operator for call in example.calls].index(peak.operator)
         return self.model.graph.operators[stage.calls[position].operator]
-
-    def fixed(
-        self,
-        load: Workload,
-        choices: tuple[StageDecision, ...],
-        spanning: Spanning,
-        idle: tuple[Strategy, ...] | None = None,
-    ) -> tuple[StageCandidate, ...]:
-        """Return the options of a whole plan on the rank that holds most, one choice per stage; see `fullest`."""
-        return self.fullest(load, choices, spanning, idle)[1]
-
-    def fullest(
-        self,
-        load: Workload,
-        choices: tuple[StageDecision, ...],
-        spanning: Spanning,
-        idle: tuple[Strategy, ...] | None = None,
-    ) -> tuple[int, tuple[StageCandidate, ...]]:
-        """Return the rank that holds most under a whole plan, one choice per stage, and its options.
-
-        `idle` gives the strategies of operators that are never called, as little as can be if None.
-        Ranks differ by the operators of strategy `owner` that they own.
-        """
-        if idle is None:
-            idle = self.idle_strategies(load.cluster)
-        resting = dict(zip(self.model.idle, idle, strict=True))
-        owners = self._owners(choices, self.spanning_choices(spanning) | resting, load.cluster)
-        ranks = {
-            rank: self._on_rank(load, choices, spanning, resting, frozenset(o for o in owners if owners[o] != rank))
-            for rank in sorted(set(owners.values())) or [0]
-        }
-        if len(ranks) == 1:
-            return next(iter(ranks.items()))
-        return max(ranks.items(), key=lambda rank: peak_memory(rank[1], load).total_bytes)
-
-    def _owners(
-        self, choices: tuple[StageDecision, ...], others: Mapping[int, Strategy], cluster: Cluster
-    ) -> dict[int, int]:
-        """Return the owning rank of every operator of strategy `owner`."""
-        taken = dict(others)
-        for stage, choice in zip(self.model.stages, choices, strict=True):
-            taken |= zip(stage.operators, choice.strategies, strict=True)
-        if not any(strategy.spec.has_owner for strategy in taken.values()):
-            return {}
-        units = units_of(self.model, {operator: (strategy,) for operator, strategy in taken.items()})
-        owners = owners_of(units, self.model.graph, cluster.world_size)
-        return {units[position].operators[0]: rank for position, rank in owners.items()}
-
-    def _on_rank(
-        self,
-        load: Workload,
-        choices: tuple[StageDecision, ...],
-        spanning: Spanning,
-        idle: Mapping[int, Strategy],
-        elsewhere: frozenset[int],
-    ) -> tuple[StageCandidate, ...]:
-        """Return the options of a whole plan where another rank owns the operators in `elsewhere`."""
-        options = []
-        for kind, stage, choice in zip(self.kinds, self.model.stages, choices, strict=True):
-            # Options are made for one example of each kind of stage; spanning operators are everywhere the same.
-            alike = zip(stage.operators, self.model.stages[self._examples[kind]].operators, strict=True)
-            others = frozenset(mine for operator, mine in alike if operator in elsewhere)
-            others |= elsewhere & set(stage.spanning)
-            options.append(self.option(kind, choice, spanning, load, others))
-        if idle:
-            least = self._resting(dict(zip(idle, self.idle_strategies(load.cluster), strict=True)), load)
-            resting = self._resting(idle, load, elsewhere)
-            options[0] = replace(options[0], parameters=options[0].parameters + resting - least)
-        return tuple(options)

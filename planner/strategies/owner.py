@@ -8,7 +8,7 @@ S, SG and OPT are whole on the owner and nothing elsewhere, but for the step cou
 tensors.  A unit is one operator, so that it has one owner (`planner.strategies.owner_assignment`).  U is the broadcast
 buffer itself, so there is no AG; it stays until the gradients have been copied.  RSI is what is reduced.  All is on
 the stream that computes: nothing overlaps.  With `+offload`, the owner copies S to what it sends before forward and
-before backward, and SG from what it gets, with no buffers beside.
+before backward, and SG from what it gets, without further buffers.
 """
 
 from __future__ import annotations

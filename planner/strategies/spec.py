@@ -185,7 +185,7 @@ class StrategySpec:
         return () if self.keeps_unsharded else (again,)
 
     def extra_s(self, collective: Collective, cluster: Cluster) -> float:
-        """Return the seconds that one of its collectives takes beside the communication."""
+        """Return the seconds that one of its collectives takes in addition to the communication."""
         return 0.0
 
     def host_copies(self, strategy: Strategy, cluster: Cluster) -> tuple[tuple[Phase, bool], ...]:

@@ -35,9 +35,12 @@ from planner.analysis.explain import open_plan
 from planner.cost.simulator import simulated_s
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_split
-from planner.plan import Plan, make_plan
-from planner.search.search import Task, search
-from planner.search.search_space import Space, StageDecision
+from planner.plan import Plan
+from planner.pricing import fixed, make_plan
+from planner.problem import Task
+from planner.search.candidates import StageDecision
+from planner.search.search import search
+from planner.search.search_space import Space
 from planner.strategies.registry import known_strategies
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
@@ -118,7 +121,7 @@ def plan_of(case: Case) -> Plan:
     shard = Strategy("shard", cluster.world_size)
     choices = tuple(StageDecision((shard,) * len(stage.operators)) for stage in space.model.stages)
     tied = shard if space.model.spanning else None
-    plan = make_plan(space.fixed(load, choices, tied), tied, space, load, limit_bytes=10**15, gap=0.0)
+    plan = make_plan(fixed(space, load, choices, tied), tied, space, load, limit_bytes=10**15, gap=0.0)
     taken = dict(plan.choices)
     for pattern, choice in case.choices.items():
         taken |= {name: choice for name in taken if fnmatchcase(name, pattern)}

@@ -91,7 +91,8 @@ def bench_scaling() -> None:
 def child(layers: int, kind: str) -> None:
     """Trace and plan one model and print what it took."""
     from osdp.zoo import load_cluster
-    from planner.search.search import Task, search
+    from planner.problem import Task
+    from planner.search.search import search
     from profiler.model_source import ModelSource
     from profiler.trace.trace import trace_model
 

@@ -1,4 +1,4 @@
-"""A strategy that the planner does not know yet: one object of `StrategySpec`; it is priced, pinned and searched."""
+"""A strategy that the planner does not know yet: with one `StrategySpec` it is priced, pinned and searched."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from synthetic import cluster, transformer
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.unit_memory import OPTIMIZERS, unit_bytes
 from planner.pins import parse_pin, resolve
-from planner.plan import decisions_of, make_plan, space_of
-from planner.search.search import Task, search
+from planner.pricing import decisions_of, make_plan, space_of
+from planner.problem import Task
+from planner.search.search import search
 from planner.strategies.notation import parse_strategy
 from planner.strategies.registry import known_strategies, register, strategies_on
 from planner.strategies.spec import SPECS, Strategy, StrategySpec

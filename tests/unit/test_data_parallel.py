@@ -18,19 +18,20 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rehearsals import graph_of, source
-from synthetic import chain, cluster, transformer
+from synthetic import chain, cluster, options_of, transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.cost.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES, Replica, as_run, buckets, reductions
+from planner.cost.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES, buckets, reductions
 from planner.cost.peak_memory import peak_memory
 from planner.cost.simulator import simulated_s
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
-from planner.plan import make_plan, options_of, runs_by_ddp
+from planner.pricing import as_run, make_plan, replica, runs_by_ddp
+from planner.problem import Task
 from planner.search.baselines import uniform
 from planner.search.ddp_search import fastest_replicated
-from planner.search.search import Task, search
+from planner.search.search import search
 from planner.search.search_space import Space
 from planner.strategies.replicate import COPY
 from planner.strategies.spec import Strategy
@@ -77,8 +78,8 @@ def test_step_time_is_that_of_two_queues(
     graph = transformer(layers, 768)
     machine = cluster(1, 4, intra=rate, overlaps=overlaps)
     load = Workload(machine, "adam", "fp32", 1, accumulation)
-    replica = Replica(Space(graph), load)
-    options = replica.options([recompute and stage.block is not None for stage in replica.stages])
+    ddp = replica(Space(graph), load)
+    options = ddp.options([recompute and stage.block is not None for stage in ddp.stages])
     time = step_time(options, load)
     # Played by hand: backward from the top, each bucket when its last gradient is there and the one before is sent.
     forward_s = [load.compute_s(call.forward) for call in graph.calls]
@@ -169,8 +170,8 @@ def test_prediction_is_what_ddp_holds(
 ) -> None:
     length = 128
     load = Workload(cluster(1, 8), optimizer, "fp32", batch, accumulation)
-    replica = Replica(Space(graph_of(family, vocabulary, length, "fp32")), load)
-    options = replica.options([recompute and stage.block is not None for stage in replica.stages])
+    ddp = replica(Space(graph_of(family, vocabulary, length, "fp32")), load)
+    options = ddp.options([recompute and stage.block is not None for stage in ddp.stages])
     tracked = tracked_bytes(family, vocabulary, load, recompute, length)
     assert -0.001 <= (peak_memory(options, load).total_bytes - tracked) / tracked <= 0.005
 
@@ -207,7 +208,7 @@ def test_idle_operators_are_sharded_so_that_units_run_them() -> None:
     units = uniform(space, load, COPY, recompute=False)
     assert as_run(units, None, None, space, load, float("inf")) == units
     assert as_run(units, None, (COPY,), space, load, float("inf")) != units
-    assert not fastest_replicated(space, (load,), float("inf"), 0.0).is_faster
+    assert fastest_replicated(space, (load,), float("inf"), 0.0).load is None
 
 
 @settings(max_examples=25, deadline=None)
@@ -223,7 +224,7 @@ def test_search_of_replicas_equals_brute_force(
         for load in loads
         for pattern in product((False, True), repeat=layers)
         for again in [[stage.block is not None and pattern[stage.block] for stage in space.model.stages]]
-        for options in [Replica(space, load).options(again)]
+        for options in [replica(space, load).options(again)]
     ]
     peaks = [peak for _, peak in every]
     limit = min(peaks) + fraction * (max(peaks) - min(peaks))
@@ -259,5 +260,5 @@ def test_more_operators_than_blocks_change_nothing() -> None:
     graph: ModelGraph = chain([(1024, 1024)] * 3, [1.0] * 3, [4.0] * 3)
     space, load = Space(graph), Workload(cluster(1, 2), "sgd", "fp32", 1)
     # 12 MiB of weights and as much of gradients; 12 MiB saved, 2 more at the top's backward.
-    assert fastest_replicated(space, (load,), 38 * MIB, 0.0).is_faster
-    assert not fastest_replicated(space, (load,), 38 * MIB - 1, 0.0).is_faster
+    assert fastest_replicated(space, (load,), 38 * MIB, 0.0).load is load
+    assert fastest_replicated(space, (load,), 38 * MIB - 1, 0.0).load is None

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from synthetic import MB, chain, cluster, transformer
+from synthetic import MB, chain, cluster, options_of, transformer
 
 from planner.analysis.explain import Alternative, OpenPlan, Target, alternatives, find_target, open_plan, parts
 from planner.cost.workload import Workload
-from planner.plan import Plan, make_plan, options_of, predict
+from planner.plan import Plan
+from planner.pricing import make_plan, predict
 from planner.search.baselines import uniform
-from planner.search.search_space import Space, StageDecision
+from planner.search.candidates import StageDecision
+from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
@@ -258,7 +260,7 @@ def test_mixed_operators_of_one_block_are_one_part() -> None:
     view = open_plan(plan, graph, machine)
     mixed = next(part for part in parts(view) if len(part.strategies) > 1)
     assert mixed.strategies == ("shard", "replicate")
-    assert view.choices[mixed.stages[0]] == StageDecision(
+    assert view.decided.choices[mixed.stages[0]] == StageDecision(
         tuple(
             Strategy("replicate", 1) if name == "up" else SHARD
             for name in ("norm1", "qkv", "out", "norm2", "up", "down")
@@ -273,7 +275,7 @@ def test_split_operators_are_one_target_with_all_their_slices() -> None:
     plan = uniform_plan(graph, machine)
     view = open_plan(replace(plan, choices=plan.choices | {"head": "split(2*shard, replicate)"}), graph, machine)
     target = find_target(view, "head")
-    taken = [strategy for index in sorted(target.stages) for strategy in view.choices[index].strategies]
+    taken = [strategy for index in sorted(target.stages) for strategy in view.decided.choices[index].strategies]
     # The norm before the head is decided with it.
     assert [str(strategy) for strategy in taken] == ["shard", "shard", "shard", "replicate"]
     assert ("shard_grad", None) in by_name(alternatives(view, target))
@@ -286,7 +288,7 @@ def test_tied_operators_and_idle_ones_keep_what_the_file_says() -> None:
     plan = uniform_plan(graph, machine)
     view = open_plan(replace(plan, choices=plan.choices | {"embed": "owner", "idle": "replicate"}), graph, machine)
     assert view.spanning == "owner"
-    assert view.idle == (Strategy("replicate", 1),)
+    assert view.decided.idle == (Strategy("replicate", 1),)
     (change, *_) = alternatives(view, find_target(view, "norm"))
     options, _ = options_of(
         replace(view.plan, choices=view.plan.choices | {"norm": change.strategy}), view.space, view.load

@@ -11,8 +11,9 @@ from synthetic import chain, cluster, transformer
 
 import planner.analysis.frontier
 from planner.analysis.frontier import frontier
-from planner.plan import make_plan
-from planner.search.search import Found, Task, search
+from planner.pricing import make_plan
+from planner.problem import Task
+from planner.search.search import Found, search
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError

@@ -13,7 +13,8 @@ from synthetic import cluster, transformer
 from osdp.planning.headroom import NO_HEADROOM, Headroom, check_headroom, parse_headroom
 from osdp.planning.request import Request, read_plan, task_of, write_plan, written
 from planner.analysis.explain import alternatives, find_target, open_plan
-from planner.plan import Plan, runs_by_ddp
+from planner.plan import Plan
+from planner.pricing import runs_by_ddp
 from planner.search.search import search
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster

@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import chain, cluster
+from synthetic import chain, cluster, options_of
 
 from osdp.planning.imbalance_option import read_imbalance
 from planner.cost.simulator import simulate, simulated_s
 from planner.cost.stage_option import Segment, StageCandidate
-from planner.cost.step_time import meet, step_time, waiting_s
+from planner.cost.step_time import plan_syncs, step_time, waiting_s
 from planner.cost.stragglers import BALANCED, Imbalance, Waits, histogram, lengths_slowest, lognormal_slowest
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.workload import Workload
-from planner.plan import make_plan, options_of, predict
-from planner.search.search_space import Space, StageDecision
+from planner.pricing import fixed, make_plan, predict
+from planner.search.candidates import StageDecision
+from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
@@ -122,12 +123,14 @@ def test_steps_average_over_their_micro_batches() -> None:
 def test_who_meets_in_every_micro_batch(strategy: Strategy) -> None:
     graph = chain([(2048, 1024)], [1], [1])
     traffic = unit_traffic(graph.operators[0].parameters, strategy, "fp32", cluster(2, 4))
-    assert traffic.meets is (strategy.name not in ("replicate", "odc"))
+    assert traffic.syncs_each_microbatch is (strategy.name not in ("replicate", "odc"))
 
 
 def test_nobody_meets_on_one_rank() -> None:
     graph, machine = chain([(2048, 1024)], [1], [1]), cluster(1, 1)
-    assert not unit_traffic(graph.operators[0].parameters, Strategy("replicate", 1), "fp32", machine).meets
+    assert not unit_traffic(
+        graph.operators[0].parameters, Strategy("replicate", 1), "fp32", machine
+    ).syncs_each_microbatch
 
 
 UNEVEN = Waits(per_micro_batch=1.5, per_step=1.2)
@@ -140,7 +143,7 @@ def priced(
     known = {str(strategy): strategy for strategy in strategies_on(cluster(1, 8), uneven=True)}
     space = Space(chain([(2048, 1024)] * len(names), [100] * len(names), [1] * len(names)))
     load = Workload(cluster(1, 8), "adam", "fp32", 1, accumulation, waits)
-    return space.fixed(load, tuple(StageDecision((known[name],)) for name in names), None), load
+    return fixed(space, load, tuple(StageDecision((known[name],)) for name in names), None), load
 
 
 @pytest.mark.parametrize(
@@ -162,8 +165,8 @@ def test_one_unit_that_meets_makes_the_whole_plan_wait(names: tuple[str, ...], f
     assert time.waiting_s == pytest.approx(factor * computing_s, rel=1e-2)
     assert time.total_s == pytest.approx(without.total_s + time.waiting_s)
     assert without.waiting_s == 0
-    assert meet(options) is (factor == 0.5)
-    assert sum(waiting_s(option, load, meet(options)) for option in options) == pytest.approx(time.waiting_s)
+    assert plan_syncs(options) is (factor == 0.5)
+    assert sum(waiting_s(option, load, plan_syncs(options)) for option in options) == pytest.approx(time.waiting_s)
 
 
 def test_the_longest_sample_is_full_and_the_mean_one_computes_less() -> None:
@@ -210,7 +213,10 @@ def test_simulator_and_closed_form_agree(
     stages: list[tuple[list[Segment], bool, float]], overlaps: bool, accumulation: int, each: float, once: float
 ) -> None:
     (like,), _ = priced(("shard",))
-    plan = [replace(like, segments=tuple(parts), meets=meets, optimizer_s=step) for parts, meets, step in stages]
+    plan = [
+        replace(like, segments=tuple(parts), syncs_each_microbatch=syncs, optimizer_s=step)
+        for parts, syncs, step in stages
+    ]
     load = Workload(cluster(overlaps=overlaps), "adam", "fp32", 1, accumulation, Waits(each, once))
     time, events = step_time(plan, load), simulate(plan, load)
     assert simulated_s(plan, load) == pytest.approx(time.total_s, rel=1e-9, abs=1e-9)

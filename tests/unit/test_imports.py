@@ -26,7 +26,7 @@ PLAIN_DATA = frozenset(
     )
 )
 """The profiler's modules that need no torch: what passes between the stages, and its files."""
-PLANS = frozenset({"planner.plan", "planner.strategies", "planner.model"})
+PLANS = frozenset({"planner.plan", "planner.pricing", "planner.strategies", "planner.model"})
 """The planner's modules that say what a plan means."""
 
 

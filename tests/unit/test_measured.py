@@ -11,7 +11,7 @@ from synthetic import chain, cluster, transformer
 
 from planner.analysis.what_if import what_if
 from planner.collectives import collective_s
-from planner.cost.ddp import Replica, buckets
+from planner.cost.ddp import buckets
 from planner.cost.simulator import simulated_s
 from planner.cost.step_time import step_time
 from planner.cost.unit_communication import unit_traffic
@@ -19,9 +19,12 @@ from planner.cost.workload import Workload
 from planner.model.operator_split import slice_operators
 from planner.pins import parse_pin, resolve
 from planner.plan import cluster_fingerprint
+from planner.pricing import fixed, replica
+from planner.problem import Task
 from planner.search.baselines import uniform
-from planner.search.search import Task, search
-from planner.search.search_space import Space, StageDecision
+from planner.search.candidates import StageDecision
+from planner.search.search import search
+from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from planner.strategies.unit_collectives import unit_collectives
 from profiler.cluster.cluster import Cluster
@@ -212,7 +215,7 @@ def test_a_measured_optimizer() -> None:
     sharded = uniform(Space(graph), load, Strategy("shard", 8), recompute=False)
     size_bytes = sum(option.gradients for option in sharded)
     assert step_time(sharded, load).optimizer_s == pytest.approx(tensors * 1e-5 + size_bytes * 2e-9)
-    whole = Replica(Space(graph), load).options([False] * len(sharded))
+    whole = replica(Space(graph), load).options([False] * len(sharded))
     assert step_time(whole, load).optimizer_s == pytest.approx(tensors * 1e-5 + 4 * graph.numel * 2e-9, rel=0.01)
     derived_s = Workload(cluster(), "sgd", "fp32", 1).optimizer_s(1e6)
     assert Workload(machine, "sgd", "fp32", 1).optimizer_s(1e6) == derived_s
@@ -251,7 +254,7 @@ def test_the_simulator_and_the_search_agree_with_a_slowdown(accumulation: int) -
     # The same plan, priced without the slowdown.
     plain = Workload(cluster(1, 8, intra=2e9), "adam", "fp32", found.load.micro_batch, accumulation)
     picks = [StageDecision(option.strategies, option.recompute) for option in found.options]
-    assert step_time(found.space.fixed(plain, tuple(picks), found.spanning), plain).total_s < total_s
+    assert step_time(fixed(found.space, plain, tuple(picks), found.spanning), plain).total_s < total_s
 
 
 def test_buckets_hide_where_only_they_run_in_the_background() -> None:
@@ -260,8 +263,8 @@ def test_buckets_hide_where_only_they_run_in_the_background() -> None:
     background = measured(plain, asynchronous=True, overlapped_slowdown=1.25)
 
     def step_s(machine: Cluster) -> float:
-        replica = Replica(Space(graph), Workload(machine, "adam", "fp32", 1))
-        return step_time(replica.options([False] * len(replica.stages)), replica.load).total_s
+        ddp = replica(Space(graph), Workload(machine, "adam", "fp32", 1))
+        return step_time(ddp.options([False] * len(ddp.stages)), ddp.load).total_s
 
     # By hand: two queues, the computation 1 / 5 of the time of each bucket later.
     load = Workload(plain, "adam", "fp32", 1)

@@ -11,7 +11,9 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_memory import Moment
 from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
-from planner.search.search_space import Space, StageDecision
+from planner.pricing import fixed
+from planner.search.candidates import StageDecision
+from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.cluster.figure import Figure
 from profiler.model_graph import ModelGraph
@@ -28,7 +30,7 @@ def plan(
 ) -> tuple[tuple[StageCandidate, ...], Workload]:
     load = Workload(cluster(1, 8), optimizer, precision, batch, accumulation)
     space = Space(GRAPH)
-    return space.fixed(load, tuple(StageDecision((s,)) for s in strategies), None), load
+    return fixed(space, load, tuple(StageDecision((s,)) for s in strategies), None), load
 
 
 SHARDED = Strategy("shard", 8)
@@ -53,7 +55,7 @@ def test_fully_sharded_peak_is_the_upper_operators_backward() -> None:
 def test_every_moment_of_the_lower_operator() -> None:
     options, _load = plan(SHARDED, SHARDED)
     low = options[0]
-    by_phase = {(m.phase, m.above, m.below): m for m in low.moments}
+    by_phase = {(m.phase, m.neighbours.above, m.neighbours.below): m for m in low.moments}
     # Forward: its own all-gather output and unsharded parameters; the call's peak is 20 + 1 MB.
     forward = max((m for m in low.moments if m.phase == "forward"), key=lambda m: m.total_bytes)
     assert forward.total_bytes == SIZE + SIZE + 21 * MB
@@ -94,7 +96,7 @@ def test_gradient_accumulation_keeps_all_sharded_gradients() -> None:
 def test_the_optimizer_step_can_be_the_peak() -> None:
     graph = chain([(2048, 1024)] * 3, gflops=[1] * 3, saved_mb=[1] * 3)
     load = Workload(cluster(1, 8), "adam", "fp32", 1)
-    options = Space(graph).fixed(load, (StageDecision((COPIED,)),) * 3, None)
+    options = fixed(Space(graph), load, (StageDecision((COPIED,)),) * 3, None)
     peak = peak_memory(options, load)
     # Parameters, gradients, two moments and foreach Adam's temporary: five times 8 MB, for each operator.
     # The last reduction holds less: 9 x 8 MB at rest, two gradients, and input, gradient and output.
@@ -120,7 +122,7 @@ def test_recomputation_keeps_the_input_and_runs_forward_again() -> None:
     space = Space(graph)
     load = Workload(cluster(1, 8), "adam", "fp32", 2)
     block = next(stage for stage in space.model.stages if stage.block == 0)
-    kind = space.kinds[space.model.stages.index(block)]
+    kind = space.stage_classes[space.model.stages.index(block)]
     choice = (SHARDED,) * len(block.operators)
     plain = space.option(kind, StageDecision(choice), SHARDED, load)
     again = space.option(kind, StageDecision(choice, recompute=True), SHARDED, load)
@@ -137,9 +139,8 @@ def test_tied_embedding_is_open_all_the_way() -> None:
     space = Space(graph)
     load = Workload(cluster(1, 8), "adam", "fp32", 1)
     table = 4 * 4096 * 256
-    options = space.fixed(
-        load, tuple(StageDecision((SHARDED,) * len(s.operators)) for s in space.model.stages), SHARDED
-    )
+    choices = tuple(StageDecision((SHARDED,) * len(s.operators)) for s in space.model.stages)
+    options = fixed(space, load, choices, SHARDED)
     middle = options[2]
     assert space.model.spans == {0: (0, len(options) - 1)}
     # In every block: the unsharded table, and in backward its gradient of the head's use.
@@ -188,7 +189,7 @@ def test_nothing_rests_of_what_is_offloaded() -> None:
 def test_offloaded_shards_pass_the_device_while_they_are_gathered() -> None:
     halved = Strategy("shard", 2, offload=True)
     load = Workload(cluster(1, 2), "adam", "fp32", 1)
-    options = Space(GRAPH).fixed(load, (StageDecision((halved,)), StageDecision((halved,))), None)
+    options = fixed(Space(GRAPH), load, (StageDecision((halved,)), StageDecision((halved,))), None)
     # Half of operator 0, 4 MB, is on the device as it is gathered before the backward of operator 1 makes a
     # gradient; 52 MB and no such copy come after.
     peak = peak_memory(options, load)
@@ -218,7 +219,7 @@ def test_with_more_owners_than_ranks_the_fullest_owns_several() -> None:
     owner = Strategy("owner", 2)
     graph = chain([(2048, 1024)] * 3, gflops=[1] * 3, saved_mb=[1] * 3)
     load = Workload(cluster(1, 2), "adam", "fp32", 1)
-    options = Space(graph).fixed(load, (StageDecision((owner,)),) * 3, None)
+    options = fixed(Space(graph), load, (StageDecision((owner,)),) * 3, None)
     assert [option.parameters for option in options] == [SIZE, 0, SIZE]
 
 
@@ -234,10 +235,10 @@ def test_spanning_operators_may_differ() -> None:
     load = Workload(cluster(1, 8), "adam", "fp32", 1)
     choices = tuple(StageDecision((SHARDED,) * len(stage.operators)) for stage in space.model.stages)
     assert space.model.spanning == (0, 1)
-    mixed = space.fixed(load, choices, (SHARDED, COPIED))
+    mixed = fixed(space, load, choices, (SHARDED, COPIED))
     rested = sum(option.parameters for option in mixed)
     assert rested == SHARD + SIZE + SHARD
-    assert space.fixed(load, choices, (SHARDED, SHARDED)) == space.fixed(load, choices, SHARDED)
+    assert fixed(space, load, choices, (SHARDED, SHARDED)) == fixed(space, load, choices, SHARDED)
     # Kept or not, both are unsharded while operator 2 runs.
     (here,) = [index for index, stage in enumerate(space.model.stages) if 2 in stage.operators]
     around = mixed[here].ambient_unsharded + max(m.unsharded for m in mixed[here].moments)
@@ -249,9 +250,9 @@ def test_what_operators_that_are_never_called_take_is_counted() -> None:
     space, load = Space(graph), Workload(cluster(1, 8), "adam", "fp32", 1)
     choices = (StageDecision((SHARDED,)),)
     assert space.model.idle == (1,)
-    assert space.fixed(load, choices, None) == space.fixed(load, choices, None, (SHARDED,))
+    assert fixed(space, load, choices, None) == fixed(space, load, choices, None, (SHARDED,))
     kept = {
-        str(strategy): space.fixed(load, choices, None, (strategy,))[0].parameters
+        str(strategy): fixed(space, load, choices, None, (strategy,))[0].parameters
         for strategy in (SHARDED, COPIED, Strategy("owner", 8), replace(SHARDED, offload=True))
     }
     assert kept == {"shard": 2 * SHARD, "replicate": SHARD + SIZE, "owner": SHARD + SIZE, "shard+offload": SHARD}
@@ -263,7 +264,7 @@ def moments_of_a_block(strategies: tuple[Strategy, ...], recompute: bool) -> dic
     stage = next(index for index, stage in enumerate(space.model.stages) if stage.block == 0)
     load = Workload(cluster(1, 8), "adam", "fp32", 1)
     found: dict[int, list[Moment]] = {}
-    for moment in space.option(space.kinds[stage], StageDecision(strategies, recompute), SHARDED, load).moments:
+    for moment in space.option(space.stage_classes[stage], StageDecision(strategies, recompute), SHARDED, load).moments:
         if moment.phase != "forward":
             found.setdefault(moment.operator - 1, []).append(moment)
     return found

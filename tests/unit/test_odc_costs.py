@@ -15,9 +15,11 @@ from planner.cost.unit_communication import unit_traffic
 from planner.cost.unit_memory import OPTIMIZERS, unit_bytes
 from planner.cost.workload import Workload
 from planner.pins import parse_pin
-from planner.plan import Plan, make_plan
+from planner.plan import Plan
+from planner.pricing import fixed, make_plan
+from planner.search.candidates import StageDecision
 from planner.search.search import search
-from planner.search.search_space import Space, StageDecision
+from planner.search.search_space import Space
 from planner.strategies.notation import parse_strategy
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
@@ -125,7 +127,7 @@ def test_groups_lie_in_one_node() -> None:
 
 def options_with(strategy: Strategy, load: Workload, space: Space) -> tuple[StageCandidate, ...]:
     choices = tuple(StageDecision((strategy,) * len(stage.operators)) for stage in space.model.stages)
-    return space.fixed(load, choices, None)
+    return fixed(space, load, choices, None)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -15,7 +15,9 @@ from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.workload import Workload
-from planner.search.search_space import Space, StageDecision
+from planner.pricing import fixed
+from planner.search.candidates import StageDecision
+from planner.search.search_space import Space
 from planner.strategies.notation import parse_strategy
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
@@ -76,7 +78,7 @@ def stage(strategy: Strategy, accumulation: int = 1) -> tuple[StageCandidate, Wo
     """One operator of 2 Mi parameters."""
     space = Space(chain([(2048, 1024)], gflops=[100], saved_mb=[1]))
     load = Workload(hosted(), "adam", "fp32", 1, accumulation)
-    (option,) = space.fixed(load, (StageDecision((strategy,)),), None)
+    (option,) = fixed(space, load, (StageDecision((strategy,)),), None)
     return option, load
 
 

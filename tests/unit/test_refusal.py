@@ -11,8 +11,9 @@ from synthetic import chain, cluster, transformer
 from osdp.planning.headroom import Headroom
 from osdp.planning.request import Request, explain_refusal, task_of
 from planner.pins import Pin
+from planner.problem import Task
 from planner.search.infeasible import LARGEST_NODE, NothingFits, Refusal
-from planner.search.search import Task, search
+from planner.search.search import search
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.figure import Figure

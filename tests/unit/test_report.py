@@ -32,10 +32,11 @@ from osdp.cli.reports.rows import plan_rows, short_names
 from osdp.planning.request import Planned
 from planner.analysis.explain import OpenPlan, find_target, open_plan
 from planner.cost.workload import Workload
-from planner.plan import make_plan
+from planner.pricing import fixed, make_plan
 from planner.search.baselines import baselines
+from planner.search.candidates import StageDecision
 from planner.search.search import Found
-from planner.search.search_space import Space, StageDecision
+from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster
@@ -75,7 +76,7 @@ def planned_by_hand(graph: ModelGraph | None = None, recomputed: int = 4, limit_
         for stage in space.model.stages
     )
     spanning = KEEP if space.model.spanning else None
-    options = space.fixed(load, choices, spanning)
+    options = fixed(space, load, choices, spanning)
     plan = make_plan(options, spanning, space, load, limit_bytes=limit_bytes, gap=0.0125)
     speed = plan.predicted.samples_per_s
     loads = tuple(replace(load, micro_batch=size) for size in (1, 2, 3))

@@ -15,10 +15,11 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
-from planner.search.counting_ilp import CountingProgram, counted_s, fastest
-from planner.search.lagrangian_bound import ChainBound, lower_bound_s, places_near
+from planner.problem import Task, micro_batches
+from planner.search.counting_ilp import CountingProgram, fastest, steady_s
+from planner.search.lagrangian_bound import ChainBound, events_near
 from planner.search.local_search import LocalSearch
-from planner.search.search import Task, micro_batches, search
+from planner.search.search import search
 from planner.search.search_space import CandidateSet, Space
 from planner.strategies.registry import strategies_on
 from profiler.cluster.cluster import Cluster
@@ -61,7 +62,7 @@ seeds = st.integers(0, 10**6)
 
 
 def every_plan(menu: CandidateSet) -> list[tuple[StageCandidate, ...]]:
-    return list(product(*(menu.options[kind] for kind in menu.kinds)))
+    return list(product(*(menu.options[kind] for kind in menu.stage_classes)))
 
 
 def brute_force(menu: CandidateSet, limit: float) -> float | None:
@@ -122,8 +123,8 @@ def test_bound_holds_for_every_plan(
     limit = a_limit(menu, fraction)
     best = brute_force(menu, limit)
     assert best is not None
-    for stage in (None, *range(len(menu.kinds))):
-        assert lower_bound_s(menu, limit, stage) <= best * (1 + 1e-9)
+    for stage in (None, *range(len(menu.stage_classes))):
+        assert ChainBound(menu).bound_s(limit, events_near(menu, stage)) <= best * (1 + 1e-9)
 
 
 @SLOW
@@ -132,15 +133,15 @@ def test_dynamic_program_is_the_minimum_over_sequences(
     graph: ModelGraph, machine: Cluster, price: float, seed: int
 ) -> None:
     menu = some_of(Space(graph).menu(Workload(machine, "adam", "fp32", 1, 2), None), seed)
-    chain_bound, place = ChainBound(menu), places_near(menu, None)[0]
+    chain_bound, place = ChainBound(menu), events_near(menu, None)[0]
     memory, per_byte = chain_bound.memory(place), price * 1e-10
 
     def priced(picks: tuple[int, ...]) -> float:
-        options = [menu.options[kind][k] for kind, k in zip(menu.kinds, picks, strict=True)]
+        options = [menu.options[kind][k] for kind, k in zip(menu.stage_classes, picks, strict=True)]
         held = sum(memory[i][k] for i, k in enumerate(picks))
         return step_time(options, menu.load).total_s + per_byte * float(held)
 
-    every = product(*(range(len(menu.options[kind])) for kind in menu.kinds))
+    every = product(*(range(len(menu.options[kind])) for kind in menu.stage_classes))
     least = min(priced(picks) for picks in every)
     assert float(chain_bound.least(memory, np.array([per_byte]))[0]) == pytest.approx(least, rel=1e-9)
     assert priced(chain_bound.sequence(memory, per_byte)) == pytest.approx(least, rel=1e-9)
@@ -156,7 +157,8 @@ def test_counted_objective_is_the_pure_function(layers: int, fraction: float, ov
     limit = small * (1 + fraction)
     solution = fastest(menu, limit)
     assert solution is not None
-    assert solution.objective_s == pytest.approx(counted_s(solution.options, menu), rel=1e-6)
+    counted_s = sum(steady_s(option, menu) for option in solution.options)
+    assert solution.objective_s == pytest.approx(counted_s, rel=1e-6)
     assert peak_memory(solution.options, menu.load).total_bytes <= limit
 
 
@@ -166,7 +168,7 @@ def test_stage_times_sum_to_the_step() -> None:
         load = Workload(cluster(1, 4, overlaps=overlaps), "adam", "fp32", 1, accumulation)
         menu = Space(graph).menu(load, strategies_on(load.cluster)[2])
         polisher = LocalSearch(menu, 1e18)
-        picks = tuple(i % len(menu.options[kind]) for i, kind in enumerate(menu.kinds))
+        picks = tuple(i % len(menu.options[kind]) for i, kind in enumerate(menu.stage_classes))
         total = sum(polisher.chain.stage_s(picks, i) for i in range(len(picks)))
         assert total == pytest.approx(step_time(polisher.options(picks), load).total_s, rel=1e-12)
 
@@ -256,6 +258,6 @@ def test_one_rank_has_nothing_to_shard() -> None:
 def test_uneven_blocks_are_told_apart() -> None:
     graph = transformer(6, 256, distinct=True)
     space = Space(graph)
-    pairs = zip(space.kinds, space.model.stages, strict=True)
+    pairs = zip(space.stage_classes, space.model.stages, strict=True)
     assert len({kind for kind, stage in pairs if stage.block is not None}) == 6
     assert search(Task(graph, cluster(1, 4), 2 * GIB)).gap < 0.01

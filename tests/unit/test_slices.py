@@ -99,6 +99,6 @@ def test_blocks_hold_the_calls_of_their_slices() -> None:
     for number, block in enumerate(found.blocks):
         assert {c.block for c in found.calls[block.first_call : block.last_call]} == {number}
     staged = cut(found, slices)
-    kinds = [stage.kind for stage in staged.stages if stage.block is not None]
+    kinds = [stage.stage_class for stage in staged.stages if stage.block is not None]
     # The split block is not like the others, which are alike.
     assert kinds[0] == kinds[2] != kinds[1]

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from synthetic import chain, cluster, transformer
+from synthetic import chain, cluster, options_of, transformer
 
 from planner.cost.ddp import COPY
 from planner.cost.peak_memory import peak_memory
@@ -20,14 +20,15 @@ from planner.cost.stragglers import Imbalance
 from planner.cost.workload import Workload
 from planner.model.operator_split import slice_operators
 from planner.model.stages import cut
-from planner.plan import make_plan, options_of, space_of
-from planner.search.candidates import Pins, StageDecision, choices_of, cuts, splittable
+from planner.pricing import make_plan, priced, space_of
+from planner.problem import Pins, Task
+from planner.search.candidates import StageDecision, choices_of, cuts, splittable
 from planner.search.counting_ilp import fastest
 from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits
-from planner.search.lagrangian_bound import lower_bound_s
+from planner.search.lagrangian_bound import ChainBound, events_near
 from planner.search.pareto import option_numbers, undominated
-from planner.search.search import Found, Task, search
+from planner.search.search import Found, search
 from planner.search.search_space import CandidateSet, Space
 from planner.strategies.notation import parse_choice
 from planner.strategies.registry import strategies_on
@@ -76,7 +77,7 @@ def best_by_trying(
     """Return the most samples per second of the plans that fit, each priced as a whole."""
     space, best = Space(graph), 0.0
     for choices in plans:
-        options = space.settled(load, choices, None).options
+        options = priced(space, load, choices, None).options
         if peak_memory(options, load).total_bytes <= limit:
             best = max(best, load.samples_per_step / step_time(options, load).total_s)
     return best
@@ -85,7 +86,7 @@ def best_by_trying(
 def smallest_bytes(graph: ModelGraph, load: Workload) -> float:
     space = Space(graph)
     plans = every_choice(graph, load.cluster)
-    return min(peak_memory(space.settled(load, choices, None).options, load).total_bytes for choices in plans)
+    return min(peak_memory(priced(space, load, choices, None).options, load).total_bytes for choices in plans)
 
 
 @settings(SLOW, max_examples=8)
@@ -119,11 +120,11 @@ def test_dominated_options_are_in_no_better_plan(
 
 def menu_of(space: Space, load: Workload, choices: list[list[StageDecision]]) -> CandidateSet:
     options = tuple(tuple(space.option(k, c, None, load) for c in some) for k, some in enumerate(choices))
-    return CandidateSet(load, None, space.kinds, options, tuple(tuple(some) for some in choices))
+    return CandidateSet(load, None, space.stage_classes, options, tuple(tuple(some) for some in choices))
 
 
 def plans_of(menu: CandidateSet) -> list[tuple[StageCandidate, ...]]:
-    return list(product(*(menu.options[kind] for kind in menu.kinds)))
+    return list(product(*(menu.options[kind] for kind in menu.stage_classes)))
 
 
 def least_time(menu: CandidateSet, limit: float) -> float:
@@ -142,7 +143,7 @@ def test_options_of_one_and_of_several_segments_are_not_compared() -> None:
     graph, machine = transformer(1, 512, tied=False), cluster(1, 4)
     space = Space(graph)
     load = space.workload(machine, "adam", "fp32", 1)
-    kind = next(k for k, stage in zip(space.kinds, space.model.stages, strict=True) if stage.block is not None)
+    kind = next(k for k, stage in zip(space.stage_classes, space.model.stages, strict=True) if stage.block is not None)
     count = len(next(stage for stage in space.model.stages if stage.block is not None).operators)
     shard, copy = Strategy("shard", 4), Strategy("replicate", 1)
     options = [
@@ -190,7 +191,7 @@ def decided(draw: st.DrawFn) -> tuple[ModelGraph, Cluster, list[StageDecision], 
     graph = transformer(2, 1024, tied=draw(st.booleans()), vocabulary=2048)
     space = Space(graph)
     load = space.workload(machine, "adam", "fp32", 1)
-    choices = [draw(st.sampled_from(space.choices(kind, load))) for kind in space.kinds]
+    choices = [draw(st.sampled_from(space.choices(kind, load))) for kind in space.stage_classes]
     spanning = draw(st.sampled_from(strategies_on(machine))) if space.model.spanning else None
     return graph, machine, choices, spanning
 
@@ -203,7 +204,7 @@ def test_a_plan_reads_back_as_it_was_priced(
     graph, machine, choices, spanning = case
     space = Space(graph)
     load = space.workload(machine, "adam", "fp32", 1, accumulation)
-    settled = space.settled(load, choices, spanning)
+    settled = priced(space, load, choices, spanning)
     plan = make_plan(settled.options, spanning, settled.space, load, limit_bytes=1 << 40, gap=0.0)
     again, _ = options_of(plan, space_of(plan, graph, machine), load)
     peak, time = peak_memory(again, load), step_time(again, load)
@@ -212,7 +213,7 @@ def test_a_plan_reads_back_as_it_was_priced(
     # What the menus say of it is the same, unless ranks differ.
     owner = any(s.spec.has_owner for c in choices for s in c.strategies)
     owner |= spanning is not None and spanning.spec.has_owner
-    in_menu = [space.option(kind, c, spanning, load) for kind, c in zip(space.kinds, choices, strict=True)]
+    in_menu = [space.option(kind, c, spanning, load) for kind, c in zip(space.stage_classes, choices, strict=True)]
     if not owner:
         assert peak_memory(in_menu, load).total_bytes == peak_memory(settled.options, load).total_bytes
         assert step_time(in_menu, load).total_s == pytest.approx(step_time(settled.options, load).total_s, rel=1e-12)
@@ -225,9 +226,9 @@ def test_the_mean_over_ranks_is_no_more_than_the_fullest(ops: int, machine: Clus
     space = Space(graph)
     load = space.workload(machine, "adam", "fp32", 1)
     owner = Strategy("owner", machine.world_size)
-    choices = [StageDecision((owner,)) for _ in space.kinds]
-    mean = [space.option(kind, c, None, load, None) for kind, c in zip(space.kinds, choices, strict=True)]
-    fullest = space.settled(load, choices, None).options
+    choices = [StageDecision((owner,)) for _ in space.stage_classes]
+    mean = [space.option(kind, c, None, load, None) for kind, c in zip(space.stage_classes, choices, strict=True)]
+    fullest = priced(space, load, choices, None).options
     assert peak_memory(mean, load).total_bytes <= peak_memory(fullest, load).total_bytes
     rests = 4 * 4 * graph.numel / machine.world_size  # S, OPT and SG of Adam in fp32, evenly
     held = sum(option.rest + option.gradients for option in mean)
@@ -252,7 +253,7 @@ def unequal_menu(graph: ModelGraph, load: Workload, seed: int) -> CandidateSet:
     """Return a menu in which every stage has options of one segment and of several."""
     space = Space(graph)
     some = []
-    for kind in range(len(set(space.kinds))):
+    for kind in range(len(set(space.stage_classes))):
         choices = space.choices(kind, load)
         whole = [c for c in choices if c.is_whole]
         several = [c for c in choices if not c.is_whole] or whole
@@ -280,8 +281,8 @@ def test_exact_form_with_unequal_segments_equals_brute_force(
     assert solution is not None
     assert step_time(solution.options, menu.load).total_s == pytest.approx(best, rel=1e-6)
     assert solution.objective_s == pytest.approx(best, rel=1e-6)
-    for stage in (None, *range(len(menu.kinds))):
-        assert lower_bound_s(menu, limit, stage) <= best * (1 + 1e-9)
+    for stage in (None, *range(len(menu.stage_classes))):
+        assert ChainBound(menu).bound_s(limit, events_near(menu, stage)) <= best * (1 + 1e-9)
 
 
 # --- pins ---
@@ -316,7 +317,7 @@ def test_a_pinned_optimum_is_that_of_the_plans_with_the_pin(
     pins = Pins({operator: slices})
     space = Space(graph)
     stages = [choices_of(stage, graph, known, pins) for stage in space.model.stages]
-    least = min(peak_memory(space.settled(load, c, None).options, load).total_bytes for c in product(*stages))
+    least = min(peak_memory(priced(space, load, c, None).options, load).total_bytes for c in product(*stages))
     limit = int(least * factor) + 1
     best = best_by_trying(graph, load, product(*stages), limit)
     found = search(Task(graph, machine, limit, micro_batch=1, pins=pins))
@@ -360,7 +361,7 @@ def test_plans_of_ddp_honour_pins() -> None:
     assert any(option.recompute for option in tight.options)
     assert not tight.options[4].recompute
     shard, copies = Pins({1: (Strategy("shard", 2),)}), Pins({1: (COPY,)})
-    assert not fastest_replicated(Space(graph, pins=shard), loads, 4 << 30, 0.0).is_faster
+    assert fastest_replicated(Space(graph, pins=shard), loads, 4 << 30, 0.0).load is None
     assert fastest_replicated(Space(graph, pins=copies), loads, 4 << 30, 0.0).samples_per_s == free.samples_per_s
 
 
@@ -392,8 +393,8 @@ def test_ranks_that_wait_long_enough_do_without_meeting() -> None:
     limit = 220 << 20  # Not enough for copies of all, and for shards of a group of four.
     ask = Task(graph, machine, limit, global_batch=32, micro_batch=1)
     even, uneven = search(ask), search(replace(ask, imbalance=Imbalance(variation=2.0)))
-    assert any(option.meets for option in even.options)
-    assert not any(option.meets for option in uneven.options)
+    assert any(option.syncs_each_microbatch for option in even.options)
+    assert not any(option.syncs_each_microbatch for option in uneven.options)
 
 
 # --- speed ---

@@ -9,7 +9,8 @@ from synthetic import chain, cluster, transformer
 
 from planner.analysis.what_if import Answer, WhatIf, what_if
 from planner.pins import Pin, resolve
-from planner.search.search import Task, search
+from planner.problem import Task
+from planner.search.search import search
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import ModelGraph

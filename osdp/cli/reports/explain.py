@@ -83,9 +83,9 @@ def _summary(view: OpenPlan) -> str:
 
 def _current(view: OpenPlan, target: Target) -> str:
     """Return what a target takes now."""
+    choices = [view.decided.choices[index] for index in sorted(target.stages)]
     taken = Counter(
-        _choice(" and ".join(dict.fromkeys(map(str, view.choices[index].strategies))), view.choices[index].recompute)
-        for index in sorted(target.stages)
+        _choice(" and ".join(dict.fromkeys(map(str, choice.strategies))), choice.recompute) for choice in choices
     )
     if target.spanning:
         taken[str(view.spanning)] += 1

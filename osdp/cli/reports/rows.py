@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from planner.plan import Plan
-from planner.search.search_space import NO_PINS, Pins
+from planner.problem import NO_PINS, Pins
 from profiler.model_graph import Block, ModelGraph, Operator
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")

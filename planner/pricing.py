@@ -1,0 +1,293 @@
+"""What whole plans cost, as they are run: on the rank that holds most, and by DistributedDataParallel where it can.
+
+A plan is priced in the model with all its slices, and so is the same by whatever way it comes: from the search, from a
+file, or from a user who mixed strategies as he liked.  Ranks differ by the units that each of them owns whole.
+
+This file stands on `planner.search.search_space`, for whose decisions it gives the price, and the rest of the search
+stands on it: what the search compares are the prices that a plan's file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from planner.cost.ddp import Replica, can_replicate
+from planner.cost.peak_memory import peak_memory
+from planner.cost.simulator import simulated_s
+from planner.cost.stage_option import StageCandidate
+from planner.cost.step_time import step_time
+from planner.cost.workload import Workload
+from planner.model.fsdp_units import owners_of, units_of
+from planner.plan import (
+    NOTHING_ASKED,
+    Asked,
+    ClusterRef,
+    Plan,
+    Prediction,
+    cluster_fingerprint,
+    model_ref,
+    read_choices,
+)
+from planner.search.candidates import StageDecision
+from planner.search.search_space import Space, Spanning
+from planner.strategies.notation import format_choice
+from planner.strategies.spec import Strategy
+from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph
+
+Options = tuple[StageCandidate, ...]
+"""One per stage in execution order."""
+Idle = Sequence[Strategy] | None
+"""Strategies of operators that are never called; None: what the search gives them, which is the least memory."""
+
+# --- options ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PricedPlan:
+    """A whole plan, priced as a plan that is read from a file is."""
+
+    load: Workload
+    space: Space
+    """With the operators split that the plan splits."""
+    spanning: Spanning
+    choices: tuple[StageDecision, ...]
+    """One per stage of that space; empty for plans that are not of a menu."""
+    options: tuple[StageCandidate, ...]
+    """One per stage in execution order, on the rank that holds most."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """Predicted samples per second of all ranks."""
+        return self.load.samples_per_step / step_time(self.options, self.load).total_s
+
+    def as_run(self, limit_bytes: float) -> PricedPlan:
+        """Return it as the runtime runs it within a limit."""
+        options = as_run(self.options, self.spanning, None, self.space, self.load, limit_bytes)
+        return replace(self, options=options)
+
+
+def priced(space: Space, load: Workload, choices: Sequence[StageDecision], spanning: Spanning) -> PricedPlan:
+    """Return a plan of the search as it is priced and written down."""
+    counts: dict[int, int] = {}
+    for stage, choice in zip(space.model.stages, choices, strict=True):
+        if choice.counts:
+            counts |= {o: n for o, n in zip(stage.operators, choice.counts, strict=True) if n > 1}
+    flat = tuple(replace(choice, counts=()) for choice in choices)
+    sliced = space.with_slices(counts) if counts else space
+    options = fixed(sliced, load, flat, spanning, space.idle_strategies(load.cluster))
+    return PricedPlan(load, sliced, spanning, flat, options)
+
+
+def fixed(
+    space: Space, load: Workload, choices: Sequence[StageDecision], spanning: Spanning, idle: Idle = None
+) -> Options:
+    """Return the options of a whole plan on the rank that holds most; see `fullest`."""
+    return fullest(space, load, choices, spanning, idle)[1]
+
+
+def fullest(
+    space: Space, load: Workload, choices: Sequence[StageDecision], spanning: Spanning, idle: Idle = None
+) -> tuple[int, Options]:
+    """Return the rank that holds most under a whole plan, one choice per stage, and its options."""
+    least = dict(zip(space.model.idle, space.idle_strategies(load.cluster), strict=True))
+    resting = least if idle is None else dict(zip(space.model.idle, idle, strict=True))
+    owners = _owners(space, choices, space.spanning_choices(spanning) | resting, load.cluster)
+
+    def on_rank(rank: int) -> Options:
+        elsewhere = frozenset(operator for operator in owners if owners[operator] != rank)
+        options = []
+        for stage_class, stage, choice in zip(space.stage_classes, space.model.stages, choices, strict=True):
+            # Options are made for one example of each class of stages; spanning operators are everywhere the same.
+            alike = zip(stage.operators, space.model.stages[space.examples[stage_class]].operators, strict=True)
+            others = frozenset(mine for operator, mine in alike if operator in elsewhere)
+            others |= elsewhere & set(stage.spanning)
+            options.append(space.option(stage_class, choice, spanning, load, others))
+        if resting:
+            more = space.resting_bytes(resting, load, elsewhere) - space.resting_bytes(least, load)
+            options[0] = replace(options[0], parameters=options[0].parameters + more)
+        return tuple(options)
+
+    ranks = {rank: on_rank(rank) for rank in sorted(set(owners.values())) or [0]}
+    if len(ranks) == 1:
+        return next(iter(ranks.items()))
+    return max(ranks.items(), key=lambda rank: peak_memory(rank[1], load).total_bytes)
+
+
+def _owners(
+    space: Space, choices: Sequence[StageDecision], others: Mapping[int, Strategy], cluster: Cluster
+) -> dict[int, int]:
+    """Return the owning rank of every operator that one rank holds whole."""
+    taken = dict(others)
+    for stage, choice in zip(space.model.stages, choices, strict=True):
+        taken |= zip(stage.operators, choice.strategies, strict=True)
+    if not any(strategy.spec.has_owner for strategy in taken.values()):
+        return {}
+    units = units_of(space.model, {operator: (strategy,) for operator, strategy in taken.items()})
+    owners = owners_of(units, space.model.graph, cluster.world_size)
+    return {units[position].operators[0]: rank for position, rank in owners.items()}
+
+
+def as_run(
+    options: Options, spanning: Spanning, idle: Idle, space: Space, load: Workload, limit_bytes: float
+) -> Options:
+    """Return a plan's options as the runtime runs it: by DistributedDataParallel if it can and that fits."""
+    taken = [strategy for option in options for strategy in option.strategies]
+    taken += space.spanning_choices(spanning).values()
+    taken += space.idle_strategies(load.cluster) if idle is None else idle
+    if space.counts or not can_replicate(space.graph, taken, load.precision):
+        return options
+    replicated = replica(space, load).options([option.recompute for option in options])
+    return replicated if peak_memory(replicated, load).total_bytes <= limit_bytes else options
+
+
+def replica(space: Space, load: Workload) -> Replica:
+    """Return the model of a space under DistributedDataParallel."""
+    return Replica(space.model, [space.stage_costs(stage_class, load) for stage_class in space.stage_classes], load)
+
+
+# --- plans -----------------------------------------------------------------------------------
+
+
+def predict(options: Sequence[StageCandidate], space: Space, load: Workload) -> Prediction:
+    """Evaluate a plan, one option per stage, by the pure cost functions: its step takes what the simulator says.
+
+    The closed form has the terms; exposed communication takes the rounding by which the two differ.
+    """
+    peak, time, step_time_s = peak_memory(options, load), step_time(options, load), simulated_s(options, load)
+    time = replace(time, exposed_communication_s=max(0.0, time.exposed_communication_s + step_time_s - time.total_s))
+    operator = space.operator_at(peak)
+    where = f"{peak.phase} of {operator.name}" if operator else peak.phase
+    categories = {name: round(value) for name, value in peak.categories.items()}
+    return Prediction(
+        peak_memory_bytes=sum(categories.values()),
+        memory_by_category=categories,
+        peak_phase=where,
+        step_time_s=step_time_s,
+        time_by_term=asdict(time),
+        samples_per_s=load.samples_per_step / step_time_s,
+    )
+
+
+def make_plan(
+    options: Sequence[StageCandidate],
+    spanning: Spanning,
+    space: Space,
+    load: Workload,
+    *,
+    limit_bytes: int,
+    gap: float,
+    headroom_bytes: int = 0,
+    asked: Asked = NOTHING_ASKED,
+) -> Plan:
+    """Write a search result down as a plan, priced as it will be run within the limit without the headroom."""
+    graph, cluster = space.graph, load.cluster
+    options = as_run(tuple(options), spanning, None, space, load, limit_bytes - headroom_bytes)
+    choices = space.spanning_choices(spanning) | dict(
+        zip(space.model.idle, space.idle_strategies(cluster), strict=True)
+    )
+    recomputed = []
+    for stage, option in zip(space.model.stages, options, strict=True):
+        for operator, strategy in zip(stage.operators, option.strategies, strict=True):
+            choices[operator] = strategy
+        if option.recompute:
+            recomputed.append(stage.name)
+    return Plan(
+        schema=Plan.SCHEMA,
+        model=model_ref(graph),
+        cluster=ClusterRef(
+            cluster.name, cluster_fingerprint(cluster), cluster.nodes, cluster.gpus_per_node, cluster.ring
+        ),
+        optimizer=load.optimizer_name,
+        limit_bytes=limit_bytes,
+        micro_batch=load.micro_batch,
+        accumulation=load.accumulation,
+        predicted=predict(options, space, load),
+        gap=gap,
+        choices=_written(choices, space),
+        recomputed_blocks=recomputed,
+        headroom_bytes=headroom_bytes,
+        asked=asked,
+        waits=load.waits,
+    )
+
+
+def _written(choices: Mapping[int, Strategy], space: Space) -> dict[str, str]:
+    """Return the choices of a space's operators under the names of the graph's."""
+    written, start = {}, 0
+    for index, operator in enumerate(space.graph.operators):
+        stop = start + space.counts.get(index, 1)
+        written[operator.name] = format_choice([choices[piece] for piece in range(start, stop)])
+        start = stop
+    return written
+
+
+def space_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Space:
+    """Return the space that a plan is evaluated in: the model with the operators split that it splits.
+
+    Raises `OsdpError` as `read_choices` does, and for operators that cannot be split.
+    """
+    slices = [len(choice) for choice in read_choices(plan, graph, cluster)]
+    return Space(graph, {index: count for index, count in enumerate(slices) if count > 1})
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a plan decides, in the terms of a space."""
+
+    choices: tuple[StageDecision, ...]
+    """One per stage in execution order."""
+    spanning: tuple[Strategy, ...]
+    """One for each operator that runs in several stages."""
+    idle: tuple[Strategy, ...]
+    """One for each operator that is never called."""
+
+    def fullest(self, space: Space, load: Workload) -> tuple[int, Options]:
+        """Return the rank that holds most, and what they cost on it in units, one option per stage."""
+        return fullest(space, load, self.choices, self.spanning, self.idle)
+
+    def options(self, space: Space, load: Workload, limit_bytes: float) -> Options:
+        """Return what they cost as they are run within a limit, one option per stage."""
+        return as_run(self.fullest(space, load)[1], self.spanning, self.idle, space, load, limit_bytes)
+
+
+def decisions_of(plan: Plan, space: Space, cluster: Cluster) -> Decisions:
+    """Return what a plan decides; `space` is as `space_of` makes it.
+
+    Raises `OsdpError` as `read_choices` does, and if the space splits other operators than the plan.
+    """
+    slices = read_choices(plan, space.graph, cluster)
+    counts = {index: len(found) for index, found in enumerate(slices) if len(found) > 1}
+    if counts != space.counts:
+        names = (space.graph.operators[index].name for index in sorted(counts.keys() | space.counts.keys()))
+        raise OsdpError(
+            "the plan splits other operators than this space does",
+            got=", ".join(names),
+            expected="a space that was made for the plan",
+            advice="planner.pricing.space_of",
+        )
+    strategies = [strategy for found in slices for strategy in found]
+    choices = tuple(
+        StageDecision(tuple(strategies[o] for o in stage.operators), stage.name in plan.recomputed_blocks)
+        for stage in space.model.stages
+    )
+    return Decisions(
+        choices, tuple(strategies[o] for o in space.model.spanning), tuple(strategies[o] for o in space.model.idle)
+    )
+
+
+def runs_by_ddp(plan: Plan, graph: ModelGraph, cluster: Cluster) -> bool:
+    """Return whether DistributedDataParallel runs a plan: it can, and the plan fits so on the cluster.
+
+    It is found out from the plan's choices, not from its prediction.  Raises `OsdpError` as `decisions_of` does.
+    """
+    slices = read_choices(plan, graph, cluster)
+    taken = [strategy for found in slices for strategy in found]
+    if len(taken) > len(slices) or not can_replicate(graph, taken, plan.model.precision):
+        return False
+    space = Space(graph)
+    load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation)
+    recomputed = [choice.recompute for choice in decisions_of(plan, space, cluster).choices]
+    return peak_memory(replica(space, load).options(recomputed), load).total_bytes <= plan.usable_bytes

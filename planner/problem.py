@@ -1,0 +1,88 @@
+"""What is asked of the search: a model, a cluster, a limit, and what the user has decided already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from planner.cost.stragglers import BALANCED, Imbalance, Waits
+from planner.strategies.spec import Strategy
+from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph
+
+EVERY_SIZE_TO = 16
+"""Micro-batches up to here are all tried; beyond, steps of about an eighth (throughput is flat)."""
+MAX_MICRO_BATCH = 4096
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction done."""
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user decided: the search leaves it so."""
+
+    strategies: Mapping[int, tuple[Strategy, ...]] = field(default_factory=dict)
+    """Strategies of the slices of operators, one for an operator that stays whole, by its index in the graph."""
+    recompute: Mapping[int, bool] = field(default_factory=dict)
+    """Whether blocks are recomputed, by the block's index in the graph."""
+
+
+NO_PINS = Pins()
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user asked for."""
+
+    graph: ModelGraph
+    cluster: Cluster
+    limit_bytes: int
+    """Per device, reserve included."""
+    optimizer: str = "adam"
+    global_batch: int | None = None
+    """Samples per step of all ranks; None: one micro-batch of any size per step."""
+    micro_batch: int | None = None
+    """Fixed micro-batch per rank; None: searched."""
+    pins: Pins = NO_PINS
+    """What the search leaves as the user decided."""
+    imbalance: Imbalance = BALANCED
+    """How unlike micro-batches are."""
+
+    def waits(self, micro_batch: int, accumulation: int) -> Waits:
+        """Return how long ranks wait for the slowest at one point of the sweep."""
+        return self.imbalance.waits(self.cluster.world_size, micro_batch, accumulation)
+
+
+def micro_batches(task: Task) -> list[tuple[int, int]]:
+    """Return the (micro-batch, accumulation) pairs of the sweep, by growing micro-batch.
+
+    Raises `OsdpError` if the global batch cannot be split as asked.
+    """
+    world = task.cluster.world_size
+    if task.global_batch is not None:
+        per_rank, rest = divmod(task.global_batch, world)
+        if rest or not per_rank:
+            raise OsdpError(
+                "the global batch must be a multiple of the number of ranks",
+                got=str(task.global_batch),
+                expected=f"a multiple of {world}",
+                advice=f"--global-batch {max(1, round(task.global_batch / world)) * world}",
+            )
+        sizes = [task.micro_batch] if task.micro_batch else range(1, per_rank + 1)
+        pairs = [(size, per_rank // size) for size in sizes if per_rank % size == 0]
+        if not pairs:
+            raise OsdpError(
+                "the micro-batch does not divide the global batch",
+                got=str(task.micro_batch),
+                expected=f"a divisor of {per_rank} ({task.global_batch} over {world} ranks)",
+            )
+        return pairs
+    if task.micro_batch:
+        return [(task.micro_batch, 1)]
+    sizes, size = [], 1
+    while size <= MAX_MICRO_BATCH:
+        sizes.append(size)
+        size += 1 if size < EVERY_SIZE_TO else max(1, size // 8)
+    return [(size, 1) for size in sizes]
