@@ -12,6 +12,8 @@ from profiler.errors import OsdpError
 MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
+ALLOCATION_BYTES = 512
+"""The CUDA caching allocator hands out multiples of this (`kMinBlockSize` in c10/core/AllocatorConfig.h)."""
 
 _UNITS = {"M": MIB, "MB": MIB, "MIB": MIB, "G": GIB, "GB": GIB, "GIB": GIB, "T": TIB, "TB": TIB, "TIB": TIB}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)")
@@ -39,6 +41,11 @@ def parse_bytes(text: str | int) -> int:
     if not 1 <= amount_bytes <= _LARGEST_BYTES:
         raise OsdpError("memory must be from 1 byte to 1 EiB", got=repr(text), expected=_FORMS)
     return int(amount_bytes)
+
+
+def allocated_bytes(size_bytes: int) -> int:
+    """Return what the CUDA caching allocator hands out for a request of `size_bytes`."""
+    return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
 def whole_mib(amount_bytes: float) -> int:

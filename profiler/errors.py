@@ -1,4 +1,4 @@
-"""The one error that a user of OSDP is meant to read, and the advice that several give."""
+"""The one error that a user of OSDP is meant to read, and words that several of them use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from __future__ import annotations
 def install_advice(extra: str) -> str:
     """Return the command that installs an extra of setup.cfg, in the folder of the clone."""
     return f".venv/bin/pip install -e '.[{extra}]'"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, at most 300 characters of it."""
+    return (str(error).strip().splitlines() or ["(no message)"])[0][:300]
 
 
 class OsdpError(ValueError):

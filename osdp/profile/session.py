@@ -36,8 +36,7 @@ from profiler.model_source import ModelSource
 from profiler.timing.device_rates import DeviceMemory, DeviceRates, device_memory, measure_rates
 from profiler.timing.operator_times import ComputeTimes, measure_calls
 from profiler.timing.optimizer_times import optimizer_times
-from profiler.timing.overlap import Overlap, measure_overlap
-from profiler.timing.together import meet
+from profiler.timing.overlap import Overlap, measure_overlap, meet
 from profiler.trace.trace import trace_model
 from profiler.yaml_files import validate
 from runtime.failures.rank_agreement import Agreement

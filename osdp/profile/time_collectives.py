@@ -26,7 +26,7 @@ from profiler.byte_sizes import MIB
 from profiler.cluster.piecewise_fit import MIN_POINTS
 from profiler.errors import OsdpError
 from profiler.timing.device_rates import timed_s
-from profiler.timing.together import meet, slowest
+from profiler.timing.overlap import meet, slowest
 from runtime.meshes import Meshes
 
 SIZES_BYTES = (*(4096 * 4**power for power in range(3)), *(MIB // 4 * 2**power for power in range(9)))

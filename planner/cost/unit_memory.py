@@ -32,10 +32,8 @@ from dataclasses import dataclass, fields, replace
 
 from planner.strategies.spec import COMPUTE_BYTES, MASTER_BYTES, REDUCE_BYTES, Strategy
 from planner.strategies.unit_collectives import padded_rows
+from profiler.byte_sizes import ALLOCATION_BYTES, allocated_bytes
 from profiler.model_graph import Parameter
-
-ALLOCATION_BYTES = 512
-"""Granularity of PyTorch's CUDA caching allocator (kMinBlockSize in CUDACachingAllocator)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +84,6 @@ class UnitBytes:
         return UnitBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
-
-
 def unit_bytes(
     parameters: Iterable[Parameter],
     strategy: Strategy,
@@ -111,30 +105,30 @@ def unit_bytes(
         state = 0
         if parameter.trainable:
             flat_trained += padded
-            state = optimizer.moments * _rounded(MASTER_BYTES * shard)
+            state = optimizer.moments * allocated_bytes(MASTER_BYTES * shard)
             counter = ALLOCATION_BYTES if optimizer.has_step_counter else 0
             state, counters = state + counter, counters + counter
-            last_gradient = _rounded(compute * parameter.numel)
+            last_gradient = allocated_bytes(compute * parameter.numel)
         total += UnitBytes(
-            parameters=_rounded(MASTER_BYTES * shard),
+            parameters=allocated_bytes(MASTER_BYTES * shard),
             optimizer=state,
-            unsharded=_rounded(compute * padded),
-            full_gradients=_rounded(compute * parameter.numel) if parameter.trainable else 0,
-            secondary=_rounded(compute * padded // strategy.secondary) if strategy.secondary else 0,
+            unsharded=allocated_bytes(compute * padded),
+            full_gradients=allocated_bytes(compute * parameter.numel) if parameter.trainable else 0,
+            secondary=allocated_bytes(compute * padded // strategy.secondary) if strategy.secondary else 0,
         )
     spec, shard_bytes, trained_bytes = strategy.spec, compute * flat // parts, REDUCE_BYTES * flat_trained // parts
     # What is sent is the shard in compute dtype: a copy unless it rests so (of an offloaded one S is the larger copy).
     copies = compute < MASTER_BYTES and parts > 1 and not (strategy.offload or spec.one_sided)
     windows = (shard_bytes, strategy.accumulators * trained_bytes) if spec.one_sided else ()
     unit = total + UnitBytes(
-        gradients=_rounded(trained_bytes),
-        gathered=_rounded(compute * flat) if parts > 1 else 0,
-        reduce_input=_rounded(REDUCE_BYTES * flat_trained),
+        gradients=allocated_bytes(trained_bytes),
+        gathered=allocated_bytes(compute * flat) if parts > 1 else 0,
+        reduce_input=allocated_bytes(REDUCE_BYTES * flat_trained),
         last_gradient=last_gradient if parts > 1 else 0,
-        gather_temporary=sum(map(_rounded, spec.temporaries(compute * flat, node)))
-        + (_rounded(shard_bytes) if copies else 0),
-        reduce_temporary=sum(map(_rounded, spec.temporaries(REDUCE_BYTES * flat_trained, node))),
-        window=sum(map(_rounded, windows)),
+        gather_temporary=sum(map(allocated_bytes, spec.temporaries(compute * flat, node)))
+        + (allocated_bytes(shard_bytes) if copies else 0),
+        reduce_temporary=sum(map(allocated_bytes, spec.temporaries(REDUCE_BYTES * flat_trained, node))),
+        window=sum(map(allocated_bytes, windows)),
     )
     # Optimizers count the steps of an empty shard too.
     return _at_rest(unit, strategy, counters, elsewhere)

@@ -34,7 +34,7 @@ class Device:
     memory_bytes_per_s: Figure
     """Rate at which kernels other than matrix products read and write device memory."""
     reserve_bytes: dict[str, Figure]
-    """Memory that is not PyTorch's to give: context, communicator buffers, cuBLAS workspace, ..."""
+    """Reserved for the CUDA context, NCCL and cuBLAS, and for what the caching allocator loses to rounding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge
 
 from profiler.cluster.figure import Figure
 from profiler.model_graph import Call, ModelGraph
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
+NotNegative = Annotated[float, Ge(0)]
+GroupSize = Annotated[int, Ge(2)]
+Stride = Annotated[int, Ge(1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class FitSegment:
     """Smallest size that it is for; the first piece starts at 0."""
     latency_s: float
     """Seconds at size 0, if the line went on."""
-    s_per_byte: float
+    s_per_byte: NotNegative
     """Slope."""
 
 
@@ -51,9 +56,9 @@ class CollectiveTimes:
     """`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `reduce`, `pull`, `push` or `publish`."""
     algorithm: str
     """`native` (the backend's) or `ring` (ours)."""
-    ranks: int
+    ranks: GroupSize
     """Ranks of the group."""
-    stride: int
+    stride: Stride
     """Distance of neighbours in the group, in ranks of the world."""
     pieces: tuple[FitSegment, ...]
     """The fit."""
@@ -80,11 +85,11 @@ class CallTimes:
     """One of them: model and operator."""
     micro_batches: tuple[int, ...]
     """Sizes measured, ascending."""
-    forward_s: tuple[float, ...]
+    forward_s: tuple[NotNegative, ...]
     """Median seconds of forward at each."""
-    backward_s: tuple[float, ...]
+    backward_s: tuple[NotNegative, ...]
     """Median seconds of backward at each."""
-    saved_bytes: tuple[float, ...]
+    saved_bytes: tuple[NotNegative, ...]
     """Activations kept for backward at each, measured."""
 
 
@@ -112,9 +117,9 @@ class RingRule:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    ranks: int
-    stride: int
-    from_bytes: float
+    ranks: GroupSize
+    stride: Stride
+    from_bytes: NotNegative
     """Smallest tensor that goes round the ring."""
 
 
@@ -133,13 +138,13 @@ class Measured:
     collectives: tuple[CollectiveTimes, ...] = ()
     calls: tuple[CallTimes, ...] = ()
     optimizers: tuple[OptimizerTimes, ...] = ()
-    overlapped_slowdown: float = 1.0
+    overlapped_slowdown: Annotated[float, Ge(1)] = 1.0
     """How many times longer computation takes while communication runs in the background."""
     asynchronous: bool = False
     """Whether a collective that is waited for later (as DistributedDataParallel's are) runs under computation."""
-    unit_overhead_s: float = 0.0
+    unit_overhead_s: NotNegative = 0.0
     """What each gather and each reduction of a unit of FSDP2 takes beyond its collectives."""
-    one_sided_overhead_s: float | None = None
+    one_sided_overhead_s: NotNegative | None = None
     """The same of each pull and each push of `odc`; None: not measured, and taken for as much."""
     notes: tuple[str, ...] = ()
     """What the user should know of them: what does not fit together, and what was done about it."""

@@ -77,7 +77,7 @@ def _checked(points: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
     told = ", ".join(f"{seconds:g} s at {size:g} bytes" for size, seconds in values) or "nothing"
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise OsdpError(
-            "these timings cannot be",
+            "these timings are not possible",
             got=told,
             expected="sizes and seconds that are more than 0",
             advice="measure again; a clock that shows 0 needs larger sizes",

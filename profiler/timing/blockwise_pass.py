@@ -1,9 +1,8 @@
-"""One training pass of a real model in pieces: what has run forward runs backward before the next block begins.
+"""One training pass of a real model, block by block: what has run forward runs backward before the next block begins.
 
-A *piece* is a block, or what runs before, between or after blocks.  At its end the tensors that it hands
-on become leaves, and it runs backward at once from random gradients, so that the activations of one piece
-live at a time.  Every module of an operator that is entered begins an *entry*: all that runs until the
-next one is entered belongs to it.
+A *segment* is a block, or what runs before, between or after blocks.  At its end the tensors that it hands on are
+detached, and it runs backward at once from random gradients, so that only one segment's activations are live at a
+time.  Every forward of an operator's module begins an *entry*: all that runs until the next one belongs to it.
 
 Autograd numbers its nodes as the forward makes them, and runs those that are ready in falling order; a
 node's consumers have higher numbers, so it runs all in falling order.  The backward of an entry therefore
@@ -16,8 +15,8 @@ import functools
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -30,11 +29,11 @@ from profiler.errors import OsdpError
 from profiler.model_source import Inputs
 from profiler.timing.stopwatch import Clock, Stopwatch
 from profiler.trace.autograd_order import next_number
-from profiler.trace.metered_pass import find_loss
+from profiler.trace.metered_pass import find_loss, replaced_forwards
 
 
 @dataclass(frozen=True, slots=True)
-class PieceTimes:
+class PassTimes:
     """What one pass showed of its entries, in order."""
 
     entries: Sequence[int]
@@ -52,7 +51,7 @@ class PieceTimes:
         return sum(self.forward_s) + sum(self.backward_s)
 
 
-class PieceError(Exception):
+class PassError(Exception):
     """An exception in a pass, with the operator that ran last; `__cause__` is the exception."""
 
     def __init__(self, operator: int | None, direction: str) -> None:
@@ -66,27 +65,32 @@ class _Label(NamedTuple):
     entry: int
 
 
-def run_pieces(
+def run_blockwise(
     module: nn.Module,
     operators: Mapping[str, int],
-    blocks: Iterable[str],
+    blocks: Collection[str],
     inputs: Inputs,
     clock: Clock,
     *,
     count_saved: bool = False,
-) -> PieceTimes:
+) -> PassTimes:
     """Run one forward and backward, cut at the blocks; counting what is kept for backward makes it slower.
 
-    `operators` are by the paths of their modules, `blocks` paths.  Raises PieceError for what the model
+    `operators` are by the paths of their modules, `blocks` paths.  Raises PassError for what the model
     raises, OsdpError for a loss that cannot be trained.
     """
     run = _Run(Stopwatch(clock))
+
+    def watched(path: str, forward: Callable[..., Any]) -> Callable[..., Any] | None:
+        is_block = path in blocks
+        return run.watched(forward, operators.get(path), is_block) if is_block or path in operators else None
+
     saved = _Saved((*module.parameters(), *module.buffers()), run) if count_saved else None
-    with run.watching(module, operators, set(blocks)), saved.counting() if saved else nullcontext():
+    with replaced_forwards(module, watched), saved.counting() if saved else nullcontext():
         run.go(module, inputs)
     totals = run.watch.totals()
     every = range(len(run.entries))
-    return PieceTimes(
+    return PassTimes(
         entries=run.entries,
         forward_s=[totals.get(_Label("forward", entry), 0.0) for entry in every],
         backward_s=[totals.get(_Label("backward", entry), 0.0) for entry in every],
@@ -125,27 +129,11 @@ class _Run:
         except Exception as error:
             label = self.watch.running if isinstance(self.watch.running, _Label) else _Label("forward", self.entry)
             operator = self.entries[label.entry] if self.entries else None
-            raise PieceError(operator, label.direction) from error
+            raise PassError(operator, label.direction) from error
 
     # --- forward ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def watching(self, root: nn.Module, operators: Mapping[str, int], blocks: set[str]) -> Iterator[None]:
-        """Wrap the forward of operators and blocks, and put the old ones back at the end."""
-        wrapped = [(path, module) for path, module in root.named_modules() if path in operators or path in blocks]
-        before = [(module, module.__dict__.get("forward")) for _, module in wrapped]
-        try:
-            for path, module in wrapped:
-                module.__dict__["forward"] = self._watched(module.forward, operators.get(path), path in blocks)
-            yield
-        finally:
-            for module, forward in before:
-                if forward is None:
-                    module.__dict__.pop("forward", None)
-                else:
-                    module.__dict__["forward"] = forward
-
-    def _watched(self, inner: Callable[..., Any], operator: int | None, is_block: bool) -> Callable[..., Any]:
+    def watched(self, inner: Callable[..., Any], operator: int | None, is_block: bool) -> Callable[..., Any]:
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.in_backward:  # a model that checkpoints itself
@@ -189,7 +177,8 @@ class _Run:
         gradients = [torch.randn_like(root) if root.dim() else torch.ones_like(root) for root in roots]
         last = {bisect_right(self._starts, number) - 1: nodes[number] for number in sorted(nodes)}
         for entry, node in last.items():
-            node.register_prehook(functools.partial(self._reach, entry))
+            label = _Label("backward", entry)
+            node.register_prehook(lambda _, label=label: self.watch.switch(label))
         self._done |= nodes.keys()
         self.in_backward = True
         self.watch.switch(_Label("backward", max(last)))
@@ -198,9 +187,6 @@ class _Run:
         self.in_backward = False
         for leaf in leaves:
             leaf.grad = None
-
-    def _reach(self, entry: int, gradients: Sequence[Tensor]) -> None:
-        self.watch.switch(_Label("backward", entry))
 
     def _new(self, tensors: Iterable[Tensor]) -> tuple[dict[int, Node], list[Tensor]]:
         """Return the nodes that led to the tensors and were not run back yet, by number, and the leaves below them.

@@ -19,11 +19,12 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from profiler.trace.trace import PRECISIONS
+
 MATRIX = {"cpu": 768, "cuda": 8192}
 """Rows of the matrices by kind of device."""
 ELEMENTS = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Elements of the vectors: beyond every cache."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def timed_s(work: Callable[[], object], device: torch.device) -> float:
 def measure_rates(device: torch.device, repetitions: int, barrier: Callable[[], None]) -> DeviceRates:
     """Return this rank's rates; a collective call."""
     rows, count = MATRIX[device.type], ELEMENTS[device.type]
-    matrices = {name: torch.randn(rows, rows, device=device).to(dtype) for name, dtype in DTYPES.items()}
+    matrices = {name: torch.randn(rows, rows, device=device).to(dtype) for name, dtype in PRECISIONS.items()}
     vector = torch.randn(count, device=device)
     other, out = torch.randn_like(vector), torch.empty_like(vector)
 
@@ -84,7 +85,7 @@ def measure_rates(device: torch.device, repetitions: int, barrier: Callable[[], 
                 seconds[name].append(took_s)
     middle = {name: median(found) for name, found in seconds.items()}
     add, gelu = 12 * count / middle["add"], 8 * count / middle["gelu"]
-    return DeviceRates({name: 2.0 * rows**3 / middle[name] for name in DTYPES}, (add * gelu) ** 0.5)
+    return DeviceRates({name: 2.0 * rows**3 / middle[name] for name in PRECISIONS}, (add * gelu) ** 0.5)
 
 
 def device_memory(device: torch.device, ranks_per_node: int) -> DeviceMemory:

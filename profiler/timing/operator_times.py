@@ -1,6 +1,6 @@
 """Measures what the calls of a model compute on a device, without ever holding the whole model.
 
-    build (stand_ins) -> passes in pieces (pieces, stopwatch) -> medians per kind of call (here)
+    build (shared_weights) -> passes block by block (blockwise_pass, stopwatch) -> medians per kind of call (here)
 
 With t_c,r the seconds of call c in repetition r, the time of a kind of call k is
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -21,15 +20,14 @@ import torch
 from torch import nn
 
 from profiler.cluster.measurements import CallTimes, call_key
-from profiler.errors import OsdpError
-from profiler.model_graph import Call, ModelGraph
+from profiler.errors import OsdpError, first_line
+from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
-from profiler.timing.blockwise_pass import PieceError, PieceTimes, run_pieces
-from profiler.timing.shared_weights import build, real_inputs, stand_ins
+from profiler.timing.blockwise_pass import PassError, PassTimes, run_blockwise
+from profiler.timing.shared_weights import build, real_inputs, shared_weights
 from profiler.timing.stopwatch import Clock, clock_of
 from profiler.trace.dataless_device import training
 from profiler.trace.trace import PRECISIONS
-from profiler.trace.trace_errors import first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +72,13 @@ def measure_calls(
             expected="at least one of each, and a warm-up of 0 or more",
         )
     module, dtype = build(source, device), PRECISIONS[graph.precision]
-    with stand_ins(module, device, dtype), training(module), _own_random_numbers(device):
+    random_numbers = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with shared_weights(module, device, dtype), training(module), random_numbers:
         bench = _Bench(module, source, graph, device, clock or clock_of(device))
         done, passes, points = 0, len(sizes) * (1 + warm_up + repetitions), []
         for size in sizes:
             bench.feed(size)
-            runs: list[PieceTimes] = []
+            runs: list[PassTimes] = []
             for _ in range(1 + warm_up + repetitions):
                 barrier()
                 runs.append(bench.run(count_saved=not runs))
@@ -87,11 +86,6 @@ def measure_calls(
                 progress(done, passes)
             points.append(_Point(graph, size, runs[0], runs[1 + warm_up :]))
     return _times(graph, points, bool(bench.blocks) or not graph.blocks)
-
-
-def _own_random_numbers(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context after which torch's generators are as they were."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 class _Bench:
@@ -116,23 +110,19 @@ class _Bench:
             self._module, self._source, micro_batch, self._device, PRECISIONS[self._graph.precision]
         )
 
-    def run(self, *, count_saved: bool) -> PieceTimes:
-        """Run a pass; where the model cannot be cut at its blocks, from then on in one piece."""
-
-        def attempt() -> PieceTimes:
-            return run_pieces(
+    def run(self, *, count_saved: bool) -> PassTimes:
+        """Run a pass; a model that cannot be cut at its blocks runs uncut from then on."""
+        try:
+            return run_blockwise(
                 self._module, self._operators, self.blocks, self._inputs, self._clock, count_saved=count_saved
             )
-
-        try:
-            return attempt()
-        except PieceError as failure:
+        except PassError as failure:
             if not self.blocks:
                 raise self._explain(failure) from failure.__cause__
         self.blocks = set()
         return self.run(count_saved=count_saved)
 
-    def _explain(self, failure: PieceError) -> OsdpError:
+    def _explain(self, failure: PassError) -> OsdpError:
         error = failure.__cause__ or failure
         named = "the model's own forward"
         if failure.operator is not None:
@@ -149,10 +139,11 @@ class _Bench:
 class _Point:
     """What the passes at one micro-batch say of the graph's calls."""
 
-    def __init__(self, graph: ModelGraph, micro_batch: int, first: PieceTimes, runs: Sequence[PieceTimes]) -> None:
+    def __init__(self, graph: ModelGraph, micro_batch: int, first: PassTimes, runs: Sequence[PassTimes]) -> None:
         keys = [call_key(graph, call) for call in graph.calls]
         order = [call.operator for call in graph.calls]
-        moved = [_moved_bytes(call, micro_batch) for call in graph.calls]
+        works = [call.forward for call in graph.calls]
+        moved = [work.matmul_bytes(micro_batch) + work.other_bytes(micro_batch) for work in works]
         kept = [call.saved_bytes(micro_batch) for call in graph.calls]
         self.micro_batch = micro_batch
         self.forward_s = _medians(keys, (spread(run.entries, order, run.forward_s, moved) for run in runs))
@@ -160,10 +151,6 @@ class _Point:
         self.saved_bytes = _medians(keys, [spread(first.entries, order, first.saved_bytes, kept)])
         pass_s = median(run.total_s for run in runs)
         self.disagreement = sum(self.forward_s[key] + self.backward_s[key] for key in keys) / pass_s - 1.0
-
-
-def _moved_bytes(call: Call, micro_batch: int) -> float:
-    return call.forward.matmul_bytes(micro_batch) + call.forward.other_bytes(micro_batch)
 
 
 def _medians(keys: Sequence[str], runs: Iterable[Sequence[float]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ The products end first, so that they have company all the time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import cast
@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from profiler.errors import OsdpError
 from profiler.timing.device_rates import synchronize, timed_s
-from profiler.timing.together import meet, slowest
 
 ROWS = {"cpu": 256, "cuda": 2048}
 """Of the matrices by kind of device: a small part of any collective worth hiding."""
@@ -72,6 +71,19 @@ def measure_overlap(size_bytes: int, repetitions: int, device: torch.device) -> 
     return Overlap(
         median(computation_s), median(communication_s), median(both_s), max(1.0, median(ratios)), device.type == "cuda"
     )
+
+
+def meet(device: torch.device) -> None:
+    """Wait for all ranks, and for the device. A collective call over the default group."""
+    dist.all_reduce(torch.zeros(1, device=device))
+    synchronize(device)
+
+
+def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
+    """Return the largest of each number on all ranks. A collective call over the default group."""
+    found = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [float(one) for one in found]
 
 
 class _Bench:

@@ -1,7 +1,7 @@
 """A model on a real device that is never held whole: operators alike share one storage for their parameters.
 
 Its constructor runs on the device, so that buffers and constants get their values, but every parameter
-moves to the meta device as soon as a module registers it.  `stand_ins` then puts in its place a
+moves to the meta device as soon as a module registers it.  `shared_weights` then puts in its place a
 parameter over storage that all modules of the same class with the same shapes have in common.
 """
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map_only
 
-from profiler.errors import OsdpError
+from profiler.errors import OsdpError, first_line
 from profiler.model_source import Inputs, ModelSource
-from profiler.trace.trace_errors import explain_inputs, first_line
+from profiler.trace.trace_errors import explain_inputs
 
 STD = 0.02
 """Standard deviation of the values that stand in for weights, as GPT-2 starts."""
@@ -30,7 +30,7 @@ def build(source: ModelSource, device: torch.device) -> nn.Module:
 
     (A source that returns a module made before keeps it as it is.)  Raises OsdpError.
     """
-    hook = register_module_parameter_registration_hook(_hollow)  # type: ignore[arg-type]
+    hook = register_module_parameter_registration_hook(_without_data)  # type: ignore[arg-type]
     try:
         with device:
             module = source.build()
@@ -48,7 +48,7 @@ def build(source: ModelSource, device: torch.device) -> nn.Module:
     return module
 
 
-def _hollow(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+def _without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
     """Return what is registered instead of a parameter with data; None leaves it as it is."""
     if parameter is None or parameter.is_meta:
         return None
@@ -56,7 +56,7 @@ def _hollow(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.
 
 
 @contextmanager
-def stand_ins(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[list[Tensor]]:
+def shared_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[list[Tensor]]:
     """Give the module parameters and buffers with data on the device, and its own ones back at the end.
 
     Floating ones are of `dtype`.  Yields the parameters' storages, as tensors.  Tied parameters share

@@ -21,10 +21,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from profiler.byte_sizes import ALLOCATION_BYTES
 from profiler.trace.autograd_order import next_number
-
-ROUND_BYTES = 512
-"""Granularity of the CUDA caching allocator (`kMinBlockSize` in torch's CUDACachingAllocator)."""
 
 NOBODY = -1
 """Operator of the call before the first operator, owner of buffers, producer of inputs."""
@@ -213,7 +211,7 @@ class Ledger:
         storage = LiveStorage(untyped, self._release)
         storage.key = untyped._cdata
         storage.bytes = untyped.nbytes()
-        storage.waste = -storage.bytes % ROUND_BYTES
+        storage.waste = -storage.bytes % ALLOCATION_BYTES
         storage.producer = producer
         storage.saver = None
         storage.handed = False

@@ -10,16 +10,25 @@ from typing import Any
 
 from torch import nn
 
+from profiler.byte_sizes import allocated_bytes
 from profiler.errors import OsdpError
 from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
 from profiler.model_source import ModelSource
-from profiler.trace.activation_ledger import NOBODY, ROUND_BYTES, CallRecord, Tally
+from profiler.trace.activation_ledger import NOBODY, CallRecord, Tally
 from profiler.trace.affine_fit import SINGLE, SIZES, envelope, exact_line, line
 from profiler.trace.find_operators import Group
 from profiler.trace.metered_pass import Pass
 
 BUFFER_NOTE_BYTES = 2**20
 """Buffers smaller than this are not worth a note."""
+_BACKWARD_BYTES = (
+    "backward_peak_bytes",
+    "module_backward_peak_bytes",
+    "tail_backward_peak_bytes",
+    "backward_start_bytes",
+    "module_backward_start_bytes",
+)
+"""Lines of a call that count the live bytes of its backward."""
 
 
 def assemble(
@@ -49,6 +58,7 @@ def assemble(
     operators = _operators(module, [groups[index] for index in order + unused], calls)
     calls = _without_waiting(calls, _waiting_bytes(module, operators, calls))
     blocks = _blocks(module, operators, calls, passes, run)
+    structure = (operators, calls, blocks, precision, source.sequence_length)
     return ModelGraph(
         name=source.name,
         precision=precision,
@@ -57,7 +67,7 @@ def assemble(
         calls=calls,
         blocks=blocks,
         edges=tuple(sorted(first.edges)),
-        fingerprint=_fingerprint(operators, calls, blocks, precision, source.sequence_length),
+        fingerprint=hashlib.sha256(repr(structure).encode()).hexdigest()[:16],
         notes=tuple(_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
     )
 
@@ -76,7 +86,7 @@ def _check_alike(name: str, groups: Sequence[Group], passes: Sequence[Pass]) -> 
         differing = next((i for i, (a, b) in enumerate(zip(order, expected, strict=False)) if a != b), None)
         at = "its end" if differing is None else f"`{groups[expected[differing][0]].modules[0]}`"
         raise OsdpError(
-            f"{name} runs other operators at micro-batch {size} than at {SIZES[0]}",
+            f"{name} runs different operators at micro-batch {size} than at {SIZES[0]}",
             got=f"{len(order)} calls against {len(expected)}, differing first at {at}",
             expected="the same operators in the same order for every micro-batch",
             advice="do not branch or loop on the batch dimension in forward",
@@ -89,7 +99,9 @@ def _call(records: Sequence[CallRecord], operator: int, block: int | None, name:
         f"what `{name}` saves for backward",
         add_bytes=max(record.saved_waste for record in records),
     )
+    after_module = [slice(0) if record.inside is None else slice(record.inside, None) for record in records]
     forward, backward = [record.forward for record in records], [record.backward for record in records]
+    ran_back = any(tally.events for tally in backward)
     return Call(
         operator=operator,
         block=block,
@@ -98,10 +110,10 @@ def _call(records: Sequence[CallRecord], operator: int, block: int | None, name:
         saved_bytes=saved,
         forward_peak_bytes=_peak(forward),
         module_forward_peak_bytes=_instants_peak(forward, [slice(None, record.inside) for record in records]),
-        tail_forward_peak_bytes=_instants_peak(forward, [_after(record.inside) for record in records]),
-        backward_peak_bytes=_peak(backward) if any(tally.events for tally in backward) else saved,
+        tail_forward_peak_bytes=_instants_peak(forward, after_module),
+        backward_peak_bytes=_peak(backward) if ran_back else saved,
         module_backward_peak_bytes=_instants_peak(backward, [slice(record.reached, None) for record in records])
-        if any(tally.events for tally in backward)
+        if ran_back
         else saved,
         tail_backward_peak_bytes=_instants_peak(backward, [slice(record.reached) for record in records]),
         backward_start_bytes=_start([tally.events[0] if tally.events else None for tally in backward], backward, saved),
@@ -132,10 +144,6 @@ def _instants_peak(tallies: Sequence[Tally], instants: Sequence[slice]) -> Affin
     if not any(events):
         return Affine()
     return envelope(events, add_bytes=max(tally.waste for tally in tallies))
-
-
-def _after(event: int | None) -> slice:
-    return slice(0) if event is None else slice(event, None)
 
 
 def _peak(tallies: Sequence[Tally]) -> Affine:
@@ -174,8 +182,7 @@ def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequ
         trained = [named[p.name] for p in operator.parameters if p.trainable]
         tied = [parameter for parameter in trained if uses[id(parameter)] > 1]
         if times[index] > 1:
-            blocks = (-(-p.numel() * p.element_size() // ROUND_BYTES) for p in tied or trained)
-            waiting[index] = sum(blocks) * ROUND_BYTES
+            waiting[index] = sum(allocated_bytes(p.nbytes) for p in tied or trained)
     return waiting
 
 
@@ -192,26 +199,11 @@ def _without_waiting(calls: Sequence[Call], waiting: Mapping[int, int]) -> tuple
         if not held or call.backward_peak_bytes == call.saved_bytes:
             result.append(call)
             continue
-        whole, module, tail, start, module_start = (
-            Affine(max(0.0, bytes_.fixed - held), bytes_.per_sample)
-            for bytes_ in (
-                call.backward_peak_bytes,
-                call.module_backward_peak_bytes,
-                call.tail_backward_peak_bytes,
-                call.backward_start_bytes,
-                call.module_backward_start_bytes,
-            )
-        )
-        result.append(
-            replace(
-                call,
-                backward_peak_bytes=whole,
-                module_backward_peak_bytes=module,
-                tail_backward_peak_bytes=tail,
-                backward_start_bytes=start,
-                module_backward_start_bytes=module_start,
-            )
-        )
+        lower: dict[str, Any] = {}
+        for name in _BACKWARD_BYTES:
+            bytes_ = getattr(call, name)
+            lower[name] = Affine(max(0.0, bytes_.fixed - held), bytes_.per_sample)
+        result.append(replace(call, **lower))
     return tuple(result)
 
 
@@ -249,26 +241,7 @@ def _likeness(call: Call, operators: Sequence[Operator], path: str) -> tuple[Any
         (parameter.name.removeprefix(f"{path}."), parameter.shape, parameter.trainable)
         for parameter in operator.parameters
     )
-    costs = (
-        call.forward,
-        call.backward,
-        call.saved_bytes,
-        call.forward_peak_bytes,
-        call.module_forward_peak_bytes,
-        call.tail_forward_peak_bytes,
-        call.backward_peak_bytes,
-        call.module_backward_peak_bytes,
-        call.tail_backward_peak_bytes,
-        call.backward_start_bytes,
-        call.module_backward_start_bytes,
-        call.output_bytes,
-    )
-    return (operator.kind, parameters, costs)
-
-
-def _fingerprint(*parts: Any) -> str:
-    """Return 16 hex digits that depend on nothing but the parts' values."""
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return (operator.kind, parameters, replace(call, operator=0, block=None))
 
 
 def _notes(

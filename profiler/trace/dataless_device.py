@@ -26,29 +26,29 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-class MetaStage:
+class MetaDevice:
     """Tensors on the meta device; the meter makes outputs itself where it knows their layout."""
 
-    device = torch.device("meta")
+    torch_device = torch.device("meta")
     synthesize = True
 
     def building(self) -> AbstractContextManager[Any]:
-        """Return a context in which factories make tensors of this stage."""
-        return self.device
+        """Return a context in which factories make tensors of this device."""
+        return self.torch_device
 
     def running(self) -> AbstractContextManager[Any]:
         """Return the context of the forward; the meter moves factories itself."""
         return nullcontext()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is of this stage."""
+        """Return whether the tensor is of this device."""
         return tensor.is_meta
 
 
-class FakeStage:
+class FakeCpu:
     """Tensors that have no data and say that they are on the CPU."""
 
-    device = torch.device("cpu")
+    torch_device = torch.device("cpu")
     synthesize = False
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class FakeStage:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Open a context in which factories make tensors of this stage."""
+        """Open a context in which factories make tensors of this device."""
         with warnings.catch_warnings(), self._mode:
             # Copying a fake parameter, as nn.Transformer does, looks at its address to no harm.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -77,19 +77,19 @@ class FakeStage:
             log.setLevel(before)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is of this stage."""
+        """Return whether the tensor is of this device."""
         return getattr(tensor, "fake_mode", None) is self._mode
 
 
-Stage = MetaStage | FakeStage
+DatalessDevice = MetaDevice | FakeCpu
 
 
-class _Hollow(TorchDispatchMode):
+class _WithoutFills(TorchDispatchMode):
     """Leaves out what fills tensors that have no data, which is where building spends its time."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, device: DatalessDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._stage = stage
+        self._device = device
 
     def __torch_dispatch__(
         self,
@@ -98,21 +98,21 @@ class _Hollow(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _FILLS and self._stage.holds(args[0]):
+        if func in _FILLS and self._device.holds(args[0]):
             return args[0]
         kwargs = kwargs or {}
-        if self._stage.synthesize and self._is_here(args, kwargs):
+        if self._device.synthesize and self._is_here(args, kwargs):
             layouts = predict(func, args, kwargs)
             if layouts is not None:
                 return make(layouts)
         return func(*args, **kwargs)
 
     def _is_here(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether an op takes and makes tensors of the stage only."""
+        """Return whether an op takes and makes tensors of the device only."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = kwargs.get("device")
-        placed = bool(tensors) if device is None else device == self._stage.device
-        return placed and all(self._stage.holds(tensor) for tensor in tensors)
+        placed = bool(tensors) if device is None else device == self._device.torch_device
+        return placed and all(self._device.holds(tensor) for tensor in tensors)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -136,41 +136,41 @@ _FILLS = {
 }
 
 
-def construct(make: Callable[[], nn.Module], stage: Stage) -> nn.Module:
-    """Call `make` where factories make tensors of the stage and fills are left out."""
-    with stage.building(), _Hollow(stage):
+def construct(make: Callable[[], nn.Module], device: DatalessDevice) -> nn.Module:
+    """Call `make` where factories make tensors of the device and fills are left out."""
+    with device.building(), _WithoutFills(device):
         return make()
 
 
-def adapt(module: nn.Module, stage: Stage, dtype: torch.dtype) -> nn.Module:
-    """Return the module with all tensors on the stage, floating ones of `dtype`.
+def adapt(module: nn.Module, device: DatalessDevice, dtype: torch.dtype) -> nn.Module:
+    """Return the module with all tensors on the device, floating ones of `dtype`.
 
     Where anything has to change, this is a copy, so that a module which the user holds on to stays
     as it is; tied parameters stay tied.
     """
     tensors = (*module.parameters(), *module.buffers())
-    moved = {id(tensor): _like(tensor, stage, dtype) for tensor in tensors}
+    moved = {id(tensor): _like(tensor, device, dtype) for tensor in tensors}
     if all(moved[id(tensor)] is tensor for tensor in tensors):
         return module
     return copy.deepcopy(module, dict(moved))
 
 
-def _like(tensor: Tensor, stage: Stage, dtype: torch.dtype) -> Tensor:
+def _like(tensor: Tensor, device: DatalessDevice, dtype: torch.dtype) -> Tensor:
     wanted = dtype if tensor.is_floating_point() else tensor.dtype
-    if stage.holds(tensor) and tensor.dtype == wanted:
+    if device.holds(tensor) and tensor.dtype == wanted:
         return tensor
-    with stage.running():
-        placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=stage.device)
+    with device.running():
+        placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=device.torch_device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(placed, requires_grad=tensor.requires_grad)
     return placed.requires_grad_(tensor.requires_grad)
 
 
-def feed(example: Callable[[], Inputs], stage: Stage, dtype: torch.dtype) -> Inputs:
-    """Make the arguments of one forward, on the stage, floating tensors of `dtype`."""
-    with stage.building(), _Hollow(stage):
+def feed(example: Callable[[], Inputs], device: DatalessDevice, dtype: torch.dtype) -> Inputs:
+    """Make the arguments of one forward, on the device, floating tensors of `dtype`."""
+    with device.building(), _WithoutFills(device):
         inputs = example()
-    return tree_map_only(Tensor, lambda tensor: _like(tensor, stage, dtype), inputs)  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, lambda tensor: _like(tensor, device, dtype), inputs)  # type: ignore[no-any-return]
 
 
 @contextmanager

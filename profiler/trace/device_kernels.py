@@ -23,14 +23,14 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def device_kernels(device_kind: str, traced_on: str) -> Iterator[None]:
-    """Make tensors on `traced_on` (`meta` or `cpu`) choose kernels as a `device_kind` device would.
+def device_kernels(device_type: str, traced_on: str) -> Iterator[None]:
+    """Make tensors on `traced_on` (`meta` or `cpu`) choose kernels as a `device_type` device would.
 
     The registration is process-wide and ends with the context.
     """
     key = {"meta": "AutogradMeta", "cpu": "AutogradCPU"}[traced_on]
     chosen: dict[str, Callable[..., Tensor]] = {}
-    if device_kind == "cuda":
+    if device_type == "cuda":
         chosen = {"scaled_dot_product_attention": _attention_with_dropout, "dropout": _masked_dropout}
     elif traced_on == "meta":
         chosen = {"scaled_dot_product_attention": _attention}

@@ -1,4 +1,4 @@
-"""Layout of the output of elementwise ops.
+"""Layouts of tensors (shape, strides, dtype), and that of the output of an elementwise op.
 
 Torch's TensorIterator keeps the layout that all operands share, if there is one; otherwise it makes
 the output dense, with dimensions ordered as the operands' strides order them, the first operand
@@ -8,14 +8,33 @@ that has an opinion deciding each pair (`permuted_strides`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from profiler.trace.layout import Layout, contiguous
-
 aten = torch.ops.aten
+
+
+class Layout(NamedTuple):
+    """What `torch.empty_strided` needs to make a tensor."""
+
+    shape: tuple[int, ...]
+    """Sizes."""
+    strides: tuple[int, ...]
+    """Strides, in elements."""
+    dtype: torch.dtype
+    """Element type."""
+
+
+def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    """Return the row-major layout of `shape`."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return Layout(tuple(shape), tuple(reversed(strides)), dtype)
+
 
 _TO_BOOL = {
     getattr(packet, overload)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs
 from profiler.trace.activation_ledger import CallRecord, LiveStorage
-from profiler.trace.dataless_device import Stage
+from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
 from profiler.trace.op_meter import Memo, Meter
 
@@ -85,7 +85,7 @@ class _Watch:
     executions: list[Execution] = field(default_factory=list)
     ran: dict[str, None] = field(default_factory=dict)
 
-    def wrap(self, inner: Callable[..., Any], path: str, operator: int | None, is_block: bool) -> Callable[..., Any]:
+    def wrap(self, path: str, inner: Callable[..., Any], operator: int | None, is_block: bool) -> Callable[..., Any]:
         """Return a forward that runs `inner` under watch."""
         meter, ledger, ran = self.meter, self.meter.ledger, self.ran
 
@@ -111,29 +111,32 @@ class _Watch:
 
         return forward
 
-    @contextmanager
-    def watching(self, root: nn.Module, operators: Mapping[str, int], blocks: set[str]) -> Iterator[None]:
-        """Wrap the forward of every module, and put the old ones back at the end."""
-        before = [(module, module.__dict__.get("forward")) for module in root.modules()]
-        try:
-            for path, module in root.named_modules():
-                watched = self.wrap(module.forward, path, operators.get(path), path in blocks)
-                module.__dict__["forward"] = watched
-            yield
-        finally:
-            for module, forward in before:
-                _restore(module, forward)
 
-
-def _restore(module: nn.Module, forward: Callable[..., Any] | None) -> None:
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward
+@contextmanager
+def replaced_forwards(
+    root: nn.Module, replacement: Callable[[str, Callable[..., Any]], Callable[..., Any] | None]
+) -> Iterator[None]:
+    """Give every module the forward `replacement(path, forward)`, unless None, and put the old ones back at the end."""
+    before = [(module, module.__dict__.get("forward")) for module in root.modules()]
+    try:
+        for path, module in root.named_modules():
+            if (forward := replacement(path, module.forward)) is not None:
+                module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, old in before:
+            module.__dict__.pop("forward", None)
+            if old is not None:
+                module.__dict__["forward"] = old
 
 
 def run_pass(
-    module: nn.Module, groups: Sequence[Group], blocks: Sequence[str], inputs: Inputs, stage: Stage, memo: Memo
+    module: nn.Module,
+    groups: Sequence[Group],
+    blocks: Sequence[str],
+    inputs: Inputs,
+    device: DatalessDevice,
+    memo: Memo,
 ) -> Pass:
     """Run one forward and backward under the meter.
 
@@ -142,18 +145,22 @@ def run_pass(
     named = dict(module.named_parameters())
     parameters = [[named[name] for name in group.parameters] for group in groups]
     operators = {path: index for index, group in enumerate(groups) for path in group.modules}
-    meter = Meter(parameters, module.buffers(), memo, synthesize=stage.synthesize)
+    meter = Meter(parameters, module.buffers(), memo, synthesize=device.synthesize)
     ledger, watch = meter.ledger, _Watch(meter)
+
+    def watched(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return watch.wrap(path, forward, operators.get(path), path in blocks)
+
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
             ledger.adopt(tensor)
     try:
-        with stage.running(), meter, watch.watching(module, operators, set(blocks)):
+        with device.running(), meter, replaced_forwards(module, watched):
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
             with torch.enable_grad(), hooks:
                 output = module(*inputs[0], **inputs[1])
                 loss, summed = find_loss(output)
-            meter.turn(loss)
+            ledger.turn(loss)
             _find_saved_inputs(watch.executions, ledger.calls)
             loss.backward()  # type: ignore[no-untyped-call]
     except OsdpError:

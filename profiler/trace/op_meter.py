@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from profiler.trace.activation_ledger import NOBODY, Ledger, LiveStorage
 from profiler.trace.autograd_order import next_number, running_number
-from profiler.trace.layout import Layout
+from profiler.trace.elementwise import Layout
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.shapes import META, Layouts, make, predict
 
@@ -87,10 +87,6 @@ class Meter(TorchDispatchMode):
             self.ledger.call.inside = len(self.ledger.call.forward.events)
         if self._entered is not None and self._entered[0] == operator:
             self._entered = None
-
-    def turn(self, loss: Tensor) -> None:
-        """Note that the forward has ended and the backward of `loss` is to begin."""
-        self.ledger.turn(loss)
 
     def finish(self) -> None:
         """Drop the parameter gradients that are left."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.trace.elementwise import broadcast, elementwise, permuted_strides, predict_elementwise
-from profiler.trace.layout import Layout, contiguous
+from profiler.trace.elementwise import Layout, broadcast, contiguous, elementwise, permuted_strides, predict_elementwise
 
 aten = torch.ops.aten
 META = torch.device("meta")

@@ -1,7 +1,7 @@
 """From a model to its `ModelGraph`: the pipeline of the tracer.
 
-    build (stage) -> operators, blocks (structure) -> a pass per micro-batch (passes, meter)
-      -> lines through the passes (fit) -> ModelGraph (assemble)
+    build (dataless_device) -> operators, blocks (find_operators) -> a pass per micro-batch (metered_pass, op_meter)
+      -> lines through the passes (affine_fit) -> ModelGraph (build_graph)
 
 No tensor has data, nothing is computed, no device is needed.
 """
@@ -21,7 +21,7 @@ from profiler.model_graph import ModelGraph
 from profiler.model_source import Inputs, ModelSource
 from profiler.trace.affine_fit import SINGLE, SIZES
 from profiler.trace.build_graph import assemble
-from profiler.trace.dataless_device import FakeStage, MetaStage, Stage, adapt, construct, feed, training
+from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, construct, feed, training
 from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_unrun
 from profiler.trace.metered_pass import Pass, TraceFailure, run_pass
@@ -29,25 +29,25 @@ from profiler.trace.op_meter import Memo
 from profiler.trace.trace_errors import explain, explain_build, explain_inputs
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-DEVICE_KINDS = ("cpu", "cuda")
+DEVICE_TYPES = ("cpu", "cuda")
 
 
-def trace_model(source: ModelSource, precision: str = "fp32", device_kind: str = "cpu") -> ModelGraph:
+def trace_model(source: ModelSource, precision: str = "fp32", device_type: str = "cpu") -> ModelGraph:
     """Measure a model's operators, calls and blocks without data and without a device.
 
     `precision` (`fp32`, `bf16`) is the dtype of parameters, floating buffers and floating inputs.
-    `device_kind` (`cpu`, `cuda`) is the kind of device whose attention and dropout kernels are
+    `device_type` (`cpu`, `cuda`) is the type of the device whose attention and dropout kernels are
     assumed.  Raises OsdpError for a model that cannot be traced, naming module and op.
     """
     _check_choice("precision", precision, tuple(PRECISIONS))
-    _check_choice("device_kind", device_kind, DEVICE_KINDS)
+    _check_choice("device_type", device_type, DEVICE_TYPES)
     dtype = PRECISIONS[precision]
     with _no_garbage_collection():
         try:
-            survey = _survey(source, dtype, MetaStage(), device_kind)
+            survey = _survey(source, dtype, MetaDevice(), device_type)
         except _Untraceable:
             try:
-                survey = _survey(source, dtype, FakeStage(), device_kind)
+                survey = _survey(source, dtype, FakeCpu(), device_type)
             except _Untraceable as failure:
                 raise failure.error from failure.__cause__
     return assemble(survey.module, source, precision, survey.groups, survey.passes)
@@ -60,28 +60,28 @@ class _Survey:
     passes: Sequence[Pass]
 
 
-class _Untraceable(Exception):  # noqa: N818 - a stage's verdict; another stage may succeed
-    """The stage could not run the model; `error` is what to tell the user if none can."""
+class _Untraceable(Exception):  # noqa: N818 - of one dataless device; the other may succeed
+    """The device could not run the model; `error` is what to tell the user if none can."""
 
     def __init__(self, error: OsdpError) -> None:
         super().__init__(error.what)
         self.error = error
 
 
-def _survey(source: ModelSource, dtype: torch.dtype, stage: Stage, device_kind: str) -> _Survey:
-    """Build the model on the stage and run a pass per micro-batch."""
-    with device_kernels(device_kind, stage.device.type):
+def _survey(source: ModelSource, dtype: torch.dtype, device: DatalessDevice, device_type: str) -> _Survey:
+    """Build the model on the device and run a pass per micro-batch."""
+    with device_kernels(device_type, device.torch_device.type):
         try:
-            module = construct(source.build, stage)
+            module = construct(source.build, device)
         except Exception as error:
             raise _Untraceable(explain_build(error, source.name)) from error
         _check_module(source.name, module)
         try:
-            module = adapt(module, stage, dtype)
+            module = adapt(module, device, dtype)
         except Exception as error:
             raise _Untraceable(explain_build(error, source.name)) from error
         with training(module):
-            return _run_sizes(module, source, dtype, stage)
+            return _run_sizes(module, source, dtype, device)
 
 
 def _check_module(name: str, module: nn.Module) -> None:
@@ -104,14 +104,14 @@ def _check_module(name: str, module: nn.Module) -> None:
         )
 
 
-def _run_sizes(module: nn.Module, source: ModelSource, dtype: torch.dtype, stage: Stage) -> _Survey:
+def _run_sizes(module: nn.Module, source: ModelSource, dtype: torch.dtype, device: DatalessDevice) -> _Survey:
     groups, blocks = find_groups(module), find_blocks(module)
     memo: Memo = {}
 
     def run(size: int) -> Pass:
         try:
-            inputs = _inputs(module, source, size, stage, dtype)
-            return run_pass(module, groups, blocks, inputs, stage, memo)
+            inputs = _inputs(module, source, size, device, dtype)
+            return run_pass(module, groups, blocks, inputs, device, memo)
         except TraceFailure as failure:
             raise _Untraceable(explain(failure, source.name)) from failure.__cause__
 
@@ -129,9 +129,9 @@ def _run_sizes(module: nn.Module, source: ModelSource, dtype: torch.dtype, stage
     return _Survey(module, groups, passes)
 
 
-def _inputs(module: nn.Module, source: ModelSource, size: int, stage: Stage, dtype: torch.dtype) -> Inputs:
+def _inputs(module: nn.Module, source: ModelSource, size: int, device: DatalessDevice, dtype: torch.dtype) -> Inputs:
     try:
-        return feed(lambda: source.example_inputs(module, size), stage, dtype)
+        return feed(lambda: source.example_inputs(module, size), device, dtype)
     except Exception as error:
         raise _Untraceable(explain_inputs(error, source.name)) from error
 

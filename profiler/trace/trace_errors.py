@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from profiler.errors import OsdpError
+from profiler.errors import OsdpError, first_line
 from profiler.trace.metered_pass import TraceFailure
 
 _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -47,11 +47,6 @@ def explain_inputs(error: Exception, model: str) -> OsdpError:
         expected="(args, kwargs) of the model's forward for a given micro-batch",
         advice="build them from shapes alone, e.g. with torch.randint or torch.zeros",
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message."""
-    return (str(error).strip().splitlines() or ["(no message)"])[0]
 
 
 def _advice(error: BaseException, op: torch._ops.OpOverload | None) -> str:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from profiler.errors import OsdpError
+from profiler.errors import OsdpError, first_line
 from runtime.torch_compat import default_timeout
 
 T = TypeVar("T")
@@ -104,15 +104,11 @@ def peer_errors(doing: str) -> Iterator[None]:
         raise _failure(rank, doing, cause) from cause
     except RuntimeError as error:
         what = f"could not {doing}: another rank is gone or does not answer"
-        raise OsdpError(what, got=_first_line(error), advice="see the first error of the other ranks") from error
+        raise OsdpError(what, got=first_line(error), advice="see the first error of the other ranks") from error
 
 
 def _failure(rank: int, doing: str, error: Exception) -> OsdpError:
-    return OsdpError(f"rank {rank} could not {doing}", got=f"{type(error).__name__}: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:300]
+    return OsdpError(f"rank {rank} could not {doing}", got=f"{type(error).__name__}: {first_line(error)}")
 
 
 @lru_cache(maxsize=1)

@@ -28,15 +28,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from profiler.byte_sizes import allocated_bytes
+
 HOST = "host"
 """Category of what is in the host's memory: it is noted, and not part of any total."""
-BLOCK_BYTES = 512
-"""The CUDA caching allocator hands out multiples of this (c10/core/AllocatorConfig.h, kMinBlockSize)."""
-
-
-def rounded(size_bytes: int) -> int:
-    """Return what a caching allocator hands out for a request."""
-    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +60,7 @@ class _Storage:
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is made while it is entered, and what it was told of by `hold`.
 
-    Each storage counts rounded up to `BLOCK_BYTES`, so that a figure taken on CPU is comparable with
+    Each storage counts rounded up to `ALLOCATION_BYTES`, so that a figure taken on CPU is comparable with
     the allocator's on CUDA.  It is of the category that was current when it was made, until `label`
     says otherwise.
     """
@@ -166,7 +161,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage, op: str) -> None:
         """Count a storage with its present size."""
-        key, size = storage._cdata, rounded(storage.nbytes())
+        key, size = storage._cdata, allocated_bytes(storage.nbytes())
         known = self._live.get(key)
         if known is None:
             known = self._live[key] = _Storage(weakref.ref(storage, partial(self._release, key)), 0, self.category)

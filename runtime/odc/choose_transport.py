@@ -16,10 +16,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from profiler.errors import OsdpError
+from profiler.errors import OsdpError, first_line
 from runtime.failures.peer_faults import PeerLost
 from runtime.failures.rank_agreement import Agreement
-from runtime.odc.cupy_device import CupyDevice, first_line
+from runtime.odc.cupy_device import CupyDevice
 from runtime.odc.dry_run_windows import RehearsedTransport, rehearses
 from runtime.odc.gpu_device import Device
 from runtime.odc.gpu_windows import DeviceTransport

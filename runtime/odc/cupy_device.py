@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from profiler.byte_sizes import format_bytes
-from profiler.errors import OsdpError, install_advice
+from profiler.errors import OsdpError, first_line, install_advice
 from runtime.odc.gpu_device import Device
 from runtime.odc.kernels import SOURCES, source_of
 
@@ -173,8 +173,3 @@ def native_atomics(here: int, other: int) -> bool:
         driver.cuDeviceGet(ctypes.byref(value), number)
         devices.append(value.value)
     return driver.cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, *devices) == 0 and value.value == 1
-
-
-def first_line(error: BaseException) -> str:
-    """Return what an error says, in one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

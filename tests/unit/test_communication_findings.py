@@ -135,7 +135,7 @@ def test_medians_are_fitted() -> None:
 def test_what_was_not_timed_is_refused_by_name() -> None:
     with pytest.raises(OsdpError, match="reduce over 4 ranks was not timed"):
         collective_times(state(timings("reduce", 4, 1, line_s(1e-4, 1e9), repetitions=())))
-    with pytest.raises(OsdpError, match="ring reduce_scatter over 2 ranks that are 2 apart: these timings cannot be"):
+    with pytest.raises(OsdpError, match="ring reduce_scatter over 2 ranks that are 2 apart: these timings are not possible"):
         collective_times(state(timings("reduce_scatter", 2, 2, lambda _: 0.0, "ring")))
 
 

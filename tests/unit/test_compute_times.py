@@ -24,7 +24,7 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.timing.operator_times import ComputeTimes, measure_calls, spread
-from profiler.timing.shared_weights import build, stand_ins
+from profiler.timing.shared_weights import build, shared_weights
 from profiler.trace.trace import trace_model
 from runtime.observe.live_bytes import LiveBytes
 
@@ -310,7 +310,7 @@ def test_depth_costs_no_memory() -> None:
 def test_operators_alike_share_their_parameters() -> None:
     hidden, words, length = 64, 256, 128
     module = build(gpt2(hidden, 5, length, words), CPU)
-    with stand_ins(module, CPU, torch.float32) as made:
+    with shared_weights(module, CPU, torch.float32) as made:
         held_bytes = sum(one.untyped_storage().nbytes() for one in made)
     linear = sum(
         inputs * outputs + outputs

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler import strict_yaml, yaml_files
+from profiler import yaml_files
 from profiler.byte_sizes import format_bytes, parse_bytes
 from profiler.errors import OsdpError
 from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
@@ -139,7 +139,7 @@ def test_read_takes_a_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> N
 
 def test_without_libyaml_the_result_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = read(tmp_path, GOOD)
-    monkeypatch.setattr(strict_yaml, "Loader", yaml.SafeLoader)
+    monkeypatch.setattr(yaml_files, "Loader", yaml.SafeLoader)
     assert read(tmp_path, GOOD) == expected
     assert "line 6: anchors" in refused(tmp_path, GOOD.replace("spare: null", "spare: *x"))
     assert "line 2" in refused(tmp_path, GOOD.replace("hand cart", "b\x07ll"))

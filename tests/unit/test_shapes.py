@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from profiler.trace.elementwise import elementwise
-from profiler.trace.layout import Layout
+from profiler.trace.elementwise import Layout, elementwise
 from profiler.trace.op_cost import extent
 from profiler.trace.shapes import _RULES, predict
 

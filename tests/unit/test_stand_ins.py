@@ -9,7 +9,7 @@ from trace_models import source
 
 from profiler.errors import OsdpError
 from profiler.timing.operator_times import measure_calls
-from profiler.timing.shared_weights import build, stand_ins
+from profiler.timing.shared_weights import build, shared_weights
 from profiler.trace.trace import trace_model
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class WithBuffers(nn.Module):
 def test_buffers_are_computed_and_parameters_are_not() -> None:
     module = build(source(WithBuffers, (8,)), CPU)
     assert all(parameter.is_meta for parameter in module.parameters())
-    with stand_ins(module, CPU, torch.bfloat16) as made:
+    with shared_weights(module, CPU, torch.bfloat16) as made:
         assert torch.equal(module.get_buffer("scale"), torch.arange(1, 17).to(torch.bfloat16))
         assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
         assert [parameter.requires_grad for parameter in module.parameters()] == [True, True, False, False, True, True]

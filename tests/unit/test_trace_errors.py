@@ -209,7 +209,7 @@ def test_a_loop_over_the_batch() -> None:
 
 
 def test_an_unknown_choice() -> None:
-    for options in ({"precision": "fp8"}, {"device_kind": "tpu"}):
+    for options in ({"precision": "fp8"}, {"device_type": "tpu"}):
         with pytest.raises(OsdpError, match=next(iter(options))) as caught:
             trace_model(source(lambda: MLP(8, 8), (8,)), **options)
         assert next(iter(options.values())) in caught.value.got

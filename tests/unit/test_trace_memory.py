@@ -147,7 +147,7 @@ def test_dropout_and_attention_follow_the_kind_of_device() -> None:
     """CUDA keeps one byte an element for dropout and nothing of length^2 for attention with it."""
     length, width, heads = 128, 32, 2
     model = language_model(width=width, heads=heads, length=length, layers=1, words=64, dropout=0.5, hidden=(128,))
-    cpu, cuda = (trace_model(model, device_kind=kind) for kind in ("cpu", "cuda"))
+    cpu, cuda = (trace_model(model, device_type=kind) for kind in ("cpu", "cuda"))
     squares = 4 * heads * length * length
     assert call_of(cpu, "blocks.0.attention.qkv").saved_bytes.per_sample > 2 * squares
     # The norm's output, qkv, the output of attention and its row statistics.

@@ -22,19 +22,19 @@ from trace_models import MEMORY_CASES, MLP, LanguageModel, language_model, sourc
 import profiler.trace.trace
 from profiler.errors import OsdpError
 from profiler.model_graph import Affine
-from profiler.trace.dataless_device import FakeStage
+from profiler.trace.dataless_device import FakeCpu
 from profiler.trace.trace import trace_model
 
 
-@pytest.mark.parametrize(("precision", "device_kind"), [("fp32", "cpu"), ("bf16", "cuda")])
+@pytest.mark.parametrize(("precision", "device_type"), [("fp32", "cpu"), ("bf16", "cuda")])
 @pytest.mark.parametrize("case", ["tied in use", "dropout", "encoder-decoder with dropout", "rotary", "convolutions"])
-def test_shortcuts_change_nothing(case: str, device_kind: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shortcuts_change_nothing(case: str, device_type: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same graph as with every op run by torch's FakeTensorMode."""
     if (case, precision) == ("convolutions", "bf16"):
         pytest.skip("a CPU keeps batch statistics in bf16, the meta device like CUDA in fp32")
-    quick = trace_model(MEMORY_CASES[case], precision, device_kind)
-    monkeypatch.setattr(profiler.trace.trace, "MetaStage", FakeStage)
-    assert trace_model(MEMORY_CASES[case], precision, device_kind) == quick
+    quick = trace_model(MEMORY_CASES[case], precision, device_type)
+    monkeypatch.setattr(profiler.trace.trace, "MetaDevice", FakeCpu)
+    assert trace_model(MEMORY_CASES[case], precision, device_type) == quick
 
 
 def test_a_model_that_wants_a_real_device_is_traced_on_fakes() -> None:
@@ -148,7 +148,7 @@ def test_nothing_stays_behind() -> None:
     x = torch.ones(2, 2, 4, 8)
     for model in (language_model(), source(lambda: nn.Bilinear(2, 2, 2), (3,))):
         with suppress(OsdpError):
-            trace_model(model, device_kind="cuda")
+            trace_model(model, device_type="cuda")
         assert gc.isenabled()
         assert torch.ones(2).device.type == "cpu"
         assert F.scaled_dot_product_attention(x, x, x).sum().item() == x.numel()
