@@ -3,8 +3,8 @@
 It is the first process of a PID namespace, holds every node's namespaces open, and then sleeps.  All that
 runs in the nodes runs in its PID namespace or below.  So when it ends, for whatever reason, the kernel kills
 all of it, and with the last process and open file the namespaces and their links are gone: there is nothing
-to undo step by step, and nothing to be left half undone.  The keeper of a cluster for one run is killed by
-the kernel when the tool ends, by `kill -9` too.
+to undo step by step, and nothing to be left half undone.  The keeper itself is killed by the kernel when the
+tool ends, by `kill -9` too.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +22,6 @@ from . import linux
 from .errors import RefusalError
 from .network import Links, connect, find, hosts_file, make_switch
 
-END_S = 10.0
-"""How long the kernel may take to end a cluster."""
 NODE_NAMESPACES = ("net", "uts", "ipc", "mnt")
 """What a node has for itself, in the order to enter them."""
 
@@ -33,8 +30,6 @@ NODE_NAMESPACES = ("net", "uts", "ipc", "mnt")
 class Cluster:
     """A cluster that is there."""
 
-    name: str
-    """As the user calls it."""
     links: Links
     """Its network."""
     keeper: int
@@ -45,24 +40,6 @@ class Cluster:
     def path(self, node: int, kind: str) -> str:
         """Return the path by which a node's namespace can be opened."""
         return f"/proc/{self.keeper}/fd/{self.files[node][NODE_NAMESPACES.index(kind)]}"
-
-    def processes(self, node: int) -> list[int]:
-        """Return the PIDs of what runs in a node, without the processes that only wait for others."""
-        network = os.stat(self.path(node, "net")).st_ino
-        depth = len(_nested_pids(self.keeper))
-        found = []
-        for pid in (int(folder.name) for folder in Path("/proc").glob("[0-9]*")):
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                nested = _nested_pids(pid)
-                if len(nested) > depth and nested[-1] != 1 and os.stat(f"/proc/{pid}/ns/net").st_ino == network:
-                    found.append(pid)
-        return sorted(found)
-
-
-def _nested_pids(pid: int) -> list[int]:
-    """Return a process' PIDs in all PID namespaces that it is in, the innermost last."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next([int(word) for word in line.split()[1:]] for line in lines if line.startswith("NSpid:"))
 
 
 def require_machine() -> None:
@@ -78,12 +55,13 @@ def require_machine() -> None:
     find("tc")
 
 
-def make(name: str, links: Links, record: Callable[[Cluster], None] | None = None) -> Cluster:
-    """Make a cluster.  With `record`, which its keeper calls, it stays; else it ends with this process."""
+@contextlib.contextmanager
+def temporary(links: Links) -> Iterator[Cluster]:
+    """Make a cluster for the time of a `with`; it ends with this process, however that ends."""
     require_machine()
     answer, question = os.pipe()
     try:
-        keeper = linux.fork_elsewhere(lambda: _keep(name, links, question, record))
+        keeper = linux.fork_elsewhere(lambda: _keep(links, question))
     except OSError as error:
         raise _not_allowed(error) from None
     finally:
@@ -94,47 +72,17 @@ def make(name: str, links: Links, record: Callable[[Cluster], None] | None = Non
         if "refusal" in told:
             what, got, expected, advice = told["refusal"]
             raise RefusalError(what, got=got, expected=expected, advice=advice)
-    except BaseException:
-        _end_own(keeper)
-        raise
-    return Cluster(name, links, keeper, tuple(tuple(files) for files in told["files"]))
-
-
-@contextlib.contextmanager
-def temporary(links: Links) -> Iterator[Cluster]:
-    """A cluster for the time of a `with`."""
-    cluster = make("temporary", links)
-    try:
-        yield cluster
+        yield Cluster(links, keeper, tuple(tuple(files) for files in told["files"]))
     finally:
-        _end_own(cluster.keeper)
+        _end(keeper)
 
 
-def _end_own(keeper: int) -> None:
+def _end(keeper: int) -> None:
     """End a cluster that this process made, and all children: its end waits for those in it to be reaped."""
     os.kill(keeper, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
-
-
-def end(keeper: int) -> None:
-    """End a cluster and wait until all that ran in it is gone."""
-    try:
-        process = os.pidfd_open(keeper)
-    except ProcessLookupError:
-        return
-    try:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-        if not select.select([process], [], [], END_S)[0]:
-            raise RefusalError(
-                "the cluster does not end",
-                got=f"process {keeper} there {END_S:g} s after SIGKILL",
-                advice="see what it waits for: ps -o pid,stat,wchan,args",
-            )
-    finally:
-        os.close(process)
 
 
 def _not_allowed(error: OSError) -> RefusalError:
@@ -146,39 +94,23 @@ def _not_allowed(error: OSError) -> RefusalError:
     )
 
 
-def _keep(name: str, links: Links, question: int, record: Callable[[Cluster], None] | None) -> int:
-    """Be the keeper: make the nodes, tell their files or a refusal, and sleep until killed."""
+def _keep(links: Links, question: int) -> int:
+    """Be the keeper: make the nodes, answer with their files or a refusal, and sleep until killed."""
     os.setsid()
     os.chdir("/")
+    told: dict[str, object]
     try:
-        files = _make_nodes(links)
-        if record:
-            keeper = int(os.readlink("/proc/self"))  # our PID as the machine's /proc has it, which is not 1
-            record(Cluster(name, links, keeper, files))
-            linux.outlive_parent()
-        told: dict[str, object] = {"files": files}
+        told = {"files": _make_nodes(links)}
     except RefusalError as error:
         told = {"refusal": error.parts}
     except OSError as error:
         told = {"refusal": _not_allowed(error).parts}
-    _let_go()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans that become ours leave no zombies
     os.write(question, json.dumps(told).encode())
     os.close(question)
     while "files" in told:
         signal.pause()
     return 0
-
-
-def _let_go() -> None:
-    """Close what the tool's caller opened: who waits for the end of a pipe must not wait for the cluster's."""
-    for file in [int(name) for name in os.listdir("/proc/self/fd")]:
-        with contextlib.suppress(OSError):  # the file by which the folder was listed
-            if file > 2 and os.get_inheritable(file):  # our own files are not inheritable, as Python opens them
-                os.close(file)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nothing, stream)
 
 
 def _make_nodes(links: Links) -> tuple[tuple[int, ...], ...]:

@@ -52,7 +52,7 @@ def run(
     job = _Job()
     try:
         for node in range(nodes):
-            body = program(command, environment(cluster, node, f"{cluster.name}-{os.getpid()}"))
+            body = program(command, environment(cluster, node, f"run-{os.getpid()}"))
             job.start(node, partial(start, cluster, node, body, cores[node]))
         return job.wait(timeout_s, grace_s)
     finally:

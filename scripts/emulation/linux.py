@@ -80,11 +80,6 @@ def inside(namespace: int, kind: str) -> Iterator[None]:
         os.close(home)
 
 
-def outlive_parent() -> None:
-    """Stay when the parent ends, contrary to what `fork` arranged."""
-    _call("prctl", PR_SET_PDEATHSIG, 0)
-
-
 def fork(body: Callable[[], int]) -> int:
     """Fork a child that runs `body`, exits with what it returns, and is killed when this process ends.
 

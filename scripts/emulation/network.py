@@ -47,12 +47,6 @@ class Links:
     delay_s: float
     """Added to each way between nodes, 0 for none."""
 
-    def describe(self) -> str:
-        """Return it in words."""
-        delay = f", {1e3 * self.delay_s:g} ms each way" if self.delay_s else ""
-        between = f"{format_rate(self.rate_bits_per_s)} between nodes{delay}"
-        return f"{self.nodes} nodes, {between}, {format_rate(self.intra_rate_bits_per_s)} inside a node"
-
 
 def parse_rate(text: str) -> int | None:
     """Return bits per second for `200mbit`, `2.5gbit`, `64kbit`, or None for `none`."""

@@ -46,12 +46,11 @@ def environment(cluster: Cluster, node: int, run: str) -> dict[str, str]:
     return {key: value for key, value in ours.items() if key not in PROXIES}  # a node reaches nodes and nothing else
 
 
-def program(command: list[str], variables: Mapping[str, str], *, terminal: bool = False) -> Callable[[], int]:
-    """Return a body for `start` that becomes a program; on a terminal it stays in the terminal's session."""
+def program(command: list[str], variables: Mapping[str, str]) -> Callable[[], int]:
+    """Return a body for `start` that becomes a program, in a session of its own."""
 
     def become() -> int:
-        if not terminal:
-            os.setsid()
+        os.setsid()
         linux.handle_stopping(dict.fromkeys((*linux.STOPPING, signal.SIGPIPE), signal.SIG_DFL))
         try:
             os.execvpe(command[0], command, variables)

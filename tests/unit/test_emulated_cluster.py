@@ -77,7 +77,7 @@ def test_addresses_as_text_are_in_the_order_of_the_nodes() -> None:
 def test_torchrun_finds_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cluster = Cluster("x", Links(3, 10**9, None, 0.0), 1, ())
+    cluster = Cluster(Links(3, 10**9, None, 0.0), 1, ())
     words = environment(cluster, 1, "name")
     assert "http_proxy" not in words
     assert words["OMP_NUM_THREADS"] == "1"
@@ -101,26 +101,17 @@ def test_lines_stay_whole() -> None:
     ("arguments", "text"),
     [
         (["run"], "'run' needs a command"),
-        (["exec", "0", "--"], "'exec' needs a command"),
-        (["up", "--", "true"], "'up' takes no command"),
-        (["up", "../x"], "not a name for a cluster"),
+        (["check", "--", "true"], "'check' takes no command"),
         (["run", "--nodes", "65", "--", "true"], "not a number of nodes\n  got: 65\n  expected: 1 to 64"),
         (["run", "--timeout", "-1", "--", "true"], "not a time"),
-        (["run", "--on", "x", "--rate", "1gbit", "--pin", "--", "true"], "stays as it is\n  got: --rate"),
-        (["check", "nowhere"], "no cluster 'nowhere' is up"),
     ],
 )
-def test_bad_arguments_are_refused(
-    arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("EMULATED_CLUSTER_DIR", str(tmp_path))
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda program, path: program)
+def test_bad_arguments_are_refused(arguments: list[str], text: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert commands.main(arguments) == 2
     assert text in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["up"], ["run", "--", "true"], ["down"], ["check"], ["status"]])
+@pytest.mark.parametrize("arguments", [["run", "--", "true"], ["check"]])
 def test_refused_without_root(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,10 +132,9 @@ def test_refused_without_iproute2(monkeypatch: pytest.MonkeyPatch, capfd: pytest
 
 @dataclass
 class Tool:
-    """The tool on this machine, with clusters of its own."""
+    """The tool on this machine."""
 
     environment: dict[str, str]
-    folder: Path
     mark: str
 
     def command(self, *arguments: str) -> list[str]:
@@ -160,7 +150,7 @@ class Tool:
             stdin=subprocess.DEVNULL,
         )
 
-    def begin(self, *arguments: str, lines: int, files: tuple[int, ...] = ()) -> subprocess.Popen[str]:
+    def begin(self, *arguments: str, lines: int) -> subprocess.Popen[str]:
         """Start the tool and return it when it has printed so many lines."""
         process = subprocess.Popen(
             self.command(*arguments),
@@ -168,7 +158,6 @@ class Tool:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=files,
         )
         assert process.stdout
         for _ in range(lines):
@@ -208,19 +197,17 @@ def machine() -> None:
 
 
 @pytest.fixture
-def tool(machine: None, tmp_path: Path) -> Iterator[Tool]:
+def tool(machine: None) -> Iterator[Tool]:
     """The tool; after the test nothing that it made may be left."""
     mark = f"EMULATED_TEST={uuid.uuid4()}"
-    folder = tmp_path / "clusters"
-    variables = dict(word.split("=") for word in (mark, f"EMULATED_CLUSTER_DIR={folder}", "OMP_NUM_THREADS=1"))
+    variables = dict(word.split("=") for word in (mark, "OMP_NUM_THREADS=1"))
     devices, shared = sorted(os.listdir("/sys/class/net")), mounts()
-    tool = Tool({**os.environ, **variables}, folder, mark)
+    tool = Tool({**os.environ, **variables}, mark)
     yield tool
     left = tool.leaves_processes()
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
-    assert not folder.exists()
     assert sorted(os.listdir("/sys/class/net")) == devices
     assert mounts() == shared
 
@@ -229,32 +216,15 @@ def mounts() -> list[str]:
     return Path("/proc/self/mountinfo").read_text().splitlines()
 
 
-def test_a_cluster_that_stays_has_the_rates_asked_for(tool: Tool) -> None:
-    assert tool("up", "one", "--rate", "200mbit", "--intra-rate", "100mbit").returncode == 0
-    table = [line.split() for line in tool("check", "one").stdout.splitlines()[1:]]
+def test_a_cluster_has_the_rates_asked_for(tool: Tool) -> None:
+    done = tool("check", "--rate", "200mbit", "--intra-rate", "100mbit")
+    table = [line.split() for line in done.stdout.splitlines()[1:]]
     measured = {(row[0], row[1]): float(row[3]) for row in table}
     assert measured == {
         ("node0", "node0"): pytest.approx(100, rel=0.15),
         ("node1", "node0"): pytest.approx(200, rel=0.15),
         ("node0", "node1"): pytest.approx(200, rel=0.15),
     }
-    again = tool("up", "one")
-    assert (again.returncode, "is up already" in again.stderr) == (2, True)
-    assert tool("down", "one").returncode == 0
-    assert tool.processes() == []
-    assert tool("down", "one").stdout == "cluster one: there was none\n"
-
-
-def test_a_cluster_that_stays_keeps_nothing_of_its_caller_open(tool: Tool) -> None:
-    """A script that reads a pipe to its end would hang."""
-    reads, writes = os.pipe()
-    with tool.begin("up", lines=1, files=(writes,)) as process:
-        process.communicate()
-    os.close(writes)
-    os.set_blocking(reads, False)
-    assert os.read(reads, 1) == b""  # BlockingIOError if someone has the other end
-    os.close(reads)
-    assert tool("down").returncode == 0
 
 
 def test_torchrun_needs_no_options_for_the_rendezvous(tool: Tool, tmp_path: Path) -> None:
@@ -315,38 +285,6 @@ def test_the_end_of_the_tool_is_the_end_of_its_cluster(tool: Tool, number: signa
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
 
 
-def test_a_run_on_a_cluster_that_stays_is_alone_and_leaves_it(tool: Tool) -> None:
-    tool("up", "one", "--rate", "none")
-    with tool.begin("run", "--on", "one", "--", "sh", "-c", "echo ready; sleep 3600", lines=2) as process:
-        status = tool("status").stdout
-        second = tool("run", "--on", "one", "--", "true")
-        process.kill()
-        process.communicate()
-    assert status.count("processes: none") == 0
-    assert (second.returncode, "another run is on the cluster 'one'" in second.stderr) == (2, True)
-    for _ in range(100):
-        if (status := tool("status", "one").stdout).count("processes: none") == 2:
-            break
-    assert status.count("processes: none") == 2
-    assert tool("exec", "1", "--on", "one", "--", "sh", "-c", "hostname; exit 3").stdout == "node1\n"
-    assert tool("exec", "1", "--on", "one", "--", "sh", "-c", "exit 3").returncode == 3
-    assert tool("down", "one").returncode == 0
-
-
-def test_down_cleans_up_after_a_cluster_that_was_killed(tool: Tool) -> None:
-    for name in ("one", "two"):
-        tool("up", name)
-    keeper = int(tool("status", "one").stdout.splitlines()[0].rsplit(maxsplit=1)[1])
-    os.kill(keeper, signal.SIGKILL)
-    while keeper in tool.processes():
-        time.sleep(0.01)
-    dead = tool("run", "--on", "one", "--", "true")
-    assert (dead.returncode, "is gone: its keeper was killed" in dead.stderr) == (2, True)
-    assert tool("run", "--on", "two", "--", "true").returncode == 0
-    assert tool("down", "one").stdout == "cluster one: gone\n"
-    assert tool("down", "two").returncode == 0
-
-
 @pytest.mark.parametrize(("lacking", "text"), [("htb", "cannot shape with HTB"), ("netem", "it has no netem")])
 def test_a_kernel_that_cannot_is_refused(tool: Tool, tmp_path: Path, lacking: str, text: str) -> None:
     """A stand-in for tc answers as it does on a kernel that lacks a discipline."""
@@ -354,7 +292,7 @@ def test_a_kernel_that_cannot_is_refused(tool: Tool, tmp_path: Path, lacking: st
     answer = "echo 'Error: Specified qdisc kind is unknown.' >&2; exit 2"
     fake.write_text(f'#!/bin/sh\ncase "$*" in *{lacking}*) {answer} ;; esac\n')
     fake.chmod(0o755)
-    done = tool("up", "--delay", "1ms", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = tool("run", "--delay", "1ms", "--", "true", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 2
     assert f"{text}\n  got: Error: Specified qdisc kind is unknown.\n" in done.stderr
     assert "Traceback" not in done.stderr
