@@ -21,19 +21,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from datetime import date
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import Any
+
+from _shared import (
+    MIB,
+    ROOT,
+    OsdpTraining,
+    check_losses,
+    machine,
+    output_folder,
+    panels,
+    rank_command,
+    take_turns,
+    with_quartiles,
+)
 
 SCRIPT = Path(__file__).resolve()
 UNIFORM = {
@@ -44,7 +52,6 @@ UNIFORM = {
     "DDP": "replicate",
 }
 """Strategy of every operator, by the name that people know it by."""
-MIB = 1 << 20
 LOSS_TOLERANCE = 1e-4
 
 
@@ -132,29 +139,6 @@ def make_plans(options: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     return {"cap_bytes": cap_bytes - cluster.reserve_bytes, "reserve_bytes": cluster.reserve_bytes, "plans": plans}
 
 
-class Runner:
-    """One contestant in training on this rank."""
-
-    def __init__(self, source: Any, hollow: Any, plan: Any, cluster: Any) -> None:
-        import torch
-
-        from osdp import OSDP
-        from runtime.optimizers import OPTIMIZERS
-
-        torch.manual_seed(0)
-        self.model = OSDP(source.build, plan, cluster, example_inputs=partial(source.example_inputs, hollow))
-        self.optimizer = OPTIMIZERS["adamw"](self.model.parameters(), lr=1e-3, weight_decay=0.0)
-
-    def step(self, inputs: Any) -> float:
-        """Train on one micro-batch; return the loss."""
-        args, kwargs = inputs
-        self.optimizer.zero_grad()
-        loss = self.model(*args, **kwargs)
-        loss.backward()
-        self.optimizer.step()
-        return float(loss.detach())
-
-
 def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict[str, Any]) -> list[Contestant]:
     """Train every contestant, interleaved; a collective call."""
     from collections import Counter
@@ -163,23 +147,20 @@ def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict
     import torch.distributed as dist
 
     plans, hollow = made["plans"], source.build()
-    runners = [Runner(source, hollow, plan, cluster) for plan in plans.values()]
+    runners = [OsdpTraining(source, hollow, plan, cluster) for plan in plans.values()]
     torch.manual_seed(1 + dist.get_rank())
     seconds = torch.zeros(options.rounds, len(runners), dtype=torch.float64)
     peaks = torch.zeros(len(runners), dtype=torch.float64)
     for number in range(-options.warm_up, options.rounds):
-        inputs = source.example_inputs(hollow, 1)
-        order = range(len(runners)) if number % 2 else range(len(runners) - 1, -1, -1)
-        # After the first steps, so that the optimizer's states are there.
+        # In the last round that warms up, so that the optimizer's states are there.
         track = number == -1
-        results = {index: timed_step(runners[index], inputs, track) for index in order}
-        losses = torch.tensor([results[index][1] for index in range(len(runners))], dtype=torch.float64)
-        torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=LOSS_TOLERANCE, atol=0.0)
-        for index, (took_s, _, peak_bytes) in results.items():
-            if track:
-                peaks[index] = peak_bytes
-            if number >= 0:
-                seconds[number, index] = took_s
+        found = take_turns(number, runners, timed_step, source.example_inputs(hollow, 1), track)
+        results = torch.tensor(found, dtype=torch.float64)
+        check_losses(results[:, 1], LOSS_TOLERANCE)
+        if track:
+            peaks[:] = results[:, 2]
+        if number >= 0:
+            seconds[number] = results[:, 0]
         if dist.get_rank() == 0:
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
@@ -199,7 +180,7 @@ def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict
     ]
 
 
-def timed_step(runner: Runner, inputs: Any, track: bool) -> tuple[float, float, int]:
+def timed_step(runner: OsdpTraining, inputs: Any, track: bool) -> tuple[float, float, int]:
     """Return this rank's seconds of a step from a barrier, its loss, and where tracked the peak of live bytes."""
     import torch.distributed as dist
 
@@ -209,11 +190,11 @@ def timed_step(runner: Runner, inputs: Any, track: bool) -> tuple[float, float, 
     dist.barrier()
     started = time.perf_counter()
     if not track:
-        loss = runner.step(inputs)
+        loss = runner.step([inputs])
         return time.perf_counter() - started, loss, 0
     with LiveBytes() as live:
         live.hold(held_tensors(runner.model, runner.optimizer))
-        loss = runner.step(inputs)
+        loss = runner.step([inputs])
     return time.perf_counter() - started, loss, live.peak_bytes
 
 
@@ -235,9 +216,7 @@ class Case:
 
     def ratio(self, one: Contestant, over: Contestant) -> str:
         """Return how many times as fast `one` is, and the quartiles of the rounds' ratios."""
-        ratios = [b / a for a, b in zip(one.seconds, over.seconds, strict=True)]
-        low, middle, high = quantiles(ratios, n=4, method="inclusive")
-        return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+        return with_quartiles([b / a for a, b in zip(one.seconds, over.seconds, strict=True)])
 
     def best_uniform(self, ring: bool, cap_bytes: float) -> Contestant | None:
         """Return the fastest of those with one strategy for everything that stay under a cap."""
@@ -248,23 +227,11 @@ class Case:
 
 def run_case(options: argparse.Namespace, rate: str, folder: Path) -> Case:
     """Run one rate in a cluster of its own."""
-    ranks = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        str(SCRIPT),
-        "--as-rank",
-        "--rates",
-        rate,
-        "--output",
-        str(folder),
-    ]
-    for name in ("model", "cap_mib", "rounds", "warm_up", "repetitions", "budget_s"):
-        ranks += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    cluster = [sys.executable, str(SCRIPT.parents[1] / "emulated_cluster.py"), "run", "--nodes", "2", "--rate", rate]
+    ranks = rank_command(SCRIPT, options, "--nproc_per_node=2", rates=[rate], output=folder)
+    tool = SCRIPT.parents[1] / "emulated_cluster.py"
+    cluster = [sys.executable, str(tool), "run", "--nodes", "2", "--rate", rate]
     # The agent of a node that is not first complains when the first is gone, which is how a run ends.
-    subprocess.run([*cluster, "--", *ranks], check=True, cwd=SCRIPT.parents[2], env=os.environ | {"LOGLEVEL": "ERROR"})
+    subprocess.run([*cluster, "--", *ranks], check=True, cwd=ROOT, env=os.environ | {"LOGLEVEL": "ERROR"})
     data = json.loads((folder / f"results-{rate}.json").read_text())
     return Case(rate, data["cap_bytes"], tuple(Contestant(**one) for one in data["contestants"]))
 
@@ -279,11 +246,10 @@ def report(case: Case) -> Iterator[str]:
         f"{'x FSDP, same':18s}"
     )
     for one in case.contestants:
-        low, middle, high = quantiles(one.seconds, n=4, method="inclusive")
         mark = " " if one.tracked_bytes <= case.cap_bytes else "*"
         yield (
             f"{one.name:13s} {'ring' if one.ring else 'native':7s} {one.predicted_s:9.3f} "
-            f"{middle:9.3f} ({low:.3f}-{high:.3f}) {one.error:+7.1%} {one.terms['compute_s']:7.3f} "
+            f"{with_quartiles(one.seconds, 3):>23s} {one.error:+7.1%} {one.terms['compute_s']:7.3f} "
             f"{one.terms['exposed_communication_s']:6.3f} {one.terms['optimizer_s']:6.3f} "
             f"{one.predicted_bytes / MIB:9.1f} {one.tracked_bytes / MIB:6.1f}{mark}  "
             f"{case.ratio(one, case.of('FSDP', False)):18s} "
@@ -329,13 +295,8 @@ def rank_correlation(one: list[float], other: list[float]) -> float:
 
 def draw(cases: list[Case], path: Path) -> None:
     """Draw measured steps as bars and predicted ones as marks, one panel for each rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, len(cases), figsize=(6.5 * len(cases), 5.5), squeeze=False, layout="constrained")
-    for panel, case in zip(panels[0], cases, strict=True):
+    figure, axes = panels(len(cases), (6.5 * len(cases), 5.5))
+    for panel, case in zip(axes, cases, strict=True):
         found = sorted(case.contestants, key=lambda one: one.step_s)
         names = [f"{one.name}{', ring' if one.ring else ''}" for one in found]
         colours = ["tab:green" if one.name.startswith("OSDP") else "tab:blue" for one in found]
@@ -376,20 +337,9 @@ def main() -> None:
     if options.as_rank:
         run_ranks(options)
         return
-    import torch
-
-    from profiler.errors import install_advice
-
-    if options.output and find_spec("matplotlib") is None:
-        parser.error(f"the picture needs matplotlib: {install_advice('plot')}")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(options.output or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with output_folder(parser, options.output) as folder:
         cases = [run_case(options, rate, folder) for rate in options.rates]
-        print(
-            f"{date.today()}, python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU "
-            f"cores, 2 nodes x 2 ranks, gloo; {options.model}, 1 sample a rank, AdamW, fp32"
-        )
+        print(f"{machine()}, 2 nodes x 2 ranks, gloo; {options.model}, 1 sample a rank, AdamW, fp32")
         for case in cases:
             print("\n".join(report(case)))
         print(accuracy(cases))
@@ -399,5 +349,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(SCRIPT.parents[2]))
     main()

@@ -17,8 +17,6 @@ import argparse
 import json
 import os
 import random
-import resource
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +26,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
+
+from _shared import GIB, plan_command, run, with_range
 
 from osdp.planning.verify import verify
 from osdp.zoo import load_cluster, load_model
@@ -45,7 +45,6 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.trace.trace import trace_model
 
-GIB = 2**30
 MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-1.5b", "bert-large", "llama-1b", "uneven")
 """Of the zoo; llama-7b is in the fixed list only, gpt2-tiny is too small to say anything."""
 GRIDS = ((1, 4), (1, 8), (2, 8), (8, 8), (32, 8), (128, 8))
@@ -296,22 +295,12 @@ def bench_rivals(options: argparse.Namespace) -> None:
 
 def bench_planning(options: argparse.Namespace) -> None:
     """Time the command of the README."""
-    command = [sys.executable, "-m", "osdp", "plan", "--model", "gpt2-1.5b", "--mem", "8GB", "--json"]
-    cpu, seconds, gap = [], [], 0.0
-    for _ in range(REPEATS):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        seconds.append(report["seconds"])
-        gap = report["gap"]
-    for name, values in (
-        ("CPU from process start", cpu),
-        ("search", [s["search"] for s in seconds]),
-        ("trace", [s["trace"] for s in seconds]),
-    ):
-        print(f"{name}: {median(values):.2f} s ({min(values):.2f}-{max(values):.2f})")
-    print(f"certified gap {gap:.2%}", flush=True)
+    runs = [run(plan_command("--model", "gpt2-1.5b", "--mem", "8GB")) for _ in range(REPEATS)]
+    reports = [json.loads(one.output) for one in runs]
+    print(f"CPU from process start: {with_range([one.cpu_s for one in runs])} s")
+    for name in ("search", "trace"):
+        print(f"{name}: {with_range([report['seconds'][name] for report in reports])} s")
+    print(f"certified gap {reports[-1]['gap']:.2%}", flush=True)
 
 
 BENCHES = {

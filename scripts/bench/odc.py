@@ -24,20 +24,29 @@ import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
-from functools import cached_property, partial
-from importlib.util import find_spec
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
+
+from _shared import (
+    MIB,
+    ROOT,
+    OsdpTraining,
+    check_losses,
+    machine,
+    output_folder,
+    panels,
+    rank_command,
+    take_turns,
+    with_quartiles,
+)
 
 SCRIPT = Path(__file__).resolve()
 FSDP, RING, ODC = "FSDP", "FSDP, ring", "ODC"
@@ -48,7 +57,6 @@ DRAWS = 20_000
 """Lengths that the planner is told."""
 HEADROOM = 1.03
 """Memory that the planner is given, over what `odc` needs with every block recomputed."""
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -256,21 +264,19 @@ class Bench:
         import torch
         import torch.distributed as dist
 
-        runners = [Runner(self.source(self.options.maximum), plan, cluster) for plan in plans.values()]
+        source = self.source(self.options.maximum)
+        module = source.build()
+        runners = [OsdpTraining(source, module, plan, cluster) for plan in plans.values()]
         rng = torch.Generator().manual_seed(1 + self.rank)
         seconds = torch.zeros(len(drawn), len(runners), dtype=torch.float64)
         worst = 0.0
         for number, lengths in enumerate(drawn):
             samples = [torch.randint(512, (1, int(length)), generator=rng) for length in lengths[self.rank]]
-            losses = torch.zeros(len(runners), dtype=torch.float64)
-            order = range(len(runners)) if number % 2 else range(len(runners) - 1, -1, -1)
-            for index in order:
-                dist.barrier()
-                started = time.perf_counter()
-                losses[index] = runners[index].step(samples)
-                seconds[number, index] = time.perf_counter() - started
+            found = take_turns(number, runners, timed_step, [((tokens,), {"labels": tokens}) for tokens in samples])
+            seconds[number] = torch.tensor([took_s for took_s, _ in found])
+            losses = torch.tensor([loss for _, loss in found], dtype=torch.float64)
             dist.all_reduce(losses)
-            torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=LOSS_TOLERANCE, atol=0.0)
+            check_losses(losses, LOSS_TOLERANCE)
             worst = max(worst, float((losses / losses[0] - 1).abs().max()))
             if self.rank == 0:
                 took = ", ".join(f"{one:.2f} s" for one in seconds[number])
@@ -288,26 +294,14 @@ def waits_of(costs: Any) -> Any:
     return Waits(float(each), float(once), "drawn", float(mean))
 
 
-class Runner:
-    """One contestant in training on this rank."""
+def timed_step(runner: OsdpTraining, micro_batches: Sequence[Any]) -> tuple[float, float]:
+    """Return this rank's seconds of a step from a barrier, and its loss."""
+    import torch.distributed as dist
 
-    def __init__(self, source: Any, plan: Any, cluster: Any) -> None:
-        from osdp import OSDP
-        from runtime.optimizers import OPTIMIZERS
-
-        self.model = OSDP(source.build, plan, cluster, example_inputs=partial(source.example_inputs, source.build()))
-        self.optimizer = OPTIMIZERS["adamw"](self.model.parameters(), lr=1e-3, weight_decay=0.0)
-
-    def step(self, samples: Sequence[Any]) -> float:
-        """Train on one sample after the other; return their mean loss."""
-        self.optimizer.zero_grad()
-        total = 0.0
-        for tokens in samples:
-            loss = self.model(tokens, labels=tokens) / len(samples)
-            loss.backward()
-            total += float(loss.detach())
-        self.optimizer.step()
-        return total
+    dist.barrier()
+    started = time.perf_counter()
+    loss = runner.step(micro_batches)
+    return time.perf_counter() - started, loss
 
 
 def run_ranks(options: argparse.Namespace) -> None:
@@ -328,45 +322,14 @@ def run_ranks(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, folder: Path) -> tuple[list[Case], list[tuple[int, float]]]:
     """Run the ranks; return their cases, and the seconds of samples by length."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={options.ranks}",
-        str(SCRIPT),
-        "--as-rank",
-        "--output",
-        str(folder),
-    ]
-    command += ["--sigmas", *map(str, options.sigmas)]
-    for name in (
-        "ranks",
-        "micro_batches",
-        "median",
-        "maximum",
-        "hidden",
-        "layers",
-        "rounds",
-        "warm_up",
-        "repetitions",
-        "budget_s",
-        "seed",
-    ):
-        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    command = rank_command(SCRIPT, options, "--standalone", f"--nproc_per_node={options.ranks}", output=folder)
     threads = str(max(1, (os.cpu_count() or 1) // options.ranks))
-    subprocess.run(command, check=True, cwd=SCRIPT.parents[2], env={"OMP_NUM_THREADS": threads} | os.environ)
+    subprocess.run(command, check=True, cwd=ROOT, env={"OMP_NUM_THREADS": threads} | os.environ)
     data = json.loads((folder / "odc.json").read_text())
     cases = [
         Case(**{**case, "contestants": [Contestant(**one) for one in case["contestants"]]}) for case in data["cases"]
     ]
     return cases, [tuple(one) for one in data["costs"]]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return median and quartiles."""
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
 def report(case: Case) -> Iterator[str]:
@@ -383,16 +346,16 @@ def report(case: Case) -> Iterator[str]:
     for one in case.contestants:
         terms, error = one.terms, one.of_these_s / fmean(one.seconds) - 1
         yield (
-            f"{one.name:11s} {spread(one.seconds):>23s} {one.predicted_s:9.2f} {one.of_these_s:8.2f} {error:+7.1%} "
-            f"{terms['compute_s']:8.2f} {terms['exposed_communication_s']:6.2f} {terms['waiting_s']:7.2f} "
-            f"{terms['optimizer_s']:6.2f}"
+            f"{one.name:11s} {with_quartiles(one.seconds):>23s} {one.predicted_s:9.2f} {one.of_these_s:8.2f} "
+            f"{error:+7.1%} {terms['compute_s']:8.2f} {terms['exposed_communication_s']:6.2f} "
+            f"{terms['waiting_s']:7.2f} {terms['optimizer_s']:6.2f}"
         )
     for over in dict.fromkeys((FSDP, case.of(RING).name)):
         predicted, of_these = case.predicted(over)
         whole = sum(case.of(over).seconds) / sum(case.of(ODC).seconds)
         yield (
-            f"ODC is {spread(case.ratios(over))} times as fast as {over}, over all rounds {whole:.2f}; predicted "
-            f"{predicted:.2f} ({whole / predicted - 1:+.1%}), of these lengths {of_these:.2f} "
+            f"ODC is {with_quartiles(case.ratios(over))} times as fast as {over}, over all rounds {whole:.2f}; "
+            f"predicted {predicted:.2f} ({whole / predicted - 1:+.1%}), of these lengths {of_these:.2f} "
             f"({whole / of_these - 1:+.1%})"
         )
     yield f"losses of a round differ by {case.loss_difference:.1e} at most"
@@ -401,12 +364,7 @@ def report(case: Case) -> Iterator[str]:
 
 def draw(cases: Sequence[Case], path: Path) -> None:
     """Draw the speed-up against sigma: measured with its quartiles, and predicted."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(7.5, 5), layout="constrained")
+    figure, (panel,) = panels(1, (7.5, 5))
     sigmas = [case.sigma for case in cases]
     for over, colour in ((FSDP, "tab:blue"), (RING, "tab:green")):
         if all(case.of(over).name == FSDP for case in cases) and over != FSDP:
@@ -414,23 +372,10 @@ def draw(cases: Sequence[Case], path: Path) -> None:
         found = [quantiles(case.ratios(over), n=4, method="inclusive") for case in cases]
         middle = [one[1] for one in found]
         bars = [[one[1] - one[0] for one in found], [one[2] - one[1] for one in found]]
-        panel.errorbar(
-            sigmas,
-            middle,
-            yerr=bars,
-            marker="o",
-            capsize=3,
-            color=colour,
-            label=f"over {over}: measured, with quartiles of the rounds",
-        )
-        panel.plot(
-            sigmas,
-            [case.predicted(over)[0] for case in cases],
-            "--D",
-            color=colour,
-            alpha=0.6,
-            label=f"over {over}: predicted",
-        )
+        label = f"over {over}: measured, with quartiles of the rounds"
+        panel.errorbar(sigmas, middle, yerr=bars, marker="o", capsize=3, color=colour, label=label)
+        predicted = [case.predicted(over)[0] for case in cases]
+        panel.plot(sigmas, predicted, "--D", color=colour, alpha=0.6, label=f"over {over}: predicted")
     panel.axhline(1.0, color="black", linewidth=0.8)
     panel.set_xlabel("sigma of the log-normal lengths (0: balanced)")
     panel.set_ylabel("times as fast: ODC")
@@ -459,19 +404,10 @@ def main() -> None:
     if options.as_rank:
         run_ranks(options)
         return
-    import torch
-
-    from profiler.errors import install_advice
-
-    if options.output and find_spec("matplotlib") is None:
-        parser.error(f"the picture needs matplotlib: {install_advice('plot')}")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(options.output or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with output_folder(parser, options.output) as folder:
         cases, costs = run(options, folder)
         print(
-            f"{date.today()}, python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU "
-            f"cores, {options.ranks} ranks, gloo; GPT-2 with {options.layers} blocks of {options.hidden}, "
+            f"{machine()}, {options.ranks} ranks, gloo; GPT-2 with {options.layers} blocks of {options.hidden}, "
             f"{options.micro_batches} micro-batches of one sample a step, AdamW, fp32"
         )
         shown = ", ".join(f"{length}: {1e3 * seconds:.0f}" for length, seconds in costs)
@@ -484,5 +420,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(SCRIPT.parents[2]))
     main()

@@ -22,13 +22,11 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median, quantiles
 
 import torch
+from _shared import take_turns
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from profiler.errors import OsdpError
 from runtime.odc.cupy_device import CupyDevice
@@ -132,10 +130,10 @@ def measure(device: Device, peers: int, shard_bytes: int, rounds: int, cache_byt
     running = contestants(device, sets)
     taken: dict[str, list[float]] = {name: [] for name in running}
     for number in range(-2, rounds):  # two to warm up
-        for name in list(running)[:: 1 if number % 2 else -1]:
-            took_s = seconds_of(running[name], (number + 2) * CALLS, len(sets))
-            if number >= 0:
-                taken[name].append(took_s)
+        took_s = take_turns(number, list(running.values()), seconds_of, (number + 2) * CALLS, len(sets))
+        if number >= 0:
+            for times, seconds in zip(taken.values(), took_s, strict=True):
+                times.append(seconds)
     results = []
     for name, times in taken.items():
         low, middle, high = quantiles([basis / own for basis, own in zip(taken[BASIS], times, strict=True)], n=4)
@@ -172,17 +170,8 @@ def main() -> int:
         for result in measure(device, options.peers, size * 10**6, options.rounds, properties.L2_cache_size)
     ]
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "gpu": properties.name,
-                    "torch": torch.__version__,
-                    "rounds": options.rounds,
-                    "results": [asdict(result) for result in results],
-                },
-                indent=2,
-            )
-        )
+        data = {"gpu": properties.name, "torch": torch.__version__, "rounds": options.rounds}
+        print(json.dumps(data | {"results": [asdict(result) for result in results]}, indent=2))
         return 0
     print(
         f"{properties.name}, torch {torch.__version__}, {options.peers} peers, {options.rounds} rounds of {CALLS} calls"
