@@ -68,6 +68,31 @@ class OsdpTraining:
         self.optimizer.step()
         return total
 
+    def timed_step(self, micro_batches: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> tuple[float, float]:
+        """Return this rank's seconds of a step from a barrier, and its loss."""
+        import torch.distributed as dist
+
+        dist.barrier()
+        started = time.perf_counter()
+        loss = self.step(micro_batches)
+        return time.perf_counter() - started, loss
+
+
+def measured_cluster(source: Any, name: str, options: argparse.Namespace, measurements: Any) -> Any:
+    """Measure the ranks' machine and the model, as `osdp profile` does; a collective call.
+
+    `measurements`, a `State`, keeps what was measured of the machine, so that it is measured once.
+    """
+    import torch
+
+    from osdp.profile.cluster_from_timings import assemble
+    from osdp.profile.session import Wanted, measure
+    from runtime.failures.rank_agreement import from_rank_0
+
+    wanted = Wanted(source, "fp32", (1,), options.repetitions, options.budget_s, "cpu")
+    found = measure(wanted, torch.device("cpu"), measurements, lambda what, fraction: None)
+    return from_rank_0("assemble", lambda: assemble(found, name))
+
 
 # --- numbers ---------------------------------------------------------------------------------
 
@@ -163,6 +188,16 @@ def add_integers(parser: argparse.ArgumentParser, rows: Iterable[tuple[str, int,
     """Add options that take a whole number: (name, default, help)."""
     for name, default, what in rows:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+
+
+def add_run_options(parser: argparse.ArgumentParser, rounds: int, warm_up: int, budget_s: float) -> None:
+    """Add the options of a benchmark that profiles, then trains on ranks that torchrun starts."""
+    parser.add_argument("--rounds", type=int, default=rounds, help="measured steps of each contestant")
+    parser.add_argument("--warm-up", type=int, default=warm_up, help="steps of each before those")
+    parser.add_argument("--repetitions", type=int, default=5, help="timings of each point of the profile")
+    parser.add_argument("--budget-s", type=float, default=budget_s, help="about how long the profile may take")
+    parser.add_argument("--output", help="folder for results and the picture")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
 
 
 def machine() -> str:

@@ -23,8 +23,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -34,8 +33,10 @@ from _shared import (
     MIB,
     ROOT,
     OsdpTraining,
+    add_run_options,
     check_losses,
     machine,
+    measured_cluster,
     output_folder,
     panels,
     rank_command,
@@ -90,10 +91,6 @@ class Contestant:
 
 def run_ranks(options: argparse.Namespace) -> None:
     """Be one rank: measure the machine, plan, train; rank 0 writes the results."""
-    import torch.distributed as dist
-
-    from osdp.profile.cluster_from_timings import assemble
-    from osdp.profile.session import Wanted, measure
     from osdp.profile.state import State
     from osdp.training.process_group import joined
     from osdp.zoo import load_model
@@ -102,12 +99,10 @@ def run_ranks(options: argparse.Namespace) -> None:
 
     source = load_model(options.model)
     with joined("cpu", timeout_s=600) as ranks:
-        wanted = Wanted(source, "fp32", (1,), options.repetitions, options.budget_s, "cpu")
-        found = measure(wanted, ranks.device, State({}), lambda what, fraction: None)
-        cluster = from_rank_0("assemble", lambda: assemble(found, f"emulated-{options.rates[0]}"))
+        cluster = measured_cluster(source, f"emulated-{options.rates[0]}", options, State({}))
         plans = from_rank_0("plan", lambda: make_plans(options, cluster))
         results = train_all(options, source, cluster, plans)
-        if dist.get_rank() == 0:
+        if ranks.rank == 0:
             folder = Path(options.output)
             write_yaml(folder / f"profile-{options.rates[0]}.yaml", cluster)
             cap_bytes = plans["cap_bytes"]
@@ -181,21 +176,15 @@ def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict
 
 
 def timed_step(runner: OsdpTraining, inputs: Any, track: bool) -> tuple[float, float, int]:
-    """Return this rank's seconds of a step from a barrier, its loss, and where tracked the peak of live bytes."""
-    import torch.distributed as dist
-
+    """Return this rank's seconds of a step, its loss, and where tracked the peak of live bytes."""
     from osdp.training.measure import held_tensors
     from runtime.observe.live_bytes import LiveBytes
 
-    dist.barrier()
-    started = time.perf_counter()
     if not track:
-        loss = runner.step([inputs])
-        return time.perf_counter() - started, loss, 0
+        return *runner.timed_step([inputs]), 0
     with LiveBytes() as live:
         live.hold(held_tensors(runner.model, runner.optimizer))
-        loss = runner.step([inputs])
-    return time.perf_counter() - started, loss, live.peak_bytes
+        return *runner.timed_step([inputs]), live.peak_bytes
 
 
 # --- around them -----------------------------------------------------------------------------
@@ -268,17 +257,16 @@ def report(case: Case) -> Iterator[str]:
 
 def accuracy(cases: list[Case]) -> str:
     """Return how far off predictions were, over all rates."""
+
+    def correlation(found: Sequence[Contestant]) -> str:
+        return f"{rank_correlation([one.predicted_s for one in found], [one.step_s for one in found]):.3f}"
+
     found = [one for case in cases for one in case.contestants]
     errors = [one.error for one in found]
-    within = [
-        rank_correlation([c.predicted_s for c in case.contestants], [c.step_s for c in case.contestants])
-        for case in cases
-    ]
-    overall = rank_correlation([one.predicted_s for one in found], [one.step_s for one in found])
+    within = ", ".join(correlation(case.contestants) for case in cases)
     return (
         f"\n{len(found)} plans: mean absolute error {fmean(map(abs, errors)):.1%}, from {min(errors):+.1%} to "
-        f"{max(errors):+.1%}; rank correlation {overall:.3f} of all, "
-        f"{', '.join(f'{value:.3f}' for value in within)} within each rate"
+        f"{max(errors):+.1%}; rank correlation {correlation(found)} of all, {within} within each rate"
     )
 
 
@@ -305,15 +293,8 @@ def draw(cases: list[Case], path: Path) -> None:
         for bar, alpha in zip(bars, fits, strict=True):
             bar.set_alpha(alpha)
         spread = [[one.step_s - min(one.seconds) for one in found], [max(one.seconds) - one.step_s for one in found]]
-        panel.errorbar(
-            [one.step_s for one in found],
-            names,
-            xerr=spread,
-            fmt="none",
-            ecolor="black",
-            capsize=2,
-            label="slowest and fastest round",
-        )
+        middle, label = [one.step_s for one in found], "slowest and fastest round"
+        panel.errorbar(middle, names, xerr=spread, fmt="none", ecolor="black", capsize=2, label=label)
         panel.plot([one.predicted_s for one in found], names, "D", color="tab:orange", label="predicted")
         panel.set_xlabel("seconds a step (bars: median measured; pale: beyond the memory cap)")
         panel.set_title(f"{case.rate} between nodes, cap {case.cap_bytes / MIB:.0f} MiB")
@@ -327,12 +308,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"], help="of the link between nodes")
     parser.add_argument("--model", default="gpt2-mini", help="as `osdp plan --model`")
     parser.add_argument("--cap-mib", type=float, default=64.0, help="cap on live tensors of a rank")
-    parser.add_argument("--rounds", type=int, default=7, help="measured steps of each contestant")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps of each before those; the last tracks memory")
-    parser.add_argument("--repetitions", type=int, default=5, help="timings of each point of the profile")
-    parser.add_argument("--budget-s", type=float, default=150.0, help="about how long each profile may take")
-    parser.add_argument("--output", help="folder for profiles, results and the picture")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    add_run_options(parser, rounds=7, warm_up=3, budget_s=150.0)
     options = parser.parse_args()
     if options.as_rank:
         run_ranks(options)

@@ -26,7 +26,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -39,8 +38,10 @@ from _shared import (
     MIB,
     ROOT,
     OsdpTraining,
+    add_run_options,
     check_losses,
     machine,
+    measured_cluster,
     output_folder,
     panels,
     rank_command,
@@ -142,17 +143,6 @@ class Bench:
 
         return ModelSource("gpt2", build, inputs, length)
 
-    def cluster(self, length: int) -> Any:
-        """Measure the machine, and the model with samples of a length."""
-        from osdp.profile.cluster_from_timings import assemble
-        from osdp.profile.session import Wanted, measure
-        from runtime.failures.rank_agreement import from_rank_0
-
-        options = self.options
-        wanted = Wanted(self.source(length), "fp32", (1,), options.repetitions, options.budget_s, "cpu")
-        found = measure(wanted, self.device, self.state, lambda what, fraction: None)
-        return from_rank_0("assemble", lambda: assemble(found, "this machine"))
-
     @cached_property
     def costs(self) -> tuple[list[int], list[float]]:
         """Lengths, and the seconds of forward and backward of a sample: median of rounds, mean of ranks."""
@@ -196,7 +186,7 @@ class Bench:
         options = self.options
         distribution = LogNormal(options.median, sigma, options.maximum)
         longest = options.maximum if sigma else math.ceil(options.median)
-        cluster = self.cluster(longest)
+        cluster = measured_cluster(self.source(longest), "this machine", options, self.state)
         count = options.rounds + options.warm_up
         rng = np.random.default_rng(options.seed)
         drawn = np.array(draw_lengths(distribution, count * self.ranks * options.micro_batches, rng))
@@ -221,16 +211,10 @@ class Bench:
 
         made, limit_bytes, picked = from_rank_0("plan", plans)
         seconds, difference = self.train(cluster, {name: both[0] for name, both in made.items()}, drawn)
-        contestants = [
-            Contestant(
-                name,
-                both[0].predicted.step_time_s,
-                both[1].predicted.step_time_s,
-                both[0].predicted.time_by_term,
-                seconds[index],
-            )
-            for index, (name, both) in enumerate(made.items())
-        ]
+        contestants = []
+        for (name, plans_of), taken in zip(made.items(), seconds, strict=True):
+            first, second = (plan.predicted for plan in plans_of)
+            contestants.append(Contestant(name, first.step_time_s, second.step_time_s, first.time_by_term, taken))
         mean_length = float(drawn[options.warm_up :].mean())
         return Case(sigma, mean_length, asdict(waits), contestants, difference, limit_bytes, picked)
 
@@ -272,7 +256,8 @@ class Bench:
         worst = 0.0
         for number, lengths in enumerate(drawn):
             samples = [torch.randint(512, (1, int(length)), generator=rng) for length in lengths[self.rank]]
-            found = take_turns(number, runners, timed_step, [((tokens,), {"labels": tokens}) for tokens in samples])
+            micro_batches = [((tokens,), {"labels": tokens}) for tokens in samples]
+            found = take_turns(number, runners, OsdpTraining.timed_step, micro_batches)
             seconds[number] = torch.tensor([took_s for took_s, _ in found])
             losses = torch.tensor([loss for _, loss in found], dtype=torch.float64)
             dist.all_reduce(losses)
@@ -292,16 +277,6 @@ def waits_of(costs: Any) -> Any:
     mean, micro_batches = costs.mean(), costs.shape[2]
     each, once = costs.max(axis=1).mean() / mean, costs.sum(axis=2).max(axis=1).mean() / (mean * micro_batches)
     return Waits(float(each), float(once), "drawn", float(mean))
-
-
-def timed_step(runner: OsdpTraining, micro_batches: Sequence[Any]) -> tuple[float, float]:
-    """Return this rank's seconds of a step from a barrier, and its loss."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    started = time.perf_counter()
-    loss = runner.step(micro_batches)
-    return time.perf_counter() - started, loss
 
 
 def run_ranks(options: argparse.Namespace) -> None:
@@ -393,13 +368,8 @@ def main() -> None:
     parser.add_argument("--maximum", type=int, default=1024, help="longest sample, in tokens")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each contestant")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps of each before those")
-    parser.add_argument("--repetitions", type=int, default=5, help="timings of each point of the profile")
-    parser.add_argument("--budget-s", type=float, default=60.0, help="about how long the profile may take")
     parser.add_argument("--seed", type=int, default=0, help="of lengths")
-    parser.add_argument("--output", help="folder for results and the picture")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    add_run_options(parser, rounds=10, warm_up=2, budget_s=60.0)
     options = parser.parse_args()
     if options.as_rank:
         run_ranks(options)

@@ -66,18 +66,8 @@ def child(layers: int, kind: str) -> None:
     # Between what full sharding with recomputation needs and what would need no planning at all.
     limit = int(cluster.reserve_bytes + 16 * graph.numel / cluster.world_size * 1.5 + layers * 2e6 + 2e8)
     found = search(Task(graph, cluster, limit))
-    print(
-        json.dumps(
-            {
-                "operators": len(graph.operators),
-                "trace_s": traced - started,
-                "search_s": time.perf_counter() - traced,
-                "gap": found.gap,
-                "samples_per_s": found.samples_per_s,
-                "limit_bytes": limit,
-            }
-        )
-    )
+    row = {"operators": len(graph.operators), "trace_s": traced - started, "search_s": time.perf_counter() - traced}
+    print(json.dumps(row | {"gap": found.gap, "samples_per_s": found.samples_per_s, "limit_bytes": limit}))
 
 
 def layer_stack(layers: int, distinct: bool) -> Any:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from _shared import add_integers, check_losses, machine, spawn_ranks, take_turns, with_interval
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate  # not public; run on torch 2.13
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,7 +37,6 @@ from osdp.planning.rank_grid import cluster_of_ranks
 from osdp.planning.request import Request
 from osdp.training.choose_plan import uniform_plan
 from planner.cost.workload import Workload
-from planner.plan import Plan
 from profiler.model_source import Inputs, ModelSource
 from profiler.trace.trace import trace_model
 
@@ -75,26 +74,18 @@ def example_inputs(model: nn.Module, batch: int) -> Inputs:
 def by_plan(options: Options, strategy: str) -> Wrap:
     """Return how OSDP wraps a model under a plan with one strategy for everything."""
     source = ModelSource("gpt2", options.model, example_inputs, options.tokens)
-    cluster, _ = cluster_of_ranks(None)
-    request = Request(limit_bytes=2**40)
-    plan: Plan = uniform_plan(trace_model(source), Workload(cluster, "adam", "fp32", options.batch), request, strategy)
+    load = Workload(cluster_of_ranks(None)[0], "adam", "fp32", options.batch)
+    plan = uniform_plan(trace_model(source), load, Request(limit_bytes=2**40), strategy)
     return lambda model: OSDP(model, plan)
 
 
-def by_hand(model: GPT2) -> nn.Module:
-    """Call FSDP2 as a user would to get the units of an all-`shard` plan: same modules, same groups."""
-    fully_shard([model.wte, model.lm_head])
-    fully_shard(model.wpe)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model.norm)
-    fully_shard(model)
-    return model
-
-
 def on_column_mesh(model: GPT2) -> nn.Module:
-    """Call FSDP2 with the same units on an (N, 1) mesh: every shard is whole, gradients are all-reduced."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    """Call FSDP2 on an (N, 1) mesh: every shard is whole, gradients are all-reduced."""
+    return by_hand(model, init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")))
+
+
+def by_hand(model: GPT2, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Call FSDP2 as a user would to get the units of an all-`shard` plan: same modules, same groups."""
     fully_shard([model.wte, model.lm_head], mesh=mesh)
     for module in (model.wpe, *model.blocks, model.norm, model):
         fully_shard(module, mesh=mesh)
