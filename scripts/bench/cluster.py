@@ -21,19 +21,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import Any
+
+from _shared import (
+    MIB,
+    ROOT,
+    OsdpTraining,
+    add_run_options,
+    check_losses,
+    machine,
+    measured_cluster,
+    measured_machine,
+    output_folder,
+    panels,
+    rank_command,
+    take_turns,
+    with_quartiles,
+)
 
 SCRIPT = Path(__file__).resolve()
 UNIFORM = {
@@ -44,7 +54,6 @@ UNIFORM = {
     "DDP": "replicate",
 }
 """Strategy of every operator, by the name that people know it by."""
-MIB = 1 << 20
 LOSS_TOLERANCE = 1e-4
 
 
@@ -83,10 +92,6 @@ class Contestant:
 
 def run_ranks(options: argparse.Namespace) -> None:
     """Be one rank: measure the machine, plan, train; rank 0 writes the results."""
-    import torch.distributed as dist
-
-    from osdp.profile.cluster_from_timings import assemble
-    from osdp.profile.session import Wanted, measure
     from osdp.training.process_group import joined
     from osdp.zoo import load_model
     from profiler.yaml_files import write_yaml
@@ -94,12 +99,10 @@ def run_ranks(options: argparse.Namespace) -> None:
 
     source = load_model(options.model)
     with joined("cpu", timeout_s=600) as ranks:
-        wanted = Wanted(source, "fp32", (1,), options.repetitions, options.budget_s, "cpu")
-        found = measure(wanted, ranks.device, lambda what, fraction: None)
-        cluster = from_rank_0("assemble", lambda: assemble(found, f"emulated-{options.rates[0]}"))
+        cluster = measured_cluster(measured_machine(options), source, f"emulated-{options.rates[0]}")
         plans = from_rank_0("plan", lambda: make_plans(options, cluster))
         results = train_all(options, source, cluster, plans)
-        if dist.get_rank() == 0:
+        if ranks.rank == 0:
             folder = Path(options.output)
             write_yaml(folder / f"profile-{options.rates[0]}.yaml", cluster)
             cap_bytes = plans["cap_bytes"]
@@ -131,29 +134,6 @@ def make_plans(options: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     return {"cap_bytes": cap_bytes - cluster.reserve_bytes, "reserve_bytes": cluster.reserve_bytes, "plans": plans}
 
 
-class Runner:
-    """One contestant in training on this rank."""
-
-    def __init__(self, source: Any, hollow: Any, plan: Any, cluster: Any) -> None:
-        import torch
-
-        from osdp import OSDP
-        from runtime.optimizers import OPTIMIZERS
-
-        torch.manual_seed(0)
-        self.model = OSDP(source.build, plan, cluster, example_inputs=partial(source.example_inputs, hollow))
-        self.optimizer = OPTIMIZERS["adamw"](self.model.parameters(), lr=1e-3, weight_decay=0.0)
-
-    def step(self, inputs: Any) -> float:
-        """Train on one micro-batch; return the loss."""
-        args, kwargs = inputs
-        self.optimizer.zero_grad()
-        loss = self.model(*args, **kwargs)
-        loss.backward()
-        self.optimizer.step()
-        return float(loss.detach())
-
-
 def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict[str, Any]) -> list[Contestant]:
     """Train every contestant, interleaved; a collective call."""
     from collections import Counter
@@ -162,23 +142,20 @@ def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict
     import torch.distributed as dist
 
     plans, hollow = made["plans"], source.build()
-    runners = [Runner(source, hollow, plan, cluster) for plan in plans.values()]
+    runners = [OsdpTraining(source, hollow, plan, cluster) for plan in plans.values()]
     torch.manual_seed(1 + dist.get_rank())
     seconds = torch.zeros(options.rounds, len(runners), dtype=torch.float64)
     peaks = torch.zeros(len(runners), dtype=torch.float64)
     for number in range(-options.warm_up, options.rounds):
-        inputs = source.example_inputs(hollow, 1)
-        order = range(len(runners)) if number % 2 else range(len(runners) - 1, -1, -1)
-        # After the first steps, so that the optimizer's states are there.
+        # In the last round that warms up, so that the optimizer's states are there.
         track = number == -1
-        results = {index: timed_step(runners[index], inputs, track) for index in order}
-        losses = torch.tensor([results[index][1] for index in range(len(runners))], dtype=torch.float64)
-        torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=LOSS_TOLERANCE, atol=0.0)
-        for index, (took_s, _, peak_bytes) in results.items():
-            if track:
-                peaks[index] = peak_bytes
-            if number >= 0:
-                seconds[number, index] = took_s
+        found = take_turns(number, runners, timed_step, source.example_inputs(hollow, 1), track)
+        results = torch.tensor(found, dtype=torch.float64)
+        check_losses(results[:, 1], LOSS_TOLERANCE)
+        if track:
+            peaks[:] = results[:, 2]
+        if number >= 0:
+            seconds[number] = results[:, 0]
         if dist.get_rank() == 0:
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
@@ -198,22 +175,16 @@ def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict
     ]
 
 
-def timed_step(runner: Runner, inputs: Any, track: bool) -> tuple[float, float, int]:
-    """Return this rank's seconds of a step from a barrier, its loss, and where tracked the peak of live bytes."""
-    import torch.distributed as dist
-
+def timed_step(runner: OsdpTraining, inputs: Any, track: bool) -> tuple[float, float, int]:
+    """Return this rank's seconds of a step, its loss, and where tracked the peak of live bytes."""
     from osdp.training.measure import held_tensors
     from runtime.observe.live_bytes import LiveBytes
 
-    dist.barrier()
-    started = time.perf_counter()
     if not track:
-        loss = runner.step(inputs)
-        return time.perf_counter() - started, loss, 0
+        return *runner.timed_step([inputs]), 0
     with LiveBytes() as live:
         live.hold(held_tensors(runner.model, runner.optimizer))
-        loss = runner.step(inputs)
-    return time.perf_counter() - started, loss, live.peak_bytes
+        return *runner.timed_step([inputs]), live.peak_bytes
 
 
 # --- around them -----------------------------------------------------------------------------
@@ -234,9 +205,7 @@ class Case:
 
     def ratio(self, one: Contestant, over: Contestant) -> str:
         """Return how many times as fast `one` is, and the quartiles of the rounds' ratios."""
-        ratios = [b / a for a, b in zip(one.seconds, over.seconds, strict=True)]
-        low, middle, high = quantiles(ratios, n=4, method="inclusive")
-        return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+        return with_quartiles([b / a for a, b in zip(one.seconds, over.seconds, strict=True)])
 
     def best_uniform(self, ring: bool, cap_bytes: float) -> Contestant | None:
         """Return the fastest of those with one strategy for everything that stay under a cap."""
@@ -247,23 +216,11 @@ class Case:
 
 def run_case(options: argparse.Namespace, rate: str, folder: Path) -> Case:
     """Run one rate in a cluster of its own."""
-    ranks = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        str(SCRIPT),
-        "--as-rank",
-        "--rates",
-        rate,
-        "--output",
-        str(folder),
-    ]
-    for name in ("model", "cap_mib", "rounds", "warm_up", "repetitions", "budget_s"):
-        ranks += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    cluster = [sys.executable, str(SCRIPT.parents[1] / "emulated_cluster.py"), "run", "--nodes", "2", "--rate", rate]
+    ranks = rank_command(SCRIPT, options, "--nproc_per_node=2", rates=[rate], output=folder)
+    tool = SCRIPT.parents[1] / "emulated_cluster.py"
+    cluster = [sys.executable, str(tool), "run", "--nodes", "2", "--rate", rate]
     # The agent of a node that is not first complains when the first is gone, which is how a run ends.
-    subprocess.run([*cluster, "--", *ranks], check=True, cwd=SCRIPT.parents[2], env=os.environ | {"LOGLEVEL": "ERROR"})
+    subprocess.run([*cluster, "--", *ranks], check=True, cwd=ROOT, env=os.environ | {"LOGLEVEL": "ERROR"})
     data = json.loads((folder / f"results-{rate}.json").read_text())
     return Case(rate, data["cap_bytes"], tuple(Contestant(**one) for one in data["contestants"]))
 
@@ -278,11 +235,10 @@ def report(case: Case) -> Iterator[str]:
         f"{'x FSDP, same':18s}"
     )
     for one in case.contestants:
-        low, middle, high = quantiles(one.seconds, n=4, method="inclusive")
         mark = " " if one.tracked_bytes <= case.cap_bytes else "*"
         yield (
             f"{one.name:13s} {'ring' if one.ring else 'native':7s} {one.predicted_s:9.3f} "
-            f"{middle:9.3f} ({low:.3f}-{high:.3f}) {one.error:+7.1%} {one.terms['compute_s']:7.3f} "
+            f"{with_quartiles(one.seconds, 3):>23s} {one.error:+7.1%} {one.terms['compute_s']:7.3f} "
             f"{one.terms['exposed_communication_s']:6.3f} {one.terms['optimizer_s']:6.3f} "
             f"{one.predicted_bytes / MIB:9.1f} {one.tracked_bytes / MIB:6.1f}{mark}  "
             f"{case.ratio(one, case.of('FSDP', False)):18s} "
@@ -301,17 +257,16 @@ def report(case: Case) -> Iterator[str]:
 
 def accuracy(cases: list[Case]) -> str:
     """Return how far off predictions were, over all rates."""
+
+    def correlation(found: Sequence[Contestant]) -> str:
+        return f"{rank_correlation([one.predicted_s for one in found], [one.step_s for one in found]):.3f}"
+
     found = [one for case in cases for one in case.contestants]
     errors = [one.error for one in found]
-    within = [
-        rank_correlation([c.predicted_s for c in case.contestants], [c.step_s for c in case.contestants])
-        for case in cases
-    ]
-    overall = rank_correlation([one.predicted_s for one in found], [one.step_s for one in found])
+    within = ", ".join(correlation(case.contestants) for case in cases)
     return (
         f"\n{len(found)} plans: mean absolute error {fmean(map(abs, errors)):.1%}, from {min(errors):+.1%} to "
-        f"{max(errors):+.1%}; rank correlation {overall:.3f} of all, "
-        f"{', '.join(f'{value:.3f}' for value in within)} within each rate"
+        f"{max(errors):+.1%}; rank correlation {correlation(found)} of all, {within} within each rate"
     )
 
 
@@ -328,13 +283,8 @@ def rank_correlation(one: list[float], other: list[float]) -> float:
 
 def draw(cases: list[Case], path: Path) -> None:
     """Draw measured steps as bars and predicted ones as marks, one panel for each rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, len(cases), figsize=(6.5 * len(cases), 5.5), squeeze=False, layout="constrained")
-    for panel, case in zip(panels[0], cases, strict=True):
+    figure, axes = panels(len(cases), (6.5 * len(cases), 5.5))
+    for panel, case in zip(axes, cases, strict=True):
         found = sorted(case.contestants, key=lambda one: one.step_s)
         names = [f"{one.name}{', ring' if one.ring else ''}" for one in found]
         colours = ["tab:green" if one.name.startswith("OSDP") else "tab:blue" for one in found]
@@ -343,15 +293,8 @@ def draw(cases: list[Case], path: Path) -> None:
         for bar, alpha in zip(bars, fits, strict=True):
             bar.set_alpha(alpha)
         spread = [[one.step_s - min(one.seconds) for one in found], [max(one.seconds) - one.step_s for one in found]]
-        panel.errorbar(
-            [one.step_s for one in found],
-            names,
-            xerr=spread,
-            fmt="none",
-            ecolor="black",
-            capsize=2,
-            label="slowest and fastest round",
-        )
+        middle, label = [one.step_s for one in found], "slowest and fastest round"
+        panel.errorbar(middle, names, xerr=spread, fmt="none", ecolor="black", capsize=2, label=label)
         panel.plot([one.predicted_s for one in found], names, "D", color="tab:orange", label="predicted")
         panel.set_xlabel("seconds a step (bars: median measured; pale: beyond the memory cap)")
         panel.set_title(f"{case.rate} between nodes, cap {case.cap_bytes / MIB:.0f} MiB")
@@ -365,30 +308,14 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"], help="of the link between nodes")
     parser.add_argument("--model", default="gpt2-mini", help="as `osdp plan --model`")
     parser.add_argument("--cap-mib", type=float, default=64.0, help="cap on live tensors of a rank")
-    parser.add_argument("--rounds", type=int, default=7, help="measured steps of each contestant")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps of each before those; the last tracks memory")
-    parser.add_argument("--repetitions", type=int, default=5, help="timings of each point of the profile")
-    parser.add_argument("--budget-s", type=float, default=150.0, help="about how long each profile may take")
-    parser.add_argument("--output", help="folder for profiles, results and the picture")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    add_run_options(parser, rounds=7, warm_up=3, budget_s=150.0)
     options = parser.parse_args()
     if options.as_rank:
         run_ranks(options)
         return
-    import torch
-
-    from profiler.errors import install_advice
-
-    if options.output and find_spec("matplotlib") is None:
-        parser.error(f"the picture needs matplotlib: {install_advice('plot')}")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(options.output or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with output_folder(parser, options.output) as folder:
         cases = [run_case(options, rate, folder) for rate in options.rates]
-        print(
-            f"{date.today()}, python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU "
-            f"cores, 2 nodes x 2 ranks, gloo; {options.model}, 1 sample a rank, AdamW, fp32"
-        )
+        print(f"{machine()}, 2 nodes x 2 ranks, gloo; {options.model}, 1 sample a rank, AdamW, fp32")
         for case in cases:
             print("\n".join(report(case)))
         print(accuracy(cases))
@@ -398,5 +325,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(SCRIPT.parents[2]))
     main()

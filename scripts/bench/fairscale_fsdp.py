@@ -20,20 +20,17 @@ import functools
 import gc
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from step_overhead import spread
+from _shared import MIB, add_integers, spawn_ranks, take_turns, with_interval
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from osdp.cli.exits import status_of
 from osdp.compat.fairscale import FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap, gen_fsdp_args
@@ -44,7 +41,6 @@ from osdp.training.process_group import Ranks
 from osdp.training.sentence_pairs import MadeUp, SentencePairs
 from osdp.training.tasks import batch
 from osdp.zoo import load_model
-from profiler.byte_sizes import MIB
 from profiler.errors import OsdpError
 from runtime.parameter_places import registered_parameters
 
@@ -141,13 +137,11 @@ def measure(ranks: Ranks, options: Options) -> None:
     seconds = torch.zeros(options.rounds, len(runners), dtype=torch.float64)
     losses = torch.zeros(len(runners), dtype=torch.float64)
     for number in range(options.warm_up + options.rounds):
-        order = range(len(runners)) if number % 2 else range(len(runners) - 1, -1, -1)
-        for index in order:
-            step_s, loss = runners[index].step(*inputs(number))
-            if number >= options.warm_up:
-                seconds[number - options.warm_up, index] = step_s
-            if number == 0:
-                losses[index] = loss
+        results = take_turns(number, runners, Training.step, *inputs(number))
+        if number >= options.warm_up:
+            seconds[number - options.warm_up] = torch.tensor([step_s for step_s, _ in results])
+        if number == 0:
+            losses[:] = torch.tensor([loss for _, loss in results])
     if not torch.allclose(losses, losses[:1].expand_as(losses), rtol=1e-4, atol=0.0):
         raise OsdpError("the contestants do not compute the same", got=f"losses {losses.tolist()} of the first step")
     there = seconds.to(ranks.device)
@@ -178,25 +172,22 @@ def report(names: list[str], peaks_bytes: list[int], seconds: Tensor, options: O
     for index, name in enumerate(names):
         step_s = median(seconds[:, index].tolist())
         peak = f"{peaks_bytes[index] / MIB:8.0f}" if peaks_bytes[index] else f"{'-':>8s}"
-        ratio = spread((seconds[:, 0] / seconds[:, index]).tolist()) if index else ""
+        ratio = with_interval((seconds[:, 0] / seconds[:, index]).tolist()) if index else ""
         speed = options.ranks * options.batch / step_s
         print(f"{name:37s}  {step_s:8.4f}  {speed:9.1f}  {peak}  {ratio}".rstrip(), flush=True)
 
 
-def rank_main(rank: int, options: Options, meeting: str) -> None:
+def rank_main(rank: int, options: Options) -> None:
     """Be one rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    here = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device("cpu")
     if options.device == "cuda":
-        torch.cuda.set_device(here)
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=options.ranks)
-    measure(Ranks(rank, options.ranks, here), options)
+    measure(Ranks(rank, options.ranks, device), options)
     gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def read_options() -> Options:
@@ -204,16 +195,18 @@ def read_options() -> Options:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="bert-large", help="a BERT: its name or file (default bert-large)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    for name, default, what in (
-        ("nodes", 1, "nodes that the ranks stand for"),
-        ("ranks", 0, "ranks (default one for each GPU; 4 on a CPU)"),
-        ("batch", 8, "samples of a rank in a step"),
-        ("seq", 128, "tokens a sample"),
-        ("large", 1_000_000, "parameters from which a module is wrapped"),
-        ("rounds", 60, "measured steps of each contestant"),
-        ("warm-up", 5, "steps of each before those"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+    add_integers(
+        parser,
+        (
+            ("nodes", 1, "nodes that the ranks stand for"),
+            ("ranks", 0, "ranks (default one for each GPU; 4 on a CPU)"),
+            ("batch", 8, "samples of a rank in a step"),
+            ("seq", 128, "tokens a sample"),
+            ("large", 1_000_000, "parameters from which a module is wrapped"),
+            ("rounds", 60, "measured steps of each contestant"),
+            ("warm-up", 5, "steps of each before those"),
+        ),
+    )
     options = Options(**vars(parser.parse_args()))
     if options.device == "cuda" and not torch.cuda.is_available():
         raise OsdpError(
@@ -247,8 +240,7 @@ def main() -> None:
         f"{options.model}, {size}, fp32, Adam; modules from {options.large:,} parameters; {options.rounds} rounds",
         flush=True,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, (options, str(Path(folder, "meeting"))), nprocs=options.ranks)  # type: ignore[no-untyped-call]
+    spawn_ranks(rank_main, options.ranks, options, "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
 
 
 if __name__ == "__main__":

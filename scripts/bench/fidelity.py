@@ -17,8 +17,6 @@ import argparse
 import json
 import os
 import random
-import resource
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +27,12 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
-from osdp.planning.verify import verify
+from _shared import GIB, plan_command, run, with_range
+
+from osdp.planning.verify import Verified, verify
 from osdp.zoo import load_cluster, load_model
 from planner.analysis.explain import open_plan
+from planner.cost.peak_memory import peak_memory
 from planner.cost.simulator import simulated_s
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_split
@@ -48,7 +49,6 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.trace.trace import trace_model
 
-GIB = 2**30
 MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-1.5b", "bert-large", "llama-1b", "uneven")
 """Of the zoo; llama-7b is in the fixed list only, gpt2-tiny is too small to say anything."""
 GRIDS = ((1, 4), (1, 8), (2, 8), (8, 8), (32, 8), (128, 8))
@@ -129,16 +129,9 @@ def plan_of(case: Case) -> Plan:
     return replace(plan, choices=taken, recomputed_blocks=names[: round(case.recompute * len(names))])
 
 
-def compared(case: Case) -> dict[str, Any]:
+def compared(case: Case) -> Verified:
     """Return the two peaks of a case and how long the rehearsal took."""
-    plan = plan_of(case)
-    found = verify(open_plan(plan, traced(case.model, case.precision), machine(case.grid)), on_gpus=False)
-    return {
-        "error": found.error,
-        "tracked": found.tracked_peak_bytes,
-        "seconds": found.seconds,
-        "phase": found.predicted_phase,
-    }
+    return verify(open_plan(plan_of(case), traced(case.model, case.precision), machine(case.grid)), on_gpus=False)
 
 
 def compare_all(cases: Sequence[Case]) -> None:
@@ -146,16 +139,16 @@ def compare_all(cases: Sequence[Case]) -> None:
     errors, elsewhere = [], []
     print(f"model         prec  ranks  batch  recomputed  {'strategies':42s}   tracked     error      s")
     with get_context("forkserver").Pool(PROCESSES, maxtasksperchild=8) as pool:
-        for case, row in zip(cases, pool.imap(compared, cases), strict=True):
-            errors.append(row["error"])
-            if not row["phase"].endswith(f" {head_of(case)}"):
-                elsewhere.append(row["error"])
+        for case, found in zip(cases, pool.imap(compared, cases), strict=True):
+            errors.append(found.error)
+            if not found.predicted_phase.endswith(f" {head_of(case)}"):
+                elsewhere.append(found.error)
             ranks = case.grid[0] * case.grid[1]
             what = case.label or ", ".join(case.choices.values())
             print(
                 f"{case.model:12s}  {case.precision}  {ranks:5d}  {case.micro_batch} x {case.accumulation}"
-                f"  {case.recompute:10.0%}  {what:42.42s}  {row['tracked'] / GIB:6.2f} GiB  {row['error']:+7.3%}"
-                f"  {row['seconds']:5.1f}",
+                f"  {case.recompute:10.0%}  {what:42.42s}  {found.tracked_peak_bytes / GIB:6.2f} GiB"
+                f"  {found.error:+7.3%}  {found.seconds:5.1f}",
                 flush=True,
             )
     for values, which in ((errors, "plans"), (elsewhere, "of them peak elsewhere than at the head and its loss")):
@@ -193,16 +186,8 @@ def random_cases(seed: int, count: int) -> Iterator[Case]:
             if splits and rng.random() < 0.1:
                 choices[operator.name] = _split(operator, rng, pool) or choices[operator.name]
         label = f"{'by block' if per_block else 'by operator'}{', split' if splits else ''}: {', '.join(pool)}"
-        yield Case(
-            model,
-            precision,
-            grid,
-            rng.randint(1, 4),
-            choices,
-            rng.choice([0.0, 0.5, 1.0]),
-            rng.choice([1, 1, 1, 2]),
-            label,
-        )
+        batch, recompute, accumulation = rng.randint(1, 4), rng.choice([0.0, 0.5, 1.0]), rng.choice([1, 1, 1, 2])
+        yield Case(model, precision, grid, batch, choices, recompute, accumulation, label)
 
 
 def _split(operator: Any, rng: random.Random, pool: Sequence[str]) -> str | None:
@@ -213,16 +198,6 @@ def _split(operator: Any, rng: random.Random, pool: Sequence[str]) -> str | None
     except OsdpError:
         return None
     return f"split({', '.join(rng.choice(pool) for _ in range(count))})"
-
-
-def bench_list(options: argparse.Namespace) -> None:
-    """Compare the fixed plans."""
-    compare_all(FIXED)
-
-
-def bench_random(options: argparse.Namespace) -> None:
-    """Compare random plans."""
-    compare_all(list(random_cases(options.seed, options.count)))
 
 
 def bench_limits(options: argparse.Namespace) -> None:
@@ -236,8 +211,6 @@ def bench_limits(options: argparse.Namespace) -> None:
             except OsdpError as refused:
                 print(f"{model:12s}  {name:12s}  {precision}  does not fit: {refused.expected}"[:110], flush=True)
                 continue
-            from planner.cost.peak_memory import peak_memory
-
             used = peak_memory(found.options, found.load).total_bytes / (8 * GIB)
             gain = more.samples_per_s / found.samples_per_s - 1
             most = 1.0 / (1.0 - found.gap) - 1.0
@@ -299,27 +272,17 @@ def bench_rivals(options: argparse.Namespace) -> None:
 
 def bench_planning(options: argparse.Namespace) -> None:
     """Time the command of the README."""
-    command = [sys.executable, "-m", "osdp", "plan", "--model", "gpt2-1.5b", "--mem", "8GB", "--json"]
-    cpu, seconds, gap = [], [], 0.0
-    for _ in range(REPEATS):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        seconds.append(report["seconds"])
-        gap = report["gap"]
-    for name, values in (
-        ("CPU from process start", cpu),
-        ("search", [s["search"] for s in seconds]),
-        ("trace", [s["trace"] for s in seconds]),
-    ):
-        print(f"{name}: {median(values):.2f} s ({min(values):.2f}-{max(values):.2f})")
-    print(f"certified gap {gap:.2%}", flush=True)
+    runs = [run(plan_command("--model", "gpt2-1.5b", "--mem", "8GB")) for _ in range(REPEATS)]
+    reports = [json.loads(one.output) for one in runs]
+    print(f"CPU from process start: {with_range([one.cpu_s for one in runs])} s")
+    for name in ("search", "trace"):
+        print(f"{name}: {with_range([report['seconds'][name] for report in reports])} s")
+    print(f"certified gap {reports[-1]['gap']:.2%}", flush=True)
 
 
 BENCHES = {
-    "list": bench_list,
-    "random": bench_random,
+    "list": lambda options: compare_all(FIXED),
+    "random": lambda options: compare_all(list(random_cases(options.seed, options.count))),
     "limits": bench_limits,
     "rivals": bench_rivals,
     "planning": bench_planning,

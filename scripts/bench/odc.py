@@ -24,20 +24,31 @@ import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
-from functools import cached_property, partial
-from importlib.util import find_spec
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
+
+from _shared import (
+    MIB,
+    ROOT,
+    OsdpTraining,
+    add_run_options,
+    check_losses,
+    machine,
+    measured_cluster,
+    measured_machine,
+    output_folder,
+    panels,
+    rank_command,
+    take_turns,
+    with_quartiles,
+)
 
 SCRIPT = Path(__file__).resolve()
 FSDP, RING, ODC = "FSDP", "FSDP, ring", "ODC"
@@ -48,7 +59,6 @@ DRAWS = 20_000
 """Lengths that the planner is told."""
 HEADROOM = 1.03
 """Memory that the planner is given, over what `odc` needs with every block recomputed."""
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -132,19 +142,6 @@ class Bench:
 
         return ModelSource("gpt2", build, inputs, length)
 
-    def cluster(self, length: int) -> Any:
-        """Measure the machine, and the model with samples of a length."""
-        from osdp.profile.cluster_from_timings import assemble
-        from osdp.profile.session import Wanted, measure, measure_model
-        from runtime.failures.rank_agreement import from_rank_0
-
-        options = self.options
-        wanted = Wanted(None, "fp32", (1,), options.repetitions, options.budget_s, "cpu")
-        self.machine = self.machine or measure(wanted, self.device, lambda what, fraction: None)
-        graph, model = measure_model(wanted, self.source(length), self.device, lambda what, fraction: None)
-        found = replace(self.machine, graph=graph, model=model)
-        return from_rank_0("assemble", lambda: assemble(found, "this machine"))
-
     @cached_property
     def costs(self) -> tuple[list[int], list[float]]:
         """Lengths, and the seconds of forward and backward of a sample: median of rounds, mean of ranks."""
@@ -188,7 +185,8 @@ class Bench:
         options = self.options
         distribution = LogNormal(options.median, sigma, options.maximum)
         longest = options.maximum if sigma else math.ceil(options.median)
-        cluster = self.cluster(longest)
+        self.machine = self.machine or measured_machine(options)
+        cluster = measured_cluster(self.machine, self.source(longest), "this machine")
         count = options.rounds + options.warm_up
         rng = np.random.default_rng(options.seed)
         drawn = np.array(draw_lengths(distribution, count * self.ranks * options.micro_batches, rng))
@@ -213,16 +211,10 @@ class Bench:
 
         made, limit_bytes, picked = from_rank_0("plan", plans)
         seconds, difference = self.train(cluster, {name: both[0] for name, both in made.items()}, drawn)
-        contestants = [
-            Contestant(
-                name,
-                both[0].predicted.step_time_s,
-                both[1].predicted.step_time_s,
-                both[0].predicted.time_by_term,
-                seconds[index],
-            )
-            for index, (name, both) in enumerate(made.items())
-        ]
+        contestants = []
+        for (name, plans_of), taken in zip(made.items(), seconds, strict=True):
+            first, second = (plan.predicted for plan in plans_of)
+            contestants.append(Contestant(name, first.step_time_s, second.step_time_s, first.time_by_term, taken))
         mean_length = float(drawn[options.warm_up :].mean())
         return Case(sigma, mean_length, asdict(waits), contestants, difference, limit_bytes, picked)
 
@@ -256,21 +248,20 @@ class Bench:
         import torch
         import torch.distributed as dist
 
-        runners = [Runner(self.source(self.options.maximum), plan, cluster) for plan in plans.values()]
+        source = self.source(self.options.maximum)
+        module = source.build()
+        runners = [OsdpTraining(source, module, plan, cluster) for plan in plans.values()]
         rng = torch.Generator().manual_seed(1 + self.rank)
         seconds = torch.zeros(len(drawn), len(runners), dtype=torch.float64)
         worst = 0.0
         for number, lengths in enumerate(drawn):
             samples = [torch.randint(512, (1, int(length)), generator=rng) for length in lengths[self.rank]]
-            losses = torch.zeros(len(runners), dtype=torch.float64)
-            order = range(len(runners)) if number % 2 else range(len(runners) - 1, -1, -1)
-            for index in order:
-                dist.barrier()
-                started = time.perf_counter()
-                losses[index] = runners[index].step(samples)
-                seconds[number, index] = time.perf_counter() - started
+            micro_batches = [((tokens,), {"labels": tokens}) for tokens in samples]
+            found = take_turns(number, runners, OsdpTraining.timed_step, micro_batches)
+            seconds[number] = torch.tensor([took_s for took_s, _ in found])
+            losses = torch.tensor([loss for _, loss in found], dtype=torch.float64)
             dist.all_reduce(losses)
-            torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=LOSS_TOLERANCE, atol=0.0)
+            check_losses(losses, LOSS_TOLERANCE)
             worst = max(worst, float((losses / losses[0] - 1).abs().max()))
             if self.rank == 0:
                 took = ", ".join(f"{one:.2f} s" for one in seconds[number])
@@ -286,28 +277,6 @@ def waits_of(costs: Any) -> Any:
     mean, micro_batches = costs.mean(), costs.shape[2]
     each, once = costs.max(axis=1).mean() / mean, costs.sum(axis=2).max(axis=1).mean() / (mean * micro_batches)
     return Waits(float(each), float(once), "drawn", float(mean))
-
-
-class Runner:
-    """One contestant in training on this rank."""
-
-    def __init__(self, source: Any, plan: Any, cluster: Any) -> None:
-        from osdp import OSDP
-        from runtime.optimizers import OPTIMIZERS
-
-        self.model = OSDP(source.build, plan, cluster, example_inputs=partial(source.example_inputs, source.build()))
-        self.optimizer = OPTIMIZERS["adamw"](self.model.parameters(), lr=1e-3, weight_decay=0.0)
-
-    def step(self, samples: Sequence[Any]) -> float:
-        """Train on one sample after the other; return their mean loss."""
-        self.optimizer.zero_grad()
-        total = 0.0
-        for tokens in samples:
-            loss = self.model(tokens, labels=tokens) / len(samples)
-            loss.backward()
-            total += float(loss.detach())
-        self.optimizer.step()
-        return total
 
 
 def run_ranks(options: argparse.Namespace) -> None:
@@ -328,45 +297,14 @@ def run_ranks(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, folder: Path) -> tuple[list[Case], list[tuple[int, float]]]:
     """Run the ranks; return their cases, and the seconds of samples by length."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={options.ranks}",
-        str(SCRIPT),
-        "--as-rank",
-        "--output",
-        str(folder),
-    ]
-    command += ["--sigmas", *map(str, options.sigmas)]
-    for name in (
-        "ranks",
-        "micro_batches",
-        "median",
-        "maximum",
-        "hidden",
-        "layers",
-        "rounds",
-        "warm_up",
-        "repetitions",
-        "budget_s",
-        "seed",
-    ):
-        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    command = rank_command(SCRIPT, options, "--standalone", f"--nproc_per_node={options.ranks}", output=folder)
     threads = str(max(1, (os.cpu_count() or 1) // options.ranks))
-    subprocess.run(command, check=True, cwd=SCRIPT.parents[2], env={"OMP_NUM_THREADS": threads} | os.environ)
+    subprocess.run(command, check=True, cwd=ROOT, env={"OMP_NUM_THREADS": threads} | os.environ)
     data = json.loads((folder / "odc.json").read_text())
     cases = [
         Case(**{**case, "contestants": [Contestant(**one) for one in case["contestants"]]}) for case in data["cases"]
     ]
     return cases, [tuple(one) for one in data["costs"]]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return median and quartiles."""
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
 def report(case: Case) -> Iterator[str]:
@@ -383,16 +321,16 @@ def report(case: Case) -> Iterator[str]:
     for one in case.contestants:
         terms, error = one.terms, one.of_these_s / fmean(one.seconds) - 1
         yield (
-            f"{one.name:11s} {spread(one.seconds):>23s} {one.predicted_s:9.2f} {one.of_these_s:8.2f} {error:+7.1%} "
-            f"{terms['compute_s']:8.2f} {terms['exposed_communication_s']:6.2f} {terms['waiting_s']:7.2f} "
-            f"{terms['optimizer_s']:6.2f}"
+            f"{one.name:11s} {with_quartiles(one.seconds):>23s} {one.predicted_s:9.2f} {one.of_these_s:8.2f} "
+            f"{error:+7.1%} {terms['compute_s']:8.2f} {terms['exposed_communication_s']:6.2f} "
+            f"{terms['waiting_s']:7.2f} {terms['optimizer_s']:6.2f}"
         )
     for over in dict.fromkeys((FSDP, case.of(RING).name)):
         predicted, of_these = case.predicted(over)
         whole = sum(case.of(over).seconds) / sum(case.of(ODC).seconds)
         yield (
-            f"ODC is {spread(case.ratios(over))} times as fast as {over}, over all rounds {whole:.2f}; predicted "
-            f"{predicted:.2f} ({whole / predicted - 1:+.1%}), of these lengths {of_these:.2f} "
+            f"ODC is {with_quartiles(case.ratios(over))} times as fast as {over}, over all rounds {whole:.2f}; "
+            f"predicted {predicted:.2f} ({whole / predicted - 1:+.1%}), of these lengths {of_these:.2f} "
             f"({whole / of_these - 1:+.1%})"
         )
     yield f"losses of a round differ by {case.loss_difference:.1e} at most"
@@ -401,12 +339,7 @@ def report(case: Case) -> Iterator[str]:
 
 def draw(cases: Sequence[Case], path: Path) -> None:
     """Draw the speed-up against sigma: measured with its quartiles, and predicted."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(7.5, 5), layout="constrained")
+    figure, (panel,) = panels(1, (7.5, 5))
     sigmas = [case.sigma for case in cases]
     for over, colour in ((FSDP, "tab:blue"), (RING, "tab:green")):
         if all(case.of(over).name == FSDP for case in cases) and over != FSDP:
@@ -414,23 +347,10 @@ def draw(cases: Sequence[Case], path: Path) -> None:
         found = [quantiles(case.ratios(over), n=4, method="inclusive") for case in cases]
         middle = [one[1] for one in found]
         bars = [[one[1] - one[0] for one in found], [one[2] - one[1] for one in found]]
-        panel.errorbar(
-            sigmas,
-            middle,
-            yerr=bars,
-            marker="o",
-            capsize=3,
-            color=colour,
-            label=f"over {over}: measured, with quartiles of the rounds",
-        )
-        panel.plot(
-            sigmas,
-            [case.predicted(over)[0] for case in cases],
-            "--D",
-            color=colour,
-            alpha=0.6,
-            label=f"over {over}: predicted",
-        )
+        label = f"over {over}: measured, with quartiles of the rounds"
+        panel.errorbar(sigmas, middle, yerr=bars, marker="o", capsize=3, color=colour, label=label)
+        predicted = [case.predicted(over)[0] for case in cases]
+        panel.plot(sigmas, predicted, "--D", color=colour, alpha=0.6, label=f"over {over}: predicted")
     panel.axhline(1.0, color="black", linewidth=0.8)
     panel.set_xlabel("sigma of the log-normal lengths (0: balanced)")
     panel.set_ylabel("times as fast: ODC")
@@ -448,30 +368,16 @@ def main() -> None:
     parser.add_argument("--maximum", type=int, default=1024, help="longest sample, in tokens")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each contestant")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps of each before those")
-    parser.add_argument("--repetitions", type=int, default=5, help="timings of each point of the profile")
-    parser.add_argument("--budget-s", type=float, default=60.0, help="about how long the profile may take")
     parser.add_argument("--seed", type=int, default=0, help="of lengths")
-    parser.add_argument("--output", help="folder for results and the picture")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    add_run_options(parser, rounds=10, warm_up=2, budget_s=60.0)
     options = parser.parse_args()
     if options.as_rank:
         run_ranks(options)
         return
-    import torch
-
-    from profiler.errors import install_advice
-
-    if options.output and find_spec("matplotlib") is None:
-        parser.error(f"the picture needs matplotlib: {install_advice('plot')}")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(options.output or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with output_folder(parser, options.output) as folder:
         cases, costs = run(options, folder)
         print(
-            f"{date.today()}, python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU "
-            f"cores, {options.ranks} ranks, gloo; GPT-2 with {options.layers} blocks of {options.hidden}, "
+            f"{machine()}, {options.ranks} ranks, gloo; GPT-2 with {options.layers} blocks of {options.hidden}, "
             f"{options.micro_batches} micro-batches of one sample a step, AdamW, fp32"
         )
         shown = ", ".join(f"{length}: {1e3 * seconds:.0f}" for length, seconds in costs)
@@ -484,5 +390,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(SCRIPT.parents[2]))
     main()

@@ -22,13 +22,11 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median, quantiles
 
 import torch
+from _shared import take_turns
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from profiler.errors import OsdpError
 from runtime.odc.cupy_device import CupyDevice
@@ -85,16 +83,14 @@ def contestants(device: Device, sets: Sequence[Buffers]) -> dict[str, Contestant
     def gather(index: int) -> None:
         one = sets[index]
         grid = grid_for(FP32_BYTES * shard, 16 * THREADS, peers, device.room)
-        device.launch(
-            "gather", grid, THREADS, (one.table.data_ptr(), 0, FP32_BYTES * shard, peers, 0, one.full.data_ptr())
-        )
+        arguments = one.table.data_ptr(), 0, FP32_BYTES * shard, peers, 0, one.full.data_ptr()
+        device.launch("gather", grid, THREADS, arguments)
 
     def push(index: int) -> None:
         one = sets[index]
         grid = grid_for(shard, 4 * THREADS, peers, device.room)
-        device.launch(
-            "scatter_accumulate_fp32", grid, THREADS, (one.full.data_ptr(), one.table.data_ptr(), 0, shard, peers, 0)
-        )
+        arguments = one.full.data_ptr(), one.table.data_ptr(), 0, shard, peers, 0
+        device.launch("scatter_accumulate_fp32", grid, THREADS, arguments)
 
     def copies(index: int) -> None:
         for part, window in zip(sets[index].full, sets[index].windows, strict=True):
@@ -125,17 +121,15 @@ def seconds_of(run: Contestant, first: int, sets: int) -> float:
 def measure(device: Device, peers: int, shard_bytes: int, rounds: int, cache_bytes: int) -> list[Result]:
     """Time all contestants at one size."""
     size_bytes = peers * shard_bytes
-    sets = [
-        Buffers.make(peers, shard_bytes // FP32_BYTES, device.torch_device)
-        for _ in range(max(2, -(-2 * cache_bytes // size_bytes)))
-    ]
+    count, shard = max(2, -(-2 * cache_bytes // size_bytes)), shard_bytes // FP32_BYTES
+    sets = [Buffers.make(peers, shard, device.torch_device) for _ in range(count)]
     running = contestants(device, sets)
     taken: dict[str, list[float]] = {name: [] for name in running}
     for number in range(-2, rounds):  # two to warm up
-        for name in list(running)[:: 1 if number % 2 else -1]:
-            took_s = seconds_of(running[name], (number + 2) * CALLS, len(sets))
-            if number >= 0:
-                taken[name].append(took_s)
+        took_s = take_turns(number, list(running.values()), seconds_of, (number + 2) * CALLS, len(sets))
+        if number >= 0:
+            for times, seconds in zip(taken.values(), took_s, strict=True):
+                times.append(seconds)
     results = []
     for name, times in taken.items():
         low, middle, high = quantiles([basis / own for basis, own in zip(taken[BASIS], times, strict=True)], n=4)
@@ -147,14 +141,8 @@ def main() -> int:
     """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peers", type=int, default=4, help="windows (default 4)")
-    parser.add_argument(
-        "--megabytes",
-        type=int,
-        nargs="+",
-        default=[1, 2, 4, 8, 16, 32, 64],
-        metavar="MB",
-        help="sizes of a shard, 1e6 bytes (default 1 2 4 8 16 32 64)",
-    )
+    sizes, text = [1, 2, 4, 8, 16, 32, 64], "sizes of a shard, 1e6 bytes (default 1 2 4 8 16 32 64)"
+    parser.add_argument("--megabytes", type=int, nargs="+", default=sizes, metavar="MB", help=text)
     parser.add_argument("--rounds", type=int, default=50, help="measured rounds (default 50)")
     parser.add_argument("--json", action="store_true", help="print results as JSON")
     options = parser.parse_args()
@@ -166,27 +154,15 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     properties = torch.cuda.get_device_properties(device.torch_device)
-    results = [
-        result
-        for size in options.megabytes
-        for result in measure(device, options.peers, size * 10**6, options.rounds, properties.L2_cache_size)
-    ]
+    results = []
+    for size in options.megabytes:
+        results += measure(device, options.peers, size * 10**6, options.rounds, properties.L2_cache_size)
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "gpu": properties.name,
-                    "torch": torch.__version__,
-                    "rounds": options.rounds,
-                    "results": [asdict(result) for result in results],
-                },
-                indent=2,
-            )
-        )
+        data = {"gpu": properties.name, "torch": torch.__version__, "rounds": options.rounds}
+        print(json.dumps(data | {"results": [asdict(result) for result in results]}, indent=2))
         return 0
-    print(
-        f"{properties.name}, torch {torch.__version__}, {options.peers} peers, {options.rounds} rounds of {CALLS} calls"
-    )
+    rounds = f"{options.peers} peers, {options.rounds} rounds of {CALLS} calls"
+    print(f"{properties.name}, torch {torch.__version__}, {rounds}")
     print(f"{'shard':>8}  {'':<8}{'GB/s':>8}   share of a copy (quartiles)")
     for one in results:
         low, middle, high = one.share

@@ -12,63 +12,25 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-GIB = 2**30
+from _shared import GIB, plan_command, run, with_range
+
 REPEATS = 3
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one child process cost and printed."""
-
-    cpu_s: float
-    """User and system time."""
-    wall_s: float
-    rss_bytes: int
-    """Peak resident memory."""
-    output: str
-
-
-def run(arguments: list[str]) -> Run:
-    """Run a command and return its costs; a failure ends the benchmark with its message."""
-    started = time.perf_counter()
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        output = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed with status {process.returncode}")
-    cpu_s = usage.ru_utime + usage.ru_stime
-    return Run(cpu_s, time.perf_counter() - started, usage.ru_maxrss * 1024, output)
-
-
-def plan_command(*arguments: str) -> list[str]:
-    """Return the `osdp plan` command of this environment."""
-    return [sys.executable, "-m", "osdp", "plan", *arguments]
-
-
-def spread(values: list[float]) -> str:
-    """Return the median and the range."""
-    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def bench_gpt2() -> None:
     """Time the command of the README."""
-    runs = [run(plan_command("--model", "gpt2-1.5b", "--mem", "8GB", "--json")) for _ in range(REPEATS)]
+    runs = [run(plan_command("--model", "gpt2-1.5b", "--mem", "8GB")) for _ in range(REPEATS)]
     seconds = [json.loads(r.output)["seconds"] for r in runs]
     print(f"osdp plan --model gpt2-1.5b --mem 8GB, {REPEATS} runs, median (range)")
-    print(f"  CPU, whole process  {spread([r.cpu_s for r in runs])} s")
-    print(f"  wall                {spread([r.wall_s for r in runs])} s")
-    print(f"  of which trace      {spread([s['trace'] for s in seconds])} s")
-    print(f"  of which search     {spread([s['search'] for s in seconds])} s")
+    print(f"  CPU, whole process  {with_range([r.cpu_s for r in runs])} s")
+    print(f"  wall                {with_range([r.wall_s for r in runs])} s")
+    print(f"  of which trace      {with_range([s['trace'] for s in seconds])} s")
+    print(f"  of which search     {with_range([s['search'] for s in seconds])} s")
     print(f"  peak resident       {max(r.rss_bytes for r in runs) / GIB:.2f} GiB")
     print(f"  certified gap       {json.loads(runs[0].output)['gap']:.2%}", flush=True)
 
@@ -105,18 +67,8 @@ def child(layers: int, kind: str) -> None:
     # Between what full sharding with recomputation needs and what would need no planning at all.
     limit = int(cluster.reserve_bytes + 16 * graph.numel / cluster.world_size * 1.5 + layers * 2e6 + 2e8)
     found = search(Task(graph, cluster, limit))
-    print(
-        json.dumps(
-            {
-                "operators": len(graph.operators),
-                "trace_s": traced - started,
-                "search_s": time.perf_counter() - traced,
-                "gap": found.gap,
-                "samples_per_s": found.samples_per_s,
-                "limit_bytes": limit,
-            }
-        )
-    )
+    row = {"operators": len(graph.operators), "trace_s": traced - started, "search_s": time.perf_counter() - traced}
+    print(json.dumps(row | {"gap": found.gap, "samples_per_s": found.samples_per_s, "limit_bytes": limit}))
 
 
 def layer_stack(layers: int, distinct: bool) -> Any:
@@ -164,7 +116,7 @@ def bench_limits() -> None:
     print("cluster        limit  samples/s  memory used  gap    best uniform baseline that fits")
     for cluster, limits in (("titan-rtx-8", (6, 8, 12, 24)), ("a100-2x8", (16, 40))):
         for limit in limits:
-            command = plan_command("--model", "gpt2-1.5b", "--cluster", cluster, "--mem", f"{limit}GB", "--json")
+            command = plan_command("--model", "gpt2-1.5b", "--cluster", cluster, "--mem", f"{limit}GB")
             report = json.loads(run(command).output)
             fitting = [b for b in report["baselines"] if b["feasible"]]
             best = max(fitting, key=lambda b: b["samples_per_s"], default=None)

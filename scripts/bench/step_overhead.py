@@ -16,24 +16,18 @@ equal to 1e-5, or the benchmark fails.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import date
-from math import ceil, floor
-from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 import torch.distributed as dist
+from _shared import add_integers, check_losses, machine, spawn_ranks, take_turns, with_interval
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate  # not public; run on torch 2.13
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from osdp import OSDP
@@ -43,7 +37,6 @@ from osdp.planning.rank_grid import cluster_of_ranks
 from osdp.planning.request import Request
 from osdp.training.choose_plan import uniform_plan
 from planner.cost.workload import Workload
-from planner.plan import Plan
 from profiler.model_source import Inputs, ModelSource
 from profiler.trace.trace import trace_model
 
@@ -81,26 +74,18 @@ def example_inputs(model: nn.Module, batch: int) -> Inputs:
 def by_plan(options: Options, strategy: str) -> Wrap:
     """Return how OSDP wraps a model under a plan with one strategy for everything."""
     source = ModelSource("gpt2", options.model, example_inputs, options.tokens)
-    cluster, _ = cluster_of_ranks(None)
-    request = Request(limit_bytes=2**40)
-    plan: Plan = uniform_plan(trace_model(source), Workload(cluster, "adam", "fp32", options.batch), request, strategy)
+    load = Workload(cluster_of_ranks(None)[0], "adam", "fp32", options.batch)
+    plan = uniform_plan(trace_model(source), load, Request(limit_bytes=2**40), strategy)
     return lambda model: OSDP(model, plan)
 
 
-def by_hand(model: GPT2) -> nn.Module:
-    """Call FSDP2 as a user would to get the units of an all-`shard` plan: same modules, same groups."""
-    fully_shard([model.wte, model.lm_head])
-    fully_shard(model.wpe)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model.norm)
-    fully_shard(model)
-    return model
-
-
 def on_column_mesh(model: GPT2) -> nn.Module:
-    """Call FSDP2 with the same units on an (N, 1) mesh: every shard is whole, gradients are all-reduced."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    """Call FSDP2 on an (N, 1) mesh: every shard is whole, gradients are all-reduced."""
+    return by_hand(model, init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")))
+
+
+def by_hand(model: GPT2, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Call FSDP2 as a user would to get the units of an all-`shard` plan: same modules, same groups."""
     fully_shard([model.wte, model.lm_head], mesh=mesh)
     for module in (model.wpe, *model.blocks, model.norm, model):
         fully_shard(module, mesh=mesh)
@@ -147,13 +132,10 @@ def run_case(case: str, options: Options) -> None:
     seconds = torch.zeros(2, options.rounds, len(runners), dtype=torch.float64)
     for number in range(-options.warm_up, options.rounds):
         tokens = torch.randint(512, (options.batch, options.tokens), generator=generator)
-        losses = torch.zeros(len(runners))
-        order = range(len(runners)) if number % 2 else range(len(runners) - 1, -1, -1)
-        for index in order:
-            wall_s, cpu_s, losses[index] = list(runners.values())[index].step(tokens)
-            if number >= 0:
-                seconds[:, number, index] = torch.tensor([wall_s, cpu_s])
-        torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=1e-5, atol=0.0)
+        results = torch.tensor(take_turns(number, list(runners.values()), Contestant.step, tokens))
+        check_losses(results[:, 2], 1e-5)
+        if number >= 0:
+            seconds[:, number] = results[:, :2].T
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         report(case, list(runners), seconds, options)
@@ -166,55 +148,43 @@ def report(case: str, names: list[str], seconds: Tensor, options: Options) -> No
     for index, name in enumerate(names):
         step_s = median(seconds[0, :, index].tolist())
         speed = options.ranks * options.batch / step_s
-        ratios = [spread((kind[:, index] / kind[:, 0]).tolist()) if index else "" for kind in seconds]
+        ratios = [with_interval((kind[:, index] / kind[:, 0]).tolist()) if index else "" for kind in seconds]
         print(f"{name:23s}  {step_s:8.4f}  {speed:9.1f}  {ratios[0]:39s}  {ratios[1]}".rstrip(), flush=True)
 
 
-def spread(values: list[float]) -> str:
-    """Return the median, the quartiles, and what holds the true median with 95 % (order statistics of n / 2)."""
-    low, middle, high = quantiles(values, n=4)
-    ordered, reach = sorted(values), 0.98 * len(values) ** 0.5
-    first = ordered[max(0, floor(len(values) / 2 - reach))]
-    last = ordered[min(len(values) - 1, ceil(len(values) / 2 + reach))]
-    return f"{middle:.3f} ({low:.3f}-{high:.3f}) [{first:.3f}-{last:.3f}]"
-
-
-def rank_main(rank: int, options: Options, meeting: str) -> None:
+def rank_main(rank: int, options: Options) -> None:
     """Be one rank."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=options.ranks)
     for case in options.cases:
         run_case(case, options)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
     """Parse the command line and start the ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help="shard, replicate (default both)")
-    for name, default, what in (
-        ("ranks", 2, "processes, one thread each"),
-        ("rounds", 60, "measured steps of each contestant"),
-        ("warm-up", 5, "steps of each before those"),
-        ("hidden", 256, "width of the GPT-2"),
-        ("layers", 4, "blocks of the GPT-2"),
-        ("tokens", 64, "tokens a sample"),
-        ("batch", 8, "samples of a rank in a step"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+    add_integers(
+        parser,
+        (
+            ("ranks", 2, "processes, one thread each"),
+            ("rounds", 60, "measured steps of each contestant"),
+            ("warm-up", 5, "steps of each before those"),
+            ("hidden", 256, "width of the GPT-2"),
+            ("layers", 4, "blocks of the GPT-2"),
+            ("tokens", 64, "tokens a sample"),
+            ("batch", 8, "samples of a rank in a step"),
+        ),
+    )
     options = Options(**vars(parser.parse_args()))
     known = ["shard", "replicate"]
     if unknown := set(options.cases) - set(known):
         parser.error(f"unknown case: got {', '.join(sorted(unknown))}, expected {', '.join(known)}")
     options = replace(options, cases=options.cases or known)
     parameters = sum(parameter.numel() for parameter in options.model().parameters())
-    versions = f"python {platform.python_version()}, torch {torch.__version__}"
-    print(f"{date.today()}, {versions}, {os.cpu_count()} CPU cores, gloo")
+    print(f"{machine()}, gloo")
     batch = f"{options.batch} x {options.tokens} tokens a rank"
     print(f"GPT-2 of {parameters:,} parameters, fp32, Adam, {batch}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, (options, str(Path(folder, "meeting"))), nprocs=options.ranks)  # type: ignore[no-untyped-call]
+    spawn_ranks(rank_main, options.ranks, options)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The keeper: one process that is the cluster.
 
 It is the first process of a PID namespace, holds every node's namespaces open, and then sleeps.  All that
-runs in the nodes runs in its PID namespace or below.  So when it ends, for whatever reason, the kernel kills
-all of it, and with the last process and open file the namespaces and their links are gone: there is nothing
-to undo step by step, and nothing to be left half undone.  The keeper itself is killed by the kernel when the
-tool ends, by `kill -9` too.
+runs in the nodes runs in its PID namespace.  So when it ends, for whatever reason, the kernel kills all of it,
+and with the last process and open file the namespaces and their links are gone: there is nothing to undo step
+by step, and nothing to be left half undone.  The keeper is killed by the kernel when the tool ends, by
+`kill -9` too.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 
 from . import linux
 from .errors import RefusalError
-from .network import Links, connect, find, hosts_file, make_switch
+from .network import Links, address, connect, find, hosts_file, make_switch
 
 NODE_NAMESPACES = ("net", "uts", "ipc", "mnt")
 """What a node has for itself, in the order to enter them."""
+RENDEZVOUS_PORT, MASTER_PORT = 29400, 29500
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,64 @@ class Cluster:
     files: tuple[tuple[int, ...], ...]
     """For each node the keeper's open files, one for each of NODE_NAMESPACES."""
 
-    def path(self, node: int, kind: str) -> str:
-        """Return the path by which a node's namespace can be opened."""
-        return f"/proc/{self.keeper}/fd/{self.files[node][NODE_NAMESPACES.index(kind)]}"
+    def start(
+        self, node: int, command: list[str], cores: Iterable[int] | None = None, output: int | None = None
+    ) -> Popen[bytes]:
+        """Start a program in a node, in a session of its own.
+
+        `cores` are those that it may use, `output` is of standard output and error as `Popen` takes it. Raises OSError.
+        """
+        namespaces = [os.open(f"/proc/{self.keeper}/fd/{file}", os.O_RDONLY) for file in self.files[node]]
+        pids = os.open(f"/proc/{self.keeper}/ns/pid", os.O_RDONLY)
+        folder = os.getcwd()
+
+        def enter_node() -> None:
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+            for namespace in namespaces:
+                linux.enter(namespace)
+            os.chdir(folder)  # entering a mount namespace led to its root
+
+        try:
+            with linux.inside(pids, "pid"):
+                return Popen(
+                    command,
+                    env=environment(self.links, node),
+                    preexec_fn=enter_node,
+                    start_new_session=True,
+                    stdin=DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
+        finally:
+            for file in (*namespaces, pids):
+                os.close(file)
 
 
-def require_machine() -> None:
-    """Refuse a machine on which no cluster can be made."""
+def environment(links: Links, node: int) -> dict[str, str]:
+    """Return the environment of a command on a node; torchrun takes its options' defaults from PET_*."""
+    words = {
+        "NODE_RANK": str(node),
+        "NNODES": str(links.nodes),
+        "MASTER_ADDR": address(0),
+        "MASTER_PORT": str(MASTER_PORT),
+        "PET_NNODES": str(links.nodes),
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": f"{address(0)}:{RENDEZVOUS_PORT}",
+        "PET_RDZV_ID": f"emulated-{os.getpid()}",
+        "PET_RDZV_CONF": f"is_host={int(node == 0)}",  # or torchrun guesses it from host names
+        "PET_LOCAL_ADDR": address(node),
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "TP_SOCKET_IFNAME": "eth0",
+    }
+    ours = {"OMP_NUM_THREADS": "1", **os.environ, **words}
+    return {key: value for key, value in ours.items() if key not in PROXIES}  # a node reaches nodes and nothing else
+
+
+@contextlib.contextmanager
+def emulated(links: Links) -> Iterator[Cluster]:
+    """A cluster for the time of a `with`; raises RefusalError on a machine where none can be made."""
     if os.geteuid() != 0:
         raise RefusalError(
             "a cluster can only be made by root",
@@ -53,36 +107,25 @@ def require_machine() -> None:
         )
     find("ip")
     find("tc")
-
-
-@contextlib.contextmanager
-def temporary(links: Links) -> Iterator[Cluster]:
-    """Make a cluster for the time of a `with`; it ends with this process, however that ends."""
-    require_machine()
     answer, question = os.pipe()
     try:
-        keeper = linux.fork_elsewhere(lambda: _keep(links, question))
+        keeper = linux.fork_namespace(lambda: _keep(links, question))
     except OSError as error:
         raise _not_allowed(error) from None
     finally:
         os.close(question)
     try:
         with os.fdopen(answer) as pipe:
-            told = json.loads(pipe.read() or '{"refusal": ["the keeper of the cluster died", "", "", ""]}')
-        if "refusal" in told:
-            what, got, expected, advice = told["refusal"]
+            message = json.loads(pipe.read() or '{"refusal": ["the keeper of the cluster died", "", "", ""]}')
+        if "refusal" in message:
+            what, got, expected, advice = message["refusal"]
             raise RefusalError(what, got=got, expected=expected, advice=advice)
-        yield Cluster(links, keeper, tuple(tuple(files) for files in told["files"]))
+        yield Cluster(links, keeper, tuple(map(tuple, message["files"])))
     finally:
-        _end(keeper)
-
-
-def _end(keeper: int) -> None:
-    """End a cluster that this process made, and all children: its end waits for those in it to be reaped."""
-    os.kill(keeper, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
+        os.kill(keeper, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:  # the keeper's end waits until all our children in its PID namespace are reaped
+                os.wait()
 
 
 def _not_allowed(error: OSError) -> RefusalError:
@@ -95,28 +138,28 @@ def _not_allowed(error: OSError) -> RefusalError:
 
 
 def _keep(links: Links, question: int) -> int:
-    """Be the keeper: make the nodes, answer with their files or a refusal, and sleep until killed."""
+    """Be the keeper: make the nodes, report their files or a refusal, and sleep until killed."""
     os.setsid()
-    os.chdir("/")
-    told: dict[str, object]
+    message: dict[str, object]
     try:
-        told = {"files": _make_nodes(links)}
+        message = {"files": _make_nodes(links)}
     except RefusalError as error:
-        told = {"refusal": error.parts}
+        message = {"refusal": error.parts}
     except OSError as error:
-        told = {"refusal": _not_allowed(error).parts}
+        message = {"refusal": _not_allowed(error).parts}
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans that become ours leave no zombies
-    os.write(question, json.dumps(told).encode())
+    os.write(question, json.dumps(message).encode())
     os.close(question)
-    while "files" in told:
+    while "files" in message:
         signal.pause()
     return 0
 
 
-def _make_nodes(links: Links) -> tuple[tuple[int, ...], ...]:
+def _make_nodes(links: Links) -> list[list[int]]:
     """Make all namespaces and links; return the open files of the nodes'."""
     linux.unshare(linux.NEW_NETWORK | linux.NEW_MOUNTS)
     linux.mount("none", "/", flags=linux.SLAVE | linux.RECURSIVE)  # mounts come in from the machine, none go out
+    linux.mount("proc", "/proc", "proc")
     _mount_shared_memory()
     hosts = Path("/dev/shm/hosts")
     hosts.write_text(hosts_file(links.nodes))
@@ -129,10 +172,10 @@ def _make_nodes(links: Links) -> tuple[tuple[int, ...], ...]:
         linux.unshare(linux.NEW_NETWORK | linux.NEW_MOUNTS | linux.NEW_UTS | linux.NEW_IPC)
         _mount_shared_memory()
         socket.sethostname(f"node{node}")
-        files.append(tuple(linux.open_namespace(kind) for kind in NODE_NAMESPACES))
+        files.append([linux.open_namespace(kind) for kind in NODE_NAMESPACES])
         linux.enter(switch)
         connect(node, files[-1][NODE_NAMESPACES.index("net")], links)
-    return tuple(files)
+    return files
 
 
 def _mount_shared_memory() -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
 from math import inf
+from pathlib import Path
+from subprocess import PIPE
 from types import FrameType
 
-from . import job, linux, probe
-from .cluster import temporary
+from . import job, linux
+from .cluster import Cluster, emulated
 from .errors import RefusalError
-from .network import Links, format_rate, parse_delay, parse_nodes, parse_rate
+from .network import Links, address, format_rate, parse_delay, parse_nodes, parse_rate
 
 DESCRIPTION = """A cluster of several nodes emulated on one Linux machine; needs root and iproute2.
 
-  run [--nodes N] [--rate RATE] -- CMD...   run a command on every node of a cluster, which ends with it
-  check [--nodes N] [--rate RATE]           measure the bandwidth and latency of such a cluster
+  run [--nodes N] [--rate RATE] -- CMD...   a command on every node of a cluster, which is gone afterwards
+  check [--nodes N] [--rate RATE]           measured bandwidth and latency of such a cluster
 """
 EPILOG = """exit status: that of CMD, of the first node that failed if there are several; 124 after --timeout; 2 for bad
 input; 128 + n when stopped by signal n"""
@@ -60,46 +63,41 @@ def _stop(number: int, frame: FrameType | None) -> None:
 def _dispatch(arguments: list[str]) -> int:
     """Parse and do."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    options = _parser().parse_args(arguments[:split])
-    options.command = arguments[split + 1 :]
-    if options.takes_command and not options.command:
-        raise RefusalError(
-            f"'{options.verb}' needs a command",
-            got="none after --",
-            advice=f"emulated_cluster.py {options.verb} ... -- hostname",
-        )
-    if not options.takes_command and split < len(arguments):
-        raise RefusalError(f"'{options.verb}' takes no command", got=" ".join(arguments[split:]))
-    status: int = options.does(options)
-    return status
+    options, command = _parser().parse_args(arguments[:split]), arguments[split + 1 :]
+    links = Links(options.nodes, options.rate, options.intra_rate, options.delay)
+    if options.verb == "run":
+        if not command:
+            raise RefusalError(
+                "'run' needs a command", got="none after --", advice="emulated_cluster.py run ... -- hostname"
+            )
+        return job.run(links, command, timeout_s=options.timeout, grace_s=options.grace, pin=options.pin)
+    if split < len(arguments):
+        raise RefusalError("'check' takes no command", got=" ".join(arguments[split:]))
+    _check(links)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "emulated_cluster.py",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("emulated_cluster.py", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
-
-    def verb(name: str, does: object, text: str, *, takes_command: bool) -> argparse.ArgumentParser:
-        usage = f"%(prog)s [OPTION]...{' -- CMD...' if takes_command else ''}"
-        one = verbs.add_parser(name, help=text, description=text, allow_abbrev=False, usage=usage)
-        one.set_defaults(does=does, takes_command=takes_command)
-        one.add_argument("--nodes", type=parse_nodes, default=2, help="number of nodes (default: 2)")
-        one.add_argument("--rate", type=parse_rate, default="200mbit", help="between nodes, in each direction, or none")
-        one.add_argument("--intra-rate", metavar="RATE", type=parse_rate, default="none", help="inside a node")
-        delay = "added to each direction between nodes, e.g. 0.5ms; needs the kernel module sch_netem"
-        one.add_argument("--delay", type=parse_delay, default=0.0, help=delay)
-        return one
-
-    run = verb("run", _run, "run a command on every node", takes_command=True)
-    run.add_argument("--pin", action="store_true", help="give each node CPU cores of its own")
-    run.add_argument("--timeout", type=_seconds, metavar="S", default=inf, help="stop all nodes after so many seconds")
-    grace = "seconds that the other nodes have after the first failed (default: 10)"
-    run.add_argument("--grace", type=_seconds, metavar="S", default=10.0, help=grace)
-    verb("check", _check, "measure bandwidth and latency", takes_command=False)
+    run = verbs.add_parser("run", help="run a command on every node", usage="%(prog)s [OPTION]... -- CMD...")
+    check = verbs.add_parser("check", help="measure bandwidth and latency", usage="%(prog)s [OPTION]...")
+    for one in (run, check):
+        one.add_argument("--nodes", type=parse_nodes, default=2, help="how many (default: 2)")
+        one.add_argument(
+            "--rate", type=parse_rate, default="200mbit", help="between nodes, each way, or none (default: 200mbit)"
+        )
+        one.add_argument(
+            "--intra-rate", type=parse_rate, default="none", metavar="RATE", help="inside a node (default: none)"
+        )
+        one.add_argument(
+            "--delay", type=parse_delay, default=0.0, help="added to each way between nodes, e.g. 0.5ms; needs netem"
+        )
+    run.add_argument("--pin", action="store_true", help="give each node cores of its own")
+    run.add_argument("--timeout", type=_seconds, metavar="S", default=inf, help="stop all nodes after S seconds")
+    text = "how long the other nodes may run on after the first failed (default: 10 seconds)"
+    run.add_argument("--grace", type=_seconds, metavar="S", default=10.0, help=text)
     return parser
 
 
@@ -113,26 +111,30 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _links(options: argparse.Namespace) -> Links:
-    return Links(options.nodes, options.rate, options.intra_rate, options.delay)
-
-
-def _run(options: argparse.Namespace) -> int:
-    with temporary(_links(options)) as cluster:
-        return job.run(cluster, options.command, timeout_s=options.timeout, grace_s=options.grace, pin=options.pin)
-
-
-def _check(options: argparse.Namespace) -> int:
-    links = _links(options)
-    with temporary(links) as cluster:
+def _check(links: Links) -> None:
+    """Measure node 0 with itself, and with each other node in both directions."""
+    with emulated(links) as cluster:
         print(f"{'from':6} {'to':6} {'link':6} {'measured':>15} {'set':>13} {'round trip':>12}")
-        for one in probe.measure(cluster):
-            inside = one.source == one.target
-            rate = links.intra_rate_bits_per_s if inside else links.rate_bits_per_s
+        others = range(1, links.nodes)
+        for source, target in ((0, 0), *((node, 0) for node in others), *((0, node) for node in others)):
+            bits_per_s, round_trip_s = _measure(cluster, source, target)
+            link, rate = (
+                ("intra", links.intra_rate_bits_per_s) if source == target else ("inter", links.rate_bits_per_s)
+            )
             print(
-                f"node{one.source:<2} node{one.target:<2} {'intra' if inside else 'inter':6} "
-                f"{one.bits_per_s / 1e6:8.1f} Mbit/s {format_rate(rate):>13} "
-                f"{1e6 * one.round_trip_s:9.0f} us",
+                f"node{source:<2} node{target:<2} {link:6} {bits_per_s / 1e6:8.1f} Mbit/s {format_rate(rate):>13} "
+                f"{1e6 * round_trip_s:9.0f} us",
                 flush=True,
             )
-    return 0
+
+
+def _measure(cluster: Cluster, source: int, target: int) -> tuple[float, float]:
+    """Return bits per second and seconds of a round trip from one node to another."""
+    program = [sys.executable, str(Path(__file__).with_name("tcp_stream.py"))]
+    server = cluster.start(target, [*program, "serve", address(target)])
+    client = cluster.start(source, [*program, "send", address(target)], output=PIPE)
+    text, errors = client.communicate()
+    if client.returncode or server.wait():
+        raise RefusalError(f"node{source} and node{target} could not be measured", got=errors.decode().strip())
+    bits_per_s, round_trip_s = json.loads(text)
+    return bits_per_s, round_trip_s

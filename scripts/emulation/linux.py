@@ -1,4 +1,4 @@
-"""Calls of Linux that Python 3.11's standard library lacks: namespaces, mounts, and children that die with us."""
+"""Calls of Linux that Python 3.11's standard library lacks: namespaces, mounts, and a child that dies with us."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
+from collections.abc import Callable, Iterator
 
 # <linux/sched.h>
 NEW_MOUNTS = 0x00020000
@@ -59,16 +58,6 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
-    """Let the STOPPING signals wait until the end of the `with`."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-@contextlib.contextmanager
 def inside(namespace: int, kind: str) -> Iterator[None]:
     """Be in a namespace, and afterwards back in the present one."""
     home = open_namespace(kind)
@@ -80,21 +69,27 @@ def inside(namespace: int, kind: str) -> Iterator[None]:
         os.close(home)
 
 
-def fork(body: Callable[[], int]) -> int:
-    """Fork a child that runs `body`, exits with what it returns, and is killed when this process ends.
+def fork_namespace(body: Callable[[], int]) -> int:
+    """Fork the first process of a new PID namespace; return its PID as we see it.
 
-    The child starts with the STOPPING signals blocked, so that it loses none before it can handle them, and
-    with the parent's handlers still set.  Returns its PID.
+    It runs `body`, exits with what that returns, leaves the STOPPING signals blocked, and is killed when this process
+    ends.  When it ends, the kernel kills all other processes of the namespace.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    parent = os.pidfd_open(os.getpid())
-    with deferred():
+    parent, home = os.pidfd_open(os.getpid()), open_namespace("pid")
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        unshare(NEW_PIDS)
         pid = os.fork()
         if pid == 0:
             _be_child(body, parent)
-    os.close(parent)
-    return pid
+        return pid
+    finally:
+        enter(home)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(home)
+        os.close(parent)
 
 
 def _be_child(body: Callable[[], int], parent: int) -> None:
@@ -102,42 +97,9 @@ def _be_child(body: Callable[[], int], parent: int) -> None:
     status = 1
     try:
         _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
-        if not select.select([parent], [], [], 0)[0]:  # else it ended before the line above
+        if not select.select([parent], [], [], 0)[0]:  # else the parent ended before the line above
             status = body()
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(status)
-
-
-Handler = Callable[[int, FrameType | None], None] | signal.Handlers
-
-
-def handle_stopping(handlers: Mapping[signal.Signals, Handler]) -> None:
-    """Set handlers in a child of `fork`, and let the STOPPING signals come that had to wait."""
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-
-
-def fork_elsewhere(body: Callable[[], int], pids: int | None = None) -> int:
-    """As `fork`, the child being in the PID namespace given, or the first process of a new one.
-
-    When the first process of a PID namespace ends, the kernel kills all the others in it and below.
-    """
-    home = open_namespace("pid")
-    try:
-        if pids is None:
-            unshare(NEW_PIDS)
-        else:
-            enter(pids)
-        return fork(body)
-    finally:
-        enter(home)
-        os.close(home)
-
-
-def exit_status(wait_status: int) -> int:
-    """Return the status of an ended process as a shell gives it: 128 + n after signal n."""
-    code = os.waitstatus_to_exitcode(wait_status)
-    return code if code >= 0 else 128 - code

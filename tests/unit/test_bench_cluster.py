@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "cluster.py
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
+    sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("bench_cluster", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

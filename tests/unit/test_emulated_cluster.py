@@ -13,16 +13,16 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Lock
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from scripts.emulation import commands, network
-from scripts.emulation.cluster import Cluster
+from scripts.emulation.cluster import environment
 from scripts.emulation.errors import RefusalError
-from scripts.emulation.job import _Lines, cores_of_nodes
+from scripts.emulation.job import cores_of_nodes, relay
 from scripts.emulation.network import Links
-from scripts.emulation.nodes import environment
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "emulated_cluster.py"
 ALL_REDUCE = """
@@ -77,23 +77,20 @@ def test_addresses_as_text_are_in_the_order_of_the_nodes() -> None:
 def test_torchrun_finds_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cluster = Cluster(Links(3, 10**9, None, 0.0), 1, ())
-    words = environment(cluster, 1, "name")
+    words = environment(Links(3, 10**9, None, 0.0), 1)
     assert "http_proxy" not in words
     assert words["OMP_NUM_THREADS"] == "1"
     for key, value in words.items():
         monkeypatch.setenv(key, value)
     options = get_args_parser().parse_args(["--nproc_per_node=2", "train.py"])
-    assert (options.nnodes, options.rdzv_backend, options.rdzv_id) == ("3", "c10d", "name")
+    assert (options.nnodes, options.rdzv_backend, options.rdzv_id) == ("3", "c10d", f"emulated-{os.getpid()}")
     assert (options.rdzv_endpoint, options.rdzv_conf) == ("10.231.77.11:29400", "is_host=0")
     assert options.local_addr == "10.231.77.12"
 
 
 def test_lines_stay_whole() -> None:
     target = io.BytesIO()
-    lines = _Lines(b"> ", target)
-    for piece in (b"a", b"b\nc\n\n", b"d", b""):
-        lines.write(piece)
+    relay(io.BytesIO(b"ab\nc\n\nd"), b"> ", target, Lock(), Event())
     assert target.getvalue() == b"> ab\n> c\n> \n> d\n"
 
 
@@ -106,7 +103,11 @@ def test_lines_stay_whole() -> None:
         (["run", "--timeout", "-1", "--", "true"], "not a time"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: list[str], text: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused(
+    arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda program, path: program)
     assert commands.main(arguments) == 2
     assert text in capfd.readouterr().err
 
@@ -132,7 +133,7 @@ def test_refused_without_iproute2(monkeypatch: pytest.MonkeyPatch, capfd: pytest
 
 @dataclass
 class Tool:
-    """The tool on this machine."""
+    """The tool on this machine, with clusters of its own."""
 
     environment: dict[str, str]
     mark: str
@@ -214,8 +215,8 @@ def mounts() -> list[str]:
 
 def test_a_cluster_has_the_rates_asked_for(tool: Tool) -> None:
     done = tool("check", "--rate", "200mbit", "--intra-rate", "100mbit")
-    table = [line.split() for line in done.stdout.splitlines()[1:]]
-    measured = {(row[0], row[1]): float(row[3]) for row in table}
+    assert done.returncode == 0, done.stderr
+    measured = {(row[0], row[1]): float(row[3]) for row in map(str.split, done.stdout.splitlines()[1:])}
     assert measured == {
         ("node0", "node0"): pytest.approx(100, rel=0.15),
         ("node1", "node0"): pytest.approx(200, rel=0.15),
@@ -279,6 +280,36 @@ def test_the_end_of_the_tool_is_the_end_of_its_cluster(tool: Tool, number: signa
         process.send_signal(number)
         process.communicate()
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+
+
+def test_what_a_command_leaves_running_ends_with_the_run(tool: Tool) -> None:
+    done = tool("run", "--", "sh", "-c", "setsid sleep 3600 & echo ready")
+    assert (done.returncode, done.stdout.count("ready")) == (0, 2)
+
+
+def test_a_reader_that_goes_away_ends_the_run(tool: Tool) -> None:
+    """As `| head` does."""
+    with tool.begin("run", "--", "sh", "-c", "while echo tick; do sleep 0.1; done", lines=1) as process:
+        assert process.stdout
+        process.stdout.close()
+        assert process.wait(timeout=20) == 128 + signal.SIGPIPE
+
+
+def test_a_program_that_is_not_there(tool: Tool) -> None:
+    done = tool("run", "--", "no-such-program")
+    assert (done.returncode, done.stderr) == (
+        127,
+        "emulated_cluster: cannot run 'no-such-program': No such file or directory\n",
+    )
+
+
+def test_two_clusters_at_once_do_not_see_each_other(tool: Tool) -> None:
+    """They have the same addresses, and here the same port."""
+    listen = "import socket, time; socket.create_server(('', 29500)); print('ready', flush=True); time.sleep(1)"
+    with tool.begin("run", "--", sys.executable, "-c", listen, lines=2) as process:
+        second = tool("run", "--", sys.executable, "-c", listen)
+        process.communicate()
+    assert (process.returncode, second.returncode) == (0, 0), second.stderr
 
 
 @pytest.mark.parametrize(("lacking", "text"), [("htb", "cannot shape with HTB"), ("netem", "it has no netem")])
