@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from osdp.planning.clusters import load_cluster
-from osdp.planning.request import default_cluster
+from osdp.planning.clusters import default_cluster, load_cluster
 from planner.plan import Plan
 from profiler.byte_sizes import MIB, parse_bytes
 from profiler.cluster.cluster import Cluster
@@ -37,11 +36,11 @@ def grid(emulated_nodes: int = 1) -> tuple[int, int]:
         raise OsdpError(
             "the ranks do not divide evenly into nodes",
             got=f"{world_size} ranks, {text} on this node",
-            expected="equally many ranks on every node",
+            expected="as many ranks on every node",
         )
     if local % emulated_nodes:
         raise OsdpError(
-            "the ranks of a machine do not divide evenly into nodes",
+            "the ranks of a machine do not divide evenly into the emulated nodes",
             got=f"{local} ranks",
             expected=f"a multiple of {emulated_nodes}",
         )
@@ -56,7 +55,7 @@ def cluster_of_ranks(device_info: DeviceInfo, emulated_nodes: int = 1) -> tuple[
     nodes, local = grid(emulated_nodes)
     if isinstance(device_info, bool) or not isinstance(device_info, None | str | Path | int | Cluster):
         raise OsdpError(
-            "device_info is of no known form",
+            "device_info has an unsupported form",
             got=repr(device_info),
             expected='a cluster, its name or file, a memory limit such as "8GB", or a number of MB',
         )
@@ -105,5 +104,5 @@ def _with_memory(cluster: Cluster, limit_bytes: int) -> Cluster:
 
 def _resized(cluster: Cluster, nodes: int, local: int) -> Cluster:
     if nodes > 1 and cluster.inter is None:
-        raise OsdpError(f"the cluster {cluster.name} says nothing of a link between nodes", got=f"{nodes} nodes")
+        raise OsdpError(f"the cluster {cluster.name} has no link between nodes", got=f"{nodes} nodes")
     return cluster.with_ranks(nodes, local)

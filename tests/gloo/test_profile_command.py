@@ -208,7 +208,7 @@ def test_torchrun_overwrites_nothing_of_the_users(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode != 0
-    assert "notes.txt is there and is not a cluster, so it is not overwritten" in done.stderr
+    assert "notes.txt exists and is not a cluster, so it is not overwritten" in done.stderr
     assert "measuring" not in done.stderr
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("notes.txt", "mine")]
 
