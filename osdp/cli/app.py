@@ -74,7 +74,7 @@ def explain(
         bool, typer.Option("--what-if/--no-what-if", help="For a whole plan: search for its bottleneck.")
     ] = True,
 ) -> None:
-    """Explain the choices of a plan: their alternatives, what those would cost, and the plan's bottleneck."""
+    """Explain a plan. Prints why each part has its choice, what alternatives would cost, and the bottleneck."""
     from osdp.cli.reports.explain import print_plan_reasons, print_target_reasons
     from planner.analysis.explain import find_target
 
@@ -105,7 +105,7 @@ def diff(
     after: Annotated[Path, typer.Argument(metavar="OTHER", help="The plan file to compare it with.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two plan files: choices, predicted memory and predicted time."""
+    """Compare two plan files. Prints how choices, predicted memory and predicted time differ."""
     from osdp.cli.reports.diff import diff_json, print_diff
     from osdp.planning.plan_file import read_plan
     from planner.analysis.plan_diff import compare
@@ -120,7 +120,7 @@ def diff(
 @app.command()
 @guarded
 def schedule(path: PlanPath, model: ModelOfPlan = None, cluster: ClusterOfPlan = None) -> None:
-    """Print how the runtime executes a plan: its FSDP units, their collectives, and when each runs."""
+    """Print the schedule of a plan. Lists FSDP units, their collectives, and when the runtime runs each."""
     from runtime.compile_plan import compile_plan
 
     view = _reopened(path, model, cluster)

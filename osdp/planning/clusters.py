@@ -35,7 +35,11 @@ def load_cluster(spec: str, nodes: int | None = None, gpus_per_node: int | None 
     is_path = spec.endswith((".yaml", ".yml")) or "/" in spec
     cluster = read_cluster(Path(spec) if is_path else _named(spec))
     nodes = cluster.nodes if nodes is None else nodes
-    gpus_per_node = cluster.gpus_per_node if gpus_per_node is None else gpus_per_node
+    return resized(cluster, nodes, cluster.gpus_per_node if gpus_per_node is None else gpus_per_node)
+
+
+def resized(cluster: Cluster, nodes: int, gpus_per_node: int) -> Cluster:
+    """Return a cluster with another number of ranks; raises OsdpError."""
     if nodes < 1 or gpus_per_node < 1:
         raise OsdpError(
             "a cluster has at least one node, and a node at least one device",
@@ -44,19 +48,19 @@ def load_cluster(spec: str, nodes: int | None = None, gpus_per_node: int | None 
     if nodes > 1 and cluster.inter is None:
         linked = [name for name in cluster_names() if read_cluster(_named(name)).inter is not None]
         raise OsdpError(
-            f"the cluster {spec} has no link between nodes",
+            f"the cluster {cluster.name} has no link between nodes",
             got=f"{nodes} nodes",
             expected="1 node, or a cluster with an `inter` link",
             advice=f"a cluster that has it: {', '.join(linked)}; or copy the file and add `inter`",
         )
-    resized = cluster.with_ranks(nodes, gpus_per_node)
-    if cluster.measured and not resized.measured:
+    found = cluster.with_ranks(nodes, gpus_per_node)
+    if cluster.measured and not found.measured:
         warnings.warn(
-            f"{spec} was measured with {cluster.gpus_per_node} ranks per node, not {gpus_per_node}: "
+            f"{cluster.name} was measured with {cluster.gpus_per_node} ranks per node, not {gpus_per_node}: "
             "times are derived from the links and rates that were measured so",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return resized
+    return found
 
 
 def _named(name: str) -> Path:

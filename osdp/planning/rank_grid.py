@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from osdp.planning.clusters import default_cluster, load_cluster
+from osdp.planning.clusters import default_cluster, load_cluster, resized
 from planner.plan import Plan
 from profiler.byte_sizes import MIB, parse_bytes
 from profiler.cluster.cluster import Cluster
@@ -60,7 +60,7 @@ def cluster_of_ranks(device_info: DeviceInfo, emulated_nodes: int = 1) -> tuple[
             expected='a cluster, its name or file, a memory limit such as "8GB", or a number of MB',
         )
     if isinstance(device_info, Cluster):
-        return _resized(device_info, nodes, local), None
+        return resized(device_info, nodes, local), None
     if isinstance(device_info, int):
         return _with_memory(_at_hand(nodes, local), device_info * MIB), device_info * MIB
     if device_info is None:
@@ -79,7 +79,7 @@ def cluster_of_plan(plan: Plan, device_info: DeviceInfo) -> Cluster:
     """
     nodes, local = plan.cluster.nodes, plan.cluster.gpus_per_node
     if isinstance(device_info, Cluster):
-        return replace(_resized(device_info, nodes, local), ring=plan.cluster.ring)
+        return replace(resized(device_info, nodes, local), ring=plan.cluster.ring)
     try:
         cluster = load_cluster(plan.cluster.name, nodes, local)
     except OsdpError:
@@ -100,9 +100,3 @@ def _with_memory(cluster: Cluster, limit_bytes: int) -> Cluster:
         return cluster
     memory = Figure(float(limit_bytes), "assumed: as the memory limit given")
     return replace(cluster, device=replace(device, nominal_bytes=memory, memory_bytes=memory))
-
-
-def _resized(cluster: Cluster, nodes: int, local: int) -> Cluster:
-    if nodes > 1 and cluster.inter is None:
-        raise OsdpError(f"the cluster {cluster.name} has no link between nodes", got=f"{nodes} nodes")
-    return cluster.with_ranks(nodes, local)

@@ -126,9 +126,9 @@ def count(source: ModelSource, found: Uniform, cluster: Cluster, ranks: Ranks) -
             advice="leave --measure out",
         )
     with torch.device("meta"):
-        hollow = source.build()
+        without_data = source.build()
     torch.manual_seed(0)
-    model = OSDP(source.build, plan, cluster, example_inputs=lambda batch: source.example_inputs(hollow, batch))
+    model = OSDP(source.build, plan, cluster, example_inputs=lambda batch: source.example_inputs(without_data, batch))
     optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
     sent: dict[str, list[Recorded]] = {}
     for _ in range(STEPS):

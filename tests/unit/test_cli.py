@@ -385,7 +385,7 @@ def edited(tiny_plan: Path, old: str, new: str) -> Path:
     [
         ("schema: osdp.plan/1", "schema: osdp.plan/9", ["edited.yaml, line 1", "another version", "osdp.plan/1"]),
         ("schema: osdp.plan/1", "schema: my.plan/1", ["edited.yaml, line 1", "another kind of file"]),
-        ("micro_batch: 4", "micro_batch: 0", ["line", "`micro_batch` is wrong", "at least 1"]),
+        ("micro_batch: 4", "micro_batch: 0", ["line", "`micro_batch` is wrong", "1 or more"]),
         ("micro_batch: 4", "micro_batch: four", ["`micro_batch` is wrong", "a whole number"]),
         ("accumulation: 1", "acumulation: 1", ["`accumulation`", "is missing"]),
         ("optimizer: adam", "optimizer: lion", ["unknown optimizer", "adam, adamw, sgd"]),

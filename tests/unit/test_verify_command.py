@@ -102,7 +102,7 @@ def test_the_report_has_every_category_and_the_verdict(cli: Cli, planned: Plan) 
     assert (status, err) == (0, "")
     text = " ".join(out.split())
     assert "gpt2-tiny on titan-rtx-8" in text
-    assert "nothing computed" in text
+    assert "without computing" in text
     for part in ("parameters", "activations", "peak", "predicted", "tracked"):
         assert part in text
     assert "The prediction holds: its error is" in text

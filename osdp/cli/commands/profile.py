@@ -47,7 +47,7 @@ def profile(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure this machine, or several nodes, and write a cluster file for `osdp plan --cluster`.
+    """Measure a machine. Writes a cluster file for `osdp plan --cluster`, also of several nodes.
 
     Starts the ranks itself, unless torchrun did.
     """

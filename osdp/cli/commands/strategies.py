@@ -49,7 +49,7 @@ def strategies(
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare strategies for the whole model: memory and communication of a step with one micro-batch."""
+    """Compare strategies for a whole model. Prints memory and communication of a step with one micro-batch."""
     from osdp.planning.clusters import choose_cluster
     from osdp.planning.request import Request
     from osdp.training.launch import Nodes, is_rank, launch
@@ -148,7 +148,7 @@ def partition(
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show how evenly whole tensors divide among ranks, for values of `evenness_priority`."""
+    """Divide whole tensors among ranks. Prints how evenly, for values of `evenness_priority`."""
     import torch
 
     from osdp.cli.reports.strategies import partition_json, print_partition

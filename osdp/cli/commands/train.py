@@ -76,7 +76,7 @@ def train(
     node_rank: options.NodeRank = 0,
     rdzv_endpoint: options.RendezvousEndpoint = "",
 ) -> None:
-    """Train a model under a plan, on all GPUs of this machine or on CPU ranks.
+    """Train a model under a plan. Runs on all GPUs of this machine, or on CPU ranks.
 
     Options override the fields of the same name in the configuration.
     """

@@ -26,7 +26,7 @@ def verify(
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Check a plan's predicted memory against a training step of the runtime; exit with 1 if they differ too much."""
+    """Check a plan's predicted memory. Compares it with a step of the runtime; exits with 1 if it is too far off."""
     from osdp.cli.reports.verify import print_verified, verified_json
     from osdp.planning.plan_file import read_plan, reopen
     from osdp.planning.verify import verify as run
