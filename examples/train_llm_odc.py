@@ -18,10 +18,10 @@ from typing import Any
 from osdp.cli.exits import FAULT, guarded
 from osdp.cli.rank_process import end_of_rank, launched
 from osdp.models.config import LlamaConfig
+from osdp.plots import check_picture, plot_timelines
 from osdp.training.launch import Nodes, is_rank, launch
 from osdp.uneven_lengths.lengths import LONGALIGN, LogNormal, read_lengths, scale_lengths
 from osdp.uneven_lengths.packing import METHODS
-from osdp.uneven_lengths.timeline_plot import check_plot, plot_timelines
 from osdp.zoo import model_card, read_model_card
 from profiler.errors import OsdpError
 
@@ -121,7 +121,7 @@ def main() -> None:
     sizes(options.model)
     lengths(options)
     if options.timeline is not None:
-        check_plot(options.timeline)
+        check_picture(options.timeline, "--timeline")
     if options.trace is not None:
         check_trace(options)
     with launched():

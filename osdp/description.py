@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from osdp.planning.request import read_plan
-from planner.cost.unit_memory import OPTIMIZERS
+from pydantic import Field
+
+from osdp.planning.plan_file import read_plan
 from planner.pins import parse_pin
 from planner.plan import Plan
-from planner.strategies.spec import COMPUTE_BYTES
 from profiler.errors import OsdpError
 from profiler.yaml_files import Problem, read_text, read_yaml, validate
+
+Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,14 @@ class Description:
 
     schema: str = SCHEMA
     """Version of the file format."""
-    precision: str = "fp32"
-    """Compute dtype, `fp32` or `bf16`; gradients are reduced and parameters rest in fp32."""
-    optimizer: str = "adam"
-    """`adam`, `adamw` or `sgd`."""
-    micro_batch: int | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute dtype; gradients are reduced and parameters rest in fp32."""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    micro_batch: Count | None = None
     """Samples per rank in one forward."""
-    global_batch: int | None = None
+    global_batch: Count | None = None
     """Samples per step of all ranks."""
-    sequence_length: int | None = None
+    sequence_length: Count | None = None
     """Tokens per sample."""
     name: str | None = None
     """What reports call the model."""
@@ -61,9 +62,9 @@ def read_description(given: Described) -> Plan | Description:
         case Mapping():
             return _from_mapping(dict(given))
     raise OsdpError(
-        "the description is of no known form",
+        "the description has an unsupported type",
         got=type(given).__name__,
-        expected="a dict, a path of a YAML file, a Plan, the seed's list, or None",
+        expected="a dict, the path of a YAML file, a Plan, a list [layers, hidden size, config], or None",
     )
 
 
@@ -73,26 +74,14 @@ def _from_mapping(given: dict[str, Any]) -> Plan | Description:
     made, problems = validate(given, kind)
     problems = problems or list(_problems(made) if isinstance(made, Description) else ())
     if made is None or problems:
+        got = [f"{'.'.join(one.location)} {one.complaint}" + (f" ({one.got})" if one.got else "") for one in problems]
         known = ", ".join(field.name for field in fields(kind))
-        raise OsdpError("the description is wrong", got="; ".join(map(_told, problems)), expected=known)
+        raise OsdpError("the description is wrong", got="; ".join(got), expected=known)
     return made
 
 
-def _told(problem: Problem) -> str:
-    """Return a problem in words."""
-    return f"{'.'.join(map(str, problem.location))} {problem.complaint}" + (f" ({problem.got})" if problem.got else "")
-
-
 def _problems(description: Description) -> Iterator[Problem]:
-    """Find values that have the right type and yet cannot be."""
-    if description.precision not in COMPUTE_BYTES:
-        yield Problem(("precision",), "is not known", description.precision, ", ".join(COMPUTE_BYTES))
-    if description.optimizer not in OPTIMIZERS:
-        yield Problem(("optimizer",), "is not known", description.optimizer, ", ".join(OPTIMIZERS))
-    for name in ("micro_batch", "global_batch", "sequence_length"):
-        value = getattr(description, name)
-        if value is not None and value < 1:
-            yield Problem((name,), "is wrong", str(value), "at least 1")
+    """Find pins that cannot be parsed."""
     for index, pin in enumerate(description.pins):
         try:
             parse_pin(pin)
@@ -105,7 +94,7 @@ def factory_of(model: Any, given: Described) -> Callable[[], Any]:
     if isinstance(given, list | tuple):
         if len(given) != 3:
             raise OsdpError(
-                "the seed's description has three entries",
+                "a description that is a list has three entries",
                 got=f"{len(given)}",
                 expected="[layers, hidden size, config]; the model is made by model(config)",
             )

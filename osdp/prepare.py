@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from osdp.description import Described, Description, read_description
-from osdp.models.live_model import source_of
+from osdp.models.user_factory import source_of
+from osdp.planning.clusters import memory_limit
 from osdp.planning.rank_grid import DeviceInfo, cluster_of_plan, cluster_of_ranks
-from osdp.planning.request import Request, memory_limit, plan_model
+from osdp.planning.request import Request, plan_model
 from planner.pins import parse_pin
 from planner.plan import Plan, check_parameters
 from profiler.cluster.cluster import Cluster

@@ -1,7 +1,8 @@
-"""Where OSDP's own data files are: beside the package in a checkout, inside it in a wheel."""
+"""Where OSDP's own data files are (beside the package in a checkout, inside it in a wheel), and folders for output."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -33,3 +34,16 @@ def resource_names(kind: Literal["models", "clusters"]) -> list[str]:
 def resource_file(kind: Literal["models", "clusters"], name: str) -> Path:
     """Return the file of the model or cluster `name`, which need not exist."""
     return resource_dir("configs") / kind / f"{name}.yaml"
+
+
+def make_folder(path: Path) -> Path:
+    """Make a folder unless it is there; raises OsdpError if nothing can be written into it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OsdpError(
+            f"the folder {path} cannot be made", got=error.strerror or str(error), advice="another folder"
+        ) from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise OsdpError(f"the folder {path} is not writable", got="no permission", advice="another folder")
+    return path

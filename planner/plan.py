@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge, Lt
 
 from planner.cost.stragglers import NO_WAITS, Waits
 from planner.model.fsdp_units import check_scalars
@@ -17,6 +19,7 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
+Count = Annotated[int, Ge(1)]
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class ModelRef:
     """Of the traced graph."""
     parameters: int
     """Number of parameters."""
-    sequence_length: int
+    sequence_length: Count
     precision: str
     """`fp32` or `bf16`."""
 
@@ -44,8 +47,8 @@ class ClusterRef:
 
     name: str
     fingerprint: str
-    nodes: int
-    gpus_per_node: int
+    nodes: Count
+    gpus_per_node: Count
     ring: tuple[RingRule, ...] = ()
     """Where reduce-scatters go round a ring of ours, as the cluster says."""
 
@@ -109,20 +112,20 @@ class Plan:
     model: ModelRef
     cluster: ClusterRef
     optimizer: str
-    limit_bytes: int
+    limit_bytes: Count
     """Memory per device that the user allows, reserve included."""
-    micro_batch: int
+    micro_batch: Count
     """Samples per rank in one forward."""
-    accumulation: int
+    accumulation: Count
     """Micro-batches per step."""
     predicted: Prediction
-    gap: float
+    gap: Annotated[float, Ge(0), Lt(1)]
     """No plan of the searched space has more than samples_per_s / (1 - gap)."""
     choices: dict[str, str]
     """Strategy of every operator, or of its slices, by its name (`planner.strategies.notation.parse_choice`)."""
     recomputed_blocks: list[str]
     """Names of the blocks whose forward runs again in backward."""
-    headroom_bytes: int = 0
+    headroom_bytes: Annotated[int, Ge(0)] = 0
     """Part of the limit that was to be left free."""
     asked: Asked = field(default_factory=Asked)
     """What the user decided besides the limit."""

@@ -10,7 +10,7 @@ import torch
 from parity import cluster_of
 from torch import Tensor, nn
 
-from osdp.models.live_model import source_of
+from osdp.models.user_factory import source_of
 from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, model_ref
 from planner.strategies.registry import known_strategies
 from profiler.errors import OsdpError

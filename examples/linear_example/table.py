@@ -15,7 +15,7 @@ from linear_example.flags import DEFAULT_PREFETCH, Options
 from linear_example.fsdp import group_layers
 from linear_example.model import LinearStack
 from linear_example.steps import Result
-from osdp.models.live_model import source_of
+from osdp.models.user_factory import source_of
 from osdp.planning import Request
 from osdp.planning.rank_grid import cluster_of_ranks
 from osdp.planning.strategy_footprint import NO_LIMIT_BYTES

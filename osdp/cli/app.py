@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="osdp",
-    help="Finds the fastest parallel strategy of a PyTorch model that fits into memory, and says why.",
+    help="Finds the fastest parallel plan for a PyTorch model that fits into memory, and explains it.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -53,7 +53,7 @@ app.command()(plan)
 
 def _reopened(path: Path, model: str | None, cluster: str | None) -> OpenPlan:
     """Read a plan and trace its model again."""
-    from osdp.planning.request import read_plan, reopen
+    from osdp.planning.plan_file import read_plan, reopen
 
     with progress_bar() as progress:
         found = read_plan(path)
@@ -71,10 +71,10 @@ def explain(
     model: ModelOfPlan = None,
     cluster: ClusterOfPlan = None,
     what_if: Annotated[
-        bool, typer.Option("--what-if/--no-what-if", help="Of a whole plan: search for what more would buy.")
+        bool, typer.Option("--what-if/--no-what-if", help="For a whole plan: search for its bottleneck.")
     ] = True,
 ) -> None:
-    """Say why a plan is as it is, what every other choice would cost, and what more memory or faster links would."""
+    """Explain a plan. Prints why each part has its choice, what alternatives would cost, and the bottleneck."""
     from osdp.cli.reports.explain import print_plan_reasons, print_target_reasons
     from planner.analysis.explain import find_target
 
@@ -87,7 +87,7 @@ def explain(
 
 
 def _what_if(view: OpenPlan) -> tuple[WhatIf | None, str]:
-    """Return what binds a plan and what more would buy, or why that cannot be told."""
+    """Return the what-if analysis of a plan, or why there is none."""
     from osdp.planning.plan_questions import what_if_open
     from profiler.errors import OsdpError
 
@@ -102,12 +102,12 @@ def _what_if(view: OpenPlan) -> tuple[WhatIf | None, str]:
 @guarded
 def diff(
     before: PlanPath,
-    after: Annotated[Path, typer.Argument(metavar="OTHER", help="The plan to compare it with.")],
+    after: Annotated[Path, typer.Argument(metavar="OTHER", help="The plan file to compare it with.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say how two plans differ in choices, memory and time, from their files alone."""
+    """Compare two plan files. Prints how choices, predicted memory and predicted time differ."""
     from osdp.cli.reports.diff import diff_json, print_diff
-    from osdp.planning.request import read_plan
+    from osdp.planning.plan_file import read_plan
     from planner.analysis.plan_diff import compare
 
     found = compare(read_plan(before), read_plan(after))
@@ -120,7 +120,7 @@ def diff(
 @app.command()
 @guarded
 def schedule(path: PlanPath, model: ModelOfPlan = None, cluster: ClusterOfPlan = None) -> None:
-    """Print what the runtime would do: the units, what they communicate, and when."""
+    """Print the schedule of a plan. Lists FSDP units, their collectives, and when the runtime runs each."""
     from runtime.compile_plan import compile_plan
 
     view = _reopened(path, model, cluster)
@@ -147,7 +147,7 @@ def models() -> None:
 @guarded
 def clusters(
     name: Annotated[str | None, typer.Argument(help=f"Only this one. {CLUSTER_HELP}")] = None,
-    sources: Annotated[bool, typer.Option("--sources", help="Every figure, and where it comes from.")] = False,
+    sources: Annotated[bool, typer.Option("--sources", help="List every figure and where it comes from.")] = False,
 ) -> None:
     """List the clusters that come with OSDP."""
     from osdp.cli.reports.lists import print_clusters

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TextIO
 
+from osdp.cli.terminal import say
 from profiler.errors import OsdpError
 
 FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -30,22 +31,16 @@ TRACEBACK = "OSDP_TRACEBACK"
 Arguments = ParamSpec("Arguments")
 
 
-def run_app() -> int:
-    """Run the whole command line and return its exit status."""
-
-    def run() -> None:
-        from osdp.cli.app import app
-
-        app(prog_name="osdp")
-
+def run_program(program: Callable[[], None]) -> int:
+    """Run the whole command line, `program`, and return its exit status."""
     # Where the caller has closed them (`>&-`), Python has none.
     sys.stdout = sys.stdout or io.StringIO()
     sys.stderr = sys.stderr or io.StringIO()
     with _short_warnings():
         try:
-            return status_of(run)
+            return status_of(program)
         except SystemExit as done:
-            # From the option parser, which has told what is wrong, or from `guarded`.
+            # From the option parser, which has printed what is wrong, or from `guarded`.
             return done.code if isinstance(done.code, int) else BAD_INPUT if done.code else 0
 
 
@@ -67,7 +62,7 @@ def status_of(work: Callable[[], None]) -> int:
         work()
         sys.stdout.flush()  # Now, while it can still be said that it fails.
     except OsdpError as error:
-        _say(f"error: {error}")
+        _say_why(f"error: {error}")
         return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -77,11 +72,11 @@ def status_of(work: Callable[[], None]) -> int:
         return BROKEN_PIPE
     except OSError as error:
         _drop_stdout()
-        _say(f"error: {error}")
+        _say_why(f"error: {error}")
         return FAULT
     except Exception as error:
-        again = "" if os.environ.get(TRACEBACK) else f"\n  try: {TRACEBACK}=1 in the environment shows where"
-        _say(f"error: unexpected {type(error).__name__}: {error}\n  this is a fault of OSDP itself{again}")
+        again = "" if os.environ.get(TRACEBACK) else f"\n  try: {TRACEBACK}=1 in the environment shows the traceback"
+        _say_why(f"error: unexpected {type(error).__name__}: {error}\n  this is a bug in OSDP{again}")
         return FAULT
     return 0
 
@@ -91,11 +86,11 @@ def _drop_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say(text: str) -> None:
+def _say_why(text: str) -> None:
     """Print a message to stderr, after the traceback of the current exception if that is wanted."""
     if os.environ.get(TRACEBACK):
         traceback.print_exc()
-    print(f"osdp: {text}", file=sys.stderr)
+    say(text)
 
 
 @contextmanager
@@ -110,7 +105,7 @@ def _short_warnings() -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        print(f"osdp: warning: {message}", file=file or sys.stderr)
+        say(f"warning: {message}", file)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

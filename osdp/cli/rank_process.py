@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from osdp.cli.exits import BAD_INPUT, FAULT, TRACEBACK
+from osdp.cli.terminal import say
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def launched() -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        print(f"osdp: error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         raise SystemExit(FAULT) from None
 
 
@@ -28,6 +28,7 @@ def end_of_rank() -> Iterator[None]:
     from osdp.training.launch import LAUNCHED, leave_error
     from osdp.training.process_group import end_at_once_on_signals
     from profiler.errors import OsdpError
+    from runtime.failures.peer_faults import PeerLost
 
     end_at_once_on_signals()
     try:
@@ -35,19 +36,12 @@ def end_of_rank() -> Iterator[None]:
     except BrokenPipeError:
         raise  # Nobody reads our output: `guarded` ends quietly.
     except Exception as error:
-        is_fault = is_fault_of_machine(error)
+        # A lost peer, or a mistake of ours: no fault of what the user asked for.
+        is_fault = isinstance(error, PeerLost) or not isinstance(error, OsdpError)
         leave_error(error)
         if LAUNCHED in os.environ and not os.environ.get(TRACEBACK):
             raise SystemExit(FAULT if is_fault else BAD_INPUT) from None
         if isinstance(error, OsdpError) and is_fault:
-            print(f"osdp: error: {error}", file=sys.stderr)
+            say(f"error: {error}")
             raise SystemExit(FAULT) from None
         raise
-
-
-def is_fault_of_machine(error: Exception) -> bool:
-    """Whether an error is no fault of what the user asked for: a lost peer, or a mistake of ours."""
-    from profiler.errors import OsdpError
-    from runtime.failures.peer_faults import PeerLost
-
-    return isinstance(error, PeerLost) or not isinstance(error, OsdpError)

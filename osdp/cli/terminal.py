@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Container, Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
     from rich.table import Table
 
+STARTED_S = time.perf_counter()
+"""When the command line was loaded; what "since start" counts from."""
 PLAIN_WIDTH = 100
 """Columns where there is no terminal that says how many it has."""
 
@@ -19,9 +22,14 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction done."""
 
 
-def note(text: str) -> None:
+def say(text: str, file: TextIO | None = None) -> None:
     """Tell the user something beside the report, on stderr."""
-    print(f"osdp: note: {text}", file=sys.stderr)
+    print(f"osdp: {text}", file=file or sys.stderr)
+
+
+def note(text: str) -> None:
+    """Likewise, what is neither a warning nor an error."""
+    say(f"note: {text}")
 
 
 def make_console() -> Console:
@@ -37,15 +45,15 @@ def make_console() -> Console:
     return ReportConsole(width=width, markup=False, highlight=False, emoji=False)
 
 
-def make_table(*columns: str, right: Container[str] = (), rigid: Container[str] = ()) -> Table:
-    """Return an empty table; the columns in `right` hold numbers, those in `rigid` are never broken."""
+def make_table(*columns: str) -> Table:
+    """Return an empty table; `>` before a column's name is for numbers, `=` for text that is never broken."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        justify: JustifyMethod = "right" if column in right else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=column in rigid)
+        justify: JustifyMethod = "right" if column[:1] == ">" else "left"
+        table.add_column(column.lstrip(">="), justify=justify, overflow="fold", no_wrap=column[:1] in (">", "="))
     return table
 
 

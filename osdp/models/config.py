@@ -16,38 +16,44 @@ def _divides(small: int, large: int, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class GPT2Config:
-    """Sizes of a GPT-2."""
+class _Sizes:
+    """Sizes that every family has."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     vocabulary_size: int
-    """Rows of the token embedding."""
+    """Rows of each token embedding."""
     maximum_positions: int
-    """Longest sequence."""
+    """Longest sequence; Llama's rotary embedding itself has no limit."""
+
+
+@dataclass(frozen=True)
+class _DecoderSizes(_Sizes):
+    """Sizes of a stack of equal decoder layers."""
+
     hidden_size: int
     """Width of the residual stream."""
     layers: int
-    """Number of blocks."""
+    """Number of layers."""
     heads: int
-    """Attention heads; divides `hidden_size`."""
-    dropout: float = 0.0
-    """Probability, after the embedding, in attention and on both residual branches."""
+    """Attention heads, of queries where keys have fewer; divides `hidden_size`."""
 
     def __post_init__(self) -> None:
         _divides(self.heads, self.hidden_size, "hidden_size and heads")
 
 
 @dataclass(frozen=True)
-class BertConfig:
+class GPT2Config(_DecoderSizes):
+    """Sizes of a GPT-2."""
+
+    dropout: float = 0.0
+    """Probability, after the embedding, in attention and on both residual branches."""
+
+
+@dataclass(frozen=True)
+class BertConfig(_Sizes):
     """Sizes of a BERT."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
-    vocabulary_size: int
-    """Rows of the token embedding."""
-    maximum_positions: int
-    """Longest sequence."""
     token_types: int
     """Rows of the segment embedding."""
     hidden_size: int
@@ -66,21 +72,9 @@ class BertConfig:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(_DecoderSizes):
     """Sizes of a Llama."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
-    vocabulary_size: int
-    """Rows of the token embedding."""
-    maximum_positions: int
-    """Longest sequence that it is meant for; rotary embedding itself has no limit."""
-    hidden_size: int
-    """Width of the residual stream."""
-    layers: int
-    """Number of blocks."""
-    heads: int
-    """Query heads; divides `hidden_size`."""
     key_value_heads: int
     """Key and value heads; divides `heads`."""
     intermediate_size: int
@@ -93,21 +87,15 @@ class LlamaConfig:
     """Added to the mean square in normalisation."""
 
     def __post_init__(self) -> None:
-        _divides(self.heads, self.hidden_size, "hidden_size and heads")
+        super().__post_init__()
         _divides(self.key_value_heads, self.heads, "heads and key_value_heads")
         _divides(2, self.hidden_size // self.heads, "a head's width, for rotary embedding")
 
 
 @dataclass(frozen=True)
-class UnevenConfig:
+class UnevenConfig(_Sizes):
     """Sizes of an encoder-decoder whose layers differ in width."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
-    vocabulary_size: int
-    """Rows of the token embeddings, of which encoder and decoder have one each."""
-    maximum_positions: int
-    """Longest sequence."""
     head_size: int
     """Width of one attention head; divides every width."""
     encoder_widths: tuple[int, ...]

@@ -107,6 +107,11 @@ class Llama(nn.Module):
 
         `labels` are the tokens themselves, unshifted; -100 is left out.
         """
+        logits = self._logits(input_ids)
+        return logits if labels is None else next_token_loss(logits, labels)
+
+    def _logits(self, input_ids: Tensor, *of_blocks: Any) -> Tensor:
+        """(batch, sequence) -> (batch, sequence, vocabulary); `of_blocks` are more arguments of every block."""
         config = self.config
         head_size = config.hidden_size // config.heads
         # Made anew in each forward: a buffer would have to be filled again after `to_empty`.
@@ -114,9 +119,9 @@ class Llama(nn.Module):
         cosine, sine = angles.cos(), angles.sin()
         x = self.embedding(input_ids)
         for block in self.blocks:
-            x = block(x, cosine, sine)
+            x = block(x, cosine, sine, *of_blocks)
         logits: Tensor = self.lm_head(self.norm(x))
-        return logits if labels is None else next_token_loss(logits, labels)
+        return logits
 
     def example_inputs(
         self, batch: int, sequence_length: int | None = None

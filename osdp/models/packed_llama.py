@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from osdp.models.config import LlamaConfig
 from osdp.models.layers import IGNORED, merge_heads, split_heads
-from osdp.models.llama import Attention, Block, Llama, rotary_angles, rotate
+from osdp.models.llama import Attention, Block, Llama, rotate
 
 
 class PackedAttention(Attention):
@@ -64,15 +64,8 @@ class PackedLlama(Llama):
         `lengths` are those of the samples in every sequence, one after another; None: each is one sample.
         The last token of a sample has no next one, so that a sample of one token has a loss of 0.
         """
-        config = self.config
         of_samples = list(lengths or input_ids.shape[1:2])
-        head_size = config.hidden_size // config.heads
-        angles = rotary_angles(input_ids.shape[1], head_size, config.rope_base, input_ids.device)
-        cosine, sine = angles.cos(), angles.sin()
-        x = self.embedding(input_ids)
-        for block in self.blocks:
-            x = block(x, cosine, sine, of_samples)
-        logits: Tensor = self.lm_head(self.norm(x))
+        logits = self._logits(input_ids, of_samples)
         return logits if labels is None else summed_loss(logits, labels, of_samples)
 
 

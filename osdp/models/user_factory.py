@@ -1,12 +1,15 @@
-"""The user's own model: `package.module:factory`.
+"""The user's own model, as `package.module:factory`, as a factory or as a module, in the form that the tracer needs.
 
 The factory takes no arguments and returns a module, or a module and a function `example_inputs`.
 What to feed the module is, in this order: what that function returns for a micro-batch, what the
 module's own method `example_inputs` returns, or what its first layer with parameters suggests.
+The tracer builds the model again, without data: a factory is called, a module is copied with empty
+parameters and buffers in place of its own.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import sysconfig
@@ -82,45 +85,68 @@ class _UserModel:
             made = inputs_of(micro_batch, **keywords)
         return _arguments(self.spec, made)
 
+    def source(self) -> ModelSource:
+        """Build and feed the model once without data, to find mistakes now and to learn the sequence length."""
+        try:
+            with torch.device("meta"):
+                args, kwargs = self.example_inputs(self.build(), 1)
+        except OsdpError:  # It may want a real device.
+            from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy: only if needed
+
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                args, kwargs = self.example_inputs(self.build(), 1)
+        return ModelSource(self.spec, self.build, self.example_inputs, _length_of((*args, *kwargs.values())))
+
 
 def load_user_model(spec: str, sequence_length: int | None) -> ModelSource:
-    """Return the model that the factory named by `spec` makes; raises OsdpError.
-
-    Builds it once without data, to find mistakes now and to learn the sequence length.
-    """
+    """Return the model that the factory named by `spec` makes; raises OsdpError."""
     model = _UserModel(spec, _find_factory(spec), sequence_length)
-    args, kwargs = _try_out(model)
-    length = _length_of((*args, *kwargs.values()))
-    if sequence_length is not None and length != sequence_length:
+    source = model.source()
+    if sequence_length is not None and source.sequence_length != sequence_length:
         warnings.warn(f"the sequence length {sequence_length} has no effect on {spec}", stacklevel=2)
-    elif sequence_length is None and model.inputs_of is None and length == DEFAULT_LENGTH:
+    elif sequence_length is None and model.inputs_of is None and source.sequence_length == DEFAULT_LENGTH:
         warnings.warn(f"{spec}: {DEFAULT_LENGTH} tokens per sample, unless you say otherwise", stacklevel=2)
-    return ModelSource(spec, model.build, model.example_inputs, length)
+    return source
 
 
-def module_source(
-    name: str, build: Callable[[], Any], sequence_length: int | None, example_inputs: Callable[..., Any] | None
+def source_of(
+    model: nn.Module | Callable[[], Any],
+    name: str,
+    sequence_length: int | None,
+    example_inputs: Callable[..., Any] | None,
 ) -> ModelSource:
-    """Return the model that `build` makes, to be called `name`; `example_inputs(batch)` feeds it if given.
+    """Return a module or a factory, to be called `name`, for the tracer.
 
-    Builds it once without data. Raises OsdpError.
+    `example_inputs(batch)` gives the arguments of forward; without it they are found as for a named
+    factory.  Raises OsdpError.
     """
-    model = _UserModel(name, build if example_inputs is None else lambda: (build(), example_inputs), sequence_length)
-    args, kwargs = _try_out(model)
-    length = _length_of((*args, *kwargs.values()))
-    return ModelSource(name, model.build, model.example_inputs, length)
+    build = (lambda: _without_data(model)) if isinstance(model, nn.Module) else model
+    factory = build if example_inputs is None else lambda: (build(), example_inputs)
+    return _UserModel(name, factory, sequence_length).source()
 
 
-def _try_out(model: _UserModel) -> Inputs:
-    """Build and feed the model on the meta device, or on fake tensors if it wants a real device."""
+def _without_data(module: nn.Module) -> nn.Module:
+    """Return a copy whose parameters and buffers are empty ones on the current default device."""
+    from torch.distributed.fsdp import FSDPModule  # here, as it takes long to import
+
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise OsdpError("the model is sharded already", advice="build it again for another plan")
+    empty_of: dict[int, Any] = {}
+    for parameter in module.parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+        empty_of[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        empty_of[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     try:
-        with torch.device("meta"):
-            return model.example_inputs(model.build(), 1)
-    except OsdpError:
-        from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy: only if needed
-
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            return model.example_inputs(model.build(), 1)
+        copied = copy.deepcopy(module, empty_of)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise OsdpError(
+            "the model cannot be copied, which planning needs",
+            got=f"{type(error).__name__}: {error}",
+            advice="pass a function that builds it: OSDP(lambda: Model(...), ...)",
+        ) from error
+    assert isinstance(copied, nn.Module)
+    return copied
 
 
 def _find_factory(spec: str) -> Callable[[], Any]:

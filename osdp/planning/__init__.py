@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+_MODULE_OF = {
+    **dict.fromkeys(("Planned", "Request", "plan_model"), "request"),
+    **dict.fromkeys(("read_plan", "reopen", "write_plan"), "plan_file"),
+    **dict.fromkeys(("default_cluster", "memory_limit"), "clusters"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for from `osdp.planning.request`: the modules beside it start without the planner."""
-    from osdp.planning import request
-
-    return getattr(request, name)
+    """Import what is asked for: most modules of this package start without the planner."""
+    if name in _MODULE_OF:
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,7 @@ def read_imbalance(text: str) -> Imbalance:
     if variation is None:
         return _from_file(Path(text))
     if not 0 <= variation < math.inf:
-        raise OsdpError("the imbalance is wrong", got=text, expected=f"at least 0 and finite: {EXPECTED}")
+        raise OsdpError("the imbalance is out of range", got=text, expected=f"at least 0 and finite: {EXPECTED}")
     return Imbalance(variation, source=f"coefficient of variation {variation:g}, given")
 
 
@@ -62,7 +62,7 @@ def lengths_in(path: Path) -> Iterator[float]:
             length = math.nan
         if not 0 < length < math.inf:
             raise OsdpError(
-                f"line {number} of {path} is no length",
+                f"line {number} of {path} is not a length",
                 got=line.strip()[:40],
                 expected="one positive number in each line",
             )

@@ -1,4 +1,4 @@
-"""What planners ask beside one plan: the frontier of several limits, what binds, what more would buy."""
+"""Frontier and what-if analyses."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from osdp.planning.clusters import load_cluster
-from osdp.planning.request import default_cluster
+from osdp.planning.clusters import default_cluster, load_cluster, resized
 from planner.plan import Plan
 from profiler.byte_sizes import MIB, parse_bytes
 from profiler.cluster.cluster import Cluster
@@ -37,11 +36,11 @@ def grid(emulated_nodes: int = 1) -> tuple[int, int]:
         raise OsdpError(
             "the ranks do not divide evenly into nodes",
             got=f"{world_size} ranks, {text} on this node",
-            expected="equally many ranks on every node",
+            expected="as many ranks on every node",
         )
     if local % emulated_nodes:
         raise OsdpError(
-            "the ranks of a machine do not divide evenly into nodes",
+            "the ranks of a machine do not divide evenly into the emulated nodes",
             got=f"{local} ranks",
             expected=f"a multiple of {emulated_nodes}",
         )
@@ -56,12 +55,12 @@ def cluster_of_ranks(device_info: DeviceInfo, emulated_nodes: int = 1) -> tuple[
     nodes, local = grid(emulated_nodes)
     if isinstance(device_info, bool) or not isinstance(device_info, None | str | Path | int | Cluster):
         raise OsdpError(
-            "device_info is of no known form",
+            "device_info has an unsupported form",
             got=repr(device_info),
             expected='a cluster, its name or file, a memory limit such as "8GB", or a number of MB',
         )
     if isinstance(device_info, Cluster):
-        return _resized(device_info, nodes, local), None
+        return resized(device_info, nodes, local), None
     if isinstance(device_info, int):
         return _with_memory(_at_hand(nodes, local), device_info * MIB), device_info * MIB
     if device_info is None:
@@ -80,7 +79,7 @@ def cluster_of_plan(plan: Plan, device_info: DeviceInfo) -> Cluster:
     """
     nodes, local = plan.cluster.nodes, plan.cluster.gpus_per_node
     if isinstance(device_info, Cluster):
-        return replace(_resized(device_info, nodes, local), ring=plan.cluster.ring)
+        return replace(resized(device_info, nodes, local), ring=plan.cluster.ring)
     try:
         cluster = load_cluster(plan.cluster.name, nodes, local)
     except OsdpError:
@@ -101,9 +100,3 @@ def _with_memory(cluster: Cluster, limit_bytes: int) -> Cluster:
         return cluster
     memory = Figure(float(limit_bytes), "assumed: as the memory limit given")
     return replace(cluster, device=replace(device, nominal_bytes=memory, memory_bytes=memory))
-
-
-def _resized(cluster: Cluster, nodes: int, local: int) -> Cluster:
-    if nodes > 1 and cluster.inter is None:
-        raise OsdpError(f"the cluster {cluster.name} says nothing of a link between nodes", got=f"{nodes} nodes")
-    return cluster.with_ranks(nodes, local)

@@ -1,4 +1,4 @@
-"""What every strategy keeps and sends if a whole model takes it: predicted, and counted in training.
+"""Memory and communication of a model under one strategy: predicted, and measured in training.
 
     keeps   parameters, gradients, optimizer states between backward and step, on the rank that has most
     sends   bytes of whole tensors by collective: in forward, in backward (gradients included), in the
@@ -120,15 +120,15 @@ def count(source: ModelSource, found: Uniform, cluster: Cluster, ranks: Ranks) -
     plan = found.plan
     if found.predicted.sent["step"]:
         raise OsdpError(
-            f"what {found.strategy} sends cannot be counted",
-            got="windows that ranks read and write",
-            expected="a strategy that sends by collectives",
+            f"the communication of {found.strategy} cannot be measured",
+            got="one-sided communication",
+            expected="a strategy that communicates by collectives",
             advice="leave --measure out",
         )
     with torch.device("meta"):
-        hollow = source.build()
+        without_data = source.build()
     torch.manual_seed(0)
-    model = OSDP(source.build, plan, cluster, example_inputs=lambda batch: source.example_inputs(hollow, batch))
+    model = OSDP(source.build, plan, cluster, example_inputs=lambda batch: source.example_inputs(without_data, batch))
     optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
     sent: dict[str, list[Recorded]] = {}
     for _ in range(STEPS):

@@ -123,6 +123,8 @@ class _Held:
 
 def _compare(view: OpenPlan, how: str, run: Callable[[], _Held]) -> Verified:
     predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != RESERVE}
+    reserves = view.load.cluster.device.reserve_bytes
+    beside = sum(figure.value for name, figure in reserves.items() if name not in ALLOCATED_RESERVES)
     started = time.perf_counter()
     held = run()
     return Verified(
@@ -136,15 +138,8 @@ def _compare(view: OpenPlan, how: str, run: Callable[[], _Held]) -> Verified:
         predicted_phase=view.prediction.peak_phase,
         tracked_phase=held.phase,
         seconds=time.perf_counter() - started,
-        allocatable_bytes=_allocatable_bytes(view),
+        allocatable_bytes=view.plan.limit_bytes - round(beside),
     )
-
-
-def _allocatable_bytes(view: OpenPlan) -> int:
-    """Return what a plan's limit leaves PyTorch's allocator, beside context and communicators."""
-    reserves = view.load.cluster.device.reserve_bytes
-    beside = sum(figure.value for name, figure in reserves.items() if name not in ALLOCATED_RESERVES)
-    return view.plan.limit_bytes - round(beside)
 
 
 def _loss(output: object) -> Tensor:
@@ -168,7 +163,7 @@ def _ranks() -> int:
 
 def _check_ranks(view: OpenPlan) -> None:
     if not torch.cuda.is_available():
-        raise OsdpError("there is no GPU to measure on", advice="leave --device out to rehearse on fake tensors")
+        raise OsdpError("there is no GPU to measure on", advice="leave --device out to check on fake tensors")
     wanted = view.load.cluster.world_size
     if _ranks() != wanted:
         raise OsdpError(

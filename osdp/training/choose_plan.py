@@ -11,8 +11,9 @@ import warnings
 from dataclasses import dataclass
 
 from osdp.compat.seed_groups import grouped_strategy
+from osdp.planning.clusters import memory_limit
 from osdp.planning.rank_grid import cluster_of_ranks, grid
-from osdp.planning.request import Request, memory_limit, plan_model
+from osdp.planning.request import Request, plan_model
 from osdp.training.job import Job, check_ranks
 from planner.cost.peak_memory import peak_memory
 from planner.cost.workload import Workload

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osdp.folders import make_folder
-from osdp.planning.request import read_plan
+from osdp.planning.plan_file import read_plan
+from osdp.resources import make_folder
 from osdp.training.config import TrainConfig
 from osdp.training.sentence_pairs import MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import Addition, Bytes, Task

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,33 +25,12 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from osdp.api import OSDP
-from osdp.folders import make_folder
-from osdp.plots import check_drawing
-from profiler.byte_sizes import MIB
+from osdp.plots import Moment, check_drawing, draw_memory
+from osdp.resources import make_folder
 from runtime.observe.live_bytes_by_category import ACTIVATIONS, LabelledBytes
 
 MEMORY_STEP, TRACE_STEP = 3, 4
 """Steps that are traced; in the first ones memory is allocated and kernels are chosen."""
-ORDER = (
-    "parameters",
-    "optimizer",
-    "gradients",
-    "unsharded_parameters",
-    "communication_buffers",
-    ACTIVATIONS,
-    "optimizer_temporaries",
-)
-"""Categories from below, those that live between steps first."""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The live bytes from a moment on."""
-
-    at_s: float
-    """Since the start of the step."""
-    categories: dict[str, int]
-    """Bytes by category."""
 
 
 class Tracer:
@@ -155,30 +133,6 @@ class MemoryTimeline(LabelledBytes):  # type: ignore[no-untyped-call]
 
     def changed(self) -> None:
         self.moments.append(Moment(time.perf_counter() - self._start_s, self.categories()))
-
-
-def draw_memory(path: Path, moments: Sequence[Moment], title: str, predicted_bytes: float | None = None) -> None:
-    """Draw the bytes that live over a step by category, and the peak that was predicted."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    names = [name for name in ORDER if any(moment.categories.get(name) for moment in moments)]
-    rows = [[moment.categories.get(name, 0) / MIB for moment in moments] for name in names]
-    at_ms = [1e3 * moment.at_s for moment in moments]
-    axes.stackplot(at_ms, rows, labels=[name.replace("_", " ") for name in names], step="post")
-    peak_mib = max(map(sum, zip(*rows, strict=True)))
-    if predicted_bytes is not None:
-        axes.axhline(predicted_bytes / MIB, color="black", linestyle="--", label="peak, predicted")
-    axes.set(
-        title=f"{title}: live tensors, at most {peak_mib:,.1f} MiB",
-        ylabel="MiB",
-        xlabel="ms since the start of the step, slowed down by counting",
-    )
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
-    whole = path.with_suffix(f".{os.getpid()}.tmp.png")
-    figure.savefig(whole, dpi=110)
-    whole.replace(path)
 
 
 def _rank() -> int:

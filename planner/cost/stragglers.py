@@ -29,12 +29,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Factor = Annotated[float, Ge(1), Lt(math.inf)]
 Cells = tuple[tuple[float, float], ...]
 """A histogram: values, ascending, and the share that each has."""
 
@@ -54,13 +56,13 @@ class Waits:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
-    per_micro_batch: float = 1.0
+    per_micro_batch: Factor = 1.0
     """If ranks wait for each other in every micro-batch."""
-    per_step: float = 1.0
+    per_step: Factor = 1.0
     """If they wait for each other once per step only."""
     source: str = ""
     """Where the imbalance comes from, in words; empty if micro-batches are alike."""
-    fill: float = 1.0
+    fill: Annotated[float, Gt(0), Le(1)] = 1.0
     """Seconds that the mean micro-batch computes, over those of one whose samples have the model's full length."""
 
     @property

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from toys import Blocks, Toy, batch_of, loss_of, plan_of, refusal, seeded
 
 from osdp import OSDP
-from osdp.models.live_model import source_of
+from osdp.models.user_factory import source_of
 from planner.plan import Plan, model_ref
 from profiler.trace.trace import trace_model
 from runtime.strategies.one_sided import OneSidedUnit

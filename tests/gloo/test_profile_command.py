@@ -208,7 +208,7 @@ def test_torchrun_overwrites_nothing_of_the_users(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode != 0
-    assert "notes.txt is there and is not a cluster, so it is not overwritten" in done.stderr
+    assert "notes.txt exists and is not a cluster, so it is not overwritten" in done.stderr
     assert "measuring" not in done.stderr
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("notes.txt", "mine")]
 
@@ -216,10 +216,10 @@ def test_torchrun_overwrites_nothing_of_the_users(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--batch", "two"), "--batch is not understood"),
-        (("--batch", "0"), "--batch is not understood"),
-        (("--precision", "fp8"), "--precision is not known"),
-        (("--device", "tpu"), "--device is not known"),
+        (("--batch", "two"), "--batch takes micro-batch sizes"),
+        (("--batch", "0"), "--batch takes micro-batch sizes"),
+        (("--precision", "fp8"), "unknown --precision"),
+        (("--device", "tpu"), "unknown --device"),
         (("--model", "gpt9"), "no such model"),
         (("--ranks-per-node", "1", "--device", "cpu"), "two ranks or more"),
         (("-o", "missing/profile.yaml"), "missing"),

@@ -78,7 +78,7 @@ def test_a_signal_leaves_no_rank_and_a_whole_checkpoint(tmp_path: Path, number: 
     assert [rank for rank in ranks if is_running(rank)] == []
     newest = latest(tmp_path)
     assert newest is not None
-    assert told == f"osdp: note: {newest} is whole: --resume auto continues from it\ninterrupted\n"
+    assert told == f"osdp: note: {newest} is complete: --resume auto continues from it\ninterrupted\n"
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:

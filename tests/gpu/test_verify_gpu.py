@@ -12,7 +12,7 @@ import pytest
 import torch
 from rehearsals import plan_of
 
-from osdp.planning.request import write_plan
+from osdp.planning.plan_file import write_plan
 from osdp.zoo import load_cluster, load_model
 from profiler.trace.trace import trace_model
 

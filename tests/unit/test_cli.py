@@ -16,7 +16,8 @@ import torch
 from command_line import Cli, Outcome
 
 import osdp.planning.request
-from osdp.planning.request import memory_limit, read_plan, write_plan
+from osdp.planning.clusters import memory_limit
+from osdp.planning.plan_file import read_plan, write_plan
 from osdp.zoo import load_cluster, load_model
 from profiler.byte_sizes import GIB
 from profiler.yaml_files import write_yaml
@@ -238,7 +239,7 @@ def test_warnings_are_for_users(cli: Cli) -> None:
         (("--model", "gpt2-tiny", "--global-batch", "12"), "--global-batch 16"),
         (("--model", "gpt2-tiny", "--global-batch", "24", "--batch", "2"), "does not divide the global batch"),
         (("--model", "gpt2-tiny", "--seq", "4096"), "expected: at most 128"),
-        (("--model", "gpt2-tiny", "--nodes", "2"), "says nothing of a link between nodes"),
+        (("--model", "gpt2-tiny", "--nodes", "2"), "has no link between nodes"),
         (("--model", "no_such_module:make"), "there is no module no_such_module"),
         (("--model", "gpt2-tiny", "-o", "no/plan.yaml"), "mkdir -p no"),
         (("--model", "gpt2-tiny", "-o", "."), "it is a directory"),
@@ -346,7 +347,7 @@ def test_explain_all(cli: Cli, tiny_plan: Path) -> None:
     done = cli("explain", tiny_plan)
     assert (done.status, done.err) == (0, "")
     assert "gpt2-tiny on titan-rtx-8, micro-batch 4" in done.out
-    assert "The file says" not in done.out
+    assert "The plan file predicts" not in done.out
     assert "Block " in done.out
 
 
@@ -355,7 +356,7 @@ def test_explain_one(cli: Cli, tiny_plan: Path) -> None:
     assert (done.status, done.err) == (0, "")
     now = read_plan(tiny_plan).choices["blocks.1.mlp.up"]
     assert f"blocks.1.mlp.up: {now}" in done.out
-    table = done.out.partition("Every alternative")[2]
+    table = done.out.partition("All alternatives")[2]
     assert all(other in table for other in {"replicate", "shard", "shard_grad", "group_shard:4"} - {now})
 
 
@@ -384,7 +385,7 @@ def edited(tiny_plan: Path, old: str, new: str) -> Path:
     [
         ("schema: osdp.plan/1", "schema: osdp.plan/9", ["edited.yaml, line 1", "another version", "osdp.plan/1"]),
         ("schema: osdp.plan/1", "schema: my.plan/1", ["edited.yaml, line 1", "another kind of file"]),
-        ("micro_batch: 4", "micro_batch: 0", ["line", "`micro_batch` is wrong", "at least 1"]),
+        ("micro_batch: 4", "micro_batch: 0", ["line", "`micro_batch` is wrong", "1 or more"]),
         ("micro_batch: 4", "micro_batch: four", ["`micro_batch` is wrong", "a whole number"]),
         ("accumulation: 1", "acumulation: 1", ["`accumulation`", "is missing"]),
         ("optimizer: adam", "optimizer: lion", ["unknown optimizer", "adam, adamw, sgd"]),
@@ -413,10 +414,10 @@ def test_an_unknown_strategy_in_a_plan_is_told(cli: Cli, tiny_plan: Path) -> Non
 
 def test_names_that_no_longer_load_can_be_replaced(cli: Cli, tiny_plan: Path) -> None:
     gone = edited(tiny_plan, "name: gpt2-tiny", "name: moved-model")
-    assert "--model, to say where it is now" in cli.refused("explain", gone)
+    assert "--model with its present name or path" in cli.refused("explain", gone)
     assert cli("explain", gone, "--model", "gpt2-tiny").status == 0
     gone = edited(tiny_plan, "name: titan-rtx-8", "name: moved-cluster")
-    assert "--cluster, to say where it is now" in cli.refused("explain", gone)
+    assert "--cluster with its present name or path" in cli.refused("explain", gone)
     assert cli("explain", gone, "--cluster", "titan-rtx-8") == cli("explain", tiny_plan)
 
 
@@ -424,7 +425,7 @@ def test_another_cluster_is_warned_of(cli: Cli, tiny_plan: Path) -> None:
     done = cli("explain", tiny_plan, "--cluster", "h100-8")
     assert done.status == 0
     assert "osdp: warning: the figures of the cluster h100-8 are not those" in done.err
-    assert "The file says" in done.out
+    assert "The plan file predicts" in done.out
 
 
 # --- lists and versions -----------------------------------------------------------------------------------

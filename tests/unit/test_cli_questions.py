@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 
-from osdp.planning.request import read_plan
+from osdp.planning.plan_file import read_plan
 from profiler.byte_sizes import GIB, MIB
 
 TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "2")
@@ -25,7 +25,7 @@ def test_a_frontier_is_printed_with_rows_that_do_not_fit(cli: Cli) -> None:
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()[:1].isdigit() and "%" in line}
     assert set(rows) == {"470.0", "1.00"}
     assert "#" in rows["1.00"]
-    assert "does not fit: it takes at least 46" in out
+    assert "does not fit: needs at least 46" in out
 
 
 def test_a_frontier_in_json_has_every_limit(cli: Cli) -> None:
@@ -49,7 +49,7 @@ def test_a_frontier_in_json_has_every_limit(cli: Cli) -> None:
 def test_plans_of_a_frontier_go_into_a_folder(cli: Cli) -> None:
     for _ in range(2):  # and may be written again
         out = cli.done(*TINY, "--mem", "470MB,1GB", "-o", "plans/")
-        assert out.splitlines()[-1] == "Written into plans"
+        assert out.splitlines()[-1] == "Written to plans"
     assert sorted(os.listdir("plans")) == ["1GB.yaml", "470MB.yaml"]
     assert read_plan(Path("plans/470MB.yaml")).limit_bytes == 470 * MIB
     text = Path("plans/1GB.yaml").read_text()
@@ -64,7 +64,7 @@ def test_plans_of_a_frontier_go_into_a_folder(cli: Cli) -> None:
         (("--mem", "470MB,1GB", "-o", "no/plans"), "mkdir -p no"),
         (("--mem", "470MB,1GB", "-o", "taken"), "is not a plan, so it is not overwritten"),
         (("--mem", "1GB", "-o", "taken"), "it is a directory"),
-        (("--mem", "470MB,1GB", "--what-if"), "--what-if asks about one plan"),
+        (("--mem", "470MB,1GB", "--what-if"), "--what-if applies to one plan"),
         (("--mem", "1GB", "--plot", "frontier.png"), "--plot draws a frontier"),
         (("--mem", "100MB,200MB"), "no plan fits the memory limit"),
         (("--mem", "1GB:"), "not a range of memory limits"),
@@ -92,7 +92,7 @@ def test_a_picture_is_drawn(cli: Cli) -> None:
     status, _, err = cli(*TINY, "--mem", "470MB,1GB", "--plot", "frontier.png")
     assert (status, err) == (0, "osdp: note: drawn into frontier.png\n")
     assert Path("frontier.png").read_bytes().startswith(b"\x89PNG")
-    assert "is no picture" in cli.refused(*TINY, "--mem", "470MB,1GB", "--plot", "frontier.yaml")
+    assert "frontier.yaml cannot be drawn" in cli.refused(*TINY, "--mem", "470MB,1GB", "--plot", "frontier.yaml")
 
 
 # --- pins, headroom ----------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ def test_headroom_is_left_free_and_shown(cli: Cli) -> None:
     plan = read_plan(Path("plan.yaml"))
     assert (plan.limit_bytes, plan.headroom_bytes) == (500 * MIB, 30 * MIB)
     assert plan.predicted.peak_memory_bytes <= 470 * MIB
-    assert "30.0 MiB stay free as headroom" in out
-    assert "(30.0 MiB to stay free)" in " ".join(cli.done("explain", "plan.yaml", "--no-what-if").split())
+    assert "30.0 MiB are headroom" in out
+    assert "(30.0 MiB of it headroom)" in " ".join(cli.done("explain", "plan.yaml", "--no-what-if").split())
     share = cli.json(*TINY, "--mem", "500MB", "--headroom", "6%")
     assert share["headroom_bytes"] == 30 * MIB
     assert share["predicted"] == cli.json(*TINY, "--mem", "500MB", "--headroom", "30MB")["predicted"]
@@ -147,14 +147,14 @@ def test_headroom_is_left_free_and_shown(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("headroom", "part"),
     [
-        ("100%", "less than the whole limit"),
+        ("100%", "less than the memory limit"),
         ("lots", "not a headroom"),
-        ("40MB", "leaves nothing"),
+        ("40MB", "leaves no memory"),
         ("39MB", "without --headroom (then "),
     ],
 )
 def test_a_headroom_that_cannot_be_is_told(cli: Cli, headroom: str, part: str) -> None:
-    """Of 500 MiB, 460.2 are kept for what is not PyTorch's."""
+    """Of 500 MiB, 460.2 are reserved for CUDA context, NCCL and cuBLAS."""
     assert part in cli.refused(*TINY, "--mem", "500MB", "--headroom", headroom)
 
 
@@ -174,12 +174,12 @@ def test_what_binds_and_what_more_would_buy(cli: Cli) -> None:
     # From the file the same is asked, with the same micro-batch.
     assert read_plan(Path("plan.yaml")).asked.micro_batch == 2
     out = cli.done("explain", "plan.yaml")
-    assert "What more would buy, predicted, each by a new search" in out
+    assert "What if: predicted by a new search for each change" in out
     table = {line.split("  ")[0]: line for line in out.splitlines()}
     ratio = f"{more['answers'][0]['ratio']:.3f} x"
     assert ratio in table["one more GiB of memory"]
-    assert "What more would buy" not in cli.done("explain", "plan.yaml", "--no-what-if")
-    assert "What more would buy" not in cli.done("explain", "plan.yaml", "blocks.0")
+    assert "What if:" not in cli.done("explain", "plan.yaml", "--no-what-if")
+    assert "What if:" not in cli.done("explain", "plan.yaml", "blocks.0")
 
 
 def test_a_plan_that_nothing_fits_any_more_is_still_explained(cli: Cli) -> None:
@@ -187,7 +187,7 @@ def test_a_plan_that_nothing_fits_any_more_is_still_explained(cli: Cli) -> None:
     text = Path("plan.yaml").read_text()
     limit = read_plan(Path("plan.yaml")).limit_bytes
     Path("plan.yaml").write_text(text.replace(f"limit_bytes: {limit}", f"limit_bytes: {100 * MIB}"))
-    assert "What more would buy cannot be told: no plan fits" in cli.done("explain", "plan.yaml")
+    assert "No what-if analysis: no plan fits" in cli.done("explain", "plan.yaml")
 
 
 # --- diff --------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_equal_plans_are_said_to_be_equal(cli: Cli) -> None:
     cli.done(*TINY, "-o", "a.yaml")
     out = cli.done("diff", "a.yaml", "a.yaml")
     assert "The plans are equal" in out
-    assert "What they were made for" not in out
+    assert "Model, cluster, limit and batch" not in out
     assert cli.json("diff", "a.yaml", "a.yaml")["same"] is True
 
 
@@ -223,7 +223,7 @@ def test_plans_of_other_models_are_told_apart_with_their_figures(cli: Cli) -> No
     cli.done(*TINY, "-o", "a.yaml")
     cli.done("plan", "--model", "uneven", "--cluster", "titan-rtx-8", "--batch", "2", "-o", "b.yaml")
     out = cli.done("diff", "a.yaml", "b.yaml")
-    assert "The plans are for models of different operators, so their choices are not compared." in out
+    assert "The models have different operators, so the choices are not compared." in out
     assert "Memory at the peak" in out
     assert "x as fast" in out
     assert cli.json("diff", "a.yaml", "b.yaml")["choices"] == []

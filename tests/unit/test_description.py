@@ -76,7 +76,7 @@ def test_mistakes_are_named(given: Any, words: list[str]) -> None:
 def test_mistakes_in_files_are_named_with_their_line(tmp_path: Path) -> None:
     path = tmp_path / "description.yaml"
     for text, words in {
-        "schema: osdp.description/1\nmicro_batch: 0\n": ["micro_batch", "at least 1", "line 2"],
+        "schema: osdp.description/1\nmicro_batch: 0\n": ["micro_batch", "1 or more", "line 2"],
         "schema: osdp.description/1\nprecison: bf16\n": ["precison"],
         "schema: osdp.description/2\n": ["osdp.description/1"],
         "- 3\n": ["description.yaml"],

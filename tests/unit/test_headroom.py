@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import cluster, transformer
 
-from osdp.planning.headroom import NO_HEADROOM, Headroom, check_headroom, parse_headroom
-from osdp.planning.request import Request, read_plan, task_of, write_plan, written
+from osdp.planning.memory_options import NO_HEADROOM, Headroom, check_headroom, parse_headroom
+from osdp.planning.plan_file import read_plan, write_plan
+from osdp.planning.request import Request, task_of, written
 from planner.analysis.explain import alternatives, find_target, open_plan
 from planner.plan import Plan
 from planner.pricing import runs_by_ddp
@@ -33,8 +34,8 @@ def test_amounts_and_shares() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("100%", "less than the whole limit"),
-        ("250%", "less than the whole limit"),
+        ("100%", "less than the memory limit"),
+        ("250%", "less than the memory limit"),
         ("-5%", "not a headroom"),
         ("much", "not a headroom"),
         ("", "not a headroom"),
@@ -55,7 +56,7 @@ def reserving(reserve_bytes: float) -> Cluster:
 def test_a_headroom_leaves_something_beside_the_reserve() -> None:
     machine = reserving(GIB)
     check_headroom(Headroom(size_bytes=3 * GIB - 1), 4 * GIB, machine)
-    with pytest.raises(OsdpError, match="leaves nothing of the memory limit"):
+    with pytest.raises(OsdpError, match="leaves no memory for tensors"):
         check_headroom(Headroom(size_bytes=3 * GIB), 4 * GIB, machine)
     with pytest.raises(OsdpError, match=r"less than 3.00 GiB"):
         check_headroom(Headroom(share=0.75), 4 * GIB, machine)

@@ -263,7 +263,7 @@ def test_a_file_has_a_length_in_each_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["-0.1", "nan", "inf", "-inf"])
 def test_numbers_that_cannot_be(text: str) -> None:
-    with pytest.raises(OsdpError, match="imbalance is wrong"):
+    with pytest.raises(OsdpError, match="imbalance is out of range"):
         read_imbalance(text)
 
 
@@ -272,7 +272,7 @@ def test_numbers_that_cannot_be(text: str) -> None:
     [
         ("", "no lengths"),
         ("\n \n", "no lengths"),
-        ("10\nlong\n", "line 2 .* is no length"),
+        ("10\nlong\n", "line 2 .* is not a length"),
         ("10\n0\n", "line 2"),
         ("-3\n", "line 1"),
         ("1\n2\nnan\n", "line 3"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 
-from osdp.planning.request import read_plan
+from osdp.planning.plan_file import read_plan
 from planner.cost.stragglers import Waits, lognormal_slowest
 from profiler.errors import OsdpError
 
@@ -22,10 +22,10 @@ def test_a_coefficient_is_printed_and_kept(cli: Cli) -> None:
     assert plan.asked.imbalance == "0.5"
     assert plan.waits.per_micro_batch == lognormal_slowest(0.5, 8)
     assert plan.waits.per_step == lognormal_slowest(0.25, 8)
-    assert "waiting for the slowest" in out
+    assert "straggler wait" in out
     assert plan.predicted.time_by_term["waiting_s"] > 0
     # What is read back is priced the same.
-    assert "The file says" not in cli.done("explain", "plan.yaml")
+    assert "The plan file predicts" not in cli.done("explain", "plan.yaml")
 
 
 def test_a_plan_cannot_gain_from_waiting(cli: Cli) -> None:
@@ -46,7 +46,7 @@ def test_plans_from_before_there_was_any_are_read(cli: Cli) -> None:
 
 def test_without_it_nothing_waits(cli: Cli) -> None:
     out = cli.done(*TINY)
-    assert "waiting" not in out
+    assert "straggler" not in out
     assert "imbalance" not in out
 
 
@@ -68,7 +68,7 @@ def test_a_file_of_lengths_is_found_from_any_folder(cli: Cli, monkeypatch: pytes
     rows = [line for line in cli.done("explain", plan).splitlines() if line.startswith(more["change"])]
     assert f"{more['ratio']:.3f} x" in rows[0]
     given.unlink()
-    assert "What more would buy cannot be told: the imbalance is neither" in " ".join(cli.done("explain", plan).split())
+    assert "No what-if analysis: the imbalance is neither" in " ".join(cli.done("explain", plan).split())
 
 
 def test_a_number_stays_one_where_a_file_has_its_name(cli: Cli) -> None:

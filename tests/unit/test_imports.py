@@ -44,7 +44,7 @@ class Rule:
 
 RULES = {
     "profiler": Rule(frozenset(), frozenset({"torch", "networkx", "numpy", "pydantic", "yaml"})),
-    "planner": Rule(PLAIN_DATA, frozenset({"networkx", "numpy", "pulp", "highspy"})),
+    "planner": Rule(PLAIN_DATA, frozenset({"annotated_types", "networkx", "numpy", "pulp", "highspy"})),
     "runtime": Rule(PLAIN_DATA | PLANS, frozenset({"torch", "numpy"}), frozenset({"cupy"})),
     "osdp": Rule(
         frozenset({"profiler", "planner", "runtime"}),

@@ -27,7 +27,7 @@ def test_one_several_and_a_range() -> None:
         ("6GB,", "not memory limits"),
         ("6GB:8GB", "not a range"),
         ("6GB:8GB:1GB:1GB", "not a range"),
-        ("8GB:6GB:1GB", "a range of memory limits grows"),
+        ("8GB:6GB:1GB", "ends below its start"),
         ("6GB:8GB:lots", "not an amount of memory"),
         ("6GB:8GB:0GB", "from 1 byte"),
         ("1MB:900GB:1MB", "too many memory limits"),

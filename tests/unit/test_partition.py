@@ -13,7 +13,7 @@ from parity import Case, cluster_of, graph_of
 from toys import Irregular
 
 from osdp.compat.zero3_partition import assign, owner_pins, zero3_partition_tensors
-from osdp.models.live_model import source_of
+from osdp.models.user_factory import source_of
 from osdp.planning.request import Request, plan_model
 from planner.pins import Pin, parse_pin, resolve
 from planner.strategies.notation import format_choice, parse_strategy

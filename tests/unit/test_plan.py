@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import chain, cluster, options_of, transformer
 
-from osdp.planning.request import read_plan, write_plan
+from osdp.planning.plan_file import read_plan, write_plan
 from planner.cost.peak_memory import peak_memory
 from planner.cost.simulator import simulated_s
 from planner.cost.step_time import step_time

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from osdp.planning.request import Request, default_cluster, memory_limit, plan_model, read_plan, reopen, write_plan
+from osdp.planning.clusters import default_cluster, memory_limit
+from osdp.planning.plan_file import read_plan, reopen, write_plan
+from osdp.planning.request import Request, plan_model
 from osdp.zoo import load_cluster, load_model
 from profiler.byte_sizes import GIB, MIB
 from profiler.errors import OsdpError
@@ -86,7 +88,7 @@ def test_other_gpus_get_the_default_and_are_told(monkeypatch: pytest.MonkeyPatch
     show_gpus(monkeypatch, name, 2, memory_gib * GIB)
     cluster, why = default_cluster()
     assert cluster == load_cluster("titan-rtx-8")
-    assert f"no preset is for the {name}" in why
+    assert f"there is no preset for the visible {name}" in why
 
 
 def test_the_limit_is_the_device_unless_asked() -> None:

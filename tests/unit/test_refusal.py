@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from synthetic import chain, cluster, transformer
 
-from osdp.planning.headroom import Headroom
+from osdp.planning.memory_options import Headroom
 from osdp.planning.request import Request, explain_refusal, task_of
 from planner.pins import Pin
 from planner.problem import Task

@@ -170,7 +170,7 @@ def test_printed_categories_sum_to_the_printed_peak(planned: Planned) -> None:
 
 def test_printed_terms_sum_to_the_printed_step_and_give_the_speed(planned: Planned) -> None:
     text = plan_text(planned)
-    step = re.search(r"Time: (\S+ \S+) a step, (\S+) samples/s, (\S+) tokens/s", text)
+    step = re.search(r"Time: (\S+ \S+) per step, (\S+) samples/s, (\S+) tokens/s", text)
     assert step is not None
     shown = [seconds(cells(line)[1]) for line in section(text, "Time: ") if "Another" not in line]
     assert len(shown) == 4
@@ -184,7 +184,7 @@ def test_printed_ratios_are_those_of_the_printed_speeds(planned: Planned) -> Non
     text = plan_text(planned)
     ours = re.search(r"(\S+) samples/s,", text)
     assert ours is not None
-    rows = [cells(line) for line in section(text, "Against one strategy")]
+    rows = [cells(line) for line in section(text, "Compared with one strategy")]
     assert [row[:2] for row in rows] == [
         [name, recompute] for name in ("DDP", "ZeRO-2", "FSDP", "HSDP, groups of 2") for recompute in ("no", "yes")
     ]
@@ -291,7 +291,7 @@ def test_a_model_without_blocks_and_without_sequences_is_reported() -> None:
     text = plan_text(planned_by_hand(chain([(2048, 2048)] * 3, [1] * 3, [1] * 3), limit_bytes=GIB))
     assert "tokens" not in text
     assert "0 blocks" in text
-    rows = [cells(line)[:2] for line in section(text, "Against one strategy")]
+    rows = [cells(line)[:2] for line in section(text, "Compared with one strategy")]
     assert rows == [[name, "no"] for name in ("DDP", "ZeRO-2", "FSDP", "HSDP, groups of 2")]
 
 
@@ -307,7 +307,7 @@ def test_an_edited_plan_file_is_noticed(planned: Planned) -> None:
     slower = replace(planned.plan.predicted, step_time_s=2 * planned.plan.predicted.step_time_s)
     target = console()
     print_plan_reasons(target, open_plan(replace(planned.plan, predicted=slower), planned.graph, planned.cluster))
-    assert f"The file says {format_seconds(slower.step_time_s)}" in printed(target)
+    assert f"The plan file predicts {format_seconds(slower.step_time_s)}" in printed(target)
 
 
 def test_tied_operators_name_their_modules() -> None:

@@ -95,7 +95,7 @@ def test_the_tables(cli: Cli) -> None:
         (("--strategy", "sharp", "--gpus-per-node", "1"), "no such strategy"),
         (("--strategy", "shard+typo", "--gpus-per-node", "1"), "no such strategy"),
         (("--strategy", "replicate:2", "--gpus-per-node", "1"), "no such strategy"),
-        (("--measure", "--nodes", "2"), "only this machine"),
+        (("--measure", "--nodes", "2"), "on this machine only"),
         (("--precision", "fp8"), "precision"),
         (("--optimizer", "lion"), "optimizer"),
     ],
@@ -113,7 +113,7 @@ def test_windows_cannot_be_counted() -> None:
 
     cluster, source = load_cluster("cpu-gloo", 1, 2), load_model("gpt2-tiny")
     found = predict(trace_model(source, "fp32"), cluster, "odc:2", Request(NO_LIMIT_BYTES, micro_batch=1))
-    with pytest.raises(OsdpError, match="cannot be counted"):
+    with pytest.raises(OsdpError, match="cannot be measured"):
         count(source, found, cluster, Ranks(0, 2, torch.device("cpu")))
 
 

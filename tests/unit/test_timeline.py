@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from osdp.plots import COLOURS, check_picture, plot_timelines
 from osdp.uneven_lengths import timeline
 from osdp.uneven_lengths.timeline import Call, CallTimeline, Span, timelines
-from osdp.uneven_lengths.timeline_plot import COLOURS, check_plot, plot_timelines
 from profiler.errors import OsdpError
 
 BOTH = (0, 1)
@@ -89,7 +89,7 @@ def test_the_picture_has_every_rank_of_both(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = timelines([CallTimeline(0.0, 6.0, [meet(1.0, 4.0)]), CallTimeline(0.0, 9.0, [meet(3.0, 4.0)])])
     path = tmp_path / "steps.svg"
-    check_plot(path)
+    check_picture(path, "--timeline")
     plot_timelines(path, {"FSDP": found, "ODC": found[:1]}, "a step")
     drawn = path.read_text()
     assert drawn.index("FSDP: waiting 5.000, 0.000 s") < drawn.index("ODC: waiting 5.000 s")
@@ -100,14 +100,14 @@ def test_the_picture_has_every_rank_of_both(tmp_path: Path) -> None:
     assert shares == {"compute": 2 + 2 + 2 + 1, "communication": 1 + 1 + 1 + 1, "waiting": 2 + 2 + 0 + 1}
 
 
-@pytest.mark.parametrize(("name", "said"), [("a.txt", "no picture"), ("none/a.png", "no such directory")])
+@pytest.mark.parametrize(("name", "said"), [("a.txt", "cannot be drawn"), ("none/a.png", "no such directory")])
 def test_bad_pictures_are_refused(tmp_path: Path, name: str, said: str) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(OsdpError, match=said):
-        check_plot(tmp_path / name)
+        check_picture(tmp_path / name, "--timeline")
 
 
 def test_without_matplotlib_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(OsdpError, match=r".venv/bin/pip install -e '\.\[plot\]'"):
-        check_plot(tmp_path / "a.png")
+        check_picture(tmp_path / "a.png", "--timeline")

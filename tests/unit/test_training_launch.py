@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from osdp.planning.request import Request, plan_model, write_plan
+from osdp.planning.plan_file import write_plan
+from osdp.planning.request import Request, plan_model
 from osdp.training.config import load_config
 from osdp.training.job import check_ranks, prepare
 from osdp.training.launch import Nodes, RankError, _cause, leave_error

@@ -1,4 +1,4 @@
-"""`osdp plan`: the command that finds the fastest plan within a memory limit, or within each of several."""
+"""`osdp plan`: finds the fastest plan within a memory limit, or within each of several."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from osdp.cli import STARTED_S, options
+from osdp.cli import options
 from osdp.cli.exits import guarded
-from osdp.cli.terminal import make_console, note, progress_bar
+from osdp.cli.terminal import STARTED_S, make_console, note, progress_bar
 
 if TYPE_CHECKING:
-    from osdp.planning.request import Planned, Request
-    from planner.analysis.what_if import WhatIf
+    from osdp.planning.plan_questions import FrontierRow
+    from osdp.planning.request import Request
     from profiler.cluster.cluster import Cluster
     from profiler.model_source import ModelSource
 
@@ -46,60 +46,43 @@ def plan(
     as_json: options.AsJson = False,
 ) -> None:
     """Find the fastest plan within a memory limit."""
-    from osdp.planning.memory_options import parse_limits
-    from osdp.zoo import load_model
-
-    limits = None if mem is None else parse_limits(mem)
-    several = limits is not None and limits.several
-    to = Outputs(output, plot, as_json, what_if)
-    _check_outputs(to, several)
-    with progress_bar():
-        target, why = _cluster(cluster, nodes, gpus_per_node)
-    limits_bytes = [_limit(target, wanted_bytes) for wanted_bytes in (limits.limits_bytes if limits else (None,))]
-    request = _request(limits_bytes[0], precision, optimizer, batch, global_batch, headroom, pin, imbalance)
-    with progress_bar():
-        source = load_model(model, sequence_length=seq)
-    question = Question(source, target, request, why, _how(context, why))
-    if several:
-        from osdp.cli.commands.frontier import answer_several
-
-        answer_several(question, limits_bytes, to)
-    else:
-        _answer_one(question, to)
-
-
-def _request(
-    limit_bytes: int,
-    precision: str,
-    optimizer: str,
-    batch: int | None,
-    global_batch: int | None,
-    headroom: str | None,
-    pins: Sequence[str] | None,
-    imbalance: str | None,
-) -> Request:
-    """Return what is asked, read from the texts of the options; raises OsdpError for what they cannot mean."""
-    from osdp.planning.headroom import NO_HEADROOM, parse_headroom
+    from osdp.planning.clusters import choose_cluster
     from osdp.planning.imbalance_option import read_imbalance
+    from osdp.planning.memory_options import NO_HEADROOM, parse_headroom, parse_limits
     from osdp.planning.request import Request
+    from osdp.zoo import load_model
     from planner.cost.stragglers import BALANCED
     from planner.pins import parse_pin
 
-    return Request(
-        limit_bytes,
+    limits = None if mem is None else parse_limits(mem)
+    several = limits is not None and limits.several
+    to = _Outputs(output, plot, as_json, what_if)
+    _check_outputs(to, several)
+    with progress_bar():
+        target, why = choose_cluster(cluster, nodes, gpus_per_node)
+    limits_bytes = [_limit(target, wanted_bytes) for wanted_bytes in (limits.limits_bytes if limits else (None,))]
+    request = Request(
+        limits_bytes[0],
         precision,
         optimizer,
         batch,
         global_batch,
         headroom=NO_HEADROOM if headroom is None else parse_headroom(headroom),
-        pins=tuple(parse_pin(text) for text in pins or ()),
+        pins=tuple(parse_pin(text) for text in pin or ()),
         imbalance=BALANCED if imbalance is None else read_imbalance(imbalance),
         imbalance_as_given=imbalance or "",
     )
+    with progress_bar():
+        source = load_model(model, sequence_length=seq)
+    question = _Question(source, target, request, why, _how(context, why))
+    if several:
+        _answer_several(question, sorted(set(limits_bytes)), to)
+    else:
+        _answer_one(question, to)
 
 
 @dataclass(frozen=True)
-class Outputs:
+class _Outputs:
     """What is to be printed and written."""
 
     output: Path | None
@@ -111,7 +94,7 @@ class Outputs:
 
 
 @dataclass(frozen=True)
-class Question:
+class _Question:
     """What is planned."""
 
     source: ModelSource
@@ -123,22 +106,25 @@ class Question:
     """The command, for the files of plans."""
 
 
-def _check_outputs(to: Outputs, several: bool) -> None:
+def _check_outputs(to: _Outputs, several: bool) -> None:
     """Raise OsdpError for what cannot be written, before anything takes time, and for options without effect."""
-    from osdp.planning.request import check_output
+    from osdp.planning.plan_file import check_output
+    from osdp.plots import check_picture
     from profiler.errors import OsdpError
 
     if several and to.what_if:
-        raise OsdpError("--what-if asks about one plan", got="several limits in --mem", expected="one limit")
+        raise OsdpError("--what-if applies to one plan", got="several limits in --mem", expected="one limit")
     if not several and to.plot is not None:
         raise OsdpError("--plot draws a frontier, and this is one plan", expected="several limits, --mem 6GB,8GB,12GB")
     if to.output is not None and not several:
         check_output(to.output)
+    if to.plot is not None:
+        check_picture(to.plot, "--plot")
 
 
 def _limit(cluster: Cluster, wanted_bytes: int | None) -> int:
     """Return the limit that is planned for, and say so if it is not what was asked."""
-    from osdp.planning.request import memory_limit
+    from osdp.planning.clusters import memory_limit
     from profiler.byte_sizes import format_bytes
 
     limit_bytes = memory_limit(cluster, wanted_bytes)
@@ -166,31 +152,17 @@ def _how(context: typer.Context, why: str) -> str:
     return f"Made by osdp {__version__}; every figure is predicted.\n{shlex.join(words)}{cluster}"
 
 
-def _cluster(name: str | None, nodes: int | None, gpus_per_node: int | None) -> tuple[Cluster, str]:
-    """Return the cluster, and why it was taken if the user named none."""
-    from osdp.planning.request import default_cluster
-    from osdp.zoo import load_cluster
-
-    return (load_cluster(name, nodes, gpus_per_node), "") if name else default_cluster(nodes, gpus_per_node)
-
-
-def _answer_one(question: Question, to: Outputs) -> None:
+def _answer_one(question: _Question, to: _Outputs) -> None:
     """Find one plan; write it and print it."""
-    from osdp import planning
+    from osdp.planning.plan_file import write_plan
+    from osdp.planning.plan_questions import what_if_planned
+    from osdp.planning.request import plan_model
 
-    more = None
     with progress_bar() as progress:
-        planned = planning.plan_model(question.source, question.cluster, question.request, progress)
-        if to.what_if:
-            from osdp.planning.plan_questions import what_if_planned
-
-            more = what_if_planned(planned, question.request, progress)
+        planned = plan_model(question.source, question.cluster, question.request, progress)
+        more = what_if_planned(planned, question.request, progress) if to.what_if else None
     if to.output is not None:
-        planning.write_plan(to.output, planned.plan, question.how)
-    _print_plan(planned, more, question.why, to)
-
-
-def _print_plan(planned: Planned, more: WhatIf | None, why: str, to: Outputs) -> None:
+        write_plan(to.output, planned.plan, question.how)
     total_s = time.perf_counter() - STARTED_S
     if to.as_json:
         from osdp.cli.reports.plan_json import plan_json
@@ -199,4 +171,68 @@ def _print_plan(planned: Planned, more: WhatIf | None, why: str, to: Outputs) ->
         return
     from osdp.cli.reports.plan import Circumstances, print_plan
 
-    print_plan(make_console(), planned, Circumstances(total_s, why, str(to.output or ""), more))
+    print_plan(make_console(), planned, Circumstances(total_s, question.why, str(to.output or ""), more))
+
+
+# --- several limits --------------------------------------------------------------------------
+
+
+def _answer_several(question: _Question, limits: Sequence[int], to: _Outputs) -> None:
+    """Find the plans of several limits; write and print them.  Raises OsdpError if none fits."""
+    from osdp.planning.plan_questions import plan_frontier
+
+    if to.output is not None:
+        _check_folder(to.output, limits)
+    with progress_bar() as progress:
+        rows = plan_frontier(question.source, question.cluster, question.request, limits, progress)
+    if rows[-1].refusal is not None and not any(row.planned for row in rows):
+        raise rows[-1].refusal
+    if to.output is not None:
+        _write_several(to.output, rows, question.how)
+    if to.plot is not None:
+        from osdp.plots import plot_frontier
+
+        plot_frontier(to.plot, rows)
+        note(f"drawn into {to.plot}")
+    total_s = time.perf_counter() - STARTED_S
+    if to.as_json:
+        from osdp.cli.reports.plan_json import frontier_json
+
+        print(frontier_json(rows, total_s))
+        return
+    from osdp.cli.reports.frontier import print_frontier
+    from osdp.cli.reports.plan import Circumstances
+
+    print_frontier(make_console(), rows, Circumstances(total_s, question.why, str(to.output or "")))
+
+
+def _file_name(limit_bytes: int) -> str:
+    """Return the name of the plan of one limit: `8GB.yaml`, `7680MB.yaml`."""
+    from profiler.byte_sizes import GIB, MIB
+
+    units = ((GIB, "GB"), (MIB, "MB"), (1, "B"))
+    return next(f"{limit_bytes // size}{unit}.yaml" for size, unit in units if limit_bytes % size == 0)
+
+
+def _check_folder(folder: Path, limits: Sequence[int]) -> None:
+    """Raise OsdpError if the plans cannot be written into a folder; it need not be there yet."""
+    from osdp.planning.plan_file import check_output
+    from profiler.errors import OsdpError
+
+    if folder.is_file() or folder.suffix in (".yaml", ".yml"):
+        raise OsdpError(f"{folder} cannot hold several plans", got="a file", expected="a folder, such as plans/")
+    if not folder.parent.is_dir():
+        got, advice = f"no directory {folder.parent}", f"mkdir -p {folder.parent}"
+        raise OsdpError(f"{folder} cannot be made", got=got, advice=advice)
+    if folder.is_dir():
+        for limit_bytes in limits:
+            check_output(folder / _file_name(limit_bytes))
+
+
+def _write_several(folder: Path, rows: Sequence[FrontierRow], how: str) -> None:
+    from osdp.planning.plan_file import write_plan
+
+    folder.mkdir(exist_ok=True)
+    for row in rows:
+        if row.planned is not None:
+            write_plan(folder / _file_name(row.request.limit_bytes), row.planned.plan, how)

@@ -21,40 +21,42 @@ if TYPE_CHECKING:
 
 CPU_RANKS = 2
 """Ranks on a node without GPUs, unless the user says otherwise."""
-BUDGET_HELP = "Seconds; collectives take at most about 60 % of them, the rest takes as long as it takes."
+BUDGET_HELP = "Time for measuring, in seconds; collectives get at most about 60 % of it, the rest is not cut short."
 
 
 @guarded
 def profile(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("profile.yaml"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Cluster file to write.")] = Path("profile.yaml"),
     model: Annotated[
-        str | None, typer.Option(help=f"Also measure what its operators compute. {options.MODEL_HELP}")
+        str | None, typer.Option(help=f"Also time the operators of this model. {options.MODEL_HELP}")
     ] = None,
-    batch: Annotated[str, typer.Option(help="Micro-batches to measure the operators at, such as 1,2,4.")] = "1",
+    batch: Annotated[str, typer.Option(help="Micro-batch sizes at which operators are timed, such as 1,2,4.")] = "1",
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
-    repetitions: Annotated[int, typer.Option(min=1, help="Timings of each point; figures are medians.")] = 5,
+    repetitions: Annotated[int, typer.Option(min=1, help="Timings of each point, of which the median is taken.")] = 5,
     budget_s: Annotated[float, typer.Option("--budget-s", min=1.0, help=BUDGET_HELP)] = 120.0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Default: one for each GPU, or 2 on a CPU.")] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Nodes; run the same command on each.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="Number of this node, from 0.")] = 0,
-    rdzv_endpoint: Annotated[str, typer.Option(help="HOST:PORT of node 0, where several nodes meet.")] = "",
-    timeout_s: Annotated[float, typer.Option(help="How long a rank waits for the others.")] = 300.0,
+    device: options.DeviceType = "auto",
+    ranks_per_node: options.RanksPerNode = None,
+    nnodes: options.NodeCount = 1,
+    node_rank: options.NodeRank = 0,
+    rdzv_endpoint: options.RendezvousEndpoint = "",
+    timeout_s: Annotated[float, typer.Option(help="Seconds that a rank waits for the others.")] = 300.0,
     restart: Annotated[bool, typer.Option("--restart", hidden=True, help="Has no effect: nothing is resumed.")] = False,
     compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Measure nothing: compare two profiles.")
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare two cluster files instead of measuring.")
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure this machine, or each node of several, and write a file that `osdp plan --cluster` takes.
+    """Measure a machine. Writes a cluster file for `osdp plan --cluster`, also of several nodes.
 
-    Starts the ranks itself, or is one of those that torchrun started.
+    Starts the ranks itself, unless torchrun did.
     """
     if compare is not None:
         _compare(*compare, as_json)
         return
-    from osdp.planning.request import check_output
+    import torch
+
+    from osdp.planning.plan_file import check_output
     from osdp.training.launch import Nodes, is_rank, launch
 
     asked = model, batch, seq, precision, repetitions, budget_s, device
@@ -65,7 +67,7 @@ def profile(
     wanted = _wanted(*asked)
     if node_rank == 0:  # The file is written there.
         check_output(output, "cluster")
-    ranks = ranks_per_node or _ranks_here(wanted.device)
+    ranks = ranks_per_node or (torch.cuda.device_count() if wanted.device == "cuda" else CPU_RANKS)
     with launched():
         launch(sys.argv[1:], ranks, Nodes(nnodes, node_rank, rdzv_endpoint), wanted.device, timeout_s)
 
@@ -82,29 +84,23 @@ def _wanted(
 
     sizes = [part.strip() for part in batch.split(",")]
     if not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise OsdpError("--batch is not understood", got=batch, expected="whole numbers from 1, such as 1,2,4")
+        raise OsdpError("--batch takes micro-batch sizes", got=batch, expected="positive whole numbers, such as 1,2,4")
     if precision not in ("fp32", "bf16"):
-        raise OsdpError("--precision is not known", got=precision, expected="fp32 or bf16")
+        raise OsdpError("unknown --precision", got=precision, expected="fp32 or bf16")
     if device not in ("auto", "cpu", "cuda"):
-        raise OsdpError("--device is not known", got=device, expected="cpu, cuda or auto")
+        raise OsdpError("unknown --device", got=device, expected="cpu, cuda or auto")
     if device == "cuda" and not torch.cuda.is_available():
-        raise OsdpError("there is no GPU here", got="--device cuda", advice="--device cpu, or a CUDA build of torch")
+        raise OsdpError("torch finds no GPU", got="--device cuda", advice="--device cpu, or a CUDA build of torch")
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     source = None if model is None else load_model(model, sequence_length=seq)
     micro_batches = tuple(sorted({int(size) for size in sizes}))
     return Wanted(source, precision, micro_batches, repetitions, budget_s, chosen)
 
 
-def _ranks_here(device: str) -> int:
-    import torch
-
-    return torch.cuda.device_count() if device == "cuda" else CPU_RANKS
-
-
 def _run_as_rank(wanted: Wanted, output: Path, timeout_s: float, as_json: bool) -> None:
     """Measure with the other ranks; rank 0 writes the file and reports."""
     from osdp.cli.reports.profile import print_profile, profile_json
-    from osdp.planning.request import check_output
+    from osdp.planning.plan_file import check_output
     from osdp.profile.cluster_from_timings import assemble
     from osdp.profile.session import measure
     from osdp.training.process_group import joined
@@ -119,7 +115,7 @@ def _run_as_rank(wanted: Wanted, output: Path, timeout_s: float, as_json: bool) 
             from_rank_0("write the profile", lambda: None)
             return
         cluster = assemble(found, output.name.removesuffix(".yaml").removesuffix(".yml"))
-        comment = "Measured by `osdp profile`; SI units. Take it with: osdp plan --cluster THIS_FILE"
+        comment = "Measured by `osdp profile`; SI units. Plan with it: osdp plan --cluster THIS_FILE"
         from_rank_0("write the profile", lambda: write_yaml(output, cluster, comment))
     if as_json:
         print(profile_json(cluster))

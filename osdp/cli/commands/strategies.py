@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,7 @@ from osdp.cli.terminal import make_console, progress_bar
 
 if TYPE_CHECKING:
     from osdp.planning.request import Request
+    from osdp.planning.strategy_footprint import Uniform
     from profiler.cluster.cluster import Cluster
     from profiler.model_source import ModelSource
 
@@ -36,19 +38,19 @@ def strategies(
     gpus_per_node: options.GpusPerNode = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="As plans write them; repeatable. Default: replicate, owner, shard; on one rank replicate."),
+        typer.Option(help="A strategy as plan files name it; repeatable. Default: replicate, owner and shard."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of a rank.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Micro-batch size of a rank.")] = 1,
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
     optimizer: options.OptimizerName = "adam",
     measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Train a few steps on the GPUs of this machine, or on CPU ranks, and count."),
+        bool, typer.Option("--measure", help="Also train a few steps on this machine's GPUs or CPUs and measure.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say what each strategy keeps and sends if the whole model takes it, of one step with one micro-batch."""
+    """Compare strategies for a whole model. Prints memory and communication of a step with one micro-batch."""
+    from osdp.planning.clusters import choose_cluster
     from osdp.planning.request import Request
     from osdp.training.launch import Nodes, is_rank, launch
     from osdp.zoo import load_model
@@ -56,7 +58,7 @@ def strategies(
 
     names = tuple(dict.fromkeys(strategy or ()))
     if measure and nodes is not None:
-        raise OsdpError("only this machine can be measured", got=f"--nodes {nodes}", advice="--gpus-per-node N")
+        raise OsdpError("--measure runs on this machine only", got=f"--nodes {nodes}", advice="--gpus-per-node N")
     if measure and not is_rank():
         device, ranks = _here(gpus_per_node)
         with launched():
@@ -71,7 +73,7 @@ def strategies(
         with end_of_rank():
             _measured(source, cluster, request, names, as_json)
         return
-    _predicted(source, _cluster(cluster, nodes, gpus_per_node), request, names, as_json)
+    _predicted(source, choose_cluster(cluster, nodes, gpus_per_node)[0], request, names, as_json)
 
 
 def _here(ranks: int | None) -> tuple[str, int]:
@@ -83,16 +85,9 @@ def _here(ranks: int | None) -> tuple[str, int]:
     available = torch.cuda.device_count()
     if available and (ranks or 0) > available:
         raise OsdpError(
-            "there are fewer GPUs than ranks", got=f"--gpus-per-node {ranks}", expected=f"at most {available}"
+            "this machine has fewer GPUs than ranks", got=f"--gpus-per-node {ranks}", expected=f"at most {available}"
         )
     return ("cuda", ranks or available) if available else ("cpu", ranks or CPU_RANKS)
-
-
-def _cluster(name: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:
-    from osdp.planning.request import default_cluster
-    from osdp.zoo import load_cluster
-
-    return load_cluster(name, nodes, gpus_per_node) if name else default_cluster(nodes, gpus_per_node)[0]
 
 
 def _default_names(cluster: Cluster) -> tuple[str, ...]:
@@ -101,7 +96,6 @@ def _default_names(cluster: Cluster) -> tuple[str, ...]:
 
 
 def _predicted(source: ModelSource, cluster: Cluster, request: Request, names: tuple[str, ...], as_json: bool) -> None:
-    from osdp.cli.reports.strategies import print_strategies, strategies_json
     from osdp.planning.strategy_footprint import predict
     from planner.strategies.notation import parse_strategy
     from profiler.trace.trace import trace_model
@@ -113,17 +107,13 @@ def _predicted(source: ModelSource, cluster: Cluster, request: Request, names: t
         progress(f"tracing {source.name}", 0.0)
         graph = trace_model(source, request.precision, cluster.device.kind)
         found = [predict(graph, cluster, name, request) for name in names]
-    if as_json:
-        print(strategies_json(found, cluster))
-    else:
-        print_strategies(make_console(), found, cluster)
+    _report(found, cluster, as_json)
 
 
 def _measured(source: ModelSource, name: str | None, request: Request, names: tuple[str, ...], as_json: bool) -> None:
     """Be one of the ranks."""
     import torch
 
-    from osdp.cli.reports.strategies import print_strategies, strategies_json
     from osdp.planning.rank_grid import cluster_of_ranks
     from osdp.planning.strategy_footprint import counted, predict
     from osdp.training.process_group import joined
@@ -134,8 +124,13 @@ def _measured(source: ModelSource, name: str | None, request: Request, names: tu
         graph = trace_model(source, request.precision, cluster.device.kind)
         predicted = [predict(graph, cluster, strategy, request) for strategy in names or _default_names(cluster)]
         found = counted(source, predicted, cluster, ranks)
-    if os.environ["RANK"] != "0":
-        return
+    if os.environ["RANK"] == "0":
+        _report(found, cluster, as_json)
+
+
+def _report(found: Sequence[Uniform], cluster: Cluster, as_json: bool) -> None:
+    from osdp.cli.reports.strategies import print_strategies, strategies_json
+
     if as_json:
         print(strategies_json(found, cluster))
     else:
@@ -146,14 +141,14 @@ def _measured(source: ModelSource, name: str | None, request: Request, names: tu
 def partition(
     model: options.Model,
     ranks: Annotated[
-        list[int] | None, typer.Option(min=1, help="Ranks to give tensors to; repeatable. Default: 2 to 8.")
+        list[int] | None, typer.Option(min=1, help="Number of ranks; repeatable. Default: 2 to 8.")
     ] = None,
     by_module: Annotated[
-        bool, typer.Option("--by-module", help="Keep the parameters of a module together, as OSDP's owners do.")
+        bool, typer.Option("--by-module", help="Keep a module's parameters on one rank, as the strategy `owner` does.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say how evenly whole tensors can be given to ranks, by `evenness_priority`."""
+    """Divide whole tensors among ranks. Prints how evenly, for values of `evenness_priority`."""
     import torch
 
     from osdp.cli.reports.strategies import partition_json, print_partition

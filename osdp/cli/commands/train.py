@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from osdp.cli import options
 from osdp.cli.exits import guarded
 from osdp.cli.rank_process import end_of_rank, launched
 from osdp.cli.terminal import note
@@ -25,57 +26,59 @@ def train(
     context: typer.Context,
     config: Annotated[
         str | None,
-        typer.Argument(metavar="[CONFIG]", help="A file, or the name of one in configs/train. Default: gpt2."),
+        typer.Argument(metavar="[CONFIG]", help="A YAML file, or the name of one in configs/train. Default: gpt2."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="As in `osdp plan`.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps, those before a resumed checkpoint too.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps, including those before a resumed checkpoint.")
+    ] = None,
     task: Annotated[str | None, typer.Option(help="addition, bytes or sentences.")] = None,
-    digits: Annotated[int | None, typer.Option(help="Digits of each number of a sum.")] = None,
-    data: Annotated[str | None, typer.Option(help="Text file; its bytes are the tokens.")] = None,
+    digits: Annotated[int | None, typer.Option(help="Task addition: digits of each number.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text file, whose bytes are the tokens of task bytes.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per sample.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of parameters, order of samples, dropout.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed of parameters, sample order and dropout.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adam, adamw or sgd.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="As torch's optimizers take it.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="constant or cosine.")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(help="Steps in which the learning rate grows.")] = None,
-    clip: Annotated[float | None, typer.Option(help="Largest norm of all gradients together.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Weight decay of the optimizer.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Learning rate schedule: constant or cosine.")] = None,
+    warmup_steps: Annotated[int | None, typer.Option(help="Steps of learning rate warm-up.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Clip the norm of all gradients to this.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Compute dtype: fp32 or bf16.")] = None,
     mem: Annotated[str | None, typer.Option(help="Memory limit per rank; 8GB means 8 GiB.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="As in `osdp plan`. Default: what is there.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples of a rank in one forward. Default: planned.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Samples of all ranks in a step.")] = None,
-    plan: Annotated[str | None, typer.Option(help="Plan file to run, instead of planning.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="As in `osdp plan`. Default: this machine.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Micro-batch size of a rank. Default: planned.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Samples per optimizer step, over all ranks.")] = None,
+    plan: Annotated[str | None, typer.Option(help="Run this plan file instead of planning.")] = None,
     fsdp_type: Annotated[
-        str | None, typer.Option("--fsdp-type", "--fsdp_type", help="OSDP, or FSDP or DDP to compare with.")
+        str | None, typer.Option("--fsdp-type", "--fsdp_type", help="OSDP; or a baseline, FSDP or DDP.")
     ] = None,
     fsdp_args: Annotated[
         str | None,
-        typer.Option("--fsdp-args", "--fsdp_args", help="group_sharding, communication_with_groups or none: FSDP."),
+        typer.Option("--fsdp-args", "--fsdp_args", help="FSDP with group_sharding, communication_with_groups or none."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Default: one for each GPU, or 2 on a CPU.")] = None,
-    emulated_nodes: Annotated[int | None, typer.Option(help="Nodes that one machine's ranks stand for.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="How long a rank waits for the others.")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="Folder of checkpoints.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between two checkpoints.")] = None,
-    checkpoint_keep: Annotated[int | None, typer.Option(help="Newest checkpoints that are kept.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Default: one per GPU, or 2 on CPUs.")] = None,
+    emulated_nodes: Annotated[int | None, typer.Option(help="Nodes to emulate with the ranks of one machine.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds that a rank waits for the others.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Folder for checkpoints.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    checkpoint_keep: Annotated[int | None, typer.Option(help="Number of newest checkpoints to keep.")] = None,
     checkpoint_async: Annotated[
-        bool | None, typer.Option("--checkpoint-async/--no-checkpoint-async", help="Write while training goes on.")
+        bool | None, typer.Option("--checkpoint-async/--no-checkpoint-async", help="Write while training continues.")
     ] = None,
     resume: Annotated[str | None, typer.Option(help="auto, never, or the path of a checkpoint.")] = None,
-    tensorboard: Annotated[str | None, typer.Option(help="Folder of TensorBoard's files.")] = None,
+    tensorboard: Annotated[str | None, typer.Option(help="Folder for TensorBoard event files.")] = None,
     trace: Annotated[
-        str | None, typer.Option(help="Folder for a picture of each rank's memory in step 3, and a trace of step 4.")
+        str | None, typer.Option(help="Folder for each rank's memory plot of step 3 and profiler trace of step 4.")
     ] = None,
-    log_every: Annotated[int | None, typer.Option(help="Steps between two lines of progress.")] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Nodes; run the same command on each.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="Number of this node, from 0.")] = 0,
-    rdzv_endpoint: Annotated[str, typer.Option(help="HOST:PORT of node 0, where several nodes meet.")] = "",
+    log_every: Annotated[int | None, typer.Option(help="Steps between progress lines.")] = None,
+    nnodes: options.NodeCount = 1,
+    node_rank: options.NodeRank = 0,
+    rdzv_endpoint: options.RendezvousEndpoint = "",
 ) -> None:
-    """Train a model under a plan, on all GPUs of this machine or on CPU ranks.
+    """Train a model under a plan. Runs on all GPUs of this machine, or on CPU ranks.
 
-    Every option wins over the field of the same name in the configuration.
+    Options override the fields of the same name in the configuration.
     """
     from osdp.training.config import load_config
     from osdp.training.launch import Nodes, is_rank
@@ -103,7 +106,7 @@ def _launch(config: TrainConfig, nodes: Nodes) -> None:
     except KeyboardInterrupt:
         newest = latest(Path(config.checkpoint)) if config.checkpoint else None
         if newest is not None:
-            note(f"{newest} is whole: --resume auto continues from it")
+            note(f"{newest} is complete: --resume auto continues from it")
         raise
 
 

@@ -20,15 +20,15 @@ def verify(
     device: Annotated[
         Literal["auto", "fake", "cuda"],
         typer.Option(
-            help="fake: rehearse one rank without computing; cuda: run real steps, under torchrun with the plan's "
-            "ranks. auto: cuda where that can be."
+            help="fake: one rank's step on fake tensors, without computing; cuda: steps on GPUs, under torchrun with "
+            "as many ranks as the plan has; auto: cuda if possible, else fake."
         ),
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Compare a plan's predicted memory with what the runtime holds when it trains; exit with 1 if it does not hold."""
+    """Check a plan's predicted memory. Compares it with a step of the runtime; exits with 1 if it is too far off."""
     from osdp.cli.reports.verify import print_verified, verified_json
-    from osdp.planning.request import read_plan, reopen
+    from osdp.planning.plan_file import read_plan, reopen
     from osdp.planning.verify import verify as run
 
     with progress_bar() as progress:

@@ -55,15 +55,15 @@ def _figures(delta: Delta) -> dict[str, Any]:
 
 def print_diff(console: Console, found: Comparison, before: str, after: str) -> None:
     """Print what differs, or that nothing does."""
-    console.print(f"From {before} to {after}; every figure is what the files predict.")
+    console.print(f"From {before} to {after}; all figures are predictions from the files.")
     console.print()
     if found.is_empty:
-        console.print("The plans are equal: the same choices, made for the same.")
+        console.print("The plans are equal: the same choices for the same model, cluster and limit.")
         console.print()
     if found.settings:
-        print_section(console, "What they were made for, and the batch", _settings(found.settings))
+        print_section(console, "Model, cluster, limit and batch", _settings(found.settings))
     if not found.same_operators:
-        console.print("The plans are for models of different operators, so their choices are not compared.")
+        console.print("The models have different operators, so the choices are not compared.")
         console.print()
     elif found.choices:
         print_section(console, f"Choices: {found.changed_operators} operators differ", _choices(found.choices))
@@ -89,7 +89,7 @@ def _setting(name: str, value: str | int) -> str:
 
 
 def _choices(changes: tuple[ChoiceChange, ...]) -> Table:
-    table = make_table("count", "before", "after", "which", right=("count",), rigid=("before", "after"))
+    table = make_table(">count", "=before", "=after", "which")
     for change in changes:
         inside = f": {', '.join(name or 'itself' for name in change.operators)}" if change.operators else ""
         table.add_row(str(len(change.names)), change.before, change.after, short_names(change.names) + inside)
@@ -102,7 +102,7 @@ def _memory_title(found: Comparison) -> str:
 
 
 def _memory(found: Comparison) -> Table:
-    table = make_table("", "before", "after", "change", right=("before", "after", "change"))
+    table = make_table("", ">before", ">after", ">change")
     for delta in (*found.memory, found.peak_bytes):
         if delta.before or delta.after:
             sign = "+" if delta.change > 0 else ""
@@ -120,7 +120,7 @@ def _time_title(found: Comparison) -> str:
 
 
 def _time(found: Comparison) -> Table:
-    table = make_table("in a step", "before", "after", "change", right=("before", "after", "change"))
+    table = make_table("per step", ">before", ">after", ">change")
     for delta in (*found.time, found.step_time_s):
         if delta.before or delta.after:
             told = [format_seconds(value) for value in (delta.before, delta.after)]

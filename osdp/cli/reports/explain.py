@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COLUMNS = {
-    "recompute_s": "recompute",
-    "exposed_communication_s": "exposed",
-    WAITING: "waiting",
-    "optimizer_s": "optimizer",
+    "recompute_s": ">recompute",
+    "exposed_communication_s": ">exposed",
+    WAITING: ">stragglers",
+    "optimizer_s": ">optimizer",
 }
 """Terms that a choice can change, and their columns; computing takes the same under every strategy."""
 SAME = 1e-6
@@ -36,17 +36,17 @@ def print_plan_reasons(console: Console, view: OpenPlan, more: WhatIf | None = N
     """Print what keeps each part of a plan from being faster, and what more would buy, if that was asked."""
     console.print(_summary(view))
     console.print()
-    table = make_table("part", "count", "choice", "held by", "why", right=("count",), rigid=("choice",))
+    table = make_table("part", ">count", "=choice", "limited by", "alternatives")
     for part in parts(view):
         choice = _choice(" and ".join(part.strategies), part.recompute) + (" (pinned)" if part.pinned else "")
         why = _why(part.tempting, part.better, part.cheapest)
         table.add_row(_label(view, part), str(len(part.stages) or 1), choice, part.binds, why)
-    print_section(console, "Each part, and what one of it could take instead", table)
+    print_section(console, "Each part of the model, and what one instance of it could take instead", table)
     if more is not None:
         print_what_if(console, more, view.prediction.samples_per_s)
     elif why_not:
-        console.print(f"What more would buy cannot be told: {why_not}.")
-    console.print("osdp explain PLAN OPERATOR shows every alternative of one operator, block or pattern.")
+        console.print(f"No what-if analysis: {why_not}.")
+    console.print("`osdp explain PLAN OPERATOR` lists every alternative for one operator, block or pattern.")
 
 
 def print_target_reasons(console: Console, view: OpenPlan, name: str, target: Target) -> None:
@@ -54,20 +54,20 @@ def print_target_reasons(console: Console, view: OpenPlan, name: str, target: Ta
     console.print(_summary(view))
     console.print()
     changes = alternatives(view, target)
-    why = _why(*best_of(changes)) if changes else "On one rank there is nothing else that it could take."
+    why = _why(*best_of(changes)) if changes else "On one rank there are no alternatives."
     print_section(console, f"{name}: {_current(view, target)}", _together(view, target), why)
     if changes:
-        headline = "Every alternative, as a change of the whole plan, the fastest first (exposed: communication)"
+        headline = "All alternatives, fastest first, as changes to the whole plan (exposed: exposed communication)"
         print_section(console, headline, _table(changes), _elsewhere(view, changes))
 
 
 def _summary(view: OpenPlan) -> str:
     """Return what the plan is predicted to do, and whether its file says so too."""
     plan, made = view.plan, view.prediction
-    free = f" ({format_bytes(plan.headroom_bytes)} to stay free)" if plan.headroom_bytes else ""
+    free = f" ({format_bytes(plan.headroom_bytes)} of it headroom)" if plan.headroom_bytes else ""
     text = (
         f"{plan.model.name} on {view.load.cluster.name}, micro-batch {plan.micro_batch}, predicted: "
-        f"{format_seconds(made.step_time_s)} a step, {format_count(made.samples_per_s)} samples/s, peak "
+        f"{format_seconds(made.step_time_s)} per step, {format_count(made.samples_per_s)} samples/s, peak "
         f"{format_bytes(made.peak_memory_bytes)} of {format_bytes(plan.limit_bytes)}{free} in "
         f"{name_phase(made.peak_phase)}."
     )
@@ -75,8 +75,8 @@ def _summary(view: OpenPlan) -> str:
     pairs = ((told.step_time_s, made.step_time_s), (told.peak_memory_bytes, made.peak_memory_bytes))
     if any(abs(old - new) > SAME * new for old, new in pairs):
         text += (
-            f"\nThe file says {format_seconds(told.step_time_s)} and {format_bytes(told.peak_memory_bytes)}: its "
-            "choices, the cluster or the cost model have changed since."
+            f"\nThe plan file predicts {format_seconds(told.step_time_s)} and {format_bytes(told.peak_memory_bytes)}: "
+            "its choices, the cluster or the cost model have changed since."
         )
     return text
 
@@ -100,7 +100,7 @@ def _together(view: OpenPlan, target: Target) -> str:
     stages = [(index, model.stages[index]) for index in sorted(target.stages)]
     names = [view.label_of(index) if stage.block is None else stage.name for index, stage in stages]
     names += [module for operator in _tied(view) for module in operator.modules] if target.spanning else []
-    return f"Decided together, as one: all of {short_names(names)}."
+    return f"These change together: {short_names(names)}."
 
 
 def _tied(view: OpenPlan) -> list[Operator]:
@@ -127,22 +127,22 @@ def _why(tempting: Alternative | None, better: Alternative | None, cheapest: Alt
     """Return the reason in words; the three are those of `planner.analysis.explain.best_of`."""
     said = []
     if better:
-        said.append(f"{_told(better)} would save {format_seconds(-better.delta_s)} a step and fits.")
+        said.append(f"{_told(better)} would save {format_seconds(-better.delta_s)} per step and fits.")
     if tempting:
         said.append(
-            f"{_told(tempting)} would save {format_seconds(-tempting.delta_s)} a step, but exceeds the limit by "
+            f"{_told(tempting)} would save {format_seconds(-tempting.delta_s)} per step, but exceeds the limit by "
             f"{format_bytes(tempting.excess_bytes)} in {name_phase(tempting.phase)}."
         )
     if not said:
         said.append("Nothing is faster.")
     if cheapest:
-        said.append(f"The cheapest other choice that fits is {_told(cheapest)}, {_cost(cheapest)}.")
+        said.append(f"The cheapest alternative that fits is {_told(cheapest)}, {_cost(cheapest)}.")
     return " ".join(said)
 
 
 def _cost(change: Alternative) -> str:
     """Return what a change that is not faster costs: time, and memory either way."""
-    time = "as fast" if change.as_fast else f"{format_seconds(change.delta_s)} a step slower"
+    time = "as fast" if change.as_fast else f"{format_seconds(change.delta_s)} per step slower"
     if abs(change.delta_bytes) < SAME_BYTES:
         return f"{time}, with the same peak"
     more = "more" if change.delta_bytes > 0 else "less"
@@ -152,8 +152,7 @@ def _cost(change: Alternative) -> str:
 def _table(changes: list[Alternative]) -> Table:
     waits = any(change.delta_by_term_s[WAITING] for change in changes)
     columns = {term: name for term, name in COLUMNS.items() if waits or term != WAITING}
-    numbers = ("step time", *columns.values(), "peak", "over limit")
-    table = make_table("instead", *numbers, right=numbers, rigid=numbers)
+    table = make_table("alternative", ">step time", *columns.values(), ">peak", ">over limit")
     for change in changes:
         terms = [format_seconds(change.delta_by_term_s[term], signed=True) for term in columns]
         peak = ("+" if change.delta_bytes > 0 else "") + format_bytes(change.delta_bytes)
@@ -163,7 +162,7 @@ def _table(changes: list[Alternative]) -> Table:
 
 
 def _elsewhere(view: OpenPlan, changes: list[Alternative]) -> str:
-    """Return where the peaks of alternatives are that are not where the plan's is."""
+    """Return in which phases the plan and the alternatives have their peaks."""
     here = view.prediction.peak_phase
-    moved = [f"{_told(change)}: {name_phase(change.phase)}" for change in changes if change.phase != here]
-    return f"The peak is in {name_phase(here)}" + (f", but with {'; '.join(moved)}." if moved else ".")
+    moved = [f"{_told(change)}, in {name_phase(change.phase)}" for change in changes if change.phase != here]
+    return f"The plan's peak is in {name_phase(here)}" + (f"; with {'; with '.join(moved)}." if moved else ".")

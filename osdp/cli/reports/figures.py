@@ -1,4 +1,4 @@
-"""Numbers for people, and where those of a cluster come from."""
+"""Numbers as reports print them, and where those of a cluster come from."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _measured_figures(measured: Measured) -> Iterator[tuple[str, str, str]]:
         yield "times of collectives", f"{len(measured.collectives)} fits", f"{how}; within {worst:.0%}"
     if measured.calls:
         yield "times of operators", f"{len(measured.calls)} kinds", how
-    yield "overhead of a unit", format_seconds(measured.unit_overhead_s), how
-    yield "slower under communication", f"{measured.overlapped_slowdown:.2f} x", how
+    yield "overhead of an FSDP unit", format_seconds(measured.unit_overhead_s), how
+    yield "slowdown while communicating", f"{measured.overlapped_slowdown:.2f} x", how
     for one in measured.optimizers:
         yield f"{one.name}, 100 tensors, 1 GB", format_seconds(one.step_s(100, 1e9)), one.s_per_byte.source
 
@@ -123,7 +123,7 @@ def format_parameters(count: int) -> str:
 
 
 def name_phase(phase: str) -> str:
-    """Return a phase as it is said after "in": a plan's `peak_phase` may be no more than `optimizer`."""
+    """Return a plan's `peak_phase` as reports say it after "in"."""
     return "the optimizer step" if phase == "optimizer" else phase
 
 

@@ -36,29 +36,22 @@ def print_frontier(console: Console, rows: Sequence[FrontierRow], around: Circum
         f"{rates(cluster, plan.model.precision)}."
     )
     console.print()
-    print_section(console, "Samples per second that each memory limit allows", _table(rows), *_taken_over(rows))
-    changes = make_table("limit", "what the plan does", rigid=("limit",))
+    print_section(console, "Predicted samples per second at each memory limit", _table(rows), *_taken_over(rows))
+    changes = make_table("=limit", "change")
     for limit, text in _changes(rows):
         changes.add_row(limit, text)
-    print_section(console, "From one limit to the next", changes)
+    print_section(console, "What changes from one limit to the next", changes)
     searched_s = sum(planned.found.search_s for planned in plans)
     console.print(
-        f"Took {plans[0].trace_s:.2f} s to trace, {searched_s:.2f} s to search, {around.total_s:.2f} s since start."
+        f"Tracing took {plans[0].trace_s:.2f} s, the searches {searched_s:.2f} s, the command {around.total_s:.2f} s."
     )
     if around.written_to:
-        console.print(f"Written into {around.written_to}")
+        console.print(f"Written to {around.written_to}")
 
 
 def _table(rows: Sequence[FrontierRow]) -> Table:
-    numbers = ("limit", "used", "samples/s", "gap", "micro-batch")
-    table = make_table(
-        *numbers,
-        "",
-        "best uniform",
-        "the plan is",
-        right=(*numbers, "the plan is"),
-        rigid=("limit", "used", "the plan is"),
-    )
+    columns = (">limit", ">used", ">samples/s", ">gap", ">micro-batch", "", "best uniform", ">the plan is")
+    table = make_table(*columns)
     top = max(row.planned.plan.predicted.samples_per_s for row in rows if row.planned)
     for row in rows:
         limit = format_bytes(row.request.limit_bytes)
@@ -96,16 +89,12 @@ def _changes(rows: Sequence[FrontierRow]) -> Iterator[tuple[str, str]]:
         if row is None:
             continue
         if row.planned is None:
-            yield limit, _why_not(row)
+            assert row.refusal is not None, "set where no plan fits"
+            yield limit, f"does not fit: needs {row.refusal.expected}"
         elif before is None or before.planned is None:
             yield limit, _summary(row.planned)
         else:
             yield limit, _difference(before.planned.plan, row.planned.plan)
-
-
-def _why_not(row: FrontierRow) -> str:
-    assert row.refusal is not None, "a limit without a plan says why"
-    return f"does not fit: it takes {row.refusal.expected}"
 
 
 def _summary(planned: Planned) -> str:

@@ -8,7 +8,6 @@ from osdp.cli.reports.figures import figures_of, format_parameters, format_rate
 from osdp.cli.terminal import make_table, print_section
 from osdp.zoo import cluster_names, load_cluster, model_card, model_names
 from profiler.byte_sizes import format_bytes
-from profiler.cluster.cluster import Cluster
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,14 +15,14 @@ if TYPE_CHECKING:
 
 def print_models(console: Console) -> None:
     """Print the models of the zoo."""
-    table = make_table("model", "parameters", "tokens", "description", right=("parameters", "tokens"))
+    table = make_table("model", ">parameters", ">tokens", "description")
     for name in model_names():
         card = model_card(name)
         parameters = "" if card.parameters is None else format_parameters(card.parameters)
         table.add_row(name, parameters, str(card.sequence_length), card.description)
     console.print(table)
     console.print()
-    console.print("Also: path/to/model.yaml, package.module:factory, hf:path/to/config.json")
+    console.print("Also accepted: path/to/model.yaml, package.module:factory, hf:path/to/config.json")
 
 
 def print_clusters(console: Console, name: str | None, sources: bool) -> None:
@@ -31,10 +30,12 @@ def print_clusters(console: Console, name: str | None, sources: bool) -> None:
     found = {spec: load_cluster(spec) for spec in ([name] if name else cluster_names())}
     if sources:
         for cluster in found.values():
-            _print_sources(console, cluster)
+            table = make_table("figure", ">value", "source")
+            for figure, value, source in figures_of(cluster):
+                table.add_row(figure, value, source)
+            print_section(console, f"{cluster.name}: {cluster.description}; {cluster.device.name}", table)
         return
-    numbers = ("ranks", "memory", "in a node", "between")
-    table = make_table("cluster", *numbers, "description", right=numbers, rigid=("cluster", *numbers))
+    table = make_table("=cluster", ">ranks", ">memory", ">in a node", ">between", "description")
     for spec, cluster in found.items():
         inter = "" if cluster.inter is None else format_rate(cluster.inter.bytes_per_s.value, "B/s")
         intra = format_rate(cluster.intra.bytes_per_s.value, "B/s")
@@ -43,12 +44,4 @@ def print_clusters(console: Console, name: str | None, sources: bool) -> None:
         table.add_row(spec, ranks, memory, intra, inter, cluster.description)
     console.print(table)
     console.print()
-    console.print("Memory of one device; bus bandwidth of one rank. --sources tells where each figure comes from.")
-
-
-def _print_sources(console: Console, cluster: Cluster) -> None:
-    """Print every figure of a cluster and its source."""
-    table = make_table("figure", "value", "source", right=("value",), rigid=("value",))
-    for figure, value, source in figures_of(cluster):
-        table.add_row(figure, value, source)
-    print_section(console, f"{cluster.name}: {cluster.description}; {cluster.device.name}", table)
+    console.print("Memory per device; bus bandwidth per rank. --sources lists where each figure comes from.")

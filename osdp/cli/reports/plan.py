@@ -16,6 +16,7 @@ from osdp.cli.reports.figures import (
 )
 from osdp.cli.reports.rows import plan_rows, short_names
 from osdp.cli.terminal import make_table, print_section
+from osdp.planning.clusters import reserve_use
 from osdp.planning.request import Planned
 from planner.analysis.plan_diff import HIDDEN
 from planner.analysis.what_if import WhatIf
@@ -35,12 +36,12 @@ TERMS = {
     "compute_s": "compute",
     "recompute_s": "recompute",
     "exposed_communication_s": "exposed communication",
-    WAITING: "waiting for the slowest",
+    WAITING: "straggler wait",
     "optimizer_s": "optimizer",
 }
 """Terms that sum to the step time, as printed."""
-HEADLINE = "Plan: every time and memory figure below is predicted, none was measured in a run"
-BASELINES_HEADLINE = "Against one strategy for everything, each at its best micro-batch"
+HEADLINE = "Plan: all times and memory figures below are predicted, none was measured in a run"
+BASELINES_HEADLINE = "Compared with one strategy for the whole model, each at its best micro-batch size"
 PINNED = ", pinned"
 """Marks what the user decided."""
 
@@ -52,7 +53,7 @@ class Circumstances:
     total_s: float
     """Seconds since the command started."""
     cluster_note: str = ""
-    """Why this cluster, where the user named none."""
+    """Why this cluster, if the user named none."""
     written_to: str = ""
     """File that the plan was written to, or folder of several."""
     more: WhatIf | None = None
@@ -77,7 +78,7 @@ def _header(planned: Planned, around: Circumstances) -> Table:
     """Say what was planned for what, and what the figures rest on."""
     plan, graph, cluster = planned.plan, planned.graph, planned.cluster
     device = cluster.device
-    tokens = f", {graph.sequence_length} tokens a sample" if graph.sequence_length > 1 else ""
+    tokens = f", {graph.sequence_length} tokens per sample" if graph.sequence_length > 1 else ""
     ranks = f"{cluster.nodes} x {cluster.gpus_per_node} {device.name}, {format_bytes(device.memory_bytes.value)} each"
     note = f" ({around.cluster_note})" if around.cluster_note else ""
     table = make_table("", "")
@@ -88,18 +89,18 @@ def _header(planned: Planned, around: Circumstances) -> Table:
         f"{len(graph.blocks)} blocks; {plan.model.precision}, {plan.optimizer}{tokens}",
     )
     table.add_row("cluster", f"{cluster.name}: {ranks}{note}")
-    free = f"{format_bytes(plan.headroom_bytes)} stay free as headroom and " if plan.headroom_bytes else ""
+    free = f"{format_bytes(plan.headroom_bytes)} are headroom and " if plan.headroom_bytes else ""
     table.add_row(
         "limit",
-        f"{format_bytes(plan.limit_bytes)} ({plan.limit_bytes / MIB:,.0f} MiB) a device, of which "
-        f"{free}{format_bytes(cluster.reserve_bytes)} are kept free for what is not PyTorch's",
+        f"{format_bytes(plan.limit_bytes)} ({plan.limit_bytes / MIB:,.0f} MiB) per device, of which "
+        f"{free}{format_bytes(cluster.reserve_bytes)} are reserved for {reserve_use(device)}",
     )
     if plan.waits.source:
         table.add_row("imbalance", _waits(plan.waits))
     if plan.asked.pins:
         table.add_row("pinned", ", ".join(plan.asked.pins))
     table.add_row("rates", rates(cluster, plan.model.precision))
-    table.add_row("sources", f"the cluster's figures: {count_sources(cluster)}; the model's: counted in a trace")
+    table.add_row("sources", f"cluster: {count_sources(cluster)}; model: counted while tracing it")
     return table
 
 
@@ -108,8 +109,7 @@ def _waits(waits: Waits) -> str:
     each, once = (f"{waits.factor(meets) - 1:.1%}" for meets in (True, False))
     fill = f"the mean sample is {waits.fill:.0%} as long as the longest, " if waits.fill < 1 else ""
     return (
-        f"{waits.source}: {fill}the slowest rank computes {each} longer than the mean in a micro-batch, {once} in "
-        "a step"
+        f"{waits.source}: {fill}the slowest rank computes {each} longer than the mean per micro-batch, {once} per step"
     )
 
 
@@ -117,23 +117,14 @@ def _choices_title(planned: Planned) -> str:
     plan, world = planned.plan, planned.cluster.world_size
     samples = world * plan.micro_batch * plan.accumulation
     return (
-        f"Micro-batch {plan.micro_batch} a rank x {world} ranks x {plan.accumulation} a step "
-        f"= {samples:,} samples a step"
+        f"Micro-batch {plan.micro_batch} x {world} ranks x accumulation {plan.accumulation} "
+        f"= {samples:,} samples per step"
     )
 
 
 def _choices(planned: Planned) -> Table:
-    """Return the plan itself, by class of blocks and operators."""
-    table = make_table(
-        "part",
-        "count",
-        "strategy",
-        "recompute",
-        "parameters",
-        "which",
-        right=("count", "parameters"),
-        rigid=("strategy", "parameters"),
-    )
+    """Return the choices, by class of blocks and operators."""
+    table = make_table("part", ">count", "=strategy", "recompute", ">parameters", "which")
     for row in plan_rows(planned.plan, planned.graph, planned.pins):
         recompute = "" if row.recompute is None else "yes" if row.recompute else "no"
         strategy, recompute = row.strategy + PINNED * row.pinned, recompute + PINNED * row.pinned_recompute
@@ -152,7 +143,7 @@ def _memory_title(planned: Planned) -> str:
 
 def _memory(planned: Planned) -> Table:
     """Return the peak by category, as shares of the limit."""
-    table = make_table("at the peak", "bytes", "of limit", "", right=("bytes", "of limit"))
+    table = make_table("at the peak", ">bytes", ">of limit", "")
     categories = planned.plan.predicted.memory_by_category
     for category, size_bytes in sorted(categories.items(), key=lambda item: -item[1]):
         share = size_bytes / planned.plan.limit_bytes
@@ -162,13 +153,13 @@ def _memory(planned: Planned) -> Table:
 
 def _time_title(planned: Planned) -> str:
     predicted = planned.plan.predicted
-    return f"Time: {format_seconds(predicted.step_time_s)} a step, {_speed(predicted, planned.graph.sequence_length)}"
+    return f"Time: {format_seconds(predicted.step_time_s)} per step, {_speed(predicted, planned.graph.sequence_length)}"
 
 
 def _time(planned: Planned) -> Table:
     """Return the step time by term."""
     predicted = planned.plan.predicted
-    table = make_table("in a step", "time", "of step", "", right=("time", "of step"))
+    table = make_table("per step", ">time", ">share", "")
     for term, label in TERMS.items():
         seconds = predicted.time_by_term[term]
         if term == WAITING and not seconds:
@@ -180,7 +171,7 @@ def _time(planned: Planned) -> Table:
 
 def _hidden(planned: Planned) -> str:
     hidden = format_seconds(planned.plan.predicted.time_by_term[HIDDEN])
-    return f"Another {hidden} of communication runs under computation and is not part of the sum."
+    return f"Another {hidden} of communication overlaps with computation and is not part of the sum."
 
 
 def _speed(predicted: Prediction, sequence_length: int) -> str:
@@ -193,16 +184,8 @@ def _speed(predicted: Prediction, sequence_length: int) -> str:
 def baseline_table(planned: Planned) -> Table:
     """Return the uniform configurations under the same limit, and how many times as fast the plan is."""
     speed = planned.plan.predicted.samples_per_s
-    table = make_table(
-        "baseline",
-        "recompute",
-        "micro-batch",
-        "peak memory",
-        "samples/s",
-        "the plan is",
-        right=("micro-batch", "peak memory", "samples/s", "the plan is"),
-        rigid=("peak memory", "the plan is"),
-    )
+    columns = ("baseline", "recompute", ">micro-batch", ">peak memory", ">samples/s", ">the plan is")
+    table = make_table(*columns)
     for baseline in planned.found.baselines:
         needs = format_bytes(baseline.peak_memory_bytes)
         row = (baseline_name(baseline), "yes" if baseline.recompute else "no")
@@ -222,14 +205,14 @@ def baseline_name(baseline: Baseline) -> str:
 
 
 def _offer(planned: Planned) -> str:
-    """Say what the search offered the stages of a model."""
+    """Say which strategies the search could give to the stages of a model."""
     space = planned.found.space
     if space.is_diverse:
-        first = f"one of the first {DIVERSE_STRATEGIES} strategies or the one of least memory"
-        return f"{first}, for each block or operator outside blocks (hardly two are alike: there is no time for more)"
-    text = f"for each block or operator outside blocks any strategy, two of the first {MIXED_STRATEGIES} by part of "
-    text += f"the block, or its large linears in slices of two of the first {SPLIT_STRATEGIES}"
-    few = f" (stages of less than 1/{1 / LIGHT:.0f} of the parameters: a copy, a shard or what needs least memory)"
+        first = f"one of the {DIVERSE_STRATEGIES} preferred strategies or the one that needs least memory"
+        return f"{first} (few blocks are alike, so that a larger space would take too long)"
+    text = f"any strategy, two of the {MIXED_STRATEGIES} preferred strategies for different parts of the block, or "
+    text += f"its large linear layers split into slices with two of the {SPLIT_STRATEGIES} preferred strategies"
+    few = f" (parts with less than 1/{1 / LIGHT:.0f} of the parameters: replicate, shard or what needs least memory)"
     return text + (few if space.light else "")
 
 
@@ -238,11 +221,11 @@ def _footer(planned: Planned, around: Circumstances) -> str:
     plan, found = planned.plan, planned.found
     bound = format_count(found.bound_samples_per_s)
     lines = [
-        f"Certified gap {plan.gap:.2%}: no plan of the searched space has more than {bound} samples/s in this cost "
-        f"model{' with these pins' if plan.asked.pins else ''}. The space is {_offer(planned)}; one strategy for all "
-        f"tied operators; recomputation or not for each block; and the {found.points} points of the sweep over "
-        "micro-batches. Plans outside it may be faster.",
-        f"Took {planned.trace_s:.2f} s to trace, {found.search_s:.2f} s to search, {around.total_s:.2f} s since start.",
+        f"Certified gap {plan.gap:.2%}: no plan of the search space has more than {bound} samples/s in this cost "
+        f"model{' with these pins' if plan.asked.pins else ''}. The search space has, for each block and each operator "
+        f"outside blocks, {_offer(planned)}; one strategy for all tied operators; recomputation or not for each block; "
+        f"and {found.points} combinations of micro-batch size and accumulation. Plans outside it may be faster.",
+        f"Tracing took {planned.trace_s:.2f} s, the search {found.search_s:.2f} s, the command {around.total_s:.2f} s.",
     ]
     lines += [f"Note: {note}" for note in planned.graph.notes]
     if around.written_to:

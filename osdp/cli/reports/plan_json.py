@@ -93,6 +93,6 @@ def _frontier_object(row: FrontierRow, total_s: float) -> dict[str, Any]:
     told: dict[str, Any] = {"limit_bytes": row.request.limit_bytes, "feasible": row.planned is not None}
     if row.planned is not None:
         return told | plan_object(row.planned, total_s) | {"taken_from_limit_bytes": row.taken_from_bytes}
-    assert row.refusal is not None, "a limit without a plan says why"
+    assert row.refusal is not None, "set where no plan fits"
     refusal = row.refusal.refusal
     return told | {"needed_bytes": refusal.advised_bytes or refusal.needed_bytes, "why": row.refusal.expected}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from osdp.cli.reports.figures import format_rate, format_seconds
 from osdp.cli.terminal import make_table, print_section
+from osdp.planning.clusters import reserve_use
 from osdp.profile.profile_diff import Row
 from planner.cost.workload import Workload
 from profiler.byte_sizes import format_bytes
@@ -34,11 +35,14 @@ def profile_json(cluster: Cluster) -> str:
 def print_profile(console: Console, cluster: Cluster, graph: ModelGraph | None, path: Path) -> None:
     """Print what was measured; `graph` is of the model whose calls were."""
     measured = cluster.measured
-    assert measured is not None, "this is what `osdp profile` makes"
+    assert measured is not None, "`osdp profile` measures it"
     title = f"{cluster.nodes} x {cluster.gpus_per_node} ranks, measured on {measured.date}: {measured.versions}; "
     print_section(console, title + f"medians of {measured.repetitions}, all ranks at once", _rates(cluster))
     print_section(
-        console, "Collectives, with the copies that FSDP2 makes around them", _collectives(measured), _rings(cluster)
+        console,
+        "Collectives, including the copies that FSDP2 makes before and after them",
+        _collectives(measured),
+        _rings(cluster),
     )
     if graph is not None:
         print_section(console, f"Operators of {graph.name}, {graph.precision}", _calls(cluster, graph))
@@ -50,34 +54,33 @@ def print_profile(console: Console, cluster: Cluster, graph: ModelGraph | None, 
 def _rates(cluster: Cluster) -> Table:
     device, measured = cluster.device, cluster.measured
     assert measured is not None
-    table = make_table("what", "measured", "", right=("measured",), rigid=("measured",))
+    table = make_table("figure", ">measured", "")
     for precision, rate in device.matmul_flops_per_s.items():
         table.add_row(f"matrix products, {precision}", format_rate(rate.value, "FLOP/s"), "")
-    table.add_row("other kernels", format_rate(device.memory_bytes_per_s.value, "B/s"), "")
+    table.add_row("memory-bound kernels", format_rate(device.memory_bytes_per_s.value, "B/s"), "")
     table.add_row(
-        "memory of a rank",
+        "memory per rank",
         format_bytes(device.memory_bytes.value),
-        f"{format_bytes(cluster.reserve_bytes)} of it not for tensors",
+        f"{format_bytes(cluster.reserve_bytes)} of it reserved for {reserve_use(device)}",
     )
     longer = f"computation then takes {measured.overlapped_slowdown:.2f} times as long"
-    table.add_row("communication under computation", *(("yes", longer) if measured.asynchronous else ("no", "")))
-    table.add_row("the same with FSDP2", "yes" if cluster.overlaps else "no", "")
+    table.add_row("communication overlaps computation", *(("yes", longer) if measured.asynchronous else ("no", "")))
+    table.add_row("FSDP2 overlaps them", "yes" if cluster.overlaps else "no", "")
     table.add_row(
-        "each gather and reduction of a unit",
+        "overhead per collective of an FSDP unit",
         format_seconds(measured.unit_overhead_s),
-        "beside its collectives: hooks, waiting for who is late",
+        "hook overhead and straggler wait",
     )
     if measured.one_sided_overhead_s is not None:
-        table.add_row("each pull and push of a unit", format_seconds(measured.one_sided_overhead_s), "likewise, of odc")
+        table.add_row("overhead per pull or push of an ODC unit", format_seconds(measured.one_sided_overhead_s), "")
     for one in measured.optimizers:
         table.add_row(f"{one.name}, 100 tensors, 1 GB", format_seconds(one.step_s(100, 1e9)), "")
     return table
 
 
 def _collectives(measured: Measured) -> Table:
-    """Return a table of the fits: at size 0, the last slope, some sizes; how far off at worst, and how many lines."""
-    numbers = ("at least", "then", "64 KiB", "1 MiB", "16 MiB")
-    table = make_table("collective", *numbers, "fit", right=numbers, rigid=("collective", *numbers))
+    """Return the fits: time of size 0, last slope, times of some sizes; the largest error and the number of lines."""
+    table = make_table("=collective", ">latency", ">bandwidth", ">64 KiB", ">1 MiB", ">16 MiB", "fit")
     for one in measured.collectives:
         first, last = one.pieces[0], one.pieces[-1]
         rate = format_rate(1 / last.s_per_byte, "B/s") if last.s_per_byte else "flat"
@@ -101,15 +104,14 @@ def _rings(cluster: Cluster) -> str:
         for rule in cluster.ring
     ]
     if not rules:
-        return "Reduce-scatters are the backend's: rings were not measured to be faster."
-    return f"Reduce-scatters go round a ring, which was faster, over {'; '.join(rules)}."
+        return "Reduce-scatters are left to the backend: rings were not measured to be faster."
+    return f"Reduce-scatters run as rings, which was faster, over {'; '.join(rules)}."
 
 
 def _calls(cluster: Cluster, graph: ModelGraph) -> Table:
     """Return a table of measured times beside those that the roofline of the measured rates gives."""
     assert cluster.measured is not None
-    numbers = ("count", "batch", "forward", "roofline", "backward", "roofline ", "kept")
-    table = make_table("operator", *numbers, right=numbers, rigid=numbers)
+    table = make_table("operator", ">count", ">batch", ">forward", ">roofline", ">backward", ">roofline", ">saved")
     by_key = {call_key(graph, call): call for call in graph.calls}
     counts = {key: sum(call_key(graph, call) == key for call in graph.calls) for key in by_key}
     for one in cluster.measured.calls:
@@ -138,8 +140,7 @@ def comparison_json(rows: Sequence[Row], before: str, after: str) -> str:
 def print_comparison(console: Console, rows: Sequence[Row], before: str, after: str) -> None:
     """Print two profiles side by side."""
     for part, found in groupby(rows, key=lambda row: row.part):
-        numbers = ("before", "after", "ratio")
-        table = make_table("figure", *numbers, right=numbers, rigid=numbers)
+        table = make_table("figure", ">before", ">after", ">ratio")
         for row in found:
             values = [_value(value, row.unit) for value in (row.before, row.after)]
             table.add_row(row.what, *values, "" if row.ratio is None else f"{row.ratio:.2f}")

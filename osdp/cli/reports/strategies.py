@@ -65,16 +65,18 @@ def print_strategies(console: Console, found: Sequence[Uniform], cluster: Cluste
         f"micro-batch {plan.micro_batch}",
     )
     print_section(
-        console, "What the fullest rank keeps between backward and step, and its peak", _kept_table(found, whole)
+        console,
+        "Memory of the fullest rank between backward and the optimizer step, and its peak",
+        _kept_table(found, whole),
     )
-    print_section(console, "What is sent in a step: bytes of whole tensors", _sent_table(found))
+    print_section(console, "Communication per step, in bytes of whole (unsharded) tensors", _sent_table(found))
     P = format_bytes(whole)  # noqa: N806
     console.print(
-        f"P is all parameters in fp32, {P}. Peaks are of tensors alone. Gathered before backward and "
-        "reduced after it are both under backward."
+        f"P: all parameters in fp32, {P}. Peaks count tensors only. Backward includes its all-gathers and the "
+        "reduction of gradients."
     )
     if found[0].counted is not None:
-        console.print(f"Measured: step {STEPS} of a training on these ranks, its collectives and live tensors.")
+        console.print(f"Measured: collectives and live tensors of training step {STEPS} on these ranks.")
 
 
 def _rows(found: Sequence[Uniform]) -> list[tuple[str, str, Footprint]]:
@@ -88,8 +90,7 @@ def _rows(found: Sequence[Uniform]) -> list[tuple[str, str, Footprint]]:
 
 
 def _kept_table(found: Sequence[Uniform], whole_bytes: int) -> Table:
-    numbers = ("parameters", "gradients", "optimizer states", "peak")
-    table = make_table("strategy", "", *numbers, right=numbers, rigid=numbers)
+    table = make_table("strategy", "", ">parameters", ">gradients", ">optimizer states", ">peak")
     for name, how, footprint in _rows(found):
         kept = [footprint.kept_bytes[category] for category in KEPT]
         table.add_row(
@@ -138,14 +139,14 @@ def partition_json(model: str, found: Balances) -> str:
 
 def print_partition(console: Console, model: str, found: Balances) -> None:
     """Print how even each partition is: a row for each number of ranks, a column for each priority."""
-    priorities = [f"{priority:g}" for priority in dict.fromkeys(priority for _, priority in found)]
-    table = make_table("ranks", "even share", *priorities, right=("ranks", "even share", *priorities))
+    priorities = [f">{priority:g}" for priority in dict.fromkeys(priority for _, priority in found)]
+    table = make_table(">ranks", ">even share", *priorities)
     for count in dict.fromkeys(ranks for ranks, _ in found):
         row = [balance for (ranks, _), balance in found.items() if ranks == count]
         cells = [f"{balance.max_over_mean:.4f} ({balance.neighbours_parted})" for balance in row]
         table.add_row(str(count), format_bytes(sum(row[0].bytes_by_rank) // count), *cells)
     print_section(console, f"{model}: whole tensors over ranks, by evenness_priority", table)
     console.print(
-        "What the fullest rank keeps over an even share, and in brackets how often the next tensor of the "
-        "model is on another rank. Tied tensors count once."
+        "Bytes of the fullest rank over an even share; in brackets, how often neighbouring tensors of the model "
+        "are on different ranks. Tied tensors count once."
     )

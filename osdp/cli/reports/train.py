@@ -48,8 +48,8 @@ class TrainReport:
         if not start.fits:
             predicted = start.plan.predicted.peak_memory_bytes
             note(
-                f"by prediction this needs {format_bytes(predicted)} a rank, more than the limit of "
-                f"{format_bytes(start.plan.limit_bytes)}; {start.fsdp_type} is run all the same"
+                f"this is predicted to need {format_bytes(predicted)} per rank, more than the limit of "
+                f"{format_bytes(start.plan.limit_bytes)}; running {start.fsdp_type} anyway"
             )
         if sys.stdout.isatty():
             self._bar = _make_bar()
@@ -70,16 +70,16 @@ def start_lines(start: Start) -> list[str]:
     ranks = plan.cluster.nodes * plan.cluster.gpus_per_node
     counts = Counter(plan.choices.values())
     taken = ", ".join(f"{strategy} {count}" for strategy, count in counts.most_common())
-    how = f"planned in {format_seconds(start.planned_s)}" if start.planned_s else "read from its file"
+    how = f"planned in {format_seconds(start.planned_s)}" if start.planned_s else "read from a file"
     lines = [
         f"{start.fsdp_type} trains {plan.model.name} ({plan.model.parameters:,} parameters) on {ranks} ranks "
         f"({plan.cluster.nodes} x {plan.cluster.gpus_per_node}), {start.device}: {start.task}, "
-        f"{plan.model.sequence_length} tokens a sample, {plan.model.precision}, {plan.optimizer}",
+        f"{plan.model.sequence_length} tokens per sample, {plan.model.precision}, {plan.optimizer}",
         f"plan       {how}; operators: {taken}; {len(plan.recomputed_blocks)} blocks recomputed",
-        f"step       micro-batch {plan.micro_batch} x {ranks} ranks x {plan.accumulation} a step = "
+        f"step       micro-batch {plan.micro_batch} x {ranks} ranks x accumulation {plan.accumulation} = "
         f"{ranks * plan.micro_batch * plan.accumulation} samples",
-        f"predicted  peak {format_bytes(predicted.peak_memory_bytes)} a rank of {format_bytes(plan.limit_bytes)}, "
-        f"{format_bytes(plan.predicted.reserve_bytes)} of it for what is not PyTorch's; "
+        f"predicted  peak {format_bytes(predicted.peak_memory_bytes)} of {format_bytes(plan.limit_bytes)} per rank, "
+        f"including {format_bytes(plan.predicted.reserve_bytes)} reserved; "
         f"{format_count(predicted.samples_per_s)} samples/s on {plan.cluster.name}",
     ]
     if start.resumed is not None:
@@ -103,11 +103,11 @@ def summary_lines(summary: Summary) -> list[str]:
     predicted_bytes = plan.predicted.tensors_bytes
     if summary.memory is not None:
         memory = summary.memory
-        taken = f", allocator took {_megabytes(memory.reserved_bytes)} MB" if memory.reserved_bytes else ""
+        taken = f", allocator reserved {_megabytes(memory.reserved_bytes)} MB" if memory.reserved_bytes else ""
         lines.append(
             f"device memory utilization: {_megabytes(memory.peak_bytes)} MB / {plan.limit_bytes / MIB:.0f} MB "
             f"(measured: {memory.how}{taken}; predicted {_megabytes(predicted_bytes)} MB, and "
-            f"{_megabytes(plan.predicted.reserve_bytes)} MB for what is not PyTorch's)"
+            f"{_megabytes(plan.predicted.reserve_bytes)} MB reserved)"
         )
     if summary.timed_steps:
         lines.append(

@@ -45,13 +45,7 @@ def print_verified(console: Console, found: Verified, plan: Plan) -> None:
     """Print predicted against tracked, category by category."""
     print_section(console, _headline(found, plan))
     measured = found.how == "cuda"
-    table = make_table(
-        "at the peak",
-        "predicted",
-        "measured" if measured else "tracked",
-        "difference",
-        right=("predicted", "measured", "tracked", "difference"),
-    )
+    table = make_table("at the peak", ">predicted", ">measured" if measured else ">tracked", ">difference")
     for category in dict.fromkeys((*found.predicted, *found.tracked)):
         before, after = found.predicted.get(category), found.tracked.get(category)
         difference = "" if measured else _difference((before or 0) - (after or 0))
@@ -62,13 +56,13 @@ def print_verified(console: Console, found: Verified, plan: Plan) -> None:
     table.add_row(
         "peak", format_bytes(found.predicted_peak_bytes), format_bytes(found.tracked_peak_bytes), _difference(gap)
     )
-    phases = f"Predicted in {name_phase(found.predicted_phase)}; found in {name_phase(found.tracked_phase)}."
-    print_section(console, "Memory, without what is no tensor (context, communicators, workspaces)", table, phases)
+    phases = f"Peak predicted in {name_phase(found.predicted_phase)}; found in {name_phase(found.tracked_phase)}."
+    print_section(console, "Memory of tensors (without CUDA context, NCCL and cuBLAS)", table, phases)
     console.print(_verdict(found))
 
 
 def _headline(found: Verified, plan: Plan) -> str:
-    how = "real steps on GPUs" if found.how == "cuda" else "a rehearsed step on fake tensors, nothing computed"
+    how = "steps on GPUs" if found.how == "cuda" else "one step on fake tensors, without computing"
     return (
         f"{plan.model.name} on {plan.cluster.name}, {plan.model.precision}, {plan.optimizer}, micro-batch "
         f"{plan.micro_batch} x {plan.accumulation}: rank {found.rank} of {found.world_size}, the fullest; {how} "
@@ -87,7 +81,7 @@ def _difference(size_bytes: int) -> str:
 def _verdict(found: Verified) -> str:
     bounds = f"between {-MOST_TOO_LOW:.0%} and +{MOST_TOO_HIGH:.0%}"
     word = "holds" if found.is_close else "does not hold"
-    text = f"The prediction {word}: off by {found.error:+.3%}, where {bounds} is asked for."
+    text = f"The prediction {word}: its error is {found.error:+.3%}, and {bounds} is allowed."
     if found.reserved_bytes is None:
         return text
     room = f"of the {format_bytes(found.allocatable_bytes)} that the limit leaves it"
