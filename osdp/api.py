@@ -22,10 +22,11 @@ from osdp.planning.rank_grid import DeviceInfo
 from osdp.prepare import prepare
 from planner.plan import Plan
 from profiler.errors import OsdpError
-from runtime.apply_schedule import ShardedModel, apply_schedule, default_device
+from runtime.apply_schedule import apply_schedule, default_device
 from runtime.deferred_init.deferred_init import is_meta, record
 from runtime.deferred_init.initialise import fill, share_rank_0
 from runtime.schedule import Schedule
+from runtime.sharded_model import ShardedModel
 from runtime.state import checkpoint
 from runtime.state.state_dict import full_state_dict, load_state_dict, sharded_state_dict
 from runtime.step.grad_norm import clip
@@ -105,15 +106,15 @@ class OSDP(nn.Module):
 
         Needed under `odc` only, whose ranks meet in the optimizer's step; `clip_grad_norm_` does it by itself.
         """
-        self._accumulation.settle()
+        self._accumulation.finish_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`; return the norm before.
 
         A collective call. In place of `torch.nn.utils.clip_grad_norm_`, which refuses mixed meshes.
         """
-        self._accumulation.settle()
-        return clip(self.sharded.pieces, max_norm, norm_type, self.sharded.device, error_if_nonfinite)
+        self._accumulation.finish_gradients()
+        return clip(self.sharded.local_shards, max_norm, norm_type, self.sharded.device, error_if_nonfinite)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -161,16 +162,16 @@ class OSDP(nn.Module):
 
         Can be loaded under any plan and number of ranks. See `runtime.state.checkpoint.save`.
         """
-        pieces = self.sharded.pieces
-        return checkpoint.save(path, self.module, pieces, optimizer, extra, asynchronous=asynchronous)
+        shards = self.sharded.local_shards
+        return checkpoint.save(path, self.module, shards, optimizer, extra, asynchronous=asynchronous)
 
     def load_checkpoint(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """Load what `save_checkpoint` saved, under whatever plan; return `extra`. Collective.
 
         See `runtime.state.checkpoint.load`.
         """
-        extra = checkpoint.load(path, self.module, self.sharded.pieces, optimizer)
-        self.sharded.changed()
+        extra = checkpoint.load(path, self.module, self.sharded.local_shards, optimizer)
+        self.sharded.expire()
         return extra
 
     def extra_repr(self) -> str:

@@ -18,8 +18,8 @@ from planner.strategies.unit_collectives import unit_collectives
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator, Parameter
+from runtime.local_shards import Origin, whole
 from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit, Split
-from runtime.state.local_shards import Origin, whole
 
 
 def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:

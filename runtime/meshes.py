@@ -7,14 +7,16 @@ one of the world's such groups that r is in; every rank makes all of them, in th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import cast
 
+import torch
 import torch.distributed as dist
-from torch import tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from profiler.errors import OsdpError
-from runtime.torch_compat import default_timeout
+from runtime.torch_compat import default_timeout, no_modes
 
 
 def check_process_group(before: str = "OSDP(...)") -> None:
@@ -46,8 +48,8 @@ def _groups_of(world: dist.ProcessGroup) -> dict[tuple[int, ...], dist.ProcessGr
 
 
 @lru_cache(maxsize=1)
-def _meshes_of(world: dist.ProcessGroup) -> dict[tuple[str, tuple[int, ...]], DeviceMesh]:
-    """Return the meshes that were made, by device type and shape; all models share them."""
+def _meshes_of(world: dist.ProcessGroup) -> dict[tuple[str | int, ...], DeviceMesh]:
+    """Return the meshes that were made, by device type, shape and stride; all models share them."""
     return {}
 
 
@@ -60,11 +62,8 @@ class Meshes:
         self._groups = _groups_of(dist.group.WORLD)
         self._meshes = _meshes_of(dist.group.WORLD)
 
-    def group(self, ranks: int, stride: int = 1) -> dist.ProcessGroup:
-        """Return this rank's group of `ranks` ranks that are `stride` apart. A collective call.
-
-        Raises OsdpError if such groups do not divide the world.
-        """
+    def _rows(self, ranks: int, stride: int) -> list[tuple[int, ...]]:
+        """Return all groups of `ranks` ranks that are `stride` apart."""
         if ranks < 1 or stride < 1 or self.world_size % (ranks * stride):
             raise OsdpError(
                 "a mesh does not divide the world",
@@ -72,47 +71,53 @@ class Meshes:
                 expected=f"a divisor of {self.world_size}",
                 advice="plan again for this number of ranks",
             )
-        if ranks == self.world_size:
-            group = dist.group.WORLD
-            assert group is not None
-            return group
+        span = ranks * stride
+        firsts = [start + offset for start in range(0, self.world_size, span) for offset in range(stride)]
+        return [tuple(range(first, first + span, stride)) for first in firsts]
+
+    def _group_among(self, groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup:
+        """Return the one of these groups that this rank is in. A collective call."""
         mine = None
-        for start in range(0, self.world_size, ranks * stride):
-            for first in range(start, start + stride):
-                members = tuple(range(first, first + ranks * stride, stride))
-                if members not in self._groups:
-                    self._groups[members] = dist.new_group(list(members), timeout=default_timeout())
-                if dist.get_rank() in members:
-                    mine = self._groups[members]
+        for members in groups:
+            if len(members) == self.world_size:
+                return cast(dist.ProcessGroup, dist.group.WORLD)
+            if members not in self._groups:
+                self._groups[members] = dist.new_group(list(members), timeout=default_timeout())
+            if dist.get_rank() in members:
+                mine = self._groups[members]
         assert mine is not None
         return mine
 
-    def group_mesh(self, ranks: int) -> DeviceMesh:
-        """Return the mesh of this rank's group of `ranks` neighbours alone, of one dimension. A collective call."""
-        if ranks == self.world_size:
-            return self.mesh(ranks)
-        group, key = self.group(ranks), (f"{self.device_type} group", (ranks,))
+    def group(self, ranks: int, stride: int = 1) -> dist.ProcessGroup:
+        """Return this rank's group of `ranks` ranks that are `stride` apart. A collective call.
+
+        Raises OsdpError if such groups do not divide the world.
+        """
+        return self._group_among(self._rows(ranks, stride))
+
+    def across(self, shards: int, stride: int = 1) -> dist.ProcessGroup:
+        """Return the group of ranks with equal places in groups of `shards` ranks. A collective call."""
+        return self._group_among(zip(*self._rows(shards, stride), strict=True))
+
+    def group_mesh(self, ranks: int, stride: int = 1) -> DeviceMesh:
+        """Return the mesh of this rank's group alone, of one dimension. A collective call."""
+        key, group = (self.device_type, ranks, stride), self.group(ranks, stride)
         if key not in self._meshes:
-            self._meshes[key] = DeviceMesh.from_group(group, self.device_type, mesh_dim_names=("shard",))
+            with no_modes():
+                self._meshes[key] = DeviceMesh.from_group(group, self.device_type, mesh_dim_names=("shard",))
         return self._meshes[key]
 
-    def mesh(self, shards: int) -> DeviceMesh:
-        """Return the mesh over which a copy is split among `shards` neighbours. A collective call.
+    def mesh(self, shards: int, stride: int = 1) -> DeviceMesh:
+        """Return the mesh over which a copy is split among `shards` ranks that are `stride` apart. A collective call.
 
         One dimension if that is all ranks, else (copies, shards).
         """
         if shards == self.world_size:
-            shape: tuple[int, ...] = (shards,)
-            groups = [self.group(shards)]
-        else:
-            shape = (self.world_size // shards, shards)
-            groups = [self.group(self.world_size // shards, stride=shards), self.group(shards)]
-        key = (self.device_type, shape)
+            return self.group_mesh(shards)
+        key = (self.device_type, self.world_size // shards, shards, stride)
+        groups, names = [self.across(shards, stride), self.group(shards, stride)], ("replicate", "shard")
         if key not in self._meshes:
-            if len(groups) == 1:
-                self._meshes[key] = DeviceMesh.from_group(groups[0], self.device_type, mesh_dim_names=("shard",))
-            else:
-                ranks = tensor(range(self.world_size)).view(shape)
-                names = ("replicate", "shard")
+            with no_modes():
+                ranks = torch.tensor(self._rows(shards, stride))
                 self._meshes[key] = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=names)
         return self._meshes[key]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from planner.strategies.notation import format_choice
 from planner.strategies.spec import Collective, Strategy
 from profiler.byte_sizes import format_bytes
-from runtime.state.local_shards import Origin
+from runtime.local_shards import Origin
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class ScheduledUnit:
     """Rank that keeps its parameters, of strategy `owner`."""
     idle: bool = False
     """Whether the model never runs it."""
+
+    @property
+    def reduces_once_per_step(self) -> bool:
+        """Whether it communicates in a step's last micro-batch only."""
+        return any(collective.phase == "step" for collective in self.collectives)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     has_secondary_mesh           what `reshard_after_forward` of a unit says
     packed_parameters            in what order a unit's parameters are gathered, and where their padded rows lie
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
+    no_modes                     no public name leaves dispatch modes
     keep_after_forward           when a forward runs again in backward, only newer versions leave what it gathered
                                  gathered, and `set_reshard_after_forward` forgets K, so it cannot be set and set back
 """
@@ -21,7 +22,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from inspect import signature
 from typing import Any, cast
@@ -32,31 +33,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as _data_parallel
+from torch.utils import _python_dispatch
 
 from profiler.errors import OsdpError
 
-__all__ = [
-    "AllGather",
-    "ReduceScatter",
-    "all_gather",
-    "communication_of",
-    "compute_dtypes",
-    "data_parallel",
-    "default_timeout",
-    "has_secondary_mesh",
-    "keep_after_forward",
-    "packed_parameters",
-    "reduce_scatter",
-    "reset_iteration",
-    "share_secondary_mesh",
-    "uneven_dtensor",
-]
+
+class OrdinaryMemory:
+    """Where custom communication of FSDP2 needs no memory of its own."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised buffer."""
+        return torch.empty(tuple(size), dtype=dtype, device=device)
 
 
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
@@ -83,16 +77,11 @@ def default_timeout() -> timedelta | None:
 
 def data_parallel(model: nn.Module, device: torch.device, find_unused_parameters: bool) -> DistributedDataParallel:
     """Wrap a model; its buffers stay each rank's own, as under every other strategy."""
-    own = (
-        "forward_sync_buffers"
-        if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-        else ("broadcast_buffers")
-    )
-    options: dict[str, Any] = {own: False}
-    devices = [device.index] if device.type == "cuda" else None
+    is_new = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    options: dict[str, Any] = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
     return DistributedDataParallel(
         model,
-        device_ids=devices,
+        device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=find_unused_parameters,
         **options,
@@ -193,6 +182,11 @@ def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTenso
     placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return cast(Any, DTensor)(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def no_modes() -> AbstractContextManager[None]:
+    """Leave the dispatch modes that are entered, such as a dry run's fake tensors, for what is computed within."""
+    return cast(AbstractContextManager[None], _python_dispatch._disable_current_modes())
 
 
 @contextmanager

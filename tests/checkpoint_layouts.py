@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from runtime.state.local_shards import LocalShard, Origin, piece_of, whole
+from runtime.local_shards import LocalShard, Origin, local_shard, whole, whole_or_nothing
 
 LAYOUTS = ("replicate", "shard", "group_shard", "owner", "slices", "mixed")
 
@@ -54,7 +53,7 @@ SLICED = {
 
 
 def build(layout: str, seed: int) -> tuple[Net, list[LocalShard]]:
-    """Return the model in a layout, on the ranks there are, and this rank's pieces."""
+    """Return the model in a layout, on the ranks there are, and this rank's shards."""
     torch.manual_seed(seed)
     net = Net()
     net.norm.running_mean.normal_()
@@ -90,9 +89,9 @@ def pieces_of(net: Net, world: int) -> Iterator[LocalShard]:
         origin = SLICED.get(name) if isinstance(net.second, Slices) else None
         origin = origin or whole(name, shapes[name])
         if parameter.numel() == 0 and type(parameter) is nn.Parameter:
-            yield replace(piece_of(origin, parameter, holds=False), replicas=1)
+            yield whole_or_nothing(origin, parameter, is_owner=False)
         else:
-            yield piece_of(origin, parameter, replicas=world)
+            yield local_shard(origin, parameter, replicas=world)
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -100,28 +99,28 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def train(pieces: list[LocalShard], optimizer: Optimizer, steps: range) -> None:
+def train(shards: list[LocalShard], optimizer: Optimizer, steps: range) -> None:
     """Step with gradients that depend on the name and the step only."""
     for step in steps:
-        for piece in pieces:
-            gradient = torch.zeros_like(piece.parameter)
-            piece.local(gradient).copy_(draw(piece.name, piece.shape, step)[piece.slices])
+        for shard in shards:
+            gradient = torch.zeros_like(shard.parameter)
+            shard.local(gradient).copy_(draw(shard.name, shard.shape, step)[shard.slices])
             # As an owner's peers have it: nothing to train, no gradient.
-            empty = piece.parameter.numel() == 0
-            piece.parameter.grad = None if empty else gradient
+            empty = shard.parameter.numel() == 0
+            shard.parameter.grad = None if empty else gradient
         optimizer.step()
 
 
-def whole_tensors(pieces: list[LocalShard], optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+def whole_tensors(shards: list[LocalShard], optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """Return all parameters, and the optimizer's tensors, whole: what the ranks hold, put together."""
     mine = []
-    for piece in pieces:
-        mine.append((piece.name, piece.shape, piece.slices, piece.local(piece.parameter).clone()))
-        for key, value in (optimizer.state.get(piece.parameter, {}) if optimizer else {}).items():
+    for shard in shards:
+        mine.append((shard.name, shard.shape, shard.slices, shard.local(shard.parameter).clone()))
+        for key, value in (optimizer.state.get(shard.parameter, {}) if optimizer else {}).items():
             if value.dim() == 0:
-                mine += [(f"{piece.name}/{key}", (), (), value)] if piece.numel else []
+                mine += [(f"{shard.name}/{key}", (), (), value)] if shard.numel else []
             else:
-                mine.append((f"{piece.name}/{key}", piece.shape, piece.slices, piece.local(value).clone()))
+                mine.append((f"{shard.name}/{key}", shard.shape, shard.slices, shard.local(value).clone()))
     gathered = [mine]
     if dist.is_initialized():
         gathered = [mine] * dist.get_world_size()

@@ -38,10 +38,10 @@ from profiler.model_graph import Parameter
 from runtime.apply_schedule import apply_schedule, default_device
 from runtime.deferred_init.deferred_init import is_meta
 from runtime.deferred_init.initialise import fill, share_rank_0
+from runtime.local_shards import whole
 from runtime.meshes import check_process_group, check_world
 from runtime.parameter_places import Registration, registered_parameters
 from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit
-from runtime.state.local_shards import whole
 
 __all__ = ["FSDP", "Groups", "auto_wrap", "default_auto_wrap_policy", "enable_wrap", "gen_fsdp_args", "wrap"]
 

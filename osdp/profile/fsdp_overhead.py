@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from planner.strategies.spec import Strategy
 from profiler.cluster.measurements import CollectiveTimes
 from profiler.timing.device_rates import timed_s
 from profiler.timing.overlap import meet
 from runtime.failures.rank_agreement import Agreement
 from runtime.meshes import Meshes
-from runtime.odc.step_protocol import Exchange
-from runtime.strategies.one_sided import OneSidedUnit
+from runtime.odc.one_sided_unit import OneSidedUnit
+from runtime.odc.step_protocol import Exchange, Sharing
 
 UNITS = 8
 ROWS = {"cpu": 256, "cuda": 2048}
@@ -124,12 +123,8 @@ class _Stack:
             for module in (*self.module, self.module):
                 fully_shard(module, mesh=mesh)
         if mesh is not None and windows is not None:
-            strategy = Strategy("odc", mesh.size())
-            units = [
-                (strategy, OneSidedUnit(str(number), cast(FSDPModule, unit), None))
-                for number, unit in enumerate(self.module)
-            ]
-            self.exchange = Exchange(units, windows, 1)
+            units = [OneSidedUnit(str(n), cast(FSDPModule, unit), None) for n, unit in enumerate(self.module)]
+            self.exchange = Exchange({Sharing(mesh.size()): units}, windows, 1)
 
     def run(self, x: Tensor) -> None:
         """Run forward and backward."""
@@ -138,5 +133,5 @@ class _Stack:
     def finish(self) -> None:
         """Drop the gradients."""
         if self.exchange is not None:
-            self.exchange.drop()
+            self.exchange.reset()
         self.module.zero_grad()

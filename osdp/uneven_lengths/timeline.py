@@ -35,6 +35,9 @@ from osdp.api import OSDP
 from profiler.errors import OsdpError
 from runtime.failures.liveness import Process
 from runtime.failures.rank_agreement import Agreement
+from runtime.odc.step_protocol import Exchange
+from runtime.strategies.fully_sharded import FullyShardedUnit
+from runtime.strategies.one_sided import WindowedUnit
 from runtime.torch_compat import AllGather, ReduceScatter, communication_of
 
 Activity = Literal["compute", "communication", "waiting"]
@@ -111,15 +114,13 @@ def record_step(model: OSDP) -> Iterator[CallTimeline]:
     """Record what this rank does in the step that runs inside."""
     recorder = CallTimeline()
     with ExitStack() as stack:
-        for unit in model.schedule.units:
-            module = model.module.get_submodule(unit.modules[0])
-            if isinstance(module, FSDPModule) and not unit.strategy.spec.one_sided:
-                stack.enter_context(_watched_unit(module, recorder))
-        exchange = model.sharded.exchange
-        for group in exchange.groups if exchange is not None else ():
-            for name, ranks in (("pull", ()), ("push", ()), ("meet", group.transport.ranks)):
-                call = recorder.watched(name, ranks, getattr(group.transport, name))
-                stack.enter_context(patch.object(group.transport, name, call))
+        for unit in model.sharded.units:
+            if isinstance(unit, FullyShardedUnit) and not isinstance(unit, WindowedUnit):
+                stack.enter_context(_watched_unit(unit.module, recorder))
+            for group in unit.groups if isinstance(unit, Exchange) else ():
+                for name, ranks in (("pull", ()), ("push", ()), ("meet", group.transport.ranks)):
+                    call = recorder.watched(name, ranks, getattr(group.transport, name))
+                    stack.enter_context(patch.object(group.transport, name, call))
         recorder.start_s = time.monotonic()
         yield recorder
         recorder.end_s = time.monotonic()

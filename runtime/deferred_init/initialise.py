@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runtime.apply_schedule import ShardedModel
 from runtime.deferred_init.deferred_init import Recording, reset
-from runtime.state.state_dict import pieces_by_name
+from runtime.sharded_model import ShardedModel
+from runtime.state.state_dict import local_shards_by_name
 
 
 def share_rank_0(model: nn.Module, device: torch.device) -> None:
@@ -37,12 +37,12 @@ def fill(origin: nn.Module | Recording, shard: Callable[[nn.Module], ShardedMode
     else:
         module, values = origin, reset(origin)
     sharded = shard(module)
-    pieces = pieces_by_name(sharded)
+    shards = local_shards_by_name(sharded)
     buffers = dict(module.named_buffers())
     with torch.no_grad():
         for name, value in values:
             if name in buffers:
                 buffers[name].copy_(value)
-            for piece in pieces.get(name, ()):
-                piece.local(piece.parameter).copy_(value[piece.slices])
+            for part in shards.get(name, ()):
+                part.local(part.parameter).copy_(value[part.slices])
     return sharded

@@ -26,7 +26,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from profiler.errors import OsdpError
 from runtime.apply_schedule import apply_schedule
-from runtime.meshes import Meshes
 from runtime.observe.live_bytes import LiveBytes, Peak
 from runtime.observe.live_bytes_by_category import ACTIVATIONS, LabelledBytes
 from runtime.odc.dry_run_windows import rehearsed_windows
@@ -73,7 +72,6 @@ def rehearse(script: Script, schedule: Schedule, rank: int = 0) -> Rehearsal:
         raise OsdpError("a rehearsal needs a process of its own", got="a process group that is at work")
     with _fake_world(schedule.world_size, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _make_meshes(schedule)
         live = LabelledBytes()
         with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings():
             model = script.build()
@@ -83,7 +81,8 @@ def rehearse(script: Script, schedule: Schedule, rank: int = 0) -> Rehearsal:
                 rehearse_buckets(sharded.runner)
             offloaded = {p.path for unit in schedule.units for p in unit.parameters if unit.strategy.offload}
             live.watch(model, offloaded)
-            live.hold(sharded.exchange.tensors() if sharded.exchange else (), "communication_buffers")
+            for unit in sharded.units:
+                live.hold(unit.communication_tensors(), "communication_buffers")
             # On a GPU optimizers step through all tensors together unless told not to, and so they do here.
             make = OPTIMIZERS[script.optimizer]
             optimizers = [make(parameters, foreach=True) for parameters in live.by_home() if parameters]
@@ -119,18 +118,6 @@ def _fake_world(world_size: int, rank: int) -> Iterator[None]:
     finally:
         forget_meshes()
         dist.destroy_process_group()
-
-
-def _make_meshes(schedule: Schedule) -> None:
-    """Make all meshes outside of fake mode: they compute with their tensors of ranks."""
-    meshes = Meshes("cpu", schedule.nodes, schedule.ranks_per_node)
-    meshes.mesh(schedule.world_size)
-    for unit in schedule.units:
-        meshes.mesh(unit.strategy.group)
-        if unit.strategy.spec.one_sided:
-            meshes.group_mesh(unit.strategy.group)
-        if unit.strategy.secondary:
-            meshes.mesh(unit.strategy.secondary)
 
 
 def _step(live: LabelledBytes, optimizers: Sequence[torch.optim.Optimizer]) -> None:

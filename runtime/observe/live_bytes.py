@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from profiler.byte_sizes import allocated_bytes
+from runtime.local_shards import local_data
 
 HOST = "host"
 """Category of what is in the host's memory: it is noted, and not part of any total."""
@@ -191,4 +191,4 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+    return local_data(tensor).untyped_storage()

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.strategies.spec import Strategy
 from runtime.failures.liveness import announce
 from runtime.failures.peer_faults import PeerLost, naming_peers
 from runtime.failures.rank_agreement import Agreement
@@ -41,6 +40,7 @@ from runtime.meshes import Meshes
 from runtime.odc.choose_transport import open_transport
 from runtime.odc.dry_run_windows import RehearsedTransport, rehearses
 from runtime.odc.windows import Transport, Window, WindowSpec
+from runtime.sharded_model import WrappedUnit
 from runtime.torch_compat import default_timeout
 
 TIMEOUT_S = 600.0
@@ -70,6 +70,16 @@ class Unit(Protocol):
         """Forget which parameters got gradients."""
 
 
+@dataclass(frozen=True, order=True)
+class Sharing:
+    """How units are split and summed up."""
+
+    ranks: int
+    """Neighbours among which a unit is split."""
+    ordered: bool = False
+    """Whether sums are the same in every run, bit by bit."""
+
+
 @dataclass(frozen=True)
 class Group:
     """Units that are split over groups of equally many ranks and summed up in the same way, and this rank's group."""
@@ -82,7 +92,7 @@ class Group:
 
     @property
     def summary(self) -> Window:
-        """The window for what ranks tell each other: two numbers on micro-batches, and one for each parameter."""
+        """The window for messages: two numbers on micro-batches, and one for each parameter."""
         return self.transport.windows[-1]
 
     def publish(self) -> None:
@@ -91,21 +101,19 @@ class Group:
             unit.publish()
         self.transport.meet()
 
-    def tell(self, micro_batches: int) -> None:
-        """Tell the others about this rank's step."""
+    def send_message(self, micro_batches: int) -> None:
+        """Send the others what they must know of this rank's step."""
         flags = [float(flag) for unit in self.units for flag in unit.pushed]
-        told = torch.tensor(
-            [micro_batches, micro_batches**2, *flags], dtype=torch.float32, device=self.transport.device_type
-        )
-        self.summary.push(told.repeat(len(self.transport.ranks)))
+        message = torch.tensor([micro_batches, micro_batches**2, *flags], device=self.transport.device_type)
+        self.summary.push(message.repeat(len(self.transport.ranks)))
 
-    def told(self) -> list[float]:
-        """Return the sums of what all ranks told."""
+    def received(self) -> list[float]:
+        """Return the sums of all ranks' messages."""
         if isinstance(self.transport, RehearsedTransport):  # every parameter has a gradient
             return [0.0, 0.0] + [1.0] * (self.summary.spec.shard_numel - 2)
         return self.take(self.summary).tolist()
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forget what was accumulated for this rank, and what it pushed."""
         for window in self.transport.windows:
             window.take_gradient()
@@ -120,13 +128,19 @@ class Group:
         return taken
 
 
-class Exchange:
+class Exchange(WrappedUnit):
     """The units of a model that communicate one-sidedly."""
 
+    finishes_in_optimizer_step = True
+
     def __init__(
-        self, units: Sequence[tuple[Strategy, Unit]], meshes: Meshes, micro_batches: int, timeout_s: float | None = None
+        self,
+        units: Mapping[Sharing, Sequence[Unit]],
+        meshes: Meshes,
+        micro_batches: int,
+        timeout_s: float | None = None,
     ) -> None:
-        """Open windows for units, each with its strategy. A collective call.
+        """Open windows for units. A collective call.
 
         `micro_batches` are those of a step of the plan; `timeout_s` is the process group's unless given.
         Raises OsdpError on every rank if ranks of a group cannot share memory.
@@ -135,27 +149,25 @@ class Exchange:
         self._state = "stale"
         timeout = default_timeout()
         self.timeout_s = timeout_s or (timeout.total_seconds() if timeout else TIMEOUT_S)
-        alike: dict[tuple[int, bool], list[Unit]] = {}
-        for strategy, unit in units:
-            alike.setdefault((strategy.group, strategy.spec.ordered), []).append(unit)
         if not rehearses():
             announce("opening windows")
         self._opened: list[Transport] = []
         close = weakref.finalize(self, _close, self._opened, os.getpid())  # at the latest when Python exits
         try:
-            self.groups = tuple(self._open(alike[kind], *kind, meshes) for kind in sorted(alike))
+            self.groups = tuple(self._open(sharing, units[sharing], meshes) for sharing in sorted(units))
         except BaseException:
             close()
             raise
 
-    def _open(self, units: Sequence[Unit], ranks: int, ordered: bool, meshes: Meshes) -> Group:
-        told = 2 + sum(len(unit.trained) for unit in units)
-        specs = [*(unit.spec for unit in units), WindowSpec("summary", told, torch.float32)]
+    def _open(self, sharing: Sharing, units: Sequence[Unit], meshes: Meshes) -> Group:
+        message_numel = 2 + sum(len(unit.trained) for unit in units)
+        specs = [*(unit.spec for unit in units), WindowSpec("summary", message_numel, torch.float32)]
+        ranks = sharing.ranks
         group = meshes.group(ranks)
         across = meshes.group(meshes.world_size // ranks, stride=ranks) if ranks < meshes.world_size else None
 
         def open_windows() -> None:
-            self._opened.append(open_transport(group, specs, meshes.device_type, self.timeout_s, ordered))
+            self._opened.append(open_transport(group, specs, meshes.device_type, self.timeout_s, sharing.ordered))
 
         if rehearses():
             open_windows()
@@ -165,6 +177,11 @@ class Exchange:
         for unit, window in zip(units, transport.windows, strict=False):
             unit.use(window, self.open)
         return Group(tuple(units), transport, across)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:  # type: ignore[override]
+        """Those whose gradients `finish_gradients` completes."""
+        return [parameter for group in self.groups for unit in group.units for parameter in unit.trained]
 
     def open(self) -> None:
         """Have there be something to pull, and room to push. A collective call."""
@@ -181,7 +198,7 @@ class Exchange:
         """Take note that parameters have other values than were published."""
         self._state = "stale"
 
-    def settle(self, micro_batches: int, is_mean: bool = False) -> float:
+    def finish_gradients(self, micro_batches: int, is_mean: bool = False) -> float:
         """Meet, and add to gradients what was accumulated, unless that was done. A collective call.
 
         `micro_batches` is the number whose gradients this rank has pushed; `is_mean` makes the gradient S M / sum c_r
@@ -194,7 +211,7 @@ class Exchange:
         self.open()
         with self._together():
             for group in self.groups:
-                group.tell(micro_batches)
+                group.send_message(micro_batches)
             for group in self.groups:
                 group.transport.meet()
                 scale = self._take(group, is_mean)
@@ -203,7 +220,7 @@ class Exchange:
 
     @torch.no_grad()
     def _take(self, group: Group, is_mean: bool) -> float:
-        total, squares, *flags = group.told()
+        total, squares, *flags = group.received()
         are_equal = self.world_size * squares == total**2
         scale = 1.0 if are_equal and not (is_mean and total) else self.micro_batches * self.world_size / total
         for unit in group.units:
@@ -214,25 +231,28 @@ class Exchange:
             unit.forget()
         return scale
 
-    def drop(self, pending: bool = True) -> None:
+    def reset(self) -> None:
+        self.discard_gradients(pending=True)
+
+    def discard_gradients(self, pending: bool) -> None:
         """Meet, and forget what was accumulated if any rank of the group has `pending` gradients. A collective call."""
         if self._state == "taken":
             return
         with self._together():
             for group in self.groups:
                 if any(group.transport.meet(float(pending))):
-                    group.drop()
+                    group.discard()
                     group.transport.meet()
 
     def renew(self, pending: bool) -> None:
         """Publish what parameters are now, for a step that starts anew. A collective call.
 
-        What was accumulated is forgotten if any rank has `pending` gradients, pushed since the last `settle`.
+        What was accumulated is forgotten if any rank has `pending` gradients, pushed since the last `finish_gradients`.
         """
         with self._together():
             for group in self.groups:
                 if any(group.transport.meet(float(pending))):
-                    group.drop()
+                    group.discard()
                 group.publish()
         self._state = "open"
 
@@ -242,7 +262,7 @@ class Exchange:
             group.transport.close()
 
     def publish(self) -> None:
-        """Let parameters that the optimizer has changed be pulled. A collective call, after `settle`."""
+        """Let parameters that the optimizer has changed be pulled. A collective call, after `finish_gradients`."""
         with self._together():
             for group in self.groups:
                 group.publish()
@@ -259,8 +279,7 @@ class Exchange:
                 group.transport.give_up()
             raise
 
-    def tensors(self) -> list[Tensor]:
-        """Return what a rehearsal holds in place of windows."""
+    def communication_tensors(self) -> list[Tensor]:
         rehearsed = [group.transport for group in self.groups if isinstance(group.transport, RehearsedTransport)]
         return [tensor for transport in rehearsed for tensor in (*transport.published, *transport.sums)]
 

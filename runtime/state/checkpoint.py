@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from profiler.errors import OsdpError
 from runtime.failures.rank_agreement import Agreement, peer_errors
+from runtime.local_shards import LocalShard
 from runtime.state import checkpoint_files as folders
 from runtime.state.checkpoint_files import latest, prune
 from runtime.state.checkpoint_manifest import (
@@ -40,7 +41,6 @@ from runtime.state.checkpoint_manifest import (
     stored_tensors,
 )
 from runtime.state.dcp_tensor import GlobalLoadPlanner, GlobalSavePlanner, GlobalTensor
-from runtime.state.local_shards import LocalShard
 from runtime.state.model_state import check_model, model_tensors, persistent_buffers
 from runtime.state.optimizer_state import Restoration, check_optimizer, optimizer_tensors
 
@@ -84,7 +84,7 @@ class _State:
 def save(
     path: str | Path,
     module: nn.Module,
-    pieces: Sequence[LocalShard],
+    shards: Sequence[LocalShard],
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
     *,
@@ -95,7 +95,7 @@ def save(
     Args:
         path: folder that all ranks share; a checkpoint that is there is replaced when the new one is whole.
         module: whose buffers are saved, as rank 0 has them.
-        pieces: what this rank holds of the parameters.
+        shards: what this rank holds of the parameters.
         optimizer: any torch optimizer over these parameters whose state has their layout.
         extra: what else `load` shall return, of rank 0; what JSON can hold.
         asynchronous: return when the state is copied to host memory, and write in the background.
@@ -111,7 +111,7 @@ def save(
     _settle()
     ranks = Agreement.all()
     with torch.no_grad():
-        state = ranks.together(f"save {path}", lambda: _take(module, pieces, optimizer, extra, ranks, asynchronous))
+        state = ranks.together(f"save {path}", lambda: _take(module, shards, optimizer, extra, ranks, asynchronous))
     if asynchronous:
         # DCP's own async_save is no help: checksums, manifest and renaming belong to the background too.
         _under_way = Saving(path, _background.submit(_write, path, state, ranks))
@@ -124,7 +124,7 @@ def save(
 
 @torch.no_grad()
 def load(
-    path: str | Path, module: nn.Module, pieces: Sequence[LocalShard], optimizer: Optimizer | None = None
+    path: str | Path, module: nn.Module, shards: Sequence[LocalShard], optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
     """Load a checkpoint into a model, and into its optimizer if one is given; collective.
 
@@ -138,10 +138,10 @@ def load(
     path = Path(path)
     _settle()
     ranks = Agreement.all()
-    targets = model_tensors(module, pieces)
-    manifest = ranks.together(f"load {path}", lambda: _checked_manifest(path, targets, pieces, optimizer))
+    targets = model_tensors(module, shards)
+    manifest = ranks.together(f"load {path}", lambda: _checked_manifest(path, targets, shards, optimizer))
     ranks.together(f"check {path}", lambda: _check_share(path, manifest, ranks))
-    restoration = Restoration.prepare(optimizer, pieces, manifest) if optimizer is not None else None
+    restoration = Restoration.prepare(optimizer, shards, manifest) if optimizer is not None else None
     _read(path, manifest, targets | (restoration.targets if restoration else {}), ranks)
     if restoration is not None:
         restoration.finish()
@@ -156,7 +156,7 @@ def _settle() -> None:
 
 def _take(
     module: nn.Module,
-    pieces: Sequence[LocalShard],
+    shards: Sequence[LocalShard],
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None,
     ranks: Agreement,
@@ -165,13 +165,13 @@ def _take(
     """Return this rank's contribution, sharing the model's memory or as copies on the host."""
     extra = dict(extra or {})
     _check_plain(extra, "extra")
-    tensors = model_tensors(module, pieces)
+    tensors = model_tensors(module, shards)
     if ranks.rank != 0:
         for name in persistent_buffers(module):
             tensors.pop(f"model.{name}", None)  # not there if the buffer is empty
     record = None
     if optimizer is not None:
-        moments, record = optimizer_tensors(optimizer, pieces)
+        moments, record = optimizer_tensors(optimizer, shards)
         tensors |= moments
     if copies:
         tensors = {key: tensor.copy_to_cpu() for key, tensor in tensors.items()}
@@ -244,7 +244,7 @@ def _merge(records: Sequence[OptimizerRecord | None]) -> OptimizerRecord | None:
 
 
 def _checked_manifest(
-    path: Path, targets: Mapping[str, GlobalTensor], pieces: Sequence[LocalShard], optimizer: Optimizer | None
+    path: Path, targets: Mapping[str, GlobalTensor], shards: Sequence[LocalShard], optimizer: Optimizer | None
 ) -> Manifest:
     """Read the manifest, and check by it that the checkpoint is whole and of this model."""
     try:
@@ -255,7 +255,7 @@ def _checked_manifest(
     try:
         check_model(manifest, targets)
         if optimizer is not None:
-            check_optimizer(manifest, optimizer, pieces)
+            check_optimizer(manifest, optimizer, shards)
     except OsdpError as fault:
         what = f"{path} cannot be loaded: {fault.what}"
         raise OsdpError(what, got=fault.got, expected=fault.expected, advice=fault.advice) from fault

@@ -3,7 +3,7 @@
     model.<name>               parameters, and the buffers that `state_dict` holds
     optimizer.<name>.<state>   state that is laid out as the parameter is, and scalars such as `step`
 
-Nothing here depends on the plan or the number of ranks; `runtime.state.local_shards` says what a rank holds.
+Nothing here depends on the plan or the number of ranks; `runtime.local_shards` says what a rank holds.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
+from runtime.local_shards import LocalShard, local_data
 from runtime.state.checkpoint_manifest import Manifest, StoredTensor
 from runtime.state.dcp_tensor import GlobalTensor
-from runtime.state.local_shards import LocalShard
 
 NAMES_SHOWN = 5
 """How many names an error lists."""
 
 
-def model_tensors(module: nn.Module, pieces: Sequence[LocalShard]) -> dict[str, GlobalTensor]:
+def model_tensors(module: nn.Module, shards: Sequence[LocalShard]) -> dict[str, GlobalTensor]:
     """Return the parameters and persistent buffers, by key; they share memory with the model's."""
     by_name: dict[str, list[tuple[LocalShard, Tensor]]] = {}
-    for piece in pieces:
-        by_name.setdefault(piece.name, []).append((piece, piece.parameter))
+    for shard in shards:
+        by_name.setdefault(shard.name, []).append((shard, shard.parameter))
     parameters = {f"model.{name}": assemble(parts) for name, parts in by_name.items() if prod(parts[0][0].shape)}
     kept = {name: buffer for name, buffer in persistent_buffers(module).items() if buffer.numel()}
     buffers = {f"model.{name}": everywhere(buffer) for name, buffer in kept.items()}
@@ -55,7 +54,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assemble(parts: Sequence[tuple[LocalShard, Tensor]]) -> GlobalTensor:
-    """Return the tensor that consists of this rank's data, each laid out as its piece's parameter."""
+    """Return the tensor that consists of this rank's data, each laid out as its shard's parameter."""
     shape, dtype = parts[0][0].shape, parts[0][1].dtype
     return GlobalTensor(shape, dtype, tuple((p.offsets, p.local(tensor)) for p, tensor in parts if p.numel))
 
@@ -63,11 +62,6 @@ def assemble(parts: Sequence[tuple[LocalShard, Tensor]]) -> GlobalTensor:
 def everywhere(tensor: Tensor) -> GlobalTensor:
     """Return a tensor that this rank, and others like it, have whole."""
     return GlobalTensor(tuple(tensor.shape), tensor.dtype, (((0,) * tensor.dim(), tensor.detach()),))
-
-
-def local_data(tensor: Tensor) -> Tensor:
-    """Return this rank's data of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def check_model(manifest: Manifest, targets: Mapping[str, GlobalTensor]) -> None:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from profiler.errors import OsdpError
+from runtime.local_shards import LocalShard, local_data
 from runtime.state.checkpoint_manifest import Manifest, OptimizerRecord, StoredTensor
 from runtime.state.dcp_tensor import GlobalTensor
-from runtime.state.local_shards import LocalShard
-from runtime.state.model_state import NAMES_SHOWN, assemble, everywhere, is_laid_out_as, local_data, new_like
+from runtime.state.model_state import NAMES_SHOWN, assemble, everywhere, is_laid_out_as, new_like
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that say how a step is computed, not what: the optimizer at hand keeps its own."""
@@ -27,7 +27,7 @@ _NAMES = frozenset({"params", "param_names"})
 
 
 def optimizer_tensors(
-    optimizer: Optimizer, pieces: Sequence[LocalShard]
+    optimizer: Optimizer, shards: Sequence[LocalShard]
 ) -> tuple[dict[str, GlobalTensor], OptimizerRecord]:
     """Return the optimizer's tensors by key, sharing its memory, and what else it holds.
 
@@ -37,24 +37,24 @@ def optimizer_tensors(
     moments: dict[str, list[tuple[LocalShard, Tensor]]] = {}
     scalars: dict[str, GlobalTensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    for piece, _ in _held(optimizer, pieces):
-        for state, value in optimizer.state.get(piece.parameter, {}).items():
-            key = _key(optimizer, piece, state)
-            if _is_scalar(value, piece.parameter, state):
-                if piece.numel:
+    for shard, _ in _held(optimizer, shards):
+        for state, value in optimizer.state.get(shard.parameter, {}).items():
+            key = _key(optimizer, shard, state)
+            if _is_scalar(value, shard.parameter, state):
+                if shard.numel:
                     scalars.setdefault(key, everywhere(local_data(value)))
-            elif isinstance(value, Tensor) and is_laid_out_as(value, piece.parameter):
-                moments.setdefault(key, []).append((piece, value))
+            elif isinstance(value, Tensor) and is_laid_out_as(value, shard.parameter):
+                moments.setdefault(key, []).append((shard, value))
             elif value is None or isinstance(value, bool | int | float | str):
-                values.setdefault(piece.name, {})[state] = value
+                values.setdefault(shard.name, {})[state] = value
             else:
-                raise _unknown_layout(optimizer, piece, state, value)
-    groups = tuple(_record_group(group, _names(group, pieces)) for group in optimizer.param_groups)
+                raise _unknown_layout(optimizer, shard, state, value)
+    groups = tuple(_record_group(group, _names(group, shards)) for group in optimizer.param_groups)
     tensors = {key: assemble(parts) for key, parts in moments.items() if prod(parts[0][0].shape)}
     return tensors | scalars, OptimizerRecord(type(optimizer).__name__, groups, values)
 
 
-def check_optimizer(manifest: Manifest, optimizer: Optimizer, pieces: Sequence[LocalShard]) -> None:
+def check_optimizer(manifest: Manifest, optimizer: Optimizer, shards: Sequence[LocalShard]) -> None:
     """Check that the checkpoint's optimizer is of this kind, with the same parameters; raises OsdpError."""
     record, kind = manifest.optimizer, type(optimizer).__name__
     if record is None:
@@ -62,13 +62,13 @@ def check_optimizer(manifest: Manifest, optimizer: Optimizer, pieces: Sequence[L
     if record.kind != kind:
         raise OsdpError("it is of another optimizer", got=record.kind, expected=kind)
     saved = {name: index for index, group in enumerate(record.groups) for name in group["params"]}
-    here = {piece.name for piece, _ in _held(optimizer, pieces)}
+    here = {shard.name for shard, _ in _held(optimizer, shards)}
     differing = sorted(here ^ saved.keys())
     if differing:
         what = "its optimizer has other parameters"
         raise OsdpError(what, got=", ".join(differing[:NAMES_SHOWN]), expected="the same parameters being trained")
     for group in optimizer.param_groups:
-        if len({saved[name] for name in _names(group, pieces)}) > 1:
+        if len({saved[name] for name in _names(group, shards)}) > 1:
             what = "its optimizer has other parameter groups"
             raise OsdpError(what, expected="parameters of a group that were in one group when saved")
 
@@ -78,7 +78,7 @@ class Restoration:
     """An optimizer's state on its way in: `targets` are filled, then `finish` hands all over."""
 
     optimizer: Optimizer
-    pieces: Sequence[LocalShard]
+    shards: Sequence[LocalShard]
     record: OptimizerRecord
     targets: dict[str, GlobalTensor] = field(default_factory=dict)
     """What to load, by key."""
@@ -88,23 +88,23 @@ class Restoration:
     """Parameter, its group, state and key of the others, of which `targets` has one for all slices."""
 
     @classmethod
-    def prepare(cls, optimizer: Optimizer, pieces: Sequence[LocalShard], manifest: Manifest) -> Restoration:
+    def prepare(cls, optimizer: Optimizer, shards: Sequence[LocalShard], manifest: Manifest) -> Restoration:
         """Find or make the tensors to load into; the optimizer is not changed yet, but for their contents."""
         assert manifest.optimizer is not None
-        self = cls(optimizer, pieces, manifest.optimizer)
+        self = cls(optimizer, shards, manifest.optimizer)
         stored = _stored_states(manifest)
         moments: dict[str, list[tuple[LocalShard, Tensor]]] = {}
-        for piece, group in _held(optimizer, pieces):
-            state = self.states.setdefault(piece.parameter, dict(self.record.values.get(piece.name, {})))
-            for name, tensor in stored.get(piece.name, {}).items():
-                key = _key(optimizer, piece, name)
-                if not tensor.shape and (piece.shape or name == "step"):
+        for shard, group in _held(optimizer, shards):
+            state = self.states.setdefault(shard.parameter, dict(self.record.values.get(shard.name, {})))
+            for name, tensor in stored.get(shard.name, {}).items():
+                key = _key(optimizer, shard, name)
+                if not tensor.shape and (shard.shape or name == "step"):
                     self.targets[key] = everywhere(torch.zeros((), dtype=tensor.torch_dtype))
-                    self.scalars.append((piece.parameter, group, name, key))
+                    self.scalars.append((shard.parameter, group, name, key))
                 else:
-                    old = optimizer.state.get(piece.parameter, {}).get(name)
-                    state[name] = new_like(piece.parameter, tensor, old)
-                    moments.setdefault(key, []).append((piece, state[name]))
+                    old = optimizer.state.get(shard.parameter, {}).get(name)
+                    state[name] = new_like(shard.parameter, tensor, old)
+                    moments.setdefault(key, []).append((shard, state[name]))
         self.targets |= {key: assemble(parts) for key, parts in moments.items()}
         return self
 
@@ -118,7 +118,7 @@ class Restoration:
                 self.optimizer.state[parameter] = state
         saved = {name: group for group in self.record.groups for name in group["params"]}
         for group in self.optimizer.param_groups:
-            for name in _names(group, self.pieces)[:1]:
+            for name in _names(group, self.shards)[:1]:
                 _restore_group(group, saved[name])
 
 
@@ -132,9 +132,9 @@ def _stored_states(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
     return states
 
 
-def _held(optimizer: Optimizer, pieces: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, dict[str, Any]]]:
-    """Yield the pieces whose parameters the optimizer has, each with its group; raises OsdpError."""
-    of = {piece.parameter: piece for piece in pieces}
+def _held(optimizer: Optimizer, shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, dict[str, Any]]]:
+    """Yield the shards whose parameters the optimizer has, each with its group; raises OsdpError."""
+    of = {shard.parameter: shard for shard in shards}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in of:
@@ -144,17 +144,17 @@ def _held(optimizer: Optimizer, pieces: Sequence[LocalShard]) -> Iterator[tuple[
             yield of[parameter], group
 
 
-def _names(group: dict[str, Any], pieces: Sequence[LocalShard]) -> list[str]:
+def _names(group: dict[str, Any], shards: Sequence[LocalShard]) -> list[str]:
     """Return the original names of a group's parameters, each once, in order."""
-    of = {piece.parameter: piece.name for piece in pieces}
+    of = {shard.parameter: shard.name for shard in shards}
     return list(dict.fromkeys(of[parameter] for parameter in group["params"]))
 
 
-def _key(optimizer: Optimizer, piece: LocalShard, state: object) -> str:
+def _key(optimizer: Optimizer, shard: LocalShard, state: object) -> str:
     if not isinstance(state, str) or "." in state:
-        what = f"{type(optimizer).__name__} names its state for {piece.name} in an unknown way"
+        what = f"{type(optimizer).__name__} names its state for {shard.name} in an unknown way"
         raise OsdpError(what, got=repr(state))
-    return f"optimizer.{piece.name}.{state}"
+    return f"optimizer.{shard.name}.{state}"
 
 
 def _is_scalar(value: object, parameter: nn.Parameter, state: str) -> bool:
@@ -199,12 +199,12 @@ def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
             group[option] = tuple(value) if isinstance(value, list) and not isinstance(here, list) else value
 
 
-def _unknown_layout(optimizer: Optimizer, piece: LocalShard, state: str, value: object) -> OsdpError:
+def _unknown_layout(optimizer: Optimizer, shard: LocalShard, state: str, value: object) -> OsdpError:
     kind = type(optimizer).__name__
     got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     return OsdpError(
-        f"{kind} keeps `{state}` for {piece.name} in a layout that checkpoints do not know",
+        f"{kind} keeps `{state}` for {shard.name} in a layout that checkpoints do not know",
         got=got,
-        expected=f"tensors of the parameter's shape {piece.shape}, and numbers",
+        expected=f"tensors of the parameter's shape {shard.shape}, and numbers",
         advice="save without the optimizer, or use another one",
     )

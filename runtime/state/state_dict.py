@@ -11,34 +11,34 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
-from runtime.apply_schedule import ShardedModel
+from runtime.local_shards import LocalShard
 from runtime.parameter_places import registered_parameters
+from runtime.sharded_model import ShardedModel
 from runtime.state.dcp_tensor import GlobalTensor
-from runtime.state.local_shards import LocalShard
 from runtime.state.model_state import persistent_buffers
 
 T = TypeVar("T")
 
 
-def pieces_by_name(sharded: ShardedModel) -> dict[str, list[LocalShard]]:
-    """Return the pieces of every original parameter, tied ones under each of their names, as the model lists them.
+def local_shards_by_name(sharded: ShardedModel) -> dict[str, list[LocalShard]]:
+    """Return the shards of every original parameter, tied ones under each of their names, as the model lists them.
 
     What a forward left gathered is freed: what rests is what counts, and may be about to change.
     """
     sharded.reshard()
-    of_parameter = {id(piece.parameter): piece for piece in sharded.pieces}
+    of_parameter = {id(shard.parameter): shard for shard in sharded.local_shards}
     sliced = tuple(f"{split.module}.slices." for split in sharded.schedule.splits)
     found: dict[str, list[LocalShard]] = {}
     for registration in registered_parameters(sharded.module).values():
-        piece = of_parameter[id(registration.tensor)]
+        shard = of_parameter[id(registration.tensor)]
         for path in registration.names:
-            found.setdefault(piece.name if path.startswith(sliced) else path, []).append(piece)
+            found.setdefault(shard.name if path.startswith(sliced) else path, []).append(shard)
     return found
 
 
 def _in_order(sharded: ShardedModel, state: dict[str, T]) -> dict[str, T]:
     """Return a state dict in the order in which the original model lists its parameters and buffers."""
-    of_parameter = {id(piece.parameter): piece.name for piece in sharded.pieces}
+    of_parameter = {id(shard.parameter): shard.name for shard in sharded.local_shards}
     ordered: dict[str, T] = {}
     for path, value in sharded.module.state_dict(keep_vars=True).items():
         name = path if path in state else of_parameter.get(id(value), path)  # a slice of a split layer
@@ -50,14 +50,14 @@ def _in_order(sharded: ShardedModel, state: dict[str, T]) -> dict[str, T]:
 def full_tensors(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter whole, by its original name. A collective call: every rank must exhaust it."""
     known: dict[int, Tensor] = {}
-    for name, pieces in pieces_by_name(sharded).items():
-        key = id(pieces[0].parameter)
+    for name, shards in local_shards_by_name(sharded).items():
+        key = id(shards[0].parameter)
         if key not in known:
-            first = pieces[0]
+            first = shards[0]
             full = torch.zeros(first.shape, dtype=first.parameter.dtype, device=sharded.device)
-            for piece in pieces:
-                if piece.is_first and piece.numel:
-                    full[piece.slices] = piece.local(piece.parameter).to(sharded.device)
+            for shard in shards:
+                if shard.is_first and shard.numel:
+                    full[shard.slices] = shard.local(shard.parameter).to(sharded.device)
             # Every element comes from one rank, so the sum is exact.
             dist.all_reduce(full)
             known = {key: full}
@@ -72,7 +72,7 @@ def full_state_dict(sharded: ShardedModel, rank0_only: bool = True) -> dict[str,
     keeps = not rank0_only or dist.get_rank() == 0
     state: dict[str, Tensor] = {}
     shared: dict[int, Tensor] = {}
-    by_name = pieces_by_name(sharded)
+    by_name = local_shards_by_name(sharded)
     for name, full in full_tensors(sharded):
         if keeps:
             state[name] = shared.setdefault(id(by_name[name][0].parameter), full.cpu())
@@ -88,14 +88,13 @@ def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     that one rank owns or that are split.
     """
     state: dict[str, Any] = {}
-    owned = {id(parameter.resting) for unit in sharded.owned for parameter in unit.parameters}
-    for name, pieces in pieces_by_name(sharded).items():
-        parameter = pieces[0].parameter
-        if len(pieces) == 1 and id(parameter) not in owned:
+    for name, shards in local_shards_by_name(sharded).items():
+        parameter = shards[0].parameter
+        if len(shards) == 1 and not shards[0].is_uneven:
             state[name] = parameter.detach()
         else:
-            parts = tuple((piece.offsets, piece.local(piece.parameter)) for piece in pieces if piece.numel)
-            state[name] = GlobalTensor(pieces[0].shape, parameter.dtype, parts)
+            parts = tuple((shard.offsets, shard.local(shard.parameter)) for shard in shards if shard.numel)
+            state[name] = GlobalTensor(shards[0].shape, parameter.dtype, parts)
     state |= {name: value.detach() for name, value in persistent_buffers(sharded.module).items()}
     return _in_order(sharded, state)
 
@@ -108,7 +107,7 @@ def load_state_dict(
     Values are whole tensors, or what `sharded_state_dict` returns under the same plan.  Raises
     OsdpError for names that lack or are not known, if `strict`, and for other shapes.
     """
-    by_name, buffers = pieces_by_name(sharded), persistent_buffers(sharded.module)
+    by_name, buffers = local_shards_by_name(sharded), persistent_buffers(sharded.module)
     missing = [name for name in (*by_name, *buffers) if name not in state]
     unexpected = [name for name in state if name not in by_name and name not in buffers]
     if strict and (missing or unexpected):
@@ -117,7 +116,7 @@ def load_state_dict(
             got=f"unknown names {', '.join(unexpected[:5])}" if unexpected else f"{len(state)} names",
             expected=f"also {', '.join(missing[:5])}" if missing else "only names of the model",
         )
-    shapes = {name: pieces[0].shape for name, pieces in by_name.items()}
+    shapes = {name: shards[0].shape for name, shards in by_name.items()}
     shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
     for name, shape in shapes.items():
         if name in state and tuple(state[name].shape) != shape:
@@ -126,34 +125,34 @@ def load_state_dict(
             )
     # All sources first: nothing is changed before all is known to fit.
     sources = [
-        (piece, _source(name, piece, state[name]))
-        for name, pieces in by_name.items()
+        (shard, _source(name, shard, state[name]))
+        for name, shards in by_name.items()
         if name in state
-        for piece in pieces
-        if piece.numel
+        for shard in shards
+        if shard.numel
     ]
     with torch.no_grad():
         for name, buffer in buffers.items():
             if name in state:
                 buffer.copy_(state[name])
-        for piece, source in sources:
-            piece.local(piece.parameter).copy_(source)
-    sharded.changed()
+        for shard, source in sources:
+            shard.local(shard.parameter).copy_(source)
+    sharded.expire()
     return missing, unexpected
 
 
-def _source(name: str, piece: LocalShard, value: Any) -> Tensor:
-    """Return what a piece takes of a whole tensor, or of this rank's parts of one. Raises OsdpError."""
+def _source(name: str, shard: LocalShard, value: Any) -> Tensor:
+    """Return what a shard takes of a whole tensor, or of this rank's parts of one. Raises OsdpError."""
     if isinstance(value, GlobalTensor):
-        source = dict(value.parts).get(piece.offsets)
+        source = dict(value.parts).get(shard.offsets)
     elif isinstance(value, DTensor):
         source = value.to_local()
     else:
-        source = value[piece.slices]
-    if source is None or tuple(source.shape) != piece.sizes:
+        source = value[shard.slices]
+    if source is None or tuple(source.shape) != shard.sizes:
         raise OsdpError(
             f"{name} in the state dict is sharded otherwise",
-            expected=f"{piece.sizes} at {piece.offsets}",
+            expected=f"{shard.sizes} at {shard.offsets}",
             got="nothing there" if source is None else str(tuple(source.shape)),
             advice="full_state_dict() or a checkpoint, where the plan is another",
         )

@@ -1,7 +1,7 @@
 """Gradients under any mixture of strategies: their norm, and what is reduced once per step.
 
-The norm of the whole gradient is of the pieces: with g_r the pieces that rank r holds and c the
-number of ranks that hold the same piece,
+The norm of the whole gradient is of the shards: with g_r the shards that rank r holds and c the
+number of ranks that hold the same shard,
 
     p < inf    ( sum_r sum_pieces ||g||_p^p / c )^(1/p)        one all-reduce for the whole model
     p = inf    max_r max_pieces ||g||_inf
@@ -19,43 +19,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
-from runtime.state.local_shards import LocalShard
+from runtime.local_shards import LocalShard
 
 EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
-def total_norm(pieces: Sequence[LocalShard], norm_type: float, device: torch.device) -> Tensor:
+def total_norm(shards: Sequence[LocalShard], norm_type: float, device: torch.device) -> Tensor:
     """Return the norm of the gradients of all ranks, a scalar on `device`. A collective call."""
     if norm_type <= 0:
         raise OsdpError("the type of a norm must be positive", got=str(norm_type), expected="2.0, 1.0 or inf")
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for piece in pieces:
-        if piece.parameter.grad is None or not piece.numel:
+    for shard in shards:
+        if shard.parameter.grad is None or not shard.numel:
             continue
-        local = piece.local(piece.parameter.grad)
+        local = shard.local(shard.parameter.grad)
         norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.promote_types(local.dtype, torch.float32))
         norm = norm.to(device, torch.float64)
-        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type / piece.replicas
+        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type / shard.replicas
     dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
     return (total if math.isinf(norm_type) else total ** (1 / norm_type)).float()
 
 
 def clip(
-    pieces: Sequence[LocalShard],
+    shards: Sequence[LocalShard],
     max_norm: float,
     norm_type: float,
     device: torch.device,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before. A collective call."""
-    norm = total_norm(pieces, norm_type, device)
+    norm = total_norm(shards, norm_type, device)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise OsdpError("the gradient is not finite", got=f"norm {norm.item()}", advice="a lower learning rate")
     # Always multiplied, even by 1, so that no value has to come back from the device.
     scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
-    for piece in pieces:
-        if piece.parameter.grad is not None:
-            local = piece.local(piece.parameter.grad)
+    for shard in shards:
+        if shard.parameter.grad is not None:
+            local = shard.local(shard.parameter.grad)
             local.mul_(scale.to(local.device, local.dtype))
     return norm

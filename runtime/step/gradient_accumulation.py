@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from profiler.errors import OsdpError
-from runtime.apply_schedule import ShardedModel
+from runtime.sharded_model import ShardedModel
 from runtime.step.optimizer_hooks import watch_optimizers
 from runtime.strategies.alias_outputs import refuse_double_backward, tensors_in
 
@@ -34,15 +34,13 @@ class Accumulation:
         """Micro-batches of the step whose backward has begun, its last left out."""
         self.pushed = 0
         """Micro-batches whose backward has begun since ranks last met (`odc`)."""
-        waiting = [unit for unit in sharded.schedule.units if not unit.strategy.spec.one_sided]
-        self.once_per_step = any(c.phase == "step" for unit in waiting for c in unit.collectives)
-        """Whether units reduce in the backward of a step's last micro-batch; `odc` does in the optimizer's step."""
+        self.once_per_step = sharded.reduces_in_last_backward
         self.explicit = False
         """Whether the user says, by `no_sync` or `sync`, when to reduce."""
         self._postpones = False
         self._in_backward = False
         """Whether a backward has begun and not ended; at a forward: it failed."""
-        watch_optimizers(self, (piece.parameter for piece in sharded.pieces))
+        watch_optimizers(self, (shard.parameter for shard in sharded.local_shards))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -61,27 +59,21 @@ class Accumulation:
     def discard(self) -> None:
         """Give up the step: forget its micro-batches and what waits to be reduced."""
         if self._in_backward or (self.done and self.once_per_step):
-            self.sharded.recover()
-        elif self.sharded.exchange is not None:  # another rank may have pushed, so all have to meet
-            self.sharded.exchange.drop(self.pushed > 0)
+            self.sharded.reset()
+        else:
+            self.sharded.discard_gradients(self.pushed > 0)
         self.done, self.pushed, self.explicit, self._in_backward = 0, 0, False, False
 
-    def settle(self) -> None:
-        """Have the gradients of the step so far be complete on this rank, before they are read. A collective call.
+    def finish_gradients(self) -> None:
+        """Complete this step's gradients, before they are read. A collective call.
 
         Raises OsdpError if gradients of the model are not all reduced, and PeerLost, naming ranks, if some
         do not come.
         """
-        exchange = self.sharded.exchange
-        if exchange is None:
-            return
-        self._check_reduced()
-        one_sided = {id(parameter) for group in exchange.groups for unit in group.units for parameter in unit.trained}
-        scale = exchange.settle(self.pushed)
-        self.pushed = 0
-        for piece in self.sharded.pieces:
-            if scale != 1.0 and piece.parameter.grad is not None and id(piece.parameter) not in one_sided:
-                piece.local(piece.parameter.grad).mul_(scale)
+        if self.sharded.finishes_in_optimizer_step:
+            self._check_reduced()
+            self.sharded.finish_gradients(self.pushed)
+            self.pushed = 0
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, prepared for the backward that follows where there can be one."""
@@ -127,8 +119,8 @@ class Accumulation:
                 refuse_double_backward()
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._end_backward)
-            if self.sharded.root is not None and self.once_per_step:
-                self.sharded.root.set_requires_all_reduce(last)
+            if self.once_per_step:
+                self.sharded.set_requires_all_reduce(last)
             self.done, self.pushed = 0 if last else self.done + 1, self.pushed + 1
             self.explicit = self.explicit and not last
 
@@ -145,13 +137,13 @@ class Accumulation:
         Raises OsdpError if gradients of this model are not all reduced, or a closure would make further ones.
         """
         self._check_reduced()
-        if has_closure and self.sharded.exchange is not None:
+        if has_closure and self.sharded.finishes_in_optimizer_step:
             raise OsdpError(
                 "an optimizer's step cannot run a closure under odc, whose ranks meet before the step",
                 advice="run forward and backward before step(), or plan without odc",
             )
         self.sharded.reshard()
-        self.settle()
+        self.finish_gradients()
 
     def _check_reduced(self) -> None:
         if self.done and self.once_per_step:
@@ -166,5 +158,4 @@ class Accumulation:
 
     def after_step(self) -> None:
         """Let peers pull what the optimizer has made of the parameters."""
-        if self.sharded.exchange is not None:
-            self.sharded.exchange.publish()
+        self.sharded.publish()

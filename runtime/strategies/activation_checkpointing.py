@@ -9,39 +9,30 @@ micro-batch and not three times.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from runtime.schedule import Schedule
-from runtime.strategies.owner import keep_owned
-from runtime.torch_compat import keep_after_forward
-
-if TYPE_CHECKING:
-    from runtime.apply_schedule import ShardedModel
+from runtime.sharded_model import ShardedModel
 
 Forward = Callable[..., Any]
 
 
-def recompute(model: nn.Module, schedule: Schedule, sharded: ShardedModel, compile_backend: str | None) -> None:
+def recompute(sharded: ShardedModel, compile_backend: str | None) -> None:
     """Let blocks run again in backward as scheduled, and compile those that are one unit each."""
+    model, schedule = sharded.module, sharded.schedule
     units = {path for unit in schedule.units for path in unit.modules if len(unit.modules) == 1}
     if compile_backend is not None:
         for path in sorted(units):
             block = model.get_submodule(path)
             if path and next(block.children(), None) is not None:
-                _replace_forward(block, torch.compile(block.forward, backend=compile_backend))
+                vars(block)["forward"] = torch.compile(block.forward, backend=compile_backend)
     for name in schedule.recomputed:
         block = model.get_submodule(name)
-        _replace_forward(block, _checkpointed(block, sharded, is_unit=name in units))
-
-
-def _replace_forward(module: nn.Module, forward: Forward) -> None:
-    module.forward = forward
+        vars(block)["forward"] = _checkpointed(block, sharded, is_unit=name in units)
 
 
 def _checkpointed(block: nn.Module, sharded: ShardedModel, is_unit: bool) -> Forward:
@@ -62,7 +53,8 @@ def _checkpointed(block: nn.Module, sharded: ShardedModel, is_unit: bool) -> For
 def _kept_inside(block: nn.Module, sharded: ShardedModel) -> Iterator[None]:
     """Keep what is gathered in this block: its backward comes next."""
     inside = set(block.modules())
-    wrapped = [module for module in inside if isinstance(module, FSDPModule)]
-    owned = [unit for unit in sharded.owned if any(place[0] in inside for p in unit.parameters for place in p.places)]
-    with keep_after_forward(wrapped), keep_owned(owned):
+    with ExitStack() as stack:
+        for unit in sharded.units:
+            if not inside.isdisjoint(unit.modules):
+                stack.enter_context(unit.keep_after_forward())
         yield

@@ -14,32 +14,28 @@ of a reduce-scatter is the backend's, or a ring (`runtime.strategies.ring_reduce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from runtime.meshes import Meshes
+from runtime.schedule import ScheduledUnit
+from runtime.strategies.fully_sharded import FullyShardedUnit, shard, uses_ring
 from runtime.strategies.ring_reduce_scatter import ring_reduce_scatter
-from runtime.torch_compat import AllGather, ReduceScatter, all_gather, reduce_scatter
+from runtime.strategies.wrap_context import WrapContext
+from runtime.torch_compat import AllGather, OrdinaryMemory, ReduceScatter, all_gather, reduce_scatter
 
 Rings = tuple[bool, bool]
 """Whether the phase inside nodes, and the one across them, of a reduce-scatter is a ring."""
 
 
-class _Phases:
+class _Phases(OrdinaryMemory):
     """The groups of both phases."""
 
     def __init__(self, meshes: Meshes, nodes: int, ranks_per_node: int) -> None:
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self.across = meshes.group(nodes, stride=ranks_per_node)
         self.inside = meshes.group(ranks_per_node)
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised buffer."""
-        return torch.empty(tuple(size), dtype=dtype, device=device)
 
 
 class TwoPhaseAllGather(_Phases, AllGather):
@@ -86,9 +82,11 @@ class TwoPhaseReduceScatter(_Phases, ReduceScatter):
         self.across_nodes(output_tensor, of_node, op, self.across)
 
 
-def communicate_in_two_phases(
-    module: FSDPModule, meshes: Meshes, nodes: int, ranks_per_node: int, rings: Rings = (False, False)
-) -> None:
-    """Let a unit that is sharded over all ranks communicate in two phases."""
-    module.set_custom_all_gather(TwoPhaseAllGather(meshes, nodes, ranks_per_node))
-    module.set_custom_reduce_scatter(TwoPhaseReduceScatter(meshes, nodes, ranks_per_node, rings))
+def wrap(unit: ScheduledUnit, context: WrapContext) -> FullyShardedUnit:
+    """Shard a unit over all ranks, and let it communicate in two phases."""
+    wrapped = shard(unit, context, context.meshes.mesh(context.schedule.world_size))
+    phases = context.meshes, context.schedule.nodes, context.schedule.ranks_per_node
+    inside, across = uses_ring(unit) or (False, False)  # Nothing is reduced where nothing is trained.
+    wrapped.module.set_custom_all_gather(TwoPhaseAllGather(*phases))
+    wrapped.module.set_custom_reduce_scatter(TwoPhaseReduceScatter(*phases, (inside, across)))
+    return wrapped

@@ -1,216 +1,92 @@
-"""A unit that `fully_shard` wraps, whose ranks pull parameters and push gradients instead of gathering and reducing.
+"""Wrapping with windows: ranks pull parameters and push gradients, and meet once per step (`runtime.odc`).
 
-With G ranks, s elements of a rank's shard and t of its part of the gradient (s without the frozen ones),
-
-    gather    out (G s,)   <- all published shards              in forward, and again in backward
-    reduce    accumulators += full (G t,); FSDP2 gets zeros     after backward
-
-FSDP2 makes the gradients that rest out of the zeros and adds further zeros to them, micro-batch by
-micro-batch; what was accumulated is added when ranks have met (`runtime.odc.step_protocol`).
-
-Parameters that got no gradient are not in what FSDP2 reduces, and only its hooks tell which they were:
-then the part of each is set into zeros as its hook comes.
+Where ranks cannot have windows, units are sharded by FSDP2's collectives before anything is wrapped: those of
+`odc:G` become `group_shard:G`, or `shard` where G is all ranks.  Pulls become all-gathers and pushes
+reduce-scatters of the same sizes in the same groups, and the means are the same; but ranks wait for each other in
+every micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import accumulate
-from typing import Any
-from weakref import ref
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
-from profiler.errors import OsdpError
-from runtime.odc.windows import Window, WindowSpec
-from runtime.torch_compat import AllGather, ReduceScatter, packed_parameters, uneven_dtensor
+from planner.strategies.odc import OneSided
+from runtime.meshes import Meshes
+from runtime.odc.choose_transport import why_none_anywhere
+from runtime.odc.dry_run_windows import rehearses
+from runtime.odc.one_sided_unit import OneSidedUnit
+from runtime.odc.step_protocol import Exchange, Sharing
+from runtime.schedule import Schedule, ScheduledUnit
+from runtime.sharded_model import WrappedUnit
+from runtime.strategies.fully_sharded import FullyShardedUnit, shard
+from runtime.strategies.wrap_context import WrapContext
 
-
-class OneSidedUnit:
-    """One unit's parameters and its window."""
-
-    def __init__(self, name: str, module: FSDPModule, dtype: torch.dtype | None) -> None:
-        """Take a module that `fully_shard` has wrapped; `dtype` is what it computes in, None: what the parameters have.
-
-        Raises OsdpError if parameters have several dtypes, or one that windows cannot publish.
-        """
-        self.name, self.module = name, module
-        self._packed = packed_parameters(module)
-        dtypes = {dtype or one.sharded_param.dtype for one in self._packed}
-        if len(dtypes) > 1:
-            raise OsdpError(
-                f"unit {name} has parameters of several dtypes, which no window can publish",
-                got=", ".join(sorted(map(str, dtypes))),
-                expected="one dtype",
-                advice="plan in bf16, which casts all alike; or convert them before OSDP(...)",
-            )
-        self.trained: list[nn.Parameter] = []
-        """In the order in which FSDP2 packs their gradients."""
-        self._frozen: list[nn.Parameter] = []
-        """All others."""
-        self._sizes: list[int] = []
-        """Padded elements of each on a rank."""
-        self._hooks: list[RemovableHandle] = []
-        # Weak, as Python's garbage collector does not find cycles through hooks of tensors.
-        here = ref(self)
-        for one in self._packed:
-            if not one.sharded_param.requires_grad:
-                self._frozen.append(one.sharded_param)
-            else:
-                self.trained.append(one.sharded_param)
-                self._sizes.append(one._sharded_param_data.numel())
-                self._hooks.append(one.sharded_param.register_post_accumulate_grad_hook(partial(_find, here)))
-        shard_numel = sum(one._sharded_param_data.numel() for one in self._packed)
-        self.spec = WindowSpec(name, shard_numel, dtypes.pop(), shard_numel - sum(self._sizes))
-        self.pushed = [False] * len(self.trained)
-        """Which parameters got a gradient on this rank since the last meeting."""
-        self._partial: Tensor | None = None
-        """What was reduced, while it is being found out of which parameters."""
-        self._found: list[int] = []
-
-    def use(self, window: Window, before_pull: Callable[[], None]) -> None:
-        """Communicate through a window; `before_pull` sees to it that there is something to pull."""
-        self.window = window
-        self.module.set_custom_all_gather(_Pull(window, before_pull))
-        self.module.set_custom_reduce_scatter(_Push(self))
-
-    def release(self) -> None:
-        """Leave the parameters without hooks; FSDP2's own communication may go on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    def publish(self) -> None:
-        """Let peers see this rank's shard after the next meeting, wherever it rests."""
-        self.window.publish(*(one._sharded_param_data.to(self.window.device_type) for one in self._packed))
-
-    def push(self, full: Tensor) -> None:
-        """Add a gradient (G t,), or that of some parameters, to the accumulators.
-
-        Raises OsdpError if parameters are trained that were frozen when the unit was wrapped: they have no accumulator.
-        """
-        thawed = sum(parameter.requires_grad for parameter in self._frozen)
-        if thawed:
-            raise OsdpError(
-                f"unit {self.name} trains parameters that were frozen when it was wrapped",
-                got=f"{thawed} that now require gradients",
-                expected="none",
-                advice="set requires_grad before OSDP(...)",
-            )
-        if full.numel() < sum(self._sizes) * self._ranks:
-            self._partial, self._found = full, []
-            if full.is_cuda:  # FSDP2 takes the buffer back before it is known whose parts these are
-                full.record_stream(torch.cuda.current_stream(full.device))
-            return
-        self.pushed = [True] * len(self.trained)
-        self.window.push(full)
-
-    @property
-    def _ranks(self) -> int:
-        mesh = self._packed[0].sharded_param.device_mesh
-        return int(mesh.size(mesh.ndim - 1))
-
-    def find(self, parameter: nn.Parameter) -> None:
-        """Note that the gradient of a parameter is in what was reduced; push when all are known."""
-        if self._partial is None:
-            return
-        self._found.append(next(index for index, one in enumerate(self.trained) if one is parameter))
-        sizes = [self._sizes[index] for index in self._found]
-        if sum(sizes) * self._ranks < self._partial.numel():
-            return
-        full = self._partial.new_zeros(self._ranks, sum(self._sizes))
-        starts = list(accumulate(self._sizes, initial=0))
-        parts = torch.split(self._partial.view(self._ranks, -1), sizes, dim=1)
-        for index, part in zip(self._found, parts, strict=True):
-            full[:, starts[index] : starts[index + 1]] = part
-            self.pushed[index] = True
-        self._partial = None
-        self.window.push(full)
-
-    @property
-    def is_unclear(self) -> bool:
-        """Whether something was reduced of which it was not found out to what parameters it belongs."""
-        return self._partial is not None
-
-    def forget(self) -> None:
-        """Forget which parameters got gradients."""
-        self.pushed, self._partial = [False] * len(self.trained), None
-
-    def add_gradient(self, gradient: Tensor, wanted: Sequence[bool]) -> None:
-        """Add a gradient (t,) to those of the wanted parameters."""
-        parts = torch.split(gradient, self._sizes)
-        for parameter, part, is_wanted in zip(self.trained, parts, wanted, strict=True):
-            if is_wanted:
-                _add_gradient(parameter, part)
+COLLECTIVES: dict[str, Literal["all_gather", "reduce_scatter", "all_reduce"]] = {
+    "pull": "all_gather",
+    "push": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
+"""What is sent in place of what; meetings and publishing are left out."""
 
 
-def _find(unit: ref[OneSidedUnit], parameter: nn.Parameter) -> None:
-    found = unit()
-    if found is not None:
-        found.find(parameter)
+class WindowedUnit(FullyShardedUnit):
+    """Modules that `fully_shard` has wrapped, and that communicate through a window."""
+
+    def __init__(self, unit: ScheduledUnit, wrapped: FullyShardedUnit, context: WrapContext) -> None:
+        super().__init__(unit, wrapped.module, wrapped.modules)
+        self.reduces_in_last_backward = False  # but in the optimizer's step, by the `Exchange`
+        self.replicas = context.schedule.world_size // unit.strategy.group
+        self.sharing = Sharing(unit.strategy.group, unit.strategy.spec.ordered)
+        self.one_sided = OneSidedUnit(unit.name, wrapped.module, context.compute_dtype)
 
 
-def _add_gradient(parameter: nn.Parameter, part: Tensor) -> None:
-    local = _local(parameter)
-    found = part[: local.numel()].view(local.shape).to(local.device, local.dtype)
-    if parameter.grad is None:
-        assert isinstance(parameter, DTensor)
-        # A copy, because the flat tensor holds the other parameters' gradients too.
-        parameter.grad = uneven_dtensor(found.clone(), parameter.device_mesh, parameter.shape)
-    else:
-        _local(parameter.grad).add_(found)
+def wrap(unit: ScheduledUnit, context: WrapContext) -> WindowedUnit:
+    """Shard a unit inside its group; FSDP2 is told of no replicas, as it would reduce across them in every backward."""
+    wrapped = shard(unit, context, context.meshes.group_mesh(unit.strategy.group))
+    return WindowedUnit(unit, wrapped, context)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    with torch.no_grad():
-        return tensor.to_local()
+def finish(context: WrapContext, units: Sequence[WindowedUnit]) -> list[WrappedUnit]:
+    """Open the windows of all units."""
+    alike: dict[Sharing, list[OneSidedUnit]] = {}
+    for unit in units:
+        alike.setdefault(unit.sharing, []).append(unit.one_sided)
+    return [Exchange(alike, context.meshes, context.schedule.accumulation)]
 
 
-class _Buffers:
-    """Ordinary memory for what FSDP2 communicates."""
+def substitute(schedule: Schedule, meshes: Meshes) -> Schedule:
+    """Return the schedule, without windows if any group's ranks cannot have them. Collective.
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised buffer."""
-        return torch.empty(tuple(size), dtype=dtype, device=device)
+    Rank 0 warns of that, once for a model.
+    """
+    mine = [unit for unit in schedule.units if isinstance(unit.strategy.spec, OneSided)]
+    if rehearses():
+        return schedule
+    groups = sorted({unit.strategy.group for unit in mine})
+    reason = why_none_anywhere([meshes.group(group) for group in groups], meshes.device_type)
+    if not reason:
+        return schedule
+    others = {unit.name: _with_collectives(unit, schedule.world_size) for unit in mine}
+    if dist.get_rank() == 0:
+        taken = {str(unit.strategy): str(others[unit.name].strategy) for unit in mine}
+        warnings.warn(
+            f"{', '.join(f'{name} runs as {other}' for name, other in taken.items())}, because {reason}. "
+            "Results are the same, but all ranks must run equally many micro-batches, and wait for each "
+            "other in each.",
+            stacklevel=2,
+        )
+    return replace(schedule, units=tuple(others.get(unit.name, unit) for unit in schedule.units))
 
 
-class _Pull(_Buffers, AllGather):
-    """Pulls in place of an all-gather."""
-
-    def __init__(self, window: Window, before: Callable[[], None]) -> None:
-        self.window, self.before = window, before
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Fill `output_tensor` (G s,) with what was published; this rank's own shard (s,) is a part of that."""
-        self.before()
-        self.window.pull(output_tensor)
-
-
-class _Push(_Buffers, ReduceScatter):
-    """Pushes in place of a reduce-scatter."""
-
-    def __init__(self, unit: OneSidedUnit) -> None:
-        self.unit = unit
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        """Push `input_tensor` (G t,) and leave zeros in `output_tensor` (t,). Raises OsdpError if that is no mean."""
-        if not op == dist.ReduceOp.AVG:
-            raise OsdpError(
-                "one-sided communication cannot reduce like this",
-                got=str(getattr(op, "op", op)),
-                expected="AVG",
-                advice="set no gradient divide factor",
-            )
-        output_tensor.zero_()
-        self.unit.push(input_tensor)
+def _with_collectives(unit: ScheduledUnit, world_size: int) -> ScheduledUnit:
+    sent = tuple(
+        replace(one, operation=COLLECTIVES[one.operation]) for one in unit.collectives if one.operation in COLLECTIVES
+    )
+    spec = unit.strategy.spec
+    assert isinstance(spec, OneSided)
+    return replace(unit, strategy=spec.without_windows(unit.strategy, world_size), collectives=sent)

@@ -13,12 +13,12 @@ The modules see `full` parameters, views of the flat buffer whose storage is emp
 place, so that autograd's saved views stay valid; between uses they see the resting ones.  The
 resting parameters are DTensors that the ranks share unevenly: all rows on the owner, none elsewhere.
 Optimizers work on them as on any other sharded parameter; their `full_tensor` is not defined,
-`runtime.state.local_shards` says what a rank holds.  Communication is on the compute stream: it does not overlap.
+`runtime.local_shards` says what a rank holds.  Communication is on the compute stream: it does not overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -28,12 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from runtime.local_shards import LocalShard, Origin, local_data, whole_or_nothing
 from runtime.parameter_places import ParameterSite
-from runtime.strategies.alias_outputs import refuse_double_backward, tensors_in
+from runtime.schedule import ScheduledUnit
+from runtime.sharded_model import WrappedUnit
+from runtime.strategies.alias_outputs import refuse_double_backward, return_no_views, tensors_in
+from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import uneven_dtensor
 
 T = TypeVar("T")
@@ -57,26 +59,20 @@ class OwnedParameter:
         self.full.grad = None
 
 
-class OwnedUnit:
+class OwnedUnit(WrappedUnit):
     """An operator's modules, whose parameters one rank owns."""
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        places: Mapping[nn.Parameter, Sequence[ParameterSite]],
-        owner: int,
-        mesh: DeviceMesh,
-        device: torch.device,
-        compute_dtype: torch.dtype | None,
-        offload: bool,
-    ) -> None:
-        self.owner, self.mesh, self.group, self.device = owner, mesh, mesh.get_group(), device
-        self.is_owner = dist.get_rank() == owner
-        self.home = torch.device("cpu") if offload else device
-        self.compute_dtype = compute_dtype
-        """What parameters and floating-point inputs are cast to; None: left as they are."""
+    def __init__(self, unit: ScheduledUnit, context: WrapContext) -> None:
+        assert unit.owner is not None
+        self.owner, self.device, self.compute_dtype = unit.owner, context.device, context.compute_dtype
+        self.mesh = context.meshes.mesh(context.schedule.world_size)
+        self.group = self.mesh.get_group()
+        self.is_owner = dist.get_rank() == self.owner
+        self.home = torch.device("cpu") if unit.strategy.offload else self.device
+        places = context.materialise(unit)
         wanted = list(places)
-        self.flat = torch.empty(sum(p.numel() for p in wanted), dtype=compute_dtype or wanted[0].dtype, device=device)
+        dtype = self.compute_dtype or wanted[0].dtype
+        self.flat = torch.empty(sum(p.numel() for p in wanted), dtype=dtype, device=self.device)
         parts = torch.split(self.flat, [parameter.numel() for parameter in wanted])
         fulls = [nn.Parameter(part.view(like.shape)) for part, like in zip(parts, wanted, strict=True)]
         self.flat.untyped_storage().resize_(0)
@@ -84,15 +80,27 @@ class OwnedUnit:
             OwnedParameter(places[parameter], self._rested(parameter), full)
             for parameter, full in zip(wanted, fulls, strict=True)
         ]
-        self.modules = frozenset(modules)
+        self.modules = context.modules(unit)
         self.to_run: set[nn.Module] = set()
         """Modules whose forward is still to come in this pass: tied ones are gathered once for all."""
         self.kept = self.in_backward = False
         """`kept`: stay gathered when a forward ends, as the backward comes next; `in_backward`: it is under way."""
-        self.release()
-        for module in modules:
+        self.reshard()
+        for module in self.modules:
+            return_no_views(module)
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward, always_call=True)
+
+    def local_shard(self, origin: Origin, parameter: nn.Parameter) -> LocalShard:
+        return whole_or_nothing(origin, parameter, self.is_owner)
+
+    @contextmanager
+    def keep_after_forward(self) -> Iterator[None]:
+        self.kept = True
+        try:
+            yield
+        finally:
+            self.kept = False
 
     def _rested(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a parameter as it rests on this rank."""
@@ -115,13 +123,13 @@ class OwnedUnit:
         if self.is_owner:
             parts = torch.split(data, [parameter.full.numel() for parameter in self.parameters])
             for parameter, part in zip(self.parameters, parts, strict=True):
-                part.copy_(_local(parameter.resting).reshape(-1))
+                part.copy_(local_data(parameter.resting).reshape(-1))
         dist.broadcast(data, src=self.owner, group=self.group)
         for parameter in self.parameters:
             parameter.full.requires_grad_(parameter.resting.requires_grad)
             parameter.register(parameter.full)
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Let the modules see the resting parameters and free the full ones; the next forward begins a new pass."""
         self.to_run.clear()
         for parameter in self.parameters:
@@ -129,11 +137,10 @@ class OwnedUnit:
         self.flat.untyped_storage().resize_(0)
 
     def reset(self) -> None:
-        """Forget a forward or backward that failed: its gradients, and that it was under way."""
         for parameter in self.parameters:
             parameter.full.grad = None
         self.in_backward = False
-        self.release()
+        self.reshard()
 
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -160,7 +167,7 @@ class OwnedUnit:
     def _release_if_idle(self) -> None:
         """Release, unless a backward needs it: this forward may be one that runs again for a backward."""
         if not (self.kept or self.in_backward):
-            self.release()
+            self.reshard()
 
     def _before_backward(self, gradient: Tensor) -> None:
         refuse_double_backward()
@@ -183,7 +190,7 @@ class OwnedUnit:
         parts = torch.split(reduced, sizes)
         for parameter, part in zip(trained, parts, strict=True):
             parameter.move_gradient(part)
-        self.release()
+        self.reshard()
         if not trained:
             return
         dist.reduce(reduced, dst=self.owner, op=dist.ReduceOp.SUM, group=self.group)
@@ -192,14 +199,14 @@ class OwnedUnit:
             self._accumulate(parameter.resting, part)
 
     def _accumulate(self, resting: nn.Parameter, gradient: Tensor) -> None:
-        shape = _local(resting).shape
+        shape = local_data(resting).shape
         local = gradient[: prod(shape)].view(shape)
         if resting.grad is None:
             # A copy, because the buffer holds the other parameters' gradients too.
             local = local.to(self.home, resting.dtype, copy=True)
             resting.grad = uneven_dtensor(local, self.mesh, resting.shape)
         else:
-            _local(resting.grad).add_(local.to(self.home, resting.dtype))
+            local_data(resting.grad).add_(local.to(self.home, resting.dtype))
         for hook in (resting._post_accumulate_grad_hooks or {}).values():  # as FSDP2 calls them
             hook(resting)
 
@@ -247,19 +254,8 @@ def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    with torch.no_grad():
-        return tensor.to_local()
-
-
-@contextmanager
-def keep_owned(units: Sequence[OwnedUnit]) -> Iterator[None]:
-    """Keep these units gathered when a forward ends: their backward comes next."""
-    for unit in units:
-        unit.kept = True
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.kept = False
+def wrap(unit: ScheduledUnit, context: WrapContext) -> OwnedUnit:
+    """Leave a unit's parameters with their owner."""
+    wrapped = OwnedUnit(unit, context)
+    context.ignored.update(parameter.resting for parameter in wrapped.parameters)
+    return wrapped

@@ -15,7 +15,7 @@ which is not needed any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
-from runtime.torch_compat import ReduceScatter
+from runtime.torch_compat import OrdinaryMemory, ReduceScatter
 
 TAG = 0x05D9
 """Of all transfers, so that they are not mixed up with those of a user in the same group, which have 0 by default."""
@@ -69,16 +69,12 @@ def ring_reduce_scatter(
         output.div_(ranks)
 
 
-class RingReduceScatter(ReduceScatter):
+class RingReduceScatter(OrdinaryMemory, ReduceScatter):
     """Reduces the gradients of a `fully_shard` unit in a ring over its shards.
 
     FSDP2 makes the input for this one call, copies gradients into it, and afterwards only keeps it alive
     (`foreach_reduce` of torch 2.11 and 2.13), so that it may be overwritten.
     """
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised buffer."""
-        return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(
         self,

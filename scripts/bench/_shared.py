@@ -79,7 +79,7 @@ class OsdpTraining:
 
 
 def measured_machine(options: argparse.Namespace) -> Any:
-    """Measure the ranks' machine, as `osdp profile` does; a collective call. Returns what was wanted and what was found."""
+    """Measure the ranks' machine, as `osdp profile` does, and return (wanted, found); a collective call."""
     import torch
 
     from osdp.profile.session import Wanted, measure

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from profiler.errors import OsdpError
+from runtime.local_shards import LocalShard, local_shard, whole
 from runtime.state.checkpoint import latest, load, save
-from runtime.state.local_shards import LocalShard, piece_of, whole
 
 
 def complaint(action: object) -> str:
@@ -28,19 +28,19 @@ def complaint(action: object) -> str:
 
 
 def fill_the_disk_of_rank_1(rank: int, folder: str) -> list[str]:
-    net, pieces = build("shard", seed=1)
-    save(f"{folder}/step-1", net, pieces)
+    net, shards = build("shard", seed=1)
+    save(f"{folder}/step-1", net, shards)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    told = [complaint(lambda: save(f"{folder}/step-2", net, pieces))]
-    background = save(f"{folder}/step-3", net, pieces, asynchronous=True)
+    told = [complaint(lambda: save(f"{folder}/step-2", net, shards))]
+    background = save(f"{folder}/step-3", net, shards, asynchronous=True)
     told.append(complaint(background.wait))
-    save(f"{folder}/step-4", net, pieces, asynchronous=True)
-    told.append(complaint(lambda: save(f"{folder}/step-5", net, pieces)))
+    save(f"{folder}/step-4", net, shards, asynchronous=True)
+    told.append(complaint(lambda: save(f"{folder}/step-5", net, shards)))
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    save(f"{folder}/step-6", net, pieces)
+    save(f"{folder}/step-6", net, shards)
     return told
 
 
@@ -53,8 +53,8 @@ def test_a_full_disk_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 
 
 def die_while_writing(rank: int, folder: str) -> str:
-    net, pieces = build("shard", seed=1)
-    save(f"{folder}/step-1", net, pieces)
+    net, shards = build("shard", seed=1)
+    save(f"{folder}/step-1", net, shards)
     write = FileSystemWriter.write_data
     if rank == 1:
 
@@ -63,17 +63,17 @@ def die_while_writing(rank: int, folder: str) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
 
         FileSystemWriter.write_data = write_and_die
-    return complaint(lambda: save(f"{folder}/step-2", net, pieces))
+    return complaint(lambda: save(f"{folder}/step-2", net, shards))
 
 
 def resume_after_the_death(rank: int, folder: str) -> tuple[str, bool]:
-    net, pieces = build("shard", seed=2)
+    net, shards = build("shard", seed=2)
     newest = latest(Path(folder))
     assert newest is not None
-    load(newest, net, pieces)
+    load(newest, net, shards)
     expected = build("shard", seed=1)[1]
-    equal = all(torch.equal(a.local(a.parameter), b.local(b.parameter)) for a, b in zip(pieces, expected, strict=True))
-    save(f"{folder}/step-2", net, pieces)
+    equal = all(torch.equal(a.local(a.parameter), b.local(b.parameter)) for a, b in zip(shards, expected, strict=True))
+    save(f"{folder}/step-2", net, shards)
     return newest.name, equal
 
 
@@ -85,11 +85,11 @@ def test_a_rank_that_is_killed_leaves_the_previous_checkpoint(tmp_path: Path) ->
 
 
 def save_steps(rank: int, folder: str) -> None:
-    net, pieces = build("shard", seed=1)
+    net, shards = build("shard", seed=1)
     optimizer = torch.optim.Adam(net.parameters())
-    train(pieces, optimizer, range(1))
+    train(shards, optimizer, range(1))
     for step in (1, 2):
-        save(f"{folder}/step-{step}", net, pieces, optimizer)
+        save(f"{folder}/step-{step}", net, shards, optimizer)
 
 
 def damage(folder: Path, how: str) -> None:
@@ -110,12 +110,12 @@ def damage(folder: Path, how: str) -> None:
 
 
 def load_damaged(rank: int, folder: str) -> tuple[str, bool]:
-    net, pieces = build("shard", seed=2)
+    net, shards = build("shard", seed=2)
     optimizer = torch.optim.Adam(net.parameters())
-    before = [piece.local(piece.parameter).clone() for piece in pieces]
-    told = complaint(lambda: load(f"{folder}/step-2", net, pieces, optimizer))
+    before = [shard.local(shard.parameter).clone() for shard in shards]
+    told = complaint(lambda: load(f"{folder}/step-2", net, shards, optimizer))
     untouched = not optimizer.state and all(
-        torch.equal(piece.local(piece.parameter), old) for piece, old in zip(pieces, before, strict=True)
+        torch.equal(shard.local(shard.parameter), old) for shard, old in zip(shards, before, strict=True)
     )
     return told, untouched
 
@@ -153,8 +153,8 @@ class Trap:
 
 
 def load_trapped(rank: int, folder: str) -> None:
-    net, pieces = build("shard", seed=2)
-    load(f"{folder}/step-2", net, pieces)
+    net, shards = build("shard", seed=2)
+    load(f"{folder}/step-2", net, shards)
 
 
 def test_loading_runs_no_code_from_the_folder(tmp_path: Path) -> None:
@@ -168,17 +168,17 @@ def test_loading_runs_no_code_from_the_folder(tmp_path: Path) -> None:
     assert mark.exists(), "the trap works"
 
 
-def linear_pieces(features: int) -> tuple[nn.Module, list[LocalShard]]:
+def linear_shards(features: int) -> tuple[nn.Module, list[LocalShard]]:
     net = nn.Linear(features, 2)
-    return net, [piece_of(whole(name, p.shape), p, replicas=2) for name, p in net.named_parameters()]
+    return net, [local_shard(whole(name, p.shape), p, replicas=2) for name, p in net.named_parameters()]
 
 
 def adafactor_on_one_rank(rank: int, folder: str) -> str:
-    net, pieces = linear_pieces(3)
+    net, shards = linear_shards(3)
     optimizer: torch.optim.Optimizer = torch.optim.Adafactor(net.parameters())
     if rank == 1:
-        train(pieces, optimizer, range(1))
-    return complaint(lambda: save(f"{folder}/step-1", net, pieces, optimizer))
+        train(shards, optimizer, range(1))
+    return complaint(lambda: save(f"{folder}/step-1", net, shards, optimizer))
 
 
 def test_state_of_unknown_layout_is_named_on_all_ranks(tmp_path: Path) -> None:

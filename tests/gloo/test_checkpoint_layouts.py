@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from runtime.local_shards import LocalShard, local_shard, whole
 from runtime.state.checkpoint import latest, load, save
-from runtime.state.local_shards import LocalShard, piece_of, whole
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95)}
 
@@ -26,10 +26,10 @@ def make_adam(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 def reference(steps: int) -> dict[str, Tensor]:
     """Return what a single process has after so many steps."""
-    net, pieces = build("replicate", seed=1)
+    net, shards = build("replicate", seed=1)
     optimizer = make_adam(net)
-    train(pieces, optimizer, range(steps))
-    return whole_tensors(pieces, optimizer)
+    train(shards, optimizer, range(steps))
+    return whole_tensors(shards, optimizer)
 
 
 def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -40,11 +40,11 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def save_all(rank: int, folder: str) -> None:
     for layout in LAYOUTS:
-        net, pieces = build(layout, seed=1)
+        net, shards = build(layout, seed=1)
         net.norm.num_batches_tracked += 41
         optimizer = make_adam(net)
-        train(pieces, optimizer, range(3))
-        save(f"{folder}/{layout}", net, pieces, optimizer, {"layout": layout}).wait()
+        train(shards, optimizer, range(3))
+        save(f"{folder}/{layout}", net, shards, optimizer, {"layout": layout}).wait()
 
 
 def load_all(rank: int, folder: str, others: int) -> list[tuple[str, str, Any]]:
@@ -52,21 +52,21 @@ def load_all(rank: int, folder: str, others: int) -> list[tuple[str, str, Any]]:
     found = []
     for number, saved in enumerate(LAYOUTS):
         for layout in (LAYOUTS * 2)[number : number + others]:
-            net, pieces = build(layout, seed=2)
+            net, shards = build(layout, seed=2)
             optimizer = make_adam(net, lr=9.0, betas=(0.1, 0.2))
-            extra = load(f"{folder}/{saved}", net, pieces, optimizer)
-            loaded = whole_tensors(pieces, optimizer)
-            train(pieces, optimizer, range(3, 5))
+            extra = load(f"{folder}/{saved}", net, shards, optimizer)
+            loaded = whole_tensors(shards, optimizer)
+            train(shards, optimizer, range(3, 5))
             options = [(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups]
             buffers = (net.norm.num_batches_tracked, net.norm.running_mean, net.mask)
             layouts_agree = all(
-                type(value) is type(piece.parameter.data)
-                for piece in pieces
-                for name, value in optimizer.state[piece.parameter].items()
+                type(value) is type(shard.parameter.data)
+                for shard in shards
+                for name, value in optimizer.state[shard.parameter].items()
                 if name != "step"
             )
             found.append(
-                (saved, layout, (extra, loaded, whole_tensors(pieces, optimizer), options, buffers, layouts_agree))
+                (saved, layout, (extra, loaded, whole_tensors(shards, optimizer), options, buffers, layouts_agree))
             )
     return found
 
@@ -93,10 +93,10 @@ def test_any_layout_resumes_under_any_other_and_other_ranks(
 def test_a_single_process_reads_what_many_wrote(tmp_path: Path) -> None:
     run_ranks(save_all, 4, str(tmp_path))
     for saved in LAYOUTS:
-        net, pieces = build("replicate", seed=2)
-        load(tmp_path / saved, net, pieces)
+        net, shards = build("replicate", seed=2)
+        load(tmp_path / saved, net, shards)
         expected = {name: tensor for name, tensor in reference(3).items() if "/" not in name}
-        assert_equal(whole_tensors(pieces), expected)
+        assert_equal(whole_tensors(shards), expected)
 
 
 class Mlp(nn.Module):
@@ -127,25 +127,25 @@ def fsdp_mlp(mesh_shape: tuple[int, ...]) -> tuple[nn.Module, list[LocalShard]]:
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     for part in (net.up, net.down, net):
         fully_shard(part, mesh=mesh, reshard_after_forward=False)
-    return net, [piece_of(whole(name, shapes[name]), p) for name, p in net.named_parameters()]
+    return net, [local_shard(whole(name, shapes[name]), p) for name, p in net.named_parameters()]
 
 
 def train_and_save(rank: int, folder: str) -> list[float]:
-    net, pieces = fsdp_mlp((4,))
+    net, shards = fsdp_mlp((4,))
     optimizer = torch.optim.Adam(net.parameters(), 0.05)
     losses = fit(net, optimizer, range(3))
-    saving = save(f"{folder}/step-3", net, pieces, optimizer, asynchronous=True)
+    saving = save(f"{folder}/step-3", net, shards, optimizer, asynchronous=True)
     losses += fit(net, optimizer, range(3, 6))  # the copy must not see these
     saving.wait()
     return losses
 
 
 def load_and_train(rank: int, folder: str, mesh_shape: tuple[int, ...]) -> list[float]:
-    net, pieces = fsdp_mlp(mesh_shape)
+    net, shards = fsdp_mlp(mesh_shape)
     optimizer = torch.optim.Adam(net.parameters(), 0.05)
     with torch.no_grad():
         net(torch.zeros(1, 6))  # leaves parameters gathered, which must not outlive the load
-    load(f"{folder}/step-3", net, pieces, optimizer)
+    load(f"{folder}/step-3", net, shards, optimizer)
     return fit(net, optimizer, range(3, 6))
 
 
@@ -161,10 +161,10 @@ def test_fully_shard_trains_on_as_if_nothing_had_happened(tmp_path: Path) -> Non
 
 
 def save_twice(rank: int, folder: str) -> tuple[bool, str]:
-    net, pieces = build("shard", seed=1)
+    net, shards = build("shard", seed=1)
     optimizer = make_adam(net)
-    first = save(f"{folder}/step-1", net, pieces, optimizer, asynchronous=True)
-    second = save(f"{folder}/step-2", net, pieces, optimizer, asynchronous=True)
+    first = save(f"{folder}/step-1", net, shards, optimizer, asynchronous=True)
+    second = save(f"{folder}/step-2", net, shards, optimizer, asynchronous=True)
     first_was_done = first.done
     second.wait()
     dist.barrier()
@@ -179,8 +179,8 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
 
 def file_sizes(rank: int, folder: str) -> None:
     net = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
-    pieces = [piece_of(whole(name, p.shape), p, replicas=4) for name, p in net.named_parameters()]
-    save(f"{folder}/step-1", net, pieces)
+    shards = [local_shard(whole(name, p.shape), p, replicas=4) for name, p in net.named_parameters()]
+    save(f"{folder}/step-1", net, shards)
 
 
 def test_replicated_parameters_are_written_once_and_by_all(tmp_path: Path) -> None:

@@ -50,12 +50,12 @@ def run(rank: int, case: Case, folder: str, first: int, last: int) -> Trained | 
 
     model = OSDP(initial(case.family), case.plan())
     optimizer = optimizer_of(model.parameters(), "adam")
-    pieces, norms = model.sharded.pieces, []
+    shards, norms = model.sharded.local_shards, []
     if first:
         with torch.no_grad():  # so that nothing but the checkpoint can be what it goes on from
             for parameter in model.parameters():
                 parameter.zero_()
-        assert load(f"{folder}/step-{first}", model.module, pieces, optimizer) == {"step": first}
+        assert load(f"{folder}/step-{first}", model.module, shards, optimizer) == {"step": first}
     for step in batches(case.family, SHARES, 1, STEPS)[first:last]:
         for index in range(case.accumulation):
             args, kwargs = step[0][index * case.world_size + rank]
@@ -65,7 +65,7 @@ def run(rank: int, case: Case, folder: str, first: int, last: int) -> Trained | 
         optimizer.step()
         optimizer.zero_grad()
     if last < STEPS:
-        save(f"{folder}/step-{last}", model.module, pieces, optimizer, {"step": last}, asynchronous=True).wait()
+        save(f"{folder}/step-{last}", model.module, shards, optimizer, {"step": last}, asynchronous=True).wait()
     parameters = model.full_state_dict()
     return Trained([], norms, parameters) if rank == 0 else None
 

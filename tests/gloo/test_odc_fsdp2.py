@@ -16,7 +16,7 @@ from osdp import OSDP
 from osdp.models.user_factory import source_of
 from planner.plan import Plan, model_ref
 from profiler.trace.trace import trace_model
-from runtime.strategies.one_sided import OneSidedUnit
+from runtime.odc.one_sided_unit import OneSidedUnit
 
 RANKS = 4
 STEPS = 3
@@ -102,7 +102,7 @@ def _both(rank: int) -> list[str]:
         wanted = run(sharded_by_torch(seeded(build), precision), rank, lambda: None)
         for choice, recomputes in ((f"odc:{RANKS}", False), (f"odc_ordered:{RANKS}", True)):
             model = OSDP(seeded(build), plan_in(build(), choice, precision, recomputes))
-            windows = [unit.spec.dtype for group in model.sharded.exchange.groups for unit in group.units]
+            windows = [unit.spec.dtype for group in model.sharded.units[-1].groups for unit in group.units]
             assert set(windows) == {torch.bfloat16 if precision == "bf16" else torch.float32}
             got = run(model, rank, model.settle_gradients)
             # Of the first step, gradients differ by the order of three additions in fp32; later, weights may be

@@ -139,7 +139,7 @@ def clip_everywhere(rank: int) -> None:
             sharded.full_state_dict(rank0_only=False), dict(reference.state_dict()), rtol=1e-5, atol=1e-5
         )
         if rank == 2:
-            next(piece for piece in sharded.sharded.pieces if piece.numel).parameter.grad.mul_(math.nan)
+            next(shard for shard in sharded.sharded.local_shards if shard.numel).parameter.grad.mul_(math.nan)
         assert "not finite" in refusal(lambda model=sharded: model.clip_grad_norm_(1.0, error_if_nonfinite=True))
         assert "positive" in refusal(lambda model=sharded: model.clip_grad_norm_(1.0, 0.0))
 

@@ -163,7 +163,7 @@ def _trains(rank: int, case: Case, kind: str) -> Trained | None:
     graph, cluster = graph_of(case.family, case.precision), cluster_of(case.nodes, case.ranks_per_node)
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     sharded = apply_schedule(initial(case.family), compile_plan(case.plan(), graph, cluster), device)
-    assert sharded.exchange is not None
+    assert sharded.finishes_in_optimizer_step
     run, losses, norms = Accumulation(sharded, case.accumulation), [], []
     optimizer = optimizer_of(sharded.module.parameters())
     for step in batches(case.family, case.world_size, case.accumulation):
@@ -174,8 +174,8 @@ def _trains(rank: int, case: Case, kind: str) -> Trained | None:
             mean = loss.detach().cpu()
             dist.all_reduce(mean)
             losses.append(mean.item() / case.world_size)
-        run.settle()
-        norms.append(clip(sharded.pieces, MAX_NORM, 2.0, device, False).item())
+        run.finish_gradients()
+        norms.append(clip(sharded.local_shards, MAX_NORM, 2.0, device, False).item())
         optimizer.step()
         optimizer.zero_grad()
     whole = {name: _whole(tensor, case.world_size) for name, tensor in sharded.module.state_dict().items()}

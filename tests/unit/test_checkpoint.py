@@ -20,16 +20,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from profiler.errors import OsdpError
 from profiler.yaml_files import validate
+from runtime.local_shards import LocalShard, local_shard, whole
 from runtime.state.checkpoint import latest, load, prune, save
 from runtime.state.checkpoint_manifest import Manifest, StoredTensor, describe_file, read_manifest, write_manifest
 from runtime.state.dcp_tensor import GlobalTensor
-from runtime.state.local_shards import LocalShard, piece_of, whole
 
 TESTS = Path(__file__).parents[1]
 
 
 def pieces_of(net: nn.Module) -> list[LocalShard]:
-    return [piece_of(whole(name, parameter.shape), parameter) for name, parameter in net.named_parameters()]
+    return [local_shard(whole(name, parameter.shape), parameter) for name, parameter in net.named_parameters()]
 
 
 def linear(seed: int = 0) -> tuple[nn.Linear, list[LocalShard]]:
@@ -57,43 +57,43 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
 def test_every_optimizer_goes_on_as_if_nothing_had_happened(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    net, pieces = linear()
+    net, shards = linear()
     net.scale = nn.Parameter(torch.tensor(2.0))
-    pieces.append(piece_of(whole("scale", ()), net.scale))
+    shards.append(local_shard(whole("scale", ()), net.scale))
     optimizer = kind(net.parameters(), **options)
-    train(pieces, optimizer, range(3))
-    save(tmp_path / "step-3", net, pieces, optimizer)
+    train(shards, optimizer, range(3))
+    save(tmp_path / "step-3", net, shards, optimizer)
     state_3 = pickle.loads(pickle.dumps(optimizer.state_dict()))
-    train(pieces, optimizer, range(3, 5))
+    train(shards, optimizer, range(3, 5))
     after_5 = [parameter.detach().clone() for parameter in net.parameters()]
 
     how = {name: value for name, value in options.items() if name in ("foreach", "fused")}
     lr = torch.tensor(5.0) if isinstance(options.get("lr"), Tensor) else 5.0
     fresh = kind(net.parameters(), lr=lr, **how)
-    load(tmp_path / "step-3", net, pieces, fresh)
+    load(tmp_path / "step-3", net, shards, fresh)
     torch.testing.assert_close(fresh.state_dict(), state_3, rtol=0, atol=0)
-    train(pieces, fresh, range(3, 5))
+    train(shards, fresh, range(3, 5))
     assert all(torch.equal(p, value) for p, value in zip(net.parameters(), after_5, strict=True))
 
 
 def test_moments_keep_their_dtype(tmp_path: Path) -> None:
     net, _ = linear()
     net.to(torch.bfloat16)
-    pieces = pieces_of(net)
+    shards = pieces_of(net)
     optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
     for parameter in net.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.full(parameter.shape, 1.0009765625)
-    save(tmp_path / "a", net, pieces, optimizer)
+    save(tmp_path / "a", net, shards, optimizer)
     again = torch.optim.SGD(net.parameters(), momentum=0.9)
-    load(tmp_path / "a", net, pieces, again)
+    load(tmp_path / "a", net, shards, again)
     buffer = again.state[net.weight]["momentum_buffer"]
     assert buffer.dtype == torch.float32
     assert buffer.eq(1.0009765625).all()
 
 
 def test_parameters_are_converted_to_the_dtype_of_the_model(tmp_path: Path) -> None:
-    net, pieces = linear()
-    save(tmp_path / "a", net, pieces)
+    net, shards = linear()
+    save(tmp_path / "a", net, shards)
     half, _ = linear(seed=1)
     half.to(torch.bfloat16)
     load(tmp_path / "a", half, pieces_of(half))
@@ -101,23 +101,23 @@ def test_parameters_are_converted_to_the_dtype_of_the_model(tmp_path: Path) -> N
 
 
 def test_an_optimizer_without_state_loads_as_one(tmp_path: Path) -> None:
-    net, pieces = linear()
-    save(tmp_path / "a", net, pieces, torch.optim.Adam(net.parameters(), lr=0.5))
+    net, shards = linear()
+    save(tmp_path / "a", net, shards, torch.optim.Adam(net.parameters(), lr=0.5))
     optimizer = torch.optim.Adam(net.parameters())
-    train(pieces, optimizer, range(1))
-    load(tmp_path / "a", net, pieces, optimizer)
+    train(shards, optimizer, range(1))
+    load(tmp_path / "a", net, shards, optimizer)
     assert not optimizer.state
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_schedulers_and_data_come_back_in_extra(tmp_path: Path) -> None:
-    net, pieces = linear()
+    net, shards = linear()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     extra = {"scheduler": scheduler.state_dict(), "data": {"epoch": 3, "seen": [1, None, True, "ü"]}}
     assert extra["scheduler"]["best"] == math.inf
-    save(tmp_path / "a", net, pieces, optimizer, extra)
-    assert load(tmp_path / "a", net, pieces, optimizer) == extra
+    save(tmp_path / "a", net, shards, optimizer, extra)
+    assert load(tmp_path / "a", net, shards, optimizer) == extra
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_schedulers_and_data_come_back_in_extra(tmp_path: Path) -> None:
     ],
 )
 def test_extra_that_would_come_back_changed_is_refused(extra: dict[str, Any], where: str, tmp_path: Path) -> None:
-    net, pieces = linear()
+    net, shards = linear()
     with pytest.raises(OsdpError) as caught:
-        save(tmp_path / "a", net, pieces, extra=extra)
+        save(tmp_path / "a", net, shards, extra=extra)
     assert where in str(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -169,31 +169,31 @@ def other_optimizers(net: nn.Module) -> list[tuple[torch.optim.Optimizer, str]]:
 
 @pytest.mark.parametrize("index", range(3))
 def test_state_of_another_optimizer_is_refused(index: int, tmp_path: Path) -> None:
-    net, pieces = linear()
-    save(tmp_path / "a", net, pieces, torch.optim.Adam(net.parameters()))
+    net, shards = linear()
+    save(tmp_path / "a", net, shards, torch.optim.Adam(net.parameters()))
     optimizer, told = other_optimizers(net)[index]
     with pytest.raises(OsdpError) as caught:
-        load(tmp_path / "a", net, pieces, optimizer)
+        load(tmp_path / "a", net, shards, optimizer)
     assert told in str(caught.value)
 
 
 def test_groups_may_be_divided_but_not_joined(tmp_path: Path) -> None:
-    net, pieces = linear()
+    net, shards = linear()
     apart = [{"params": [net.weight], "lr": 1.0}, {"params": [net.bias], "lr": 2.0}]
-    save(tmp_path / "joined", net, pieces, torch.optim.SGD(net.parameters(), lr=3.0))
-    save(tmp_path / "apart", net, pieces, torch.optim.SGD(apart))
+    save(tmp_path / "joined", net, shards, torch.optim.SGD(net.parameters(), lr=3.0))
+    save(tmp_path / "apart", net, shards, torch.optim.SGD(apart))
     optimizer = torch.optim.SGD([{**group, "lr": 0.0} for group in apart])
-    load(tmp_path / "joined", net, pieces, optimizer)
+    load(tmp_path / "joined", net, shards, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [3.0, 3.0]
     with pytest.raises(OsdpError, match="other parameter groups"):
-        load(tmp_path / "apart", net, pieces, torch.optim.SGD(net.parameters()))
+        load(tmp_path / "apart", net, shards, torch.optim.SGD(net.parameters()))
 
 
 def test_a_checkpoint_without_optimizer_says_so(tmp_path: Path) -> None:
-    net, pieces = linear()
-    save(tmp_path / "a", net, pieces)
+    net, shards = linear()
+    save(tmp_path / "a", net, shards)
     with pytest.raises(OsdpError, match="it holds no optimizer's state"):
-        load(tmp_path / "a", net, pieces, torch.optim.Adam(net.parameters()))
+        load(tmp_path / "a", net, shards, torch.optim.Adam(net.parameters()))
 
 
 class Extra(nn.Module):
@@ -208,8 +208,8 @@ def test_extra_state_is_refused_and_not_lost(tmp_path: Path) -> None:
 
 
 def test_torch_tools_read_it_too(tmp_path: Path) -> None:
-    net, pieces = linear()
-    save(tmp_path / "a", net, pieces)
+    net, shards = linear()
+    save(tmp_path / "a", net, shards)
     dcp_to_torch_save(tmp_path / "a", tmp_path / "a.pt")
     by_torch = torch.load(tmp_path / "a.pt", weights_only=True)
     assert by_torch.keys() == {"model.weight", "model.bias"}
@@ -218,8 +218,8 @@ def test_torch_tools_read_it_too(tmp_path: Path) -> None:
 
 def test_tensors_that_are_code_are_refused(tmp_path: Path) -> None:
     """Also where the manifest was written to fit: it is no signature."""
-    net, pieces = linear()
-    save(tmp_path / "a", net, pieces)
+    net, shards = linear()
+    save(tmp_path / "a", net, shards)
     file, mark = tmp_path / "a" / "__0_0.distcp", tmp_path / "sprung"
     trap = pickle.dumps({"run": Trap(str(mark))}, protocol=2)
     file.write_bytes(trap)
@@ -231,7 +231,7 @@ def test_tensors_that_are_code_are_refused(tmp_path: Path) -> None:
     files = manifest.files | {file.name: describe_file(file)}
     write_manifest(tmp_path / "a", Manifest(files, forged, None, {}))
     with pytest.raises(OsdpError, match="could not read"):
-        load(tmp_path / "a", net, pieces)
+        load(tmp_path / "a", net, shards)
     assert not mark.exists()
 
 
@@ -253,17 +253,17 @@ class Trap:
     ],
 )
 def test_a_manifest_of_another_kind_is_refused(text: str, told: str, tmp_path: Path) -> None:
-    net, pieces = linear()
-    save(tmp_path / "step-1", net, pieces)
+    net, shards = linear()
+    save(tmp_path / "step-1", net, shards)
     (tmp_path / "step-1" / "manifest.json").write_text(text)
     with pytest.raises(OsdpError, match=told):
-        load(tmp_path / "step-1", net, pieces)
+        load(tmp_path / "step-1", net, shards)
     assert latest(tmp_path) is None
 
 
 def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
-    net, pieces = linear()
-    save(tmp_path / "a", net, pieces)
+    net, shards = linear()
+    save(tmp_path / "a", net, shards)
     path = tmp_path / "a" / "manifest.json"
     body = json.loads(path.read_text())["manifest"]
     body["tensors"]["model.bias"]["parts"][0]["file"] = "../b/__0_0.distcp"
@@ -271,7 +271,7 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
     assert manifest is not None
     write_manifest(tmp_path / "a", manifest)
     with pytest.raises(OsdpError, match="its manifest is damaged"):
-        load(tmp_path / "a", net, pieces)
+        load(tmp_path / "a", net, shards)
 
 
 def names(folder: Path) -> list[str]:
@@ -279,10 +279,10 @@ def names(folder: Path) -> list[str]:
 
 
 def test_the_folder_keeps_the_newest(tmp_path: Path) -> None:
-    net, pieces = linear()
+    net, shards = linear()
     assert latest(tmp_path / "none") is None
     for step in (2, 10, 9, 30):
-        save(tmp_path / f"step-{step:06d}", net, pieces)
+        save(tmp_path / f"step-{step:06d}", net, shards)
     assert latest(tmp_path) == tmp_path / "step-000030"
     (tmp_path / "step-000030" / "manifest.json").unlink()
     assert latest(tmp_path) == tmp_path / "step-000010"
@@ -295,16 +295,16 @@ def test_the_folder_keeps_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_replaced_and_foreign_files_are_left_alone(tmp_path: Path) -> None:
-    net, pieces = linear()
-    save(tmp_path / "step-1", net, pieces, extra={"try": 1})
-    save(tmp_path / "step-1", net, pieces, extra={"try": 2})
-    assert load(tmp_path / "step-1", net, pieces) == {"try": 2}
+    net, shards = linear()
+    save(tmp_path / "step-1", net, shards, extra={"try": 1})
+    save(tmp_path / "step-1", net, shards, extra={"try": 2})
+    assert load(tmp_path / "step-1", net, shards) == {"try": 2}
     assert names(tmp_path) == ["step-1"]
     (tmp_path / "step-1" / "thesis.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for path, told in [("step-1", "it holds thesis.txt"), ("file", "it is a file")]:
         with pytest.raises(OsdpError, match=told):
-            save(tmp_path / path, net, pieces)
+            save(tmp_path / path, net, shards)
     assert names(tmp_path) == ["file", "step-1"]
 
 
@@ -313,17 +313,17 @@ import os, signal, sys, torch
 from pathlib import Path
 from torch import nn
 from runtime.state import checkpoint, checkpoint_files
-from runtime.state.local_shards import piece_of, whole
+from runtime.local_shards import local_shard, whole
 net = nn.Linear(3, 2)
-pieces = [piece_of(whole(n, p.shape), p) for n, p in net.named_parameters()]
-checkpoint.save(Path(sys.argv[1]) / "step-1", net, pieces)
+shards = [local_shard(whole(n, p.shape), p) for n, p in net.named_parameters()]
+checkpoint.save(Path(sys.argv[1]) / "step-1", net, shards)
 die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "before the manifest":
     checkpoint_files.write_manifest = die
 else:
     checkpoint_files.sync_folder = die
     checkpoint_files.Path.rename = die
-checkpoint.save(Path(sys.argv[1]) / "step-2", net, pieces)
+checkpoint.save(Path(sys.argv[1]) / "step-2", net, shards)
 """
 
 
@@ -334,22 +334,22 @@ def test_a_writer_that_is_killed_leaves_the_previous_checkpoint(when: str, tmp_p
     assert result.returncode == -signal.SIGKILL
     assert names(tmp_path) == ["step-1", "step-2.partial"]
     assert latest(tmp_path) == tmp_path / "step-1"
-    net, pieces = linear()
+    net, shards = linear()
     with pytest.raises(OsdpError, match=r"step-2 does not exist\n.*the newest whole checkpoint before it is .*step-1"):
-        load(tmp_path / "step-2", net, pieces)
-    load(tmp_path / "step-1", net, pieces)
-    save(tmp_path / "step-3", net, pieces)
+        load(tmp_path / "step-2", net, shards)
+    load(tmp_path / "step-1", net, shards)
+    save(tmp_path / "step-3", net, shards)
     assert names(tmp_path) == ["step-1", "step-3"]
 
 
 def test_the_background_writes_what_was_there_when_called(tmp_path: Path) -> None:
-    net, pieces = linear()
+    net, shards = linear()
     before = net.weight.detach().clone()
-    saving = save(tmp_path / "a", net, pieces, asynchronous=True)
+    saving = save(tmp_path / "a", net, shards, asynchronous=True)
     with torch.no_grad():
         net.weight.zero_()
     saving.wait()
-    load(tmp_path / "a", net, pieces)
+    load(tmp_path / "a", net, shards)
     assert torch.equal(net.weight, before)
     assert saving.done
 

@@ -12,8 +12,8 @@ from planner.strategies.spec import Collective, Strategy
 from profiler.errors import OsdpError
 from runtime.apply_schedule import inside_out
 from runtime.compile_plan import compile_plan, verify
+from runtime.local_shards import Origin
 from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit
-from runtime.state.local_shards import Origin
 
 # GPT-2 of 2 blocks, hidden 12, 29 tokens, 8 positions; head and embedding are tied.
 OPERATORS = [operator.name for operator in graph_of("gpt2").operators]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from osdp.odc.fsdp.session import Session, Wrapped, check_neighbours, finish, session_of, stop
 from osdp.odc.options import options
 from profiler.errors import OsdpError
-from runtime.strategies.one_sided import OneSidedUnit
+from runtime.odc.one_sided_unit import OneSidedUnit
 from runtime.torch_compat import communication_of, compute_dtypes, has_secondary_mesh, packed_parameters
 
 __all__ = ["patch_fsdp2", "patch_lazy_init", "pre_minibatch_start", "pre_optimizer_step", "stop"]

@@ -22,11 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp.odc.options import Options, forget
-from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 from runtime.meshes import Meshes
 from runtime.odc.choose_transport import why_none_anywhere
-from runtime.odc.step_protocol import Exchange, Unit
+from runtime.odc.step_protocol import Exchange, Sharing, Unit
 from runtime.step.optimizer_hooks import unwatch_optimizers, watch_optimizers
 from runtime.strategies.alias_outputs import tensors_in
 
@@ -81,9 +80,10 @@ class Session:
         if self.exchange is None:
             self._average(done)
         elif self.accumulation is None:
-            self.exchange.settle(1)  # as if all ranks had done the same: the sum, divided by the number of ranks
+            # As if all ranks had done the same: the sum, divided by the number of ranks.
+            self.exchange.finish_gradients(1)
         else:
-            self.exchange.settle(done, is_mean=True)
+            self.exchange.finish_gradients(done, is_mean=True)
         self._done = 0
         self.after_step()
 
@@ -160,8 +160,7 @@ def _open(wrapped: Wrapped, options: Options) -> Exchange | None:
                 message = "FSDP's own collectives give the same, and need equal numbers of micro-batches on all ranks"
                 warnings.warn(f"{wrapped.face}: no on-demand communication, since {reason}. {message}", stacklevel=4)
             return None
-        strategy = Strategy("odc_ordered" if options.ordered else "odc", wrapped.shards)
-        units = [(strategy, unit) for unit in wrapped.units]
+        units = {Sharing(wrapped.shards, options.ordered): wrapped.units}
         exchange = Exchange(units, meshes, options.accumulation or 1, options.timeout_s)
         return exchange
     finally:

@@ -1,6 +1,6 @@
 """Which part of each original parameter a rank holds, whatever the strategy.
 
-Checkpoints, full state dicts, gradient norms and initialisation see a model through its pieces and
+Checkpoints, full state dicts, gradient norms and initialisation see a model through its local shards and
 need not know of strategies:
 
     strategy                            what a rank holds of a parameter           ranks with the same
@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -41,6 +42,8 @@ class LocalShard:
     """As registered in the module: a DTensor, plain, or empty where this rank holds nothing."""
     is_first: bool = True
     """Whether this rank is the first of those that hold this very part."""
+    is_uneven: bool = False
+    """Whether ranks share the rows of its DTensor in another way than its placements say."""
 
     @property
     def numel(self) -> int:
@@ -58,8 +61,7 @@ class LocalShard:
         Such tensors are the parameter, its gradient and the moments of its optimizer. The result
         has the shape `sizes` and shares memory with `tensor`.
         """
-        data = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return data.detach().view(self.sizes)
+        return local_data(tensor).detach().view(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -81,32 +83,39 @@ class Origin:
         return prod(self.sizes, start=1)
 
 
+def local_data(tensor: Tensor) -> Tensor:
+    """Return this rank's data of a DTensor, or a plain tensor itself."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(name: str, shape: Iterable[int]) -> Origin:
     """Return the origin of a parameter that was not split."""
     sizes = tuple(shape)
     return Origin(name, sizes, (0,) * len(sizes), sizes)
 
 
-def piece_of(origin: Origin, parameter: nn.Parameter, replicas: int = 1, holds: bool | None = None) -> LocalShard:
-    """Return this rank's piece of a parameter.
+def local_shard(origin: Origin, parameter: nn.Parameter, replicas: int = 1) -> LocalShard:
+    """Return this rank's part of a parameter: what the mesh of a DTensor says, all of a plain tensor.
 
-    `holds` says of a parameter that one rank owns whether this rank does.  Else a DTensor tells by
-    its mesh what this rank holds; of a plain parameter it holds all.  `replicas` is the number of ranks
-    outside of the mesh, and this one, that have the same.
+    `replicas` is the number of ranks outside of the mesh, and this one, that have the same.
     """
     offsets, sizes = origin.offsets, origin.sizes
-    if holds is not None:
-        return LocalShard(origin.name, origin.shape, offsets, sizes if holds else (0,) * len(sizes), 1, parameter)
     is_first = replicas == 1 or dist.get_rank() < dist.get_world_size() // replicas
-    if not isinstance(parameter, DTensor):
-        return LocalShard(origin.name, origin.shape, offsets, sizes, replicas, parameter, is_first)
-    mesh = parameter.device_mesh
-    sharding = [dim for dim, placement in enumerate(parameter.placements) if isinstance(placement, Shard)]
-    copies = [dim for dim in range(mesh.ndim) if dim not in sharding]
-    for dim in sharding:
-        chunk = -(-sizes[0] // mesh.size(dim))
-        start = min(mesh.get_local_rank(dim) * chunk, sizes[0])
-        offsets, sizes = (offsets[0] + start, *offsets[1:]), (min(chunk, sizes[0] - start), *sizes[1:])
-    replicas *= prod((mesh.size(dim) for dim in copies), start=1)
-    is_first = is_first and all(mesh.get_local_rank(dim) == 0 for dim in copies)
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for dim, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                chunk = -(-sizes[0] // mesh.size(dim))
+                start = min(mesh.get_local_rank(dim) * chunk, sizes[0])
+                offsets, sizes = (offsets[0] + start, *offsets[1:]), (min(chunk, sizes[0] - start), *sizes[1:])
+            else:
+                replicas *= mesh.size(dim)
+                is_first = is_first and mesh.get_local_rank(dim) == 0
     return LocalShard(origin.name, origin.shape, offsets, sizes, replicas, parameter, is_first)
+
+
+def whole_or_nothing(origin: Origin, parameter: nn.Parameter, is_owner: bool) -> LocalShard:
+    """Return this rank's part of a parameter that one rank keeps whole."""
+    sizes = origin.sizes if is_owner else (0,) * len(origin.sizes)
+    return LocalShard(origin.name, origin.shape, origin.offsets, sizes, 1, parameter, is_uneven=True)

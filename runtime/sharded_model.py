@@ -1,0 +1,144 @@
+"""A model to which a schedule was applied, and what it tells the units that it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from runtime.local_shards import LocalShard, Origin, local_shard
+from runtime.schedule import Schedule
+
+
+class WrappedUnit:
+    """A unit as its strategy wraps it, or what concerns all units of a strategy together.
+
+    A strategy overrides what concerns it: by default nothing is to be done, and the mesh of a DTensor says what a
+    rank holds.
+    """
+
+    modules: Sequence[nn.Module] = ()
+    """Those whose forward gathers its parameters."""
+    trained: Sequence[nn.Parameter] = ()
+    """Those whose gradients `finish_gradients` completes."""
+    replicas: int = 1
+    """Ranks that hold the same shards, as far as no mesh tells."""
+    runner: DistributedDataParallel | None = None
+    """What to call instead of the model itself."""
+    reduces_in_last_backward: bool = False
+    """Whether a reduction waits for the backward of a step's last micro-batch."""
+    finishes_in_optimizer_step: bool = False
+    """Whether gradients are complete only after `finish_gradients`, which the optimizer's step calls."""
+
+    def local_shard(self, origin: Origin, parameter: nn.Parameter) -> LocalShard:
+        """Return what this rank holds of one of its parameters."""
+        return local_shard(origin, parameter, self.replicas)
+
+    def keep_after_forward(self) -> AbstractContextManager[None]:
+        """Stay gathered when a forward ends within, as the backward comes next."""
+        return nullcontext()
+
+    def set_requires_all_reduce(self, required: bool) -> None:
+        """Say whether the next reduction is the last of its step."""
+
+    def reshard(self) -> None:
+        """Free what a forward left gathered; a backward that is still to come gathers it again."""
+
+    def reset(self) -> None:
+        """Forget a forward or backward that failed, and the gradients of a step that is given up. Collective."""
+
+    def discard_gradients(self, pending: bool) -> None:
+        """Forget gradients that wait for `finish_gradients`; `pending` says whether this rank made any. Collective."""
+
+    def finish_gradients(self, micro_batches: int) -> float:
+        """Complete the gradients of so many micro-batches of this rank. Collective.
+
+        Returns by how much the gradients of other units, which are means over ranks, must be scaled.
+        """
+        return 1.0
+
+    def publish(self) -> None:
+        """Let other ranks see what the optimizer has made of the parameters. Collective."""
+
+    def expire(self) -> None:
+        """Take note that parameters were given values by other means than an optimizer."""
+
+    def communication_tensors(self) -> Sequence[Tensor]:
+        """Return what a dry run holds from step to step in order to communicate."""
+        return ()
+
+
+@dataclass(eq=False)
+class ShardedModel:
+    """A model to which a schedule was applied."""
+
+    module: nn.Module
+    """The model itself, its parameters sharded."""
+    schedule: Schedule
+    """What was applied, with substitutes for strategies that cannot run on these ranks."""
+    device: torch.device
+    """Where it computes."""
+    units: list[WrappedUnit] = field(default_factory=list)
+    local_shards: tuple[LocalShard, ...] = ()
+    """What this rank holds, in the order of `module.named_parameters()`."""
+
+    @property
+    def runner(self) -> DistributedDataParallel | None:
+        """What to call instead of `module`, if anything."""
+        return next((unit.runner for unit in self.units if unit.runner is not None), None)
+
+    @property
+    def reduces_in_last_backward(self) -> bool:
+        """Whether a reduction waits for the backward of a step's last micro-batch."""
+        return any(unit.reduces_in_last_backward for unit in self.units)
+
+    @property
+    def finishes_in_optimizer_step(self) -> bool:
+        """Whether gradients are complete only after `finish_gradients`, which the optimizer's step calls."""
+        return any(unit.finishes_in_optimizer_step for unit in self.units)
+
+    def set_requires_all_reduce(self, required: bool) -> None:
+        """Say whether the next reductions are the last of their step."""
+        for unit in self.units:
+            unit.set_requires_all_reduce(required)
+
+    def reshard(self) -> None:
+        """Free what a forward left gathered; a backward that is still to come gathers it again."""
+        for unit in self.units:
+            unit.reshard()
+
+    def reset(self) -> None:
+        """Drop what a failed backward has left, and what waits for the rest of a step that is given up.
+
+        A collective call: what fails on one rank only cannot be mended.
+        """
+        for unit in self.units:
+            unit.reset()
+
+    def discard_gradients(self, pending: bool) -> None:
+        """Forget gradients that wait for `finish_gradients`; `pending` says whether this rank made any. Collective."""
+        for unit in self.units:
+            unit.discard_gradients(pending)
+
+    def finish_gradients(self, micro_batches: int) -> None:
+        """Complete the gradients of so many micro-batches of this rank. A collective call."""
+        for unit in self.units:
+            scale = unit.finish_gradients(micro_batches)
+            finished = {id(parameter) for parameter in unit.trained}
+            for shard in self.local_shards if scale != 1.0 else ():
+                if shard.parameter.grad is not None and id(shard.parameter) not in finished:
+                    shard.local(shard.parameter.grad).mul_(scale)
+
+    def publish(self) -> None:
+        """Let other ranks see what the optimizer has made of the parameters. A collective call."""
+        for unit in self.units:
+            unit.publish()
+
+    def expire(self) -> None:
+        """Take note that parameters were given values by other means than an optimizer."""
+        for unit in self.units:
+            unit.expire()

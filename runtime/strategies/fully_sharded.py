@@ -1,0 +1,98 @@
+"""Wrapping by `fully_shard`: gathered before forward and backward, reduced after backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from profiler.errors import OsdpError
+from runtime.schedule import ScheduledUnit
+from runtime.sharded_model import WrappedUnit
+from runtime.strategies.alias_outputs import return_no_views
+from runtime.strategies.ring_reduce_scatter import RingReduceScatter
+from runtime.strategies.wrap_context import WrapContext
+from runtime.torch_compat import keep_after_forward, reset_iteration, share_secondary_mesh
+
+
+class FullyShardedUnit(WrappedUnit):
+    """Modules that `fully_shard` has wrapped together."""
+
+    def __init__(self, unit: ScheduledUnit, module: FSDPModule, modules: Sequence[nn.Module]) -> None:
+        self.module, self.modules = module, modules
+        self.reduces_in_last_backward = unit.reduces_once_per_step
+
+    def keep_after_forward(self) -> AbstractContextManager[None]:
+        return keep_after_forward([self.module])
+
+    def reshard(self) -> None:
+        self.module.reshard()
+
+
+class Root(WrappedUnit):
+    """The model itself: FSDP2 keeps what belongs to a whole forward and backward with the outermost module."""
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+
+    def set_requires_all_reduce(self, required: bool) -> None:
+        self.module.set_requires_all_reduce(required)
+
+    def reset(self) -> None:
+        reset_iteration(self.module)
+
+
+def wrap(unit: ScheduledUnit, context: WrapContext) -> FullyShardedUnit:
+    """Shard a unit over its group, with replicas in the other groups."""
+    wrapped = shard(unit, context, context.meshes.mesh(unit.strategy.group, unit.strategy.spec.stride))
+    if any(uses_ring(unit)):
+        wrapped.module.set_custom_reduce_scatter(RingReduceScatter())
+    return wrapped
+
+
+def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyShardedUnit:
+    """Call `fully_shard` on a unit's modules with this mesh."""
+    strategy, modules = unit.strategy, context.modules(unit)
+    context.materialise(unit)
+    for module in modules:
+        return_no_views(module)
+    secondary = context.meshes.mesh(strategy.secondary) if strategy.secondary else mesh
+    pinned = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
+    try:
+        with share_secondary_mesh(secondary):
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                mesh=mesh,
+                reshard_after_forward=strategy.reshard_after_forward,
+                mp_policy=context.mixed_precision,
+                offload_policy=pinned if strategy.offload else OffloadPolicy(),
+                ignored_params=context.ignored,
+            )
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise OsdpError(f"{unit.name} cannot be wrapped as scheduled", got=str(error).splitlines()[0]) from error
+    first = modules[0]
+    assert isinstance(first, FSDPModule)
+    return FullyShardedUnit(unit, first, modules)
+
+
+def uses_ring(unit: ScheduledUnit) -> list[bool]:
+    """Return of each reduce-scatter that a unit sends whether it goes round a ring."""
+    return [c.algorithm == "ring" for c in unit.collectives if c.operation == "reduce_scatter"]
+
+
+def wrap_root(context: WrapContext) -> Root:
+    """Make the model itself an FSDP2 module, if it is no unit, when all units are wrapped."""
+    if not isinstance(context.model, FSDPModule):
+        mesh = context.meshes.mesh(context.schedule.world_size)
+        fully_shard(
+            context.model,
+            mesh=mesh,
+            reshard_after_forward=True,
+            mp_policy=context.mixed_precision,
+            ignored_params=context.ignored,
+        )
+    assert isinstance(context.model, FSDPModule)
+    return Root(context.model)
