@@ -119,7 +119,7 @@ class Bench:
 
         self.options, self.device = options, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.machine: Any = None
+        self.machine = measured_machine(options)
         """What was measured of the machine, so that it is measured once."""
 
     def source(self, length: int) -> Any:
@@ -185,7 +185,6 @@ class Bench:
         options = self.options
         distribution = LogNormal(options.median, sigma, options.maximum)
         longest = options.maximum if sigma else math.ceil(options.median)
-        self.machine = self.machine or measured_machine(options)
         cluster = measured_cluster(self.machine, self.source(longest), "this machine")
         count = options.rounds + options.warm_up
         rng = np.random.default_rng(options.seed)
