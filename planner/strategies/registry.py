@@ -5,8 +5,8 @@ from __future__ import annotations
 import pkgutil
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
-from planner import strategies
 from planner.strategies.spec import SPECS, Strategy, StrategySpec
 from profiler.cluster.cluster import Cluster
 
@@ -20,7 +20,7 @@ def register(spec: StrategySpec) -> None:
 
 def find() -> None:
     """Register the strategies of this folder."""
-    for module in pkgutil.iter_modules(strategies.__path__, "planner.strategies."):
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)], "planner.strategies."):
         if module.name != __name__ and (spec := getattr(import_module(module.name), "SPEC", None)) is not None:
             register(spec)
 

@@ -1,14 +1,16 @@
-"""Imports point one way: profiler -> planner -> runtime -> osdp, and each folder has its libraries."""
+"""Imports point one way: profiler -> planner -> runtime -> osdp, no files import each other, and each folder has its
+libraries."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -43,7 +45,7 @@ class Rule:
 
 
 RULES = {
-    "profiler": Rule(frozenset(), frozenset({"torch", "networkx", "numpy", "pydantic", "yaml"})),
+    "profiler": Rule(frozenset(), frozenset({"annotated_types", "torch", "networkx", "numpy", "pydantic", "yaml"})),
     "planner": Rule(PLAIN_DATA, frozenset({"annotated_types", "networkx", "numpy", "pulp", "highspy"})),
     "runtime": Rule(PLAIN_DATA | PLANS, frozenset({"torch", "numpy"}), frozenset({"cupy"})),
     "osdp": Rule(
@@ -65,7 +67,15 @@ class Import:
     """Whether it runs when the file is imported; not so in functions and under TYPE_CHECKING."""
 
 
-def imports_of(tree: ast.AST, package: str, at_top: bool = True) -> Iterator[Import]:
+def is_module(name: str) -> bool:
+    """Whether a dotted name is a module or package of this project."""
+    path = CHECKOUT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def imports_of(
+    tree: ast.AST, package: str, at_top: bool = True, is_module: Callable[[str], bool] = is_module
+) -> Iterator[Import]:
     """Yield the imports of a file in `package` (dotted)."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
@@ -78,18 +88,12 @@ def imports_of(tree: ast.AST, package: str, at_top: bool = True) -> Iterator[Imp
                 yield Import(inner if is_module(inner) else module, node.lineno, at_top)
         else:
             lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_type_checking(node)
-            yield from imports_of(node, package, at_top and not lazy)
+            yield from imports_of(node, package, at_top and not lazy, is_module)
 
 
 def is_type_checking(node: ast.AST) -> bool:
     """Whether a node is `if TYPE_CHECKING:`."""
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def is_module(name: str) -> bool:
-    """Whether a dotted name is a module or package of this project."""
-    path = CHECKOUT.joinpath(*name.split("."))
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def violations(source: str, folder: str, package: str) -> list[str]:
@@ -158,6 +162,66 @@ def test_each_forbidden_import_is_noticed(folder: str, source: str) -> None:
 )
 def test_each_allowed_import_passes(folder: str, source: str) -> None:
     assert violations(source, folder, folder) == []
+
+
+def edges_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return which modules each module imports, at the top, in functions or for types alone.
+
+    `sources` has the text of every file by its dotted name, a package's `__init__.py` by the package's.
+    Such a file is the target of `from package import name`, but not of `from package import module`
+    nor of `import package.module`: these pass through it for the sake of another file.
+    """
+    found: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        # Relative imports start at the package: a file's is its parent, that of an __init__.py itself.
+        is_package = any(other.startswith(f"{name}.") for other in sources)
+        package = name if is_package else name.rpartition(".")[0]
+        imported = {item.module for item in imports_of(ast.parse(source), package, is_module=sources.__contains__)}
+        found[name] = imported & sources.keys() - {name}
+    return found
+
+
+def circles(sources: Mapping[str, str]) -> list[list[str]]:
+    """Return the groups of files that import each other, directly or through others."""
+    graph = nx.DiGraph((name, other) for name, others in edges_of(sources).items() for other in others)
+    return sorted(sorted(group) for group in nx.strongly_connected_components(graph) if len(group) > 1)
+
+
+def test_no_files_import_each_other() -> None:
+    paths = [path.relative_to(CHECKOUT) for folder in FOLDERS for path in (CHECKOUT / folder).rglob("*.py")]
+    names = {path: ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths}
+    assert len(paths) > 100
+    assert circles({name: (CHECKOUT / path).read_text() for path, name in names.items()}) == []
+
+
+CHAIN = {"a": "", "a.x": "from a import y", "a.y": "from a.z import f", "a.z": ""}
+"""Files without a circle, until one is closed."""
+
+
+@pytest.mark.parametrize(
+    "closing",
+    [
+        "import a.x",
+        "from a.x import g",
+        "from a import x",
+        "from . import x",
+        "from .x import g",
+        "def f():\n    from a import x",
+        "if TYPE_CHECKING:\n    from a.x import g",
+        "class C:\n    def f(self):\n        import a.x as x",
+        "try:\n    import a.x\nexcept ImportError:\n    pass",
+    ],
+)
+def test_each_circle_is_noticed(closing: str) -> None:
+    assert circles(CHAIN) == []
+    assert circles(CHAIN | {"a.z": closing}) == [["a.x", "a.y", "a.z"]]
+
+
+def test_a_package_is_in_a_circle_only_where_it_is_imported_itself() -> None:
+    package = {"a": "def __getattr__(name):\n    from a import x", "a.x": "from a import z\nimport a.z", "a.z": ""}
+    assert circles(package) == []
+    assert circles(package | {"a.z": "from a import VERSION"}) == [["a", "a.x", "a.z"]]
+    assert circles(package | {"a.z": "import a"}) == [["a", "a.x", "a.z"]]
 
 
 def test_planning_needs_no_torch() -> None:
