@@ -189,7 +189,7 @@ def test_wheel_declares_what_it_needs(wheel: Path) -> None:
     needs = [line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
     always = {re.split(r"[<>=]", need)[0] for need in needs if "extra ==" not in need}
     interface = {"pyyaml", "pydantic", "typer", "rich", "tensorboard", "fairscale"}
-    assert always == {"torch", "pulp", "highspy", "networkx", "numpy"} | interface
+    assert always == {"torch", "pulp", "highspy", "networkx", "numpy", "annotated-types"} | interface
 
 
 def test_installed_wheel_finds_its_data(wheel: Path, tmp_path: Path) -> None:

@@ -330,7 +330,7 @@ def test_stages_run_in_order(sandbox: Sandbox) -> None:
     sandbox.add_python("python3")
     result = sandbox.run("test.sh", "-k", "one and two")
     assert result.returncode == 0
-    pytest_ran = "ran -m pytest -n 2 --dist loadfile -k one and two"
+    pytest_ran = "ran -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=50 -k one and two"
     assert result.stdout.splitlines() == ["ran -m ruff check", "ran -m ruff format --check", "ran -m mypy", pytest_ran]
 
 
