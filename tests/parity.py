@@ -177,28 +177,19 @@ def initial(family: str) -> nn.Module:
     return module
 
 
-def optimizer_of(parameters: Any, name: str = "sgd") -> torch.optim.Optimizer:
-    """Return the optimizer of a run; Adam takes many more operations, each of which DTensor has to place."""
-    if name == "adam":
-        return torch.optim.Adam(parameters, lr=1e-2, eps=1e-3)
-    return torch.optim.SGD(parameters, lr=2.0, momentum=0.9)
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of every run."""
+    return torch.optim.Adam(parameters, lr=1e-2, eps=1e-3)
 
 
 @cache
-def reference(
-    family: str,
-    world_size: int,
-    accumulation: int,
-    precision: str = "fp32",
-    steps: int = STEPS,
-    optimizer_name: str = "sgd",
-) -> Trained:
+def reference(family: str, world_size: int, accumulation: int, precision: str = "fp32", steps: int = STEPS) -> Trained:
     """Train in one process what all ranks together train.
 
     In bf16 every rank's share is computed by itself from rounded parameters, as a device would.
     """
     module = initial(family)
-    optimizer, losses, norms = optimizer_of(module.parameters(), optimizer_name), [], []
+    optimizer, losses, norms = optimizer_of(module.parameters()), [], []
     for step in batches(family, world_size, accumulation, steps):
         for micro_batch in step:
             mean = torch.stack([compute(module, precision, args, kwargs) for args, kwargs in micro_batch]).mean()

@@ -49,7 +49,7 @@ def run(rank: int, case: Case, folder: str, first: int, last: int) -> Trained | 
     from runtime.state.checkpoint import load, save
 
     model = OSDP(initial(case.family), case.plan())
-    optimizer = optimizer_of(model.parameters(), "adam")
+    optimizer = optimizer_of(model.parameters())
     shards, norms = model.sharded.local_shards, []
     if first:
         with torch.no_grad():  # so that nothing but the checkpoint can be what it goes on from
@@ -79,7 +79,7 @@ def test_a_run_continues_under_another_plan_on_other_ranks(
     saving, resuming = (mixture(family, ranks // 2, 2, seed=ranks) for ranks in (before, after))
     run_ranks(run, before, saving, str(tmp_path), 0, SAVED_AFTER, ranks_per_node=2)
     got: Trained = run_ranks(run, after, resuming, str(tmp_path), SAVED_AFTER, STEPS, ranks_per_node=2)[0]
-    wanted = reference(family, SHARES, 1, steps=STEPS, optimizer_name="adam")
+    wanted = reference(family, SHARES, 1, steps=STEPS)
     compare(got, Trained([], wanted.norms[SAVED_AFTER:], wanted.parameters))
 
 
@@ -92,7 +92,4 @@ def test_a_run_under_odc_continues_under_shard_on_other_ranks_and_back(tmp_path:
         case = Case("gpt2", {}, choice, (), "fp32", SHARES // ranks, nodes, ranks_per_node)
         got: Trained = run_ranks(run, ranks, case, str(tmp_path), first, last, ranks_per_node=ranks_per_node)[0]
         norms += got.norms
-    compare(
-        Trained([], norms, got.parameters),
-        replace(reference("gpt2", SHARES, 1, steps=STEPS, optimizer_name="adam"), losses=[]),
-    )
+    compare(Trained([], norms, got.parameters), replace(reference("gpt2", SHARES, 1, steps=STEPS), losses=[]))
