@@ -285,7 +285,7 @@ def train_and_record(
                 (own[-1] / case.accumulation).backward()
         for one in recorded:
             if len(one.ranks) > 1:  # groups of one rank send nothing
-                sent[one.kind, len(one.ranks), one.ranks[1] - one.ranks[0], one.size_bytes] += 1
+                sent[one.operation, len(one.ranks), one.ranks[1] - one.ranks[0], one.size_bytes] += 1
         means = torch.stack(own).detach()
         dist.all_reduce(means, op=dist.ReduceOp.AVG)
         losses += means.tolist()

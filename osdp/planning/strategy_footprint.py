@@ -163,7 +163,7 @@ def _total(recorded: Iterable[Recorded]) -> Counter[str]:
     found: Counter[str] = Counter()
     for one in recorded:
         if len(one.ranks) > 1:  # groups of one rank send nothing
-            found[one.kind] += one.size_bytes
+            found[one.operation] += one.size_bytes
     return found
 
 

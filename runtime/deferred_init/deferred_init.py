@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from profiler.errors import OsdpError
-from runtime.deferred_init.op_recorder import OpRecorder
+from runtime.deferred_init.op_recorder import OpRecorder, recording
 from runtime.deferred_init.op_tape import Ref, Tape
-from runtime.deferred_init.recording import recording
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,12 @@ def record(build: Callable[[], nn.Module]) -> Recording:
     recorder = OpRecorder()
     with recording(recorder):
         module = build()
-    if _is_left_empty(module, recorder):
-        return _record_reset(module)
-    _hollow(module, recorder)
+    parameters = [parameter.detach() for parameter in module.parameters()]
+    if parameters and all(tensor.is_meta and not recorder.knows(tensor) for tensor in parameters):
+        return _record_reset(module)  # the factory left it empty
+    _without_data(module, recorder)
     _fill_attributes(module, recorder)
     return Recording(module, recorder.tape, _finals(module, recorder))
-
-
-def _is_left_empty(module: nn.Module, recorder: OpRecorder) -> bool:
-    parameters = [parameter.detach() for parameter in module.parameters()]
-    return bool(parameters) and all(tensor.is_meta and not recorder.knows(tensor) for tensor in parameters)
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -95,7 +90,7 @@ def _finals(module: nn.Module, recorder: OpRecorder) -> dict[str, Ref]:
     return {name: recorder.ref(tensor.detach()) for name, tensor in _named_tensors(module)}
 
 
-def _hollow(module: nn.Module, recorder: OpRecorder) -> None:
+def _without_data(module: nn.Module, recorder: OpRecorder) -> None:
     """Put parameters and buffers with data on the meta device, tied ones as one."""
     done: dict[Tensor, Tensor] = {}
     for owner in module.modules():

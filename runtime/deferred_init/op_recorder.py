@@ -1,4 +1,8 @@
-"""Puts ops on a tape, running them on the meta device.
+"""Puts ops on a tape, running them on the meta device: code that makes tensors runs without making them.
+
+Two modes are active while it runs. The dispatch mode sees every op below autograd and hands it to the
+recorder, which runs it on the meta device. The function mode keeps up appearances: the code believes
+that its tensors are on the CPU, which is where the tape will be played.
 
 Tensors are known by their storage, so that views, `.data`, `nn.Parameter` and ties need no entries.
 Ops that look at values (`item`, a boolean mask) get them, computed on the spot, unless they depend on
@@ -13,9 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from profiler.errors import OsdpError
@@ -54,7 +61,7 @@ _LOOKS_AT_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 
 class OpRecorder:
-    """Writes a tape; `runtime.deferred_init.recording` brings it the ops."""
+    """Writes a tape; `recording` brings it the ops."""
 
     def __init__(self) -> None:
         self.tape = Tape()
@@ -96,7 +103,7 @@ class OpRecorder:
         if number is None and tensor.is_meta:
             raise OsdpError(
                 "the factory uses a tensor on the meta device, which has no data",
-                got=f"shape {tuple(tensor.shape)} in {place()}",
+                got=f"shape {tuple(tensor.shape)} in {user_frame()}",
                 expected="tensors without a device, on the CPU, or with data",
                 advice="make the whole model within the factory, and leave the device out",
             )
@@ -122,7 +129,7 @@ class OpRecorder:
         if value is None:
             raise OsdpError(
                 "the model's constructor looks at random numbers, which cannot be recorded",
-                got=f"{op} in {place()}",
+                got=f"{op} in {user_frame()}",
                 advice=ADVICE,
             )
         return value
@@ -198,7 +205,7 @@ class OpRecorder:
             if isinstance(error, NotImplementedError):
                 raise OsdpError(
                     "the model's constructor runs an op that cannot be recorded",
-                    got=f"{func} in {place()}",
+                    got=f"{func} in {user_frame()}",
                     advice=ADVICE,
                 ) from error
             raise
@@ -233,7 +240,7 @@ class OpRecorder:
         self._storages.append(storage)  # held, so that no other storage gets the same id
 
 
-def place() -> str:
+def user_frame() -> str:
     """Return file, line and function of the running code that is neither torch's nor ours."""
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -263,3 +270,100 @@ def _covers(ref: Ref, storage: torch.UntypedStorage) -> bool:
             return False
         expected *= size
     return expected * ref.dtype.itemsize == storage.nbytes()
+
+
+@contextmanager
+def recording(recorder: OpRecorder) -> Iterator[None]:
+    """Record what runs within. The default generator is afterwards as it was before."""
+    with recorder.watching(), _Appearances(recorder), _Dispatch(recorder), _whole_trunc_normal(recorder):
+        yield
+
+
+class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands every op to the recorder."""
+
+    def __init__(self, recorder: OpRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._recorder.is_paused:
+            return func(*args, **(kwargs or {}))
+        with self._recorder.paused():
+            return self._recorder.op(func, args, dict(kwargs or {}))
+
+
+class _Appearances(TorchFunctionMode):
+    """Makes tensors on the meta device look as if they were on the CPU."""
+
+    def __init__(self, recorder: OpRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._recorder.is_paused:
+            return func(*args, **kwargs)
+        if str(kwargs.get("device")) == "meta":
+            with self._recorder.paused():  # the code itself wants no data
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], Tensor) and args[0].is_meta and self._recorder.knows(args[0]):
+            return self._pretend(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _pretend(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function on a recorded tensor as if it were on the CPU."""
+        if func in _ON_CPU:
+            return _ON_CPU[func]
+        if func is Tensor.tolist:
+            return self._recorder.value(args[0], "tolist").tolist()
+        if func is Tensor.cpu:
+            return args[0]
+        if func is Tensor.to:
+            # Told to go where it is, a tensor stays; told to leave the meta device, it would be copied.
+            args = tuple(META if isinstance(arg, str | torch.device) else arg for arg in args)
+            kwargs = kwargs | ({"device": META} if "device" in kwargs else {})
+        elif func == _SET_DATA:
+            with self._recorder.paused():
+                args = (args[0], self._recorder.as_meta(args[1]))
+        elif func in _OUT_OF_SIGHT:
+            raise OsdpError(
+                "the model's constructor hands a tensor's memory to other code, which cannot be recorded",
+                got=f"{func.__name__} in {user_frame()}",
+                expected="computations with torch",
+                advice=ADVICE,
+            )
+        return func(*args, **kwargs)
+
+
+def _property(name: str) -> Any:
+    """Return one of torch.Tensor's properties, of which the type stubs know only the values."""
+    return getattr(Tensor, name)
+
+
+_SET_DATA = _property("data").__set__
+_ON_CPU = {
+    _property("device").__get__: CPU,
+    _property("is_meta").__get__: False,
+    _property("is_cpu").__get__: True,
+    _property("is_cuda").__get__: False,
+}
+_OUT_OF_SIGHT = (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__)
+
+
+@contextmanager
+def _whole_trunc_normal(recorder: OpRecorder) -> Iterator[None]:
+    """Record `nn.init.trunc_normal_` as one step: it draws again where it does not like what it drew.
+
+    Its inner function is private; torch 2.11 (read) and 2.13 (run) have it, with the tensor first.
+    """
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not recorder.knows(tensor) and tensor.is_meta:
+            return original(tensor, *args, **kwargs)
+        recorder.append_whole(original, (tensor, *args), kwargs)
+        return tensor
+
+    with patch.object(torch.nn.init, "_no_grad_trunc_normal_", recorded):
+        yield

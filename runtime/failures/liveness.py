@@ -1,11 +1,11 @@
 """Finds out which ranks are gone after a collective failed: through the store, never through collectives.
 
 While all is well every rank leaves its process in the store (`announce`).  A rank on which something
-else goes wrong says what (`confess`).  When a collective fails on a rank, it says so there and looks
+else goes wrong says what (`report_failure`).  When a collective fails on a rank, it says so there and looks
 for the others (`find_lost`):
 
     answered    a collective has failed there too, so the rank is fine
-    raised      it has confessed an error of its own
+    raised      it has reported a failure of its own
     died        its process is gone; found by a rank on the same machine, which tells the others
     silent      none of these: it hangs, or runs on a machine from which nobody answers
 
@@ -27,6 +27,8 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
+from profiler.errors import first_line
 
 PREFIX = "osdp/liveness"
 POLL_S = 0.05
@@ -87,11 +89,11 @@ def announce(what: str) -> None:
     _store().set(f"{PREFIX}/process/{dist.get_rank()}", json.dumps([own.machine, own.pid, own.start, what]))
 
 
-def confess(error: BaseException) -> None:
+def report_failure(error: BaseException) -> None:
     """Tell the others that this rank leaves because of an error of its own."""
     store, rank = _store(), dist.get_rank()
-    told = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    _bounded(lambda: store.set(f"{PREFIX}/raised/{rank}", told), STORE_S)
+    message = f"{type(error).__name__}: {first_line(error)}"
+    _bounded(lambda: store.set(f"{PREFIX}/raised/{rank}", message), STORE_S)
 
 
 def answer() -> None:

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from profiler.errors import OsdpError
-from runtime.failures.liveness import Lost, announce, answer, confess, find_lost
+from profiler.errors import OsdpError, first_line
+from runtime.failures.liveness import Lost, announce, answer, find_lost, report_failure
+from runtime.failures.rank_agreement import format_ranks
 
 ANSWER_S = 5.0
 """How long a failed rank waits for the others to fail too. All of them wait for the same collective, so
@@ -46,7 +47,7 @@ class PeerLost(OsdpError):  # noqa: N818 - a condition to catch, not a mistake o
 
 
 @dataclass(frozen=True)
-class Place:
+class FailedCollective:
     """Where a collective failed, as far as the traceback tells."""
 
     collective: str = "a collective"
@@ -58,7 +59,7 @@ class Place:
 
     def __str__(self) -> str:
         unit = "" if self.unit is None else f" of unit {self.unit}" if self.unit else " of the root unit"
-        return f"{self.collective}{unit}{f' among {_ranks(self.ranks)}' if self.ranks else ''}"
+        return f"{self.collective}{unit}{f' among {format_ranks(self.ranks)}' if self.ranks else ''}"
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def naming_faults(what: str, timeout_s: float) -> Iterator[None]:
     except PeerLost:
         raise
     except Exception as error:
-        confess(error)
+        report_failure(error)
         raise
 
 
@@ -103,8 +104,8 @@ def naming_peers(what: str, timeout_s: float) -> Iterator[None]:
             raise
         rank, lost = dist.get_rank(), find_lost(min(ANSWER_S, timeout_s))
         raise PeerLost(
-            f"rank {rank} failed in {place_of(error)} during {what}: {_told(lost)}",
-            got=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            f"rank {rank} failed in {failed_collective(error)} during {what}: {_describe(lost)}",
+            got=f"{type(error).__name__}: {first_line(error)}",
             expected=f"every rank to take part within {timeout_s:g} s",
             advice=_advice(lost),
         ) from error
@@ -126,7 +127,7 @@ def check_finite(loss: Tensor, step: int) -> None:
     ranks = [rank for rank, is_bad_there in enumerate(bad.tolist()) if is_bad_there]
     if ranks:
         raise OsdpError(
-            f"the loss of step {step} is not finite on {_ranks(ranks)}",
+            f"the loss of step {step} is not finite on {format_ranks(ranks)}",
             expected="a finite loss",
             advice="a lower learning rate, clipping, fp32 instead of bf16, or a look at the data",
         )
@@ -141,16 +142,16 @@ def is_lost_peer(error: Exception) -> bool:
     return _frame_of_collective(error) is not None and LOST.search(str(error)) is not None
 
 
-def place_of(error: BaseException) -> Place:
+def failed_collective(error: BaseException) -> FailedCollective:
     """Read from an error's traceback in which collective, among whom and for which unit it failed."""
     frame = _frame_of_collective(error)
     if frame is None:
-        return Place(unit=_unit(error))
+        return FailedCollective(unit=_unit(error))
     try:
         ranks = tuple(dist.get_process_group_ranks(frame.f_locals.get("group")))
     except (KeyError, ValueError, TypeError):  # the group is gone, or the local is no group
         ranks = ()
-    return Place(LIBRARY_SUFFIX.sub("", frame.f_code.co_name), ranks, _unit(error))
+    return FailedCollective(LIBRARY_SUFFIX.sub("", frame.f_code.co_name), ranks, _unit(error))
 
 
 def _frame_of_collective(error: BaseException) -> FrameType | None:
@@ -173,7 +174,7 @@ def _unit(error: BaseException) -> str | None:
     return unit
 
 
-def _told(lost: tuple[Lost, ...] | None) -> str:
+def _describe(lost: tuple[Lost, ...] | None) -> str:
     """Say in words what is known about the others."""
     if lost is None:
         return "the store of the process group is gone too, with the process or machine that kept it"
@@ -190,9 +191,5 @@ def _advice(lost: tuple[Lost, ...] | None) -> str:
         return "the log of rank 0's machine; launch by torchrun, whose store outlives the ranks"
     if not lost:
         return "the same model, plan and data sizes on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL tells which differ"
-    return f"the log of {_ranks([one.rank for one in lost])} (out of memory? killed?), then resume the last checkpoint"
-
-
-def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
-    """Return "rank 2" or "ranks 0, 1, 3"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    ranks = format_ranks([one.rank for one in lost])
+    return f"the log of {ranks} (out of memory? killed?), then resume the last checkpoint"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -109,6 +109,11 @@ def peer_errors(doing: str) -> Iterator[None]:
 
 def _failure(rank: int, doing: str, error: Exception) -> OsdpError:
     return OsdpError(f"rank {rank} could not {doing}", got=f"{type(error).__name__}: {first_line(error)}")
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 2" or "ranks 0, 1, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 @lru_cache(maxsize=1)

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 NAMESPACES = ("c10d", "_c10d_functional")
 
-KINDS = {
+OPERATIONS = {
     "allgather": "all_gather",
     "allgather_base": "all_gather",
     "allgather_coalesced": "all_gather",
@@ -52,14 +52,14 @@ KINDS = {
     "recv_any_source": "recv",
     "monitored_barrier": "barrier",
 }
-"""Kind by an operator's name without outer underscores; one that is not listed is its own kind."""
+"""By an operator's name in torch without outer underscores; one that is not listed keeps its name."""
 
 
 @dataclass(frozen=True)
 class Recorded:
     """One collective, as this rank issued it."""
 
-    kind: str
+    operation: str
     """all_gather, reduce_scatter, all_reduce, broadcast, reduce, all_to_all, send, barrier, ..."""
     ranks: tuple[int, ...]
     """Global ranks of its process group, in the group's order."""
@@ -73,11 +73,11 @@ class Recorded:
 def record_collectives() -> Iterator[list[Recorded]]:
     """Give a list that grows by one entry per collective that this rank issues, in their order."""
     record: list[Recorded] = []
-    with _Recorder(record):
+    with CollectiveLog(record):
         yield record
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends to a list what it sees."""
 
     def __init__(self, record: list[Recorded]) -> None:
@@ -87,40 +87,35 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(tensor_class, DTensor) for tensor_class in types):
             return NotImplemented  # DTensor unwraps itself; the collectives that it needs come back here
         out = func(*args, **kwargs or {})
         namespace, _, name = func.name().partition("::")
         if namespace in NAMESPACES:
-            arguments = _named(func, args, kwargs or {})
+            names = [argument.name for argument in func._schema.arguments]
+            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
             group = arguments.get("process_group", arguments.get("group_name"))
             if group is not None:  # else it only waits or wraps
                 self.record.append(_recorded(name.strip("_"), _ranks(group), arguments, out))
         return out
 
 
-def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an operator's arguments by the names in its schema."""
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
 def _recorded(name: str, ranks: tuple[int, ...], arguments: Mapping[str, Any], out: Any) -> Recorded:
     """Describe a collective by its operator's name, arguments and result."""
-    kind = KINDS.get(name, name)
+    operation = OPERATIONS.get(name, name)
     totals = []
     dtype = torch.uint8
     for value in (*arguments.values(), out):
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         totals.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         dtype = tensors[0].dtype if tensors else dtype
-    if kind == "barrier":
+    if operation == "barrier":
         size_bytes = 0  # its tensor only says on which device
-    elif kind in ("gather", "scatter"):  # only the root has the whole
+    elif operation in ("gather", "scatter"):  # only the root has the whole
         size_bytes = min(total for total in totals if total) * len(ranks)
     else:
         size_bytes = max(totals)
-    return Recorded(kind, ranks, size_bytes, dtype)
+    return Recorded(operation, ranks, size_bytes, dtype)
 
 
 def _ranks(group: Any) -> tuple[int, ...]:

@@ -80,8 +80,8 @@ def why_no_windows(group: dist.ProcessGroup, find: Callable[[], Device]) -> str:
 
     def agreed(doing: str, reason: Callable[[], str]) -> str:
         reasons = zip(ranks, agreement.gather(doing, reason), strict=True)
-        told = [(told == LOST, f"rank {rank}: {told}") for rank, told in reasons if told]
-        return min(told)[1] if told else ""
+        given = [(why == LOST, f"rank {rank}: {why}") for rank, why in reasons if why]
+        return min(given)[1] if given else ""
 
     def look() -> str:
         try:

@@ -11,9 +11,8 @@ import os
 from pathlib import Path
 
 from runtime.failures.peer_faults import PeerLost
-from runtime.failures.rank_agreement import Agreement
+from runtime.failures.rank_agreement import Agreement, format_ranks
 from runtime.odc.shared_segment import CLOSED, FLAGS, HEADER_BYTES, OPEN, Patience, Segment
-from runtime.odc.windows import names
 
 
 class MeetingPlace:
@@ -41,11 +40,11 @@ class MeetingPlace:
             return str(mine[0].path), os.getpid()
 
         def attach() -> None:
-            for other, (path, _) in enumerate(told):
+            for other, (path, _) in enumerate(made):
                 self.segments.append(mine[0] if other == rank else Segment.attach(Path(path), size_bytes))
 
         try:
-            told = agreement.gather("make shared memory", make)
+            made = agreement.gather("make shared memory", make)
             agreement.together("map the shared memory of the others", attach)
         except BaseException:
             for segment in {*mine, *self.segments}:
@@ -53,7 +52,7 @@ class MeetingPlace:
                 segment.close()
             raise
         mine[0].unlink()
-        self._pids = [pid for _, pid in told]
+        self._pids = [pid for _, pid in made]
 
     def others_first(self) -> list[int]:
         """Return all ranks from the next one on, so that they do not all go to the same one."""
@@ -97,13 +96,13 @@ class MeetingPlace:
 
     def lost(self, lost: dict[int, str], number: int, timeout_s: float) -> PeerLost:
         """Return what to raise when ranks are lost; each with what became of it."""
-        told = "; ".join(f"rank {self.ranks[rank]} {how}" for rank, how in sorted(lost.items()))
+        fates = "; ".join(f"rank {self.ranks[rank]} {how}" for rank, how in sorted(lost.items()))
         here = f"rank {self.ranks[self.rank]} waited at meeting {number}"
         return PeerLost(
-            f"the ranks could not meet: {told}",
+            f"the ranks could not meet: {fates}",
             got=here,
-            expected=f"{names(self.ranks)} within {timeout_s:g} s",
-            advice=f"the log of {names([self.ranks[rank] for rank in sorted(lost)])} (out of memory? "
+            expected=f"{format_ranks(self.ranks)} within {timeout_s:g} s",
+            advice=f"the log of {format_ranks([self.ranks[rank] for rank in sorted(lost)])} (out of memory? "
             "killed? a longer step?), then resume the last checkpoint",
         )
 

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
-from runtime.failures.rank_agreement import Agreement
+from runtime.failures.rank_agreement import Agreement, format_ranks
 
 FORMAT = 1
 """Of the shared memory; ranks must have the same."""
@@ -185,7 +185,7 @@ class Transport(ABC):
             theirs = layouts[self.ranks.index(odd[0])]
             first = next(i for i in range(len(theirs)) if theirs[i : i + 1] != layouts[0][i : i + 1])
             raise OsdpError(
-                f"the windows of {names(odd)} differ from those of rank {self.ranks[0]}",
+                f"the windows of {format_ranks(odd)} differ from those of rank {self.ranks[0]}",
                 got=f"{theirs[first]} on rank {odd[0]}",
                 expected=f"{layouts[0][first]}",
                 advice="the same model, plan and version of OSDP on every rank",
@@ -250,8 +250,3 @@ class Transport(ABC):
     @abstractmethod
     def release(self) -> None:
         """Do what `close` says."""
-
-
-def names(ranks: Sequence[int]) -> str:
-    """Return "rank 2" or "ranks 0, 1, 3"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -108,7 +108,7 @@ def save(
     """
     global _under_way
     path = Path(path)
-    _settle()
+    _await_save()
     ranks = Agreement.all()
     with torch.no_grad():
         state = ranks.together(f"save {path}", lambda: _take(module, shards, optimizer, extra, ranks, asynchronous))
@@ -136,7 +136,7 @@ def load(
     Returns the `extra` that was saved. Raises OsdpError on all ranks.
     """
     path = Path(path)
-    _settle()
+    _await_save()
     ranks = Agreement.all()
     targets = model_tensors(module, shards)
     manifest = ranks.together(f"load {path}", lambda: _checked_manifest(path, targets, shards, optimizer))
@@ -148,7 +148,7 @@ def load(
     return manifest.extra
 
 
-def _settle() -> None:
+def _await_save() -> None:
     """Wait for the save in the background, if there is one; raises its error."""
     if _under_way is not None:
         _under_way.wait()

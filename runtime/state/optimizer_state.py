@@ -56,11 +56,11 @@ def optimizer_tensors(
 
 def check_optimizer(manifest: Manifest, optimizer: Optimizer, shards: Sequence[LocalShard]) -> None:
     """Check that the checkpoint's optimizer is of this kind, with the same parameters; raises OsdpError."""
-    record, kind = manifest.optimizer, type(optimizer).__name__
+    record, optimizer_class = manifest.optimizer, type(optimizer).__name__
     if record is None:
-        raise OsdpError("it holds no optimizer's state", expected=f"the state of {kind}")
-    if record.kind != kind:
-        raise OsdpError("it is of another optimizer", got=record.kind, expected=kind)
+        raise OsdpError("it holds no optimizer's state", expected=f"the state of {optimizer_class}")
+    if record.kind != optimizer_class:
+        raise OsdpError("it is of another optimizer", got=record.kind, expected=optimizer_class)
     saved = {name: index for index, group in enumerate(record.groups) for name in group["params"]}
     here = {shard.name for shard, _ in _held(optimizer, shards)}
     differing = sorted(here ^ saved.keys())
@@ -200,10 +200,10 @@ def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def _unknown_layout(optimizer: Optimizer, shard: LocalShard, state: str, value: object) -> OsdpError:
-    kind = type(optimizer).__name__
+    name = type(optimizer).__name__
     got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     return OsdpError(
-        f"{kind} keeps `{state}` for {shard.name} in a layout that checkpoints do not know",
+        f"{name} keeps `{state}` for {shard.name} in a layout that checkpoints do not know",
         got=got,
         expected=f"tensors of the parameter's shape {shard.shape}, and numbers",
         advice="save without the optimizer, or use another one",

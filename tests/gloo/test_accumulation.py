@@ -116,10 +116,10 @@ def count(rank: int) -> None:
             for step in range(2):
                 with record_collectives() as record:
                     loop(model, rank, step)
-            sent = Counter(one.kind for one in record if len(one.ranks) > 1)
+            sent = Counter(one.operation for one in record if len(one.ranks) > 1)
             units = [unit for unit in model.schedule.units if unit.strategy.name == "group_shard"]
             if strategy == "replicate":
-                buckets = [one.size_bytes for one in record if one.kind == "all_reduce"]
+                buckets = [one.size_bytes for one in record if one.operation == "all_reduce"]
                 assert buckets == [4 * 317], "one bucket of all parameters"
             else:
                 assert sent["all_reduce"] == len(units) == 2

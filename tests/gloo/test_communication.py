@@ -30,7 +30,7 @@ def record_buckets(rank: int, cases: Sequence[Case]) -> list[tuple[list[int], li
         step(model, case, rank)
         with record_collectives() as recorded:
             step(model, case, rank)
-        sent = [one.size_bytes for one in recorded if one.kind == "all_reduce"]
+        sent = [one.size_bytes for one in recorded if one.operation == "all_reduce"]
         found.append((sent, [bucket.size_bytes for bucket in buckets(graph_of(case.family))]))
     return found
 

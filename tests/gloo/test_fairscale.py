@@ -92,7 +92,7 @@ def train_wrapped(rank: int, gsdp_type: str) -> tuple[Losses, dict[str, Tensor],
         with record_collectives() as record:
             loss = model(**inputs(step, rank))
             loss.backward()
-        sent = Counter((each.kind, each.ranks) for each in record)
+        sent = Counter((each.operation, each.ranks) for each in record)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optim.step()
         mean = loss.detach()
@@ -171,7 +171,7 @@ def train_own(rank: int) -> tuple[dict[str, Tensor], int]:
     with record_collectives() as record:
         model(x).backward()
     optim.step()
-    return whole(model), sum(each.kind == "reduce_scatter" for each in record)
+    return whole(model), sum(each.operation == "reduce_scatter" for each in record)
 
 
 def test_a_model_that_wraps_a_part_of_itself() -> None:

@@ -124,7 +124,7 @@ def gathered_bytes(rank: int, policies: Sequence[str]) -> list[list[int]]:
         model = fsdp.shard(make_model(3, 4, CPU), options, CPU)
         with record_collectives() as record:
             model(*make_data(2, 4, 0, CPU)).backward()
-        found.append([seen.size_bytes for seen in record if seen.kind == "all_gather"])
+        found.append([seen.size_bytes for seen in record if seen.operation == "all_gather"])
     return found
 
 

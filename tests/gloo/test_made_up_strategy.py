@@ -71,7 +71,7 @@ def _trains(rank: int) -> tuple[list[Trained | None], set[tuple[str, tuple[int, 
     args, kwargs = inputs(model.module, BATCH)
     with record_collectives() as sent:
         model(*args, **kwargs).backward()
-    return [train(rank, case) for case in CASES], {(one.kind, one.ranks) for one in sent}
+    return [train(rank, case) for case in CASES], {(one.operation, one.ranks) for one in sent}
 
 
 def test_it_trains_over_every_second_rank() -> None:

@@ -306,7 +306,7 @@ def _sent(rank: int) -> tuple[Counter[int], Counter[int]]:
     charged = Counter(
         c.size_bytes for unit in model.schedule.units for c in unit.collectives if c.operation == "all_reduce"
     )
-    assert {(one.kind, len(one.ranks), one.ranks[1] - one.ranks[0]) for one in recorded} == {("all_reduce", 2, 2)}
+    assert {(one.operation, len(one.ranks), one.ranks[1] - one.ranks[0]) for one in recorded} == {("all_reduce", 2, 2)}
     return Counter(one.size_bytes for one in recorded), charged
 
 

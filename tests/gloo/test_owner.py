@@ -192,7 +192,7 @@ def sent(run: Callable[[], Any]) -> Counter[tuple[str, int]]:
 
     with record_collectives() as recorded:
         run()
-    return Counter((one.kind, one.size_bytes) for one in recorded)
+    return Counter((one.operation, one.size_bytes) for one in recorded)
 
 
 def unfreeze(rank: int) -> None:

@@ -99,7 +99,7 @@ def test_fsdp_gathers_twice_and_scatters_once() -> None:
             Recorded("all_gather", WORLD, LINEAR_BYTES, FLOAT): 4,
             Recorded("reduce_scatter", WORLD, LINEAR_BYTES, FLOAT): 2,
         }
-        assert [entry.kind for entry in record][:2] == ["all_gather", "all_gather"]
+        assert [entry.operation for entry in record][:2] == ["all_gather", "all_gather"]
 
 
 def test_zero_2_gathers_once() -> None:
@@ -137,7 +137,7 @@ def test_a_mesh_that_only_replicates_all_reduces_whole_gradients() -> None:
 
 def test_accumulation_all_reduces_once() -> None:
     for record in run_ranks(_accumulated, 4):
-        assert Counter(entry.kind for entry in record) == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 2}
+        assert Counter(entry.operation for entry in record) == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 2}
 
 
 def test_ddp_all_reduces_its_bucket() -> None:
@@ -156,7 +156,7 @@ def test_plain_collectives_on_groups() -> None:
     ]
     for rank, record in enumerate(run_ranks(_plain, 4)):
         assert record[:6] == expected
-        assert (record[6].kind, record[6].ranks, record[6].size_bytes) == ("barrier", WORLD, 0)
+        assert (record[6].operation, record[6].ranks, record[6].size_bytes) == ("barrier", WORLD, 0)
         assert record[7:] == ([Recorded("all_reduce", (1, 3), 32, FLOAT)] if rank in (1, 3) else [])
 
 

@@ -121,7 +121,9 @@ def _bytes_sent(rank: int, world_size: int) -> tuple[Counter[str], int]:
     with record_collectives() as recorded:
         ring_reduce_scatter(output, torch.ones(world_size * 1000), AVG, dist.group.WORLD)  # type: ignore[arg-type]
     assert torch.equal(output, torch.ones(1000))
-    return Counter(one.kind for one in recorded), sum(one.size_bytes for one in recorded if one.kind == "send")
+    return Counter(one.operation for one in recorded), sum(
+        one.size_bytes for one in recorded if one.operation == "send"
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -167,7 +169,7 @@ def _train_in_rings(rank: int, cases: list[Case]) -> list[tuple[Trained | None, 
     for case in cases:
         with record_collectives() as recorded:
             trained = train(rank, case)
-        results.append((trained, {(one.kind, len(one.ranks), one.ranks[1] - one.ranks[0]) for one in recorded}))
+        results.append((trained, {(one.operation, len(one.ranks), one.ranks[1] - one.ranks[0]) for one in recorded}))
     return results
 
 
@@ -205,7 +207,7 @@ def _kinds(rank: int, case: Case) -> Counter[str]:
 
     with record_collectives() as recorded:
         train(rank, case, steps=1)
-    return Counter(one.kind for one in recorded if one.kind in ("send", "reduce_scatter"))
+    return Counter(one.operation for one in recorded if one.operation in ("send", "reduce_scatter"))
 
 
 def test_a_ring_begins_at_the_size_that_the_plan_says() -> None:

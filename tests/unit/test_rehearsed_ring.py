@@ -30,7 +30,7 @@ def test_nothing_is_allocated(world_size: int) -> None:
             with record_collectives() as recorded:
                 ring_reduce_scatter(output, full, dist.ReduceOp.AVG, dist.group.WORLD)  # type: ignore[arg-type]
             assert live.peak_bytes == live.total_bytes == (world_size + 1) * 4096
-            assert sum(one.size_bytes for one in recorded if one.kind == "send") == (world_size - 1) * 4096
+            assert sum(one.size_bytes for one in recorded if one.operation == "send") == (world_size - 1) * 4096
     finally:
         dist.destroy_process_group()
 
@@ -57,8 +57,8 @@ def rehearsed(case: Case, in_rings: bool) -> Rehearsal:
 def test_a_rehearsal_in_rings_holds_what_one_by_the_backend_holds(case: Case) -> None:
     with record_collectives() as recorded:
         found = rehearsed(case, in_rings=True)
-    assert any(one.kind == "send" for one in recorded)
-    assert not any(one.kind == "reduce_scatter" for one in recorded)
+    assert any(one.operation == "send" for one in recorded)
+    assert not any(one.operation == "reduce_scatter" for one in recorded)
     assert found == rehearsed(case, in_rings=False)
 
 
@@ -68,6 +68,6 @@ def test_a_thousand_ranks_take_one_step() -> None:
         wanted = rehearsed(case, in_rings=False)
     with record_collectives() as by_rings:
         assert rehearsed(case, in_rings=True) == wanted
-    reduced_bytes = [one.size_bytes for one in by_backend if one.kind == "reduce_scatter"]
-    sent_bytes = [one.size_bytes for one in by_rings if one.kind == "send"]
+    reduced_bytes = [one.size_bytes for one in by_backend if one.operation == "reduce_scatter"]
+    sent_bytes = [one.size_bytes for one in by_rings if one.operation == "send"]
     assert sent_bytes == [size_bytes // 1024 for size_bytes in reduced_bytes] != []
