@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pkgutil
+import sys
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 
 from planner.strategies.spec import SPECS, Strategy, StrategySpec
 from profiler.cluster.cluster import Cluster
@@ -19,8 +19,8 @@ def register(spec: StrategySpec) -> None:
 
 
 def find() -> None:
-    """Register the strategies of this folder."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)], "planner.strategies."):
+    """Register the strategies of this package's folders."""
+    for module in pkgutil.iter_modules(sys.modules[__package__].__path__, f"{__package__}."):
         if module.name != __name__ and (spec := getattr(import_module(module.name), "SPEC", None)) is not None:
             register(spec)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def add_strategy() -> None:
     """Put the two files beside those of the packages."""
     planner.strategies.__path__.append(str(FOLDER / "planner"))
     runtime.strategies.__path__.append(str(FOLDER / "runtime"))
-    registry.register(import_module(f"planner.strategies.{NAME}").SPEC)
+    registry.find()
 
 
 @pytest.fixture
