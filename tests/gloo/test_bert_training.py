@@ -147,7 +147,7 @@ def test_groups_on_one_node_are_told_to_have_no_effect() -> None:
 
 
 def uneven(rank: int) -> None:
-    with pytest.raises(OsdpError, match="do not divide evenly into nodes"):
+    with pytest.raises(OsdpError, match="do not divide evenly into the emulated nodes"):
         train_here(rank, {"emulated_nodes": 2, "fsdp_args": "none"})
 
 

@@ -266,7 +266,7 @@ def test_the_program(tmp_path: Path) -> None:
         (["--lengths", "none.txt"], "none.txt"),
         (["--sigma", "-1"], "sigma -1"),
         (["--sigma", "1", "--lengths", "x"], "no effect"),
-        (["--timeline", "a.txt"], "no picture"),
+        (["--timeline", "a.txt"], "its format is not supported"),
         (["--steps", "4", "--trace", "traces"], "at least 5"),
     ],
 )

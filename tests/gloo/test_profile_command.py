@@ -31,7 +31,7 @@ from profiler.yaml_files import write_yaml
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
 PATIENCE_S = 180.0
-QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budget-s", "20", "--device", "cpu")
+QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budget-s", "40", "--device", "cpu")
 
 
 def osdp(folder: Path, *arguments: str, real: bool = False) -> subprocess.CompletedProcess[str]:
