@@ -102,7 +102,7 @@ def _backward(streams: _Streams, segments: Sequence[Segment], last: bool) -> Non
 
 
 def _micro_batch(streams: _Streams, segments: Sequence[Segment], last: bool, wait_s: float) -> None:
-    """Play one micro-batch and the wait at its end."""
+    """Simulate one micro-batch and the wait at its end."""
     _forward(streams, segments)
     streams.join()
     _backward(streams, segments, last)
@@ -124,7 +124,7 @@ def _waits(options: Sequence[StageCandidate], load: Workload) -> tuple[float, fl
 
 
 def simulate(options: Sequence[StageCandidate], load: Workload) -> tuple[Event, ...]:
-    """Return every event of one step; the step takes until the last one's `end_s`."""
+    """Return every event of one step, which ends at the last one's `end_s`."""
     segments = [segment for option in options for segment in option.segments]
     streams, (each_s, once_s) = _Streams(load.cluster.overlaps), _waits(options, load)
     for micro_batch in range(load.accumulation):
@@ -136,7 +136,7 @@ def simulate(options: Sequence[StageCandidate], load: Workload) -> tuple[Event, 
 
 
 def simulated_s(options: Sequence[StageCandidate], load: Workload) -> float:
-    """Return the simulated seconds of one step: as `simulate`, but micro-batches that are alike are played once."""
+    """Return the simulated seconds of one step: as `simulate`, but equal micro-batches are simulated once."""
     segments = [segment for option in options for segment in option.segments]
     each_s, once_s = _waits(options, load)
     total_s = once_s + sum(option.optimizer_s for option in options)

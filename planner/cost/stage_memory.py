@@ -157,14 +157,14 @@ def make_unit(
 
 
 class StageMemoryWalk:
-    """Walks a stage's calls forward and backward and notes every moment's bytes.
+    """Goes through a stage's calls, forward and backward, and records the bytes of every moment.
 
-    Spanning units that have a call here are walked as units; what others hold is `Option.ambient_*`.
+    Spanning units with a call here are included; what others hold is `StageCandidate.ambient_*`.
     """
 
     def __init__(self, costs: StageCosts, own: list[StagedUnit], spanning: list[StagedUnit], recompute: bool) -> None:
         self.costs, self.own, self.units, self.recompute = costs, own, own + spanning, recompute
-        # A block of one unit is wrapped whole: nothing follows its operators' modules while it is sharded.
+        # A block of one unit is wrapped whole: no computation of it runs while it is sharded.
         self.is_whole = costs.stage.block is not None and len(own) == 1
         self.accumulates = costs.load.accumulation > 1
         self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning)

@@ -93,15 +93,15 @@ def unit_parameters(unit: Unit, graph: ModelGraph) -> tuple[Parameter, ...]:
 
 
 def check_scalars(operator: Operator) -> None:
-    """Raise `OsdpError` if an operator has a parameter without dimensions.
+    """Raise `OsdpError` if an operator has a scalar (0-d) parameter.
 
-    `fully_shard` refuses such parameters whatever the mesh (torch 2.13), and the shards of an owner
-    have a first dimension too.
+    `fully_shard` rejects them on every mesh (torch 2.13), and the tensors of strategy `owner` need a first
+    dimension too.
     """
     for parameter in operator.parameters:
         if not parameter.shape:
             raise OsdpError(
-                f"parameter {parameter.name} has no dimension, and FSDP2 takes no such parameter",
+                f"parameter {parameter.name} is a scalar, and fully_shard does not shard scalar parameters",
                 got="shape ()",
                 expected="at least one dimension",
                 advice="make it a tensor of shape (1,)",
@@ -109,7 +109,7 @@ def check_scalars(operator: Operator) -> None:
 
 
 def check_split(operator: Operator, slices: int) -> None:
-    """Raise `OsdpError` if an operator cannot be cut into so many slices."""
+    """Raise `OsdpError` if an operator cannot be split into this many slices."""
     if slices == 1:
         return
     shapes = [parameter.shape for parameter in operator.parameters]
@@ -119,7 +119,7 @@ def check_split(operator: Operator, slices: int) -> None:
         raise OsdpError(
             f"operator {operator.name} cannot be split",
             got=f"a {operator.kind}{tied}",
-            expected="one linear layer, its weight (out, in) and perhaps a bias (out,)",
+            expected="one linear layer with a weight (out, in) and optionally a bias (out,)",
         )
     if shapes[0][1] < slices:
         raise OsdpError(

@@ -1,11 +1,11 @@
-"""Stages: the model cut into the pieces that the search decides on, in execution order.
+"""Stages: consecutive parts of the model, in execution order, for each of which the search makes one decision.
 
 A stage is a block, or one operator outside every block (small ones are joined until they hold
 `JOIN_NUMEL` parameters, because a collective of its own would cost them more latency than
 transfer).  Operators that run in several stages (a tied embedding and head) belong to none: they
 are the *spanning* operators, wrapped as one unit that lives from its first call to its last.
 
-Stages with equal `stage_class` are alike: the search counts them instead of telling them apart.
+Stages with equal `stage_class` are interchangeable: the search only counts them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stage:
     name: str
     """Name of the block, or of the first operator."""
     stage_class: int
-    """Stages with equal numbers are alike."""
+    """Stages with equal numbers are interchangeable."""
     block: int | None
     """Index of the block, or None."""
     calls: tuple[Call, ...]

@@ -1,4 +1,4 @@
-"""What one rank's device can do while all ranks compute: rates, memory, and what the process takes of that.
+"""The rates and memory of one rank's device while all ranks compute.
 
     matmul rate    2 n^3 / t of products of n x n matrices
     memory rate    geometric mean of an addition (two read, one written) and a GELU (one read, one written),
@@ -49,7 +49,7 @@ class DeviceMemory:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

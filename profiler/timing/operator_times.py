@@ -1,4 +1,4 @@
-"""Measures what the calls of a model compute on a device, without ever holding the whole model.
+"""Measures the compute time of a model's calls on a device, without ever holding the whole model.
 
     build (shared_weights) -> passes block by block (blockwise_pass, stopwatch) -> medians per kind of call (here)
 
@@ -32,14 +32,14 @@ from profiler.trace.trace import PRECISIONS
 
 @dataclass(frozen=True, slots=True)
 class ComputeTimes:
-    """What was measured of one model."""
+    """The measurements of one model."""
 
     calls: tuple[CallTimes, ...]
     """One for each kind of call, in order of first execution."""
     disagreement: tuple[float, ...]
     """(sum of all calls' medians - t) / t at each micro-batch, t the median seconds of a whole forward and backward.
 
-    Far below zero where the device is shared: medians of short calls pass over interruptions, a pass does not.
+    Far below zero where the device is shared: medians of short calls exclude interruptions, a whole pass does not.
     """
     cut: bool
     """Whether passes were cut at the blocks; where a model does not allow it, all its activations lived."""
@@ -89,7 +89,7 @@ def measure_calls(
 
 
 class _Bench:
-    """The model with what is needed to run it."""
+    """The model and its inputs on the device."""
 
     def __init__(
         self, module: nn.Module, source: ModelSource, graph: ModelGraph, device: torch.device, clock: Clock
@@ -137,7 +137,7 @@ class _Bench:
 
 
 class _Point:
-    """What the passes at one micro-batch say of the graph's calls."""
+    """The measurements of the graph's calls at one micro-batch."""
 
     def __init__(self, graph: ModelGraph, micro_batch: int, first: PassTimes, runs: Sequence[PassTimes]) -> None:
         keys = [call_key(graph, call) for call in graph.calls]

@@ -1,4 +1,4 @@
-"""Whether a collective that is waited for later runs under computation, and what that costs the computation.
+"""Whether an asynchronous collective overlaps with computation, and how much it slows the computation down.
 
 Each round times three things on all ranks at once: matrix products for four fifths of the time of an all-reduce,
 the all-reduce alone, and both: the all-reduce is started, the products are computed and timed, and then it is
@@ -7,7 +7,7 @@ waited for.  With a, b and c their medians,
     it overlaps       if c < 0.85 (a + b)
     slowdown          median over rounds of the products' time under the all-reduce over their time alone, at least 1
 
-The products end first, so that they have company all the time.
+The products end first, so that communication runs beside them all the time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARM_UP_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How communication and computation get along; medians of the slowest rank."""
+    """Overlap of communication and computation; medians of the slowest rank."""
 
     computation_s: float
     communication_s: float
@@ -60,9 +60,9 @@ def measure_overlap(size_bytes: int, repetitions: int, device: torch.device) -> 
     """Measure with all-reduces of a tensor of so many bytes over the world. A collective call."""
     if dist.get_world_size() < 2 or size_bytes < 4 or repetitions < 1:
         raise OsdpError(
-            "overlap cannot be measured like this",
-            expected="2 ranks, 4 bytes and 1 repetition or more",
-            got=f"{dist.get_world_size()}, {size_bytes} and {repetitions}",
+            "too little to measure overlap with",
+            expected="at least 2 ranks, 4 bytes and 1 repetition",
+            got=f"{dist.get_world_size()} ranks, {size_bytes} bytes and {repetitions} repetitions",
         )
     bench = _Bench(size_bytes, device)
     rounds = [bench.round() for _ in range(WARM_UP_ROUNDS + repetitions)][WARM_UP_ROUNDS:]

@@ -1,4 +1,4 @@
-"""Takes the times of intervals that follow one another: by the processor's clock, or by the GPU's events."""
+"""Times consecutive intervals, by the host's clock or by CUDA events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Clock(Protocol):
-    """Says when something is, and later how long it took."""
+    """Marks instants, and returns the time between two of them."""
 
     def mark(self) -> Any:
         """Return the present instant."""
@@ -23,7 +23,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For devices that have done an op when its call returns: the CPU."""
+    """For synchronous devices: the CPU."""
 
     def mark(self) -> float:
         """Return the present instant."""
@@ -55,7 +55,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Stopwatch:
-    """Books every interval to what ran in it."""
+    """Adds up the time of labelled intervals."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -64,7 +64,7 @@ class Stopwatch:
         self._laps: list[tuple[Hashable, Any, Any]] = []
 
     def switch(self, label: Hashable) -> None:
-        """End what runs, and begin what is called `label`; None is what nobody wants to know of."""
+        """End the running interval and begin one labelled `label`; None: not timed."""
         now = self._clock.mark()
         if self._running is not None:
             self._laps.append((self._running, self._since, now))
@@ -72,7 +72,7 @@ class Stopwatch:
 
     @property
     def running(self) -> Hashable:
-        """What runs now."""
+        """The label of the running interval."""
         return self._running
 
     def totals(self) -> dict[Hashable, float]:

@@ -1,4 +1,4 @@
-"""Puts passes at several micro-batches together into a `ModelGraph`."""
+"""Builds a `ModelGraph` from passes at several micro-batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BACKWARD_BYTES = (
 def assemble(
     module: nn.Module, source: ModelSource, precision: str, groups: Sequence[Group], passes: Sequence[Pass]
 ) -> ModelGraph:
-    """Return the graph that the passes agree on: one per size of `fit.ALL_SIZES`, the last optional."""
+    """Return the graph of the passes: one per size of `affine_fit.ALL_SIZES`, the last optional."""
     first = passes[0]
     if first.calls[0].operator == NOBODY:
         raise OsdpError(f"{source.name} reads none of its parameters", expected="a forward that uses them")
@@ -227,10 +227,11 @@ def _blocks(
         inputs = line([run.input_bytes for run in runs], add_bytes=max(run.input_waste for run in runs))
         kept_below = line([run.kept_below_bytes for run in runs])
         saved_first = line([run.saved_first_bytes for run in runs])
-        kind = type(module.get_submodule(path)).__name__
-        likeness = (kind, inputs, kept_below, saved_first, tuple(_likeness(calls[i], operators, path) for i in inside))
+        module_class = type(module.get_submodule(path)).__name__
+        alike = tuple(_likeness(calls[index], operators, path) for index in inside)
+        likeness = (module_class, inputs, kept_below, saved_first, alike)
         number = classes.setdefault(likeness, len(classes))
-        blocks.append(Block(path, kind, inside[0], inside[-1] + 1, inputs, number, kept_below, saved_first))
+        blocks.append(Block(path, module_class, inside[0], inside[-1] + 1, inputs, number, kept_below, saved_first))
     return tuple(blocks)
 
 
@@ -252,7 +253,7 @@ def _notes(
     if len(passes) == len(SIZES):
         notes.append(f"micro-batch {SINGLE} could not be traced; its costs come from larger ones")
     if first.summed_outputs:
-        notes.append("the model returns no scalar loss; the sum of all its floating outputs was taken")
+        notes.append("the model returns no scalar loss; the sum of all its floating-point outputs is used as the loss")
     if unused:
         names = ", ".join(group.modules[0] for group in unused)
         notes.append(f"never used in the forward, so they have no calls and no gradients: {names}")
@@ -263,8 +264,8 @@ def _notes(
         notes.append(f"not counted: {first.kept_bytes} bytes of tensors that the model keeps between steps")
     buffers = sum(buffer.untyped_storage().nbytes() for buffer in module.buffers())
     if buffers >= BUFFER_NOTE_BYTES:
-        notes.append(f"not counted: {buffers} bytes of buffers, which every rank holds whole")
+        notes.append(f"not counted: {buffers} bytes of buffers, which are replicated on every rank")
     runs = Counter(block.name for block in blocks)
     if repeated := ", ".join(name for name, count in runs.items() if count > 1):
-        notes.append(f"blocks that run several times a forward, with the same parameters: {repeated}")
+        notes.append(f"blocks that run several times per forward, with the same parameters: {repeated}")
     return notes

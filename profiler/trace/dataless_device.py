@@ -46,7 +46,7 @@ class MetaDevice:
 
 
 class FakeCpu:
-    """Tensors that have no data and say that they are on the CPU."""
+    """Fake tensors, which have no data and report the CPU as their device."""
 
     torch_device = torch.device("cpu")
     synthesize = False

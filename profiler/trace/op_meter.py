@@ -71,7 +71,7 @@ class Meter(TorchDispatchMode):
         """Return False: the trace is never compiled, and the guard would import dynamo (1.5 s)."""
         return False
 
-    # --- what the driver of the pass tells --------------------------------------------------------
+    # --- called by whoever runs the pass --------------------------------------------------------
 
     def enter(self, operator: int) -> None:
         """Note that the forward of a module of `operator` begins: the next op starts a call of it."""

@@ -87,7 +87,7 @@ def _survey(source: ModelSource, dtype: torch.dtype, device: DatalessDevice, dev
 def _check_module(name: str, module: nn.Module) -> None:
     """Raise OsdpError for what is no module, or has nothing to train yet or at all."""
     if not isinstance(module, nn.Module):
-        raise OsdpError(f"{name}: build() made no module", got=type(module).__name__, expected="an nn.Module")
+        raise OsdpError(f"{name}: build() did not return a module", got=type(module).__name__, expected="an nn.Module")
     parameters = dict(module.named_parameters())
     for parameter_name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
