@@ -145,11 +145,8 @@ def _calls_faster(cluster: Cluster) -> Cluster:
     if cluster.measured is None:
         return cluster
 
-    def halved(seconds: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(value / 2 for value in seconds)
-
     calls = tuple(
-        replace(one, forward_s=halved(one.forward_s), backward_s=halved(one.backward_s))
+        replace(one, forward_s=tuple(s / 2 for s in one.forward_s), backward_s=tuple(s / 2 for s in one.backward_s))
         for one in cluster.measured.calls
     )
     return replace(cluster, measured=replace(cluster.measured, calls=calls))

@@ -85,18 +85,16 @@ def _backward(streams: _Streams, segments: Sequence[Segment], last: bool) -> Non
     gather = streams.run("communication", "all-gather", top, segments[top].backward_gather_s, streams.now_s)
     reduced_s = 0.0
     for index in range(top, -1, -1):
+        segment = segments[index]
         start = max(gather.end_s, streams.free_s["compute"])
         if index and streams.overlaps:
             duration = segments[index - 1].backward_gather_s
             gather = streams.run("communication", "all-gather", index - 1, duration, start)
-        duration = segments[index].backward_s + segments[index].backward_stall_s
-        done = streams.run("compute", "backward", index, duration, start)
+        done = streams.run("compute", "backward", index, segment.backward_s + segment.backward_stall_s, start)
         streams.free_s["compute"] = max(done.end_s, reduced_s)
-        label = "reduce-scatter + all-reduce" if last and segments[index].step_reduce_s else "reduce-scatter"
-        reduction = streams.run(
-            "communication", label, index, reduction_s(segments[index], last), streams.free_s["compute"]
-        )
-        reduced_s = reduction.end_s
+        label = "reduce-scatter + all-reduce" if last and segment.step_reduce_s else "reduce-scatter"
+        after_s = streams.free_s["compute"]
+        reduced_s = streams.run("communication", label, index, reduction_s(segment, last), after_s).end_s
         if index and not streams.overlaps:
             gather = streams.run("communication", "all-gather", index - 1, segments[index - 1].backward_gather_s)
 

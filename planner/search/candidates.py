@@ -75,8 +75,9 @@ def light_stages(stages: Sequence[Stage], graph: ModelGraph) -> frozenset[int]:
     return frozenset(light) if together <= LIGHT_TOGETHER * graph.numel else frozenset()
 
 
-def first_and_least(strategies: Sequence[Strategy], count: int) -> tuple[Strategy, ...]:
-    """Return the first strategies and the one that needs least memory on the device."""
+def first_and_least(strategies: Sequence[Strategy], light: bool) -> tuple[Strategy, ...]:
+    """Return the first strategies, for a light stage or a diverse model, and the one that needs least memory."""
+    count = LIGHT_STRATEGIES if light else DIVERSE_STRATEGIES
     least = max(strategies, key=lambda strategy: (strategy.offload, strategy.spec.joins, strategy.group))
     return tuple(dict.fromkeys((*strategies[:count], least)))
 

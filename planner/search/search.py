@@ -106,10 +106,8 @@ class _Point:
     def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
         """Yield one point for each strategy of the spanning operators."""
         for spanning in space.spanning_offered(self.load):
-            child = _quick_point(
-                space.menu(self.load, spanning, self.menu.syncs_each_microbatch), limit_bytes, False, self.price
-            )
-            if child:
+            menu = space.menu(self.load, spanning, self.menu.syncs_each_microbatch)
+            if child := _quick_point(menu, limit_bytes, False, self.price):
                 yield replace(child, bound=min(self.bound, child.bound))
 
 
@@ -145,17 +143,9 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
             raise NothingFits(refusal_of(smallest, space, task))
         incumbent = smallest.candidate
     progress("done", 1.0)
-    return Found(
-        incumbent.space,
-        incumbent.load,
-        incumbent.options,
-        incumbent.spanning,
-        incumbent.samples_per_s,
-        max(top, incumbent.samples_per_s),
-        rivals,
-        count,
-        time.perf_counter() - started,
-    )
+    plan, took_s = incumbent, time.perf_counter() - started
+    speed, bound = plan.samples_per_s, max(top, plan.samples_per_s)
+    return Found(plan.space, plan.load, plan.options, plan.spanning, speed, bound, rivals, count, took_s)
 
 
 def _best_first(

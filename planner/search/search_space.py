@@ -28,15 +28,7 @@ from planner.cost.workload import Workload
 from planner.model.operator_split import slice_operators
 from planner.model.stages import StagedModel, cut
 from planner.problem import NO_PINS, Pins
-from planner.search.candidates import (
-    DIVERSE_STRATEGIES,
-    LIGHT_STRATEGIES,
-    MANY_CLASSES,
-    StageDecision,
-    choices_of,
-    first_and_least,
-    light_stages,
-)
+from planner.search.candidates import MANY_CLASSES, StageDecision, choices_of, first_and_least, light_stages
 from planner.search.pareto import option_numbers, undominated, unit_numbers
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
@@ -44,7 +36,9 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator
 
-NOWHERE: frozenset[int] = frozenset()
+Owned = frozenset[int] | None
+"""Operators that other ranks own; None: on the mean over ranks."""
+NOWHERE: Owned = frozenset()
 """No operator is owned by another rank."""
 
 Spanning = Strategy | tuple[Strategy, ...] | None
@@ -90,9 +84,8 @@ class CandidateSet:
 
     def without_dominated(self) -> CandidateSet:
         """Return it without the options that no plan needs."""
-        return self.only(
-            [undominated(option_numbers(options, self.load, self.syncs_each_microbatch)) for options in self.options]
-        )
+        syncs = self.syncs_each_microbatch
+        return self.only([undominated(option_numbers(options, self.load, syncs)) for options in self.options])
 
     def picked(self, picks: Sequence[int]) -> tuple[StageCandidate, ...]:
         """Return the options of a plan, given the index of every stage's option."""
@@ -223,12 +216,7 @@ class Space:
         return dict(zip(self.model.spanning, spanning, strict=True))
 
     def _option(
-        self,
-        stage_class: int,
-        choice: StageDecision,
-        spanning: Spanning,
-        load: Workload,
-        elsewhere: frozenset[int] | None = NOWHERE,
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned = NOWHERE
     ) -> StageCandidate:
         here = self.model.stages[self.examples[stage_class]].spanning
         option = self._alone(stage_class, choice, spanning if here else None, load, elsewhere)
@@ -239,14 +227,9 @@ class Space:
         return ambient(self.model, self.examples[stage_class], around, self._unit_costs(load))
 
     def _make_alone(
-        self,
-        stage_class: int,
-        choice: StageDecision,
-        spanning: Spanning,
-        load: Workload,
-        elsewhere: frozenset[int] | None,
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
     ) -> StageCandidate:
-        """Return the option without spanning operators called only in other stages; `elsewhere` None: mean rank."""
+        """Return the option without spanning operators that are called in other stages only."""
         around, mean = self.spanning_choices(spanning), elsewhere is None
         if choice.counts:
             model, wholes = self._variant(stage_class, choice.counts)
@@ -259,14 +242,14 @@ class Space:
             option = replace(option, moments=moments)
         else:
             costs, units = self.stage_costs(stage_class, load), self._unit_costs(load, mean)
-            option = make_option(costs, units, choice.strategies, choice.recompute, around, elsewhere or NOWHERE)
+            option = make_option(costs, units, choice.strategies, choice.recompute, around, elsewhere or frozenset())
         if self.model.idle and self.examples[stage_class] == 0:
             idle = dict(zip(self.model.idle, self.idle_strategies(load.cluster), strict=True))
             return replace(option, parameters=option.parameters + self.resting_bytes(idle, load, mean=mean))
         return option
 
     def resting_bytes(
-        self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = NOWHERE, mean: bool = False
+        self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = frozenset(), mean: bool = False
     ) -> int:
         """Return the bytes of operators that are never called: parameters, and no gradients."""
         units = self._unit_costs(load, mean)
@@ -297,9 +280,8 @@ class Space:
             if self.pins.strategies.keys().isdisjoint(stage.operators):
                 strategies = self._offered(stage.operators, strategies, load)
             light = self.examples[stage_class] in self.light
-            if light or self.is_diverse:
-                strategies = first_and_least(strategies, LIGHT_STRATEGIES if light else DIVERSE_STRATEGIES)
             whole = light or self.is_diverse
+            strategies = first_and_least(strategies, light) if whole else strategies
             self._offers[key] = tuple(choices_of(stage, self.model.graph, strategies, self.pins, whole))
         return self._offers[key]
 
@@ -341,11 +323,8 @@ class Space:
 
         That memory is the same for all of them, so it does not affect dominance.
         """
-        found = [
-            pair
-            for pair in self._menu_options(stage_class, spanning, load)
-            if syncs or not pair[1].syncs_each_microbatch
-        ]
+        pairs = self._menu_options(stage_class, spanning, load)
+        found = [pair for pair in pairs if syncs or not pair[1].syncs_each_microbatch]
         return [found[k] for k in undominated(option_numbers([option for _, option in found], load, syncs))]
 
     def _menu(self, load: Workload, spanning: Spanning, syncs: bool = True) -> CandidateSet:
@@ -357,9 +336,8 @@ class Space:
         """
         found = []
         for stage_class, example in enumerate(self.examples):
-            pairs = self._worthwhile(
-                stage_class, spanning if self.model.stages[example].spanning else None, load, syncs
-            )
+            here = spanning if self.model.stages[example].spanning else None
+            pairs = self._worthwhile(stage_class, here, load, syncs)
             held = self._ambient(stage_class, spanning, load) if spanning else (0, 0)
             found.append([(choice, _around(option, *held)) for choice, option in pairs])
         return CandidateSet.of(load, spanning, self.stage_classes, found, syncs)
@@ -376,14 +354,11 @@ class Space:
         for stage_class, example in enumerate(self.examples):
             held = [self._ambient(stage_class, take, load) for take in takes]
             if self.model.stages[example].spanning:
-                each = zip(takes, held, strict=True)
-                found.append(
-                    [
-                        (choice, _around(option, *around))
-                        for take, around in each
-                        for choice, option in self._worthwhile(stage_class, take, load, syncs)
-                    ]
-                )
+                pairs = list[tuple[StageDecision, StageCandidate]]()
+                for take, around in zip(takes, held, strict=True):
+                    own = self._worthwhile(stage_class, take, load, syncs)
+                    pairs += [(choice, _around(option, *around)) for choice, option in own]
+                found.append(pairs)
                 continue
             least = min(unsharded for unsharded, _ in held), min(gradients for _, gradients in held)
             pairs = self._worthwhile(stage_class, None, load, syncs)

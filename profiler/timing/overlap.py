@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from profiler.errors import OsdpError
 from profiler.timing.device_rates import synchronize, timed_s
+from profiler.timing.stopwatch import clock_of
 
 ROWS = {"cpu": 256, "cuda": 2048}
 """Of the matrices by kind of device: a small part of any collective worth hiding."""
@@ -113,12 +114,13 @@ class _Bench:
         meet(self.device)
         started = time.perf_counter()
         work = self.start()
-        clock = _Clock(self.device)
+        clock = clock_of(self.device)
+        begun = clock.mark()
         self.compute()
-        clock.stop()
+        ended = clock.mark()
         work.wait()
         synchronize(self.device)
-        return time.perf_counter() - started, clock.seconds()
+        return time.perf_counter() - started, clock.seconds(begun, ended)
 
     def compute(self) -> None:
         for _ in range(self.products):
@@ -133,24 +135,3 @@ class _Bench:
     def timed_s(self, run: Callable[[], None]) -> float:
         meet(self.device)
         return timed_s(run, self.device)
-
-
-class _Clock:
-    """Times what is given to the device from now on, without waiting for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
-        if self.on_cuda:
-            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-            self.events[0].record()
-        self.started = time.perf_counter()
-
-    def stop(self) -> None:
-        """End the time."""
-        self.ended = time.perf_counter()
-        if self.on_cuda:
-            self.events[1].record()
-
-    def seconds(self) -> float:
-        """Return the time, once the device has been waited for."""
-        return self.events[0].elapsed_time(self.events[1]) / 1e3 if self.on_cuda else self.ended - self.started

@@ -39,11 +39,6 @@ class Execution:
         """Bytes of the storages passed in."""
         return sum(storage.bytes for storage in self.inputs)
 
-    @property
-    def input_waste(self) -> int:
-        """What rounding adds to them."""
-        return sum(storage.waste for storage in self.inputs)
-
 
 @dataclass(slots=True)
 class Pass:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -38,12 +39,7 @@ class Meter(TorchDispatchMode):
     """Meters what runs under it into `ledger`. Use once: a forward, `turn`, its backward, `finish`."""
 
     def __init__(
-        self,
-        parameters: Sequence[Sequence[torch.nn.Parameter]],
-        buffers: Iterable[Tensor],
-        memo: Memo,
-        *,
-        synthesize: bool,
+        self, parameters: Sequence[Sequence[nn.Parameter]], buffers: Iterable[Tensor], memo: Memo, *, synthesize: bool
     ) -> None:
         """Take the parameters of each operator, and all buffers.
 
@@ -59,7 +55,7 @@ class Meter(TorchDispatchMode):
         self._parameters = parameters
         self._memo = memo
         self._synthesize = synthesize
-        self._ops: dict[torch._ops.OpOverload, Op] = {}
+        self._ops: dict[OpOverload, Op] = {}
         self._entered: tuple[int, int] | None = None
         self._running: Counter[int] = Counter()
         for operator, tensors in enumerate(parameters):
@@ -97,11 +93,7 @@ class Meter(TorchDispatchMode):
     # --- ops --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         op = self._ops.get(func)
         if op is None:
@@ -115,7 +107,7 @@ class Meter(TorchDispatchMode):
             error.__dict__.setdefault("osdp_op", func)
             raise
 
-    def _measure(self, func: torch._ops.OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _measure(self, func: OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         description: list[Any] = [func]
         tensors: list[Tensor] = []
         for arg in args:
@@ -125,8 +117,11 @@ class Meter(TorchDispatchMode):
             _read(arg, description, tensors)
         foreign = self._place(tensors)
         if self._synthesize:
-            if foreign:
-                return self._run_foreign(func, tensors, foreign, args, kwargs)
+            if foreign and len(foreign) == len(tensors):  # constants of the model, which have data
+                return func(*args, **kwargs)
+            if foreign:  # constants that meet traced tensors
+                args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(META), (args, kwargs))
+                return self.__torch_dispatch__(func, (), args, kwargs)
             if op.has_device and (not tensors or kwargs.get("device") is not None):
                 kwargs = {**kwargs, "device": META}
         key = tuple(description)
@@ -148,20 +143,6 @@ class Meter(TorchDispatchMode):
             tally.matmul_bytes += spent.matmul_bytes
             tally.other_bytes += spent.other_bytes
         return out
-
-    def _run_foreign(
-        self,
-        func: torch._ops.OpOverload,
-        tensors: Sequence[Tensor],
-        foreign: Sequence[Tensor],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run an op on constants of the model, which have data; move them if they meet traced tensors."""
-        if len(foreign) == len(tensors):
-            return func(*args, **kwargs)
-        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(META), (args, kwargs))
-        return self.__torch_dispatch__(func, (), args, kwargs)
 
     # --- calls ------------------------------------------------------------------------------------
 

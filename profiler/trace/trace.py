@@ -18,7 +18,7 @@ from torch import nn
 
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
-from profiler.model_source import Inputs, ModelSource
+from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import SINGLE, SIZES
 from profiler.trace.build_graph import assemble
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, construct, feed, training
@@ -110,7 +110,10 @@ def _run_sizes(module: nn.Module, source: ModelSource, dtype: torch.dtype, devic
 
     def run(size: int) -> Pass:
         try:
-            inputs = _inputs(module, source, size, device, dtype)
+            inputs = feed(lambda: source.example_inputs(module, size), device, dtype)
+        except Exception as error:
+            raise _Untraceable(explain_inputs(error, source.name)) from error
+        try:
             return run_pass(module, groups, blocks, inputs, device, memo)
         except TraceFailure as failure:
             raise _Untraceable(explain(failure, source.name)) from failure.__cause__
@@ -127,13 +130,6 @@ def _run_sizes(module: nn.Module, source: ModelSource, dtype: torch.dtype, devic
     with suppress(_Untraceable):
         passes.append(run(SINGLE))
     return _Survey(module, groups, passes)
-
-
-def _inputs(module: nn.Module, source: ModelSource, size: int, device: DatalessDevice, dtype: torch.dtype) -> Inputs:
-    try:
-        return feed(lambda: source.example_inputs(module, size), device, dtype)
-    except Exception as error:
-        raise _Untraceable(explain_inputs(error, source.name)) from error
 
 
 def _check_choice(what: str, got: str, choices: Sequence[str]) -> None:
