@@ -29,9 +29,5 @@ def unknown_name(name: str, known: Iterable[str], what: str) -> OsdpError:
     known = list(known)
     near = get_close_matches(name, known, n=3, cutoff=0.4)
     examples = ", ".join(near) if near else f"a name such as {known[0]}" if known else "no name: the model has none"
-    return OsdpError(
-        what,
-        got=name,
-        expected=examples,
-        advice="a module's path as in named_modules(), or a pattern such as '*.mlp.*'",
-    )
+    advice = "a module's path as in named_modules(), or a pattern such as '*.mlp.*'"
+    return OsdpError(what, got=name, expected=examples, advice=advice)

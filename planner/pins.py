@@ -68,10 +68,8 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
             operator = graph.operators[index]
             _check_split(pin, graph, index, len(slices))
             _decide(strategies, index, pin, slices, " and ".join(operator.modules))
-    return Pins(
-        {index: slices for index, (_, slices) in strategies.items()},
-        {block: again for block, (_, again) in recompute.items()},
-    )
+    taken = {index: slices for index, (_, slices) in strategies.items()}
+    return Pins(taken, {block: again for block, (_, again) in recompute.items()})
 
 
 def on_cluster(pins: Pins, cluster: Cluster) -> Pins:

@@ -176,9 +176,8 @@ def make_plan(
     """Return a search result as a plan, priced as it will run within the limit less the headroom."""
     graph, cluster = space.graph, load.cluster
     options = as_run(tuple(options), spanning, None, space, load, limit_bytes - headroom_bytes)
-    choices = space.spanning_choices(spanning) | dict(
-        zip(space.model.idle, space.idle_strategies(cluster), strict=True)
-    )
+    idle = zip(space.model.idle, space.idle_strategies(cluster), strict=True)
+    choices = space.spanning_choices(spanning) | dict(idle)
     recomputed = []
     for stage, option in zip(space.model.stages, options, strict=True):
         for operator, strategy in zip(stage.operators, option.strategies, strict=True):
@@ -251,12 +250,8 @@ def decisions_of(plan: Plan, space: Space, cluster: Cluster) -> Decisions:
     counts = {index: len(found) for index, found in enumerate(slices) if len(found) > 1}
     if counts != space.counts:
         names = (space.graph.operators[index].name for index in sorted(counts.keys() | space.counts.keys()))
-        raise OsdpError(
-            "the plan splits other operators than this space",
-            got=", ".join(names),
-            expected="a space made for the plan",
-            advice="planner.pricing.space_of",
-        )
+        what, advice = "the plan splits other operators than this space", "planner.pricing.space_of"
+        raise OsdpError(what, got=", ".join(names), expected="a space made for the plan", advice=advice)
     strategies = [strategy for found in slices for strategy in found]
     choices = tuple(
         StageDecision(tuple(strategies[o] for o in stage.operators), stage.name in plan.recomputed_blocks)

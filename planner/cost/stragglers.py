@@ -98,11 +98,8 @@ class Imbalance:
                 self.source,
                 sum(length * share for length, share in self.lengths) / self.lengths[-1][0],
             )
-        return Waits(
-            lognormal_slowest(self.variation, ranks),
-            lognormal_slowest(self.variation / math.sqrt(accumulation), ranks),
-            self.source,
-        )
+        per_step = lognormal_slowest(self.variation / math.sqrt(accumulation), ranks)
+        return Waits(lognormal_slowest(self.variation, ranks), per_step, self.source)
 
 
 BALANCED = Imbalance()

@@ -43,12 +43,9 @@ class Workload:
             raise OsdpError("unknown optimizer", got=self.optimizer_name, expected=", ".join(OPTIMIZERS))
         rates = self.cluster.device.matmul_flops_per_s
         if self.precision not in rates:
-            raise OsdpError(
-                f"{self.cluster.device.name} has no matmul rate for this precision",
-                got=self.precision,
-                expected=", ".join(rates),
-                advice="another --precision, or another --cluster",
-            )
+            what = f"{self.cluster.device.name} has no matmul rate for this precision"
+            advice = "another --precision, or another --cluster"
+            raise OsdpError(what, got=self.precision, expected=", ".join(rates), advice=advice)
 
     @property
     def optimizer(self) -> Optimizer:

@@ -100,12 +100,9 @@ def check_scalars(operator: Operator) -> None:
     """
     for parameter in operator.parameters:
         if not parameter.shape:
-            raise OsdpError(
-                f"parameter {parameter.name} is a scalar, and fully_shard does not shard scalar parameters",
-                got="shape ()",
-                expected="at least one dimension",
-                advice="make it a tensor of shape (1,)",
-            )
+            what = f"parameter {parameter.name} is a scalar, and fully_shard does not shard scalar parameters"
+            advice = "make it a tensor of shape (1,)"
+            raise OsdpError(what, got="shape ()", expected="at least one dimension", advice=advice)
 
 
 def check_split(operator: Operator, slices: int) -> None:
@@ -116,17 +113,11 @@ def check_split(operator: Operator, slices: int) -> None:
     is_linear = bool(shapes) and len(shapes[0]) == 2 and shapes[1:] in ([], [shapes[0][:1]])
     if operator.kind != "Linear" or len(operator.modules) != 1 or not is_linear:
         tied = " that is tied to others" if len(operator.modules) > 1 else ""
-        raise OsdpError(
-            f"operator {operator.name} cannot be split",
-            got=f"a {operator.kind}{tied}",
-            expected="one linear layer with a weight (out, in) and optionally a bias (out,)",
-        )
+        expected = "one linear layer with a weight (out, in) and optionally a bias (out,)"
+        raise OsdpError(f"operator {operator.name} cannot be split", got=f"a {operator.kind}{tied}", expected=expected)
     if shapes[0][1] < slices:
-        raise OsdpError(
-            f"operator {operator.name} cannot be split into {slices} slices",
-            got=f"{shapes[0][1]} input features",
-            expected=f"at least {slices}",
-        )
+        what = f"operator {operator.name} cannot be split into {slices} slices"
+        raise OsdpError(what, got=f"{shapes[0][1]} input features", expected=f"at least {slices}")
 
 
 def split_bounds(features: int, slices: int) -> tuple[int, ...]:

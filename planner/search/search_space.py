@@ -158,11 +158,9 @@ class Space:
     def _check_pins(self) -> None:
         for operator in (*self.model.spanning, *self.model.idle):
             if len(self.pins.strategies.get(operator, ())) > 1:
-                raise OsdpError(
-                    f"operator {self.graph.operators[operator].name} cannot be split by the search",
-                    got="a pin with several slices",
-                    expected="one strategy, as it is called in several stages or never",
-                )
+                what = f"operator {self.graph.operators[operator].name} cannot be split by the search"
+                expected = "one strategy, as it is called in several stages or never"
+                raise OsdpError(what, got="a pin with several slices", expected=expected)
 
     @property
     def has_pins(self) -> bool:

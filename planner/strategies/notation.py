@@ -29,25 +29,15 @@ def parse_strategy(text: str, cluster: Cluster) -> Strategy:
     free = known.get(name + offload)
     if free is not None and free.spec.has_owner and rank is not None:
         if int(rank) >= cluster.world_size:
-            raise OsdpError(
-                "the owner must be one of the ranks",
-                got=f"{name}@{int(rank)}",
-                expected=f"a rank from 0 to {cluster.world_size - 1}",
-            )
+            expected = f"a rank from 0 to {cluster.world_size - 1}"
+            raise OsdpError("the owner must be one of the ranks", got=f"{name}@{int(rank)}", expected=expected)
         return replace(free, owner=int(rank))
     if cluster.world_size == 1 and name in SPECS and name not in known:
-        raise OsdpError(
-            f"{text} needs more than one rank",
-            got="1 rank",
-            expected=", ".join(known),
-            advice="two ranks or more: torchrun --nproc_per_node, or --gpus-per-node",
-        )
+        advice = "two ranks or more: torchrun --nproc_per_node, or --gpus-per-node"
+        raise OsdpError(f"{text} needs several ranks", got="1 rank", expected=", ".join(known), advice=advice)
     plain = [name for name, strategy in known.items() if not strategy.offload]
-    raise OsdpError(
-        f"no such strategy on {cluster.nodes} x {cluster.gpus_per_node} ranks",
-        got=text or "nothing",
-        expected=f"{', '.join(plain)}; each also with +offload",
-    )
+    what = f"no such strategy on {cluster.nodes} x {cluster.gpus_per_node} ranks"
+    raise OsdpError(what, got=text or "nothing", expected=f"{', '.join(plain)}; each also with +offload")
 
 
 def format_choice(slices: Sequence[Strategy]) -> str:
@@ -79,10 +69,6 @@ def parse_choice(text: str, cluster: Cluster) -> tuple[Strategy, ...]:
         if not 1 <= count <= MAX_SLICES or len(slices) > MAX_SLICES:
             raise OsdpError("a split has too few or too many slices", got=text, expected=f"2 to {MAX_SLICES} in all")
     if len(slices) < 2:
-        raise OsdpError(
-            "a split needs two slices or more",
-            got=text,
-            expected="for instance split(2*shard)",
-            advice=f"write {slices[0]} for an operator that is not split",
-        )
+        advice = f"write {slices[0]} for an operator that is not split"
+        raise OsdpError("a split needs two slices or more", got=text, expected="e.g. split(2*shard)", advice=advice)
     return tuple(slices)

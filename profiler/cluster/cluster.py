@@ -112,14 +112,8 @@ class Cluster:
         Measurements are kept only for the same number of ranks per node: otherwise groups lie on other nodes, and other
         ranks share a machine.
         """
-        same = gpus_per_node == self.gpus_per_node
-        return replace(
-            self,
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            ring=self.ring if same else (),
-            measured=self.measured if same else None,
-        )
+        resized = replace(self, nodes=nodes, gpus_per_node=gpus_per_node)
+        return resized if gpus_per_node == self.gpus_per_node else replace(resized, ring=(), measured=None)
 
     def algorithm(self, operation: str, ranks: int, stride: int, size_bytes: float) -> str:
         """Return how the runtime executes a collective: `native` or `ring`."""

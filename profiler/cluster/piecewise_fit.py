@@ -76,21 +76,14 @@ def _checked(points: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
     values = np.array(sorted(points), dtype=np.float64).reshape(-1, 2)
     given = ", ".join(f"{seconds:g} s at {size:g} bytes" for size, seconds in values) or "nothing"
     if not (np.isfinite(values).all() and (values > 0).all()):
-        raise OsdpError(
-            "timings must be positive and finite",
-            got=given,
-            expected="sizes and seconds greater than 0",
-            advice="measure again, with larger sizes if the clock shows 0",
-        )
+        what, expected = "timings must be positive and finite", "sizes and seconds greater than 0"
+        advice = "measure again, with larger sizes if the clock shows 0"
+        raise OsdpError(what, got=given, expected=expected, advice=advice)
     if len(np.unique(values[:, 0])) < len(values):
         raise OsdpError("a size was given twice", got=given, expected="each size once, with its median")
     if len(values) < MIN_POINTS:
-        raise OsdpError(
-            "too few sizes for a fit",
-            got=given,
-            advice="measure more sizes",
-            expected=f"{MIN_POINTS} sizes or more: any two lie on a line",
-        )
+        expected = f"{MIN_POINTS} sizes or more: any two lie on a line"
+        raise OsdpError("too few sizes for a fit", got=given, expected=expected, advice="measure more sizes")
     return values[:, 0], values[:, 1]
 
 

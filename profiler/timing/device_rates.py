@@ -92,9 +92,8 @@ def device_memory(device: torch.device, ranks_per_node: int) -> DeviceMemory:
     """Return the memory of this rank; on a CPU to be called before it makes tensors."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return DeviceMemory(
-            torch.cuda.get_device_name(device), total, total - free - torch.cuda.memory_reserved(device)
-        )
+        taken_bytes = total - free - torch.cuda.memory_reserved(device)
+        return DeviceMemory(torch.cuda.get_device_name(device), total, taken_bytes)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = f"1/{ranks_per_node} of a CPU machine ({platform.machine()}, {os.cpu_count()} cores)"
     return DeviceMemory(name, total // ranks_per_node, resident_bytes())

@@ -66,11 +66,8 @@ def measure_calls(
     """
     sizes = tuple(sorted(set(micro_batches)))
     if not sizes or sizes[0] < 1 or repetitions < 1 or warm_up < 0:
-        raise OsdpError(
-            "nothing to measure",
-            got=f"micro-batches {list(micro_batches)}, {repetitions} repetitions, warm-up {warm_up}",
-            expected="at least one of each, and a warm-up of 0 or more",
-        )
+        got = f"micro-batches {list(micro_batches)}, {repetitions} repetitions, warm-up {warm_up}"
+        raise OsdpError("nothing to measure", got=got, expected="at least one of each, and a warm-up of 0 or more")
     module, dtype = build(source, device), PRECISIONS[graph.precision]
     random_numbers = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with shared_weights(module, device, dtype), training(module), random_numbers:
@@ -98,11 +95,8 @@ class _Bench:
         self._module, self._source, self._graph, self._device, self._clock = module, source, graph, device, clock
         self._operators = {path: index for index, one in enumerate(graph.operators) for path in one.modules}
         if missing := sorted(set(self._operators) - {path for path, _ in module.named_modules()}):
-            raise OsdpError(
-                f"the graph is not of {source.name}",
-                got=f"no module {missing[0]}",
-                expected="the trace of the same model",
-            )
+            got, expected = f"no module {missing[0]}", "the trace of the same model"
+            raise OsdpError(f"the graph is not of {source.name}", got=got, expected=expected)
 
     def feed(self, micro_batch: int) -> None:
         """Make the inputs of the passes that follow."""

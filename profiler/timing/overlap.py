@@ -60,11 +60,9 @@ class Overlap:
 def measure_overlap(size_bytes: int, repetitions: int, device: torch.device) -> Overlap:
     """Measure with all-reduces of a tensor of so many bytes over the world. A collective call."""
     if dist.get_world_size() < 2 or size_bytes < 4 or repetitions < 1:
-        raise OsdpError(
-            "too little to measure overlap with",
-            expected="at least 2 ranks, 4 bytes and 1 repetition",
-            got=f"{dist.get_world_size()} ranks, {size_bytes} bytes and {repetitions} repetitions",
-        )
+        got = f"{dist.get_world_size()} ranks, {size_bytes} bytes and {repetitions} repetitions"
+        expected = "at least 2 ranks, 4 bytes and 1 repetition"
+        raise OsdpError("too little to measure overlap with", got=got, expected=expected)
     bench = _Bench(size_bytes, device)
     rounds = [bench.round() for _ in range(WARM_UP_ROUNDS + repetitions)][WARM_UP_ROUNDS:]
     computation_s, communication_s, both_s, under_s = (list(column) for column in zip(*rounds, strict=True))

@@ -208,20 +208,16 @@ def _without_waiting(calls: Sequence[Call], waiting: Mapping[int, int]) -> tuple
 
 
 def _blocks(
-    module: nn.Module,
-    operators: Sequence[Operator],
-    calls: Sequence[Call],
-    passes: Sequence[Pass],
-    executions: Sequence[int],
+    module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call], passes: Sequence[Pass], ran: Sequence[int]
 ) -> tuple[Block, ...]:
     """Return the blocks that ran at least one call, alike ones numbered alike."""
     blocks: list[Block] = []
-    members: list[list[int]] = [[] for _ in executions]
+    members: list[list[int]] = [[] for _ in ran]
     for position, call in enumerate(calls):
         if call.block is not None:
             members[call.block].append(position)
     classes: dict[Any, int] = {}
-    for inside, execution in zip(members, executions, strict=True):
+    for inside, execution in zip(members, ran, strict=True):
         path = passes[0].executions[execution].path
         runs = [one.executions[execution] for one in passes]
         waste = max(sum(storage.waste for storage in run.inputs) for run in runs)
