@@ -1,4 +1,4 @@
-"""The plan: what the planner hands to the runtime, and to the user as a YAML file."""
+"""The plan: the planner's output, for the runtime and, as a YAML file, for the user."""
 
 from __future__ import annotations
 
@@ -163,13 +163,10 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
     foreign = set(plan.choices) - {operator.name for operator in graph.operators}
     unknown = set(plan.recomputed_blocks) - {block.name for block in graph.blocks}
     if missing or foreign or unknown:
-        raise OsdpError(
-            "the plan's operators or blocks are not the model's",
-            got=", ".join([*sorted(foreign), *sorted(unknown)][:5])
-            or f"{len(plan.choices)} operators, all of them the model's",
-            expected=f"also {', '.join(missing[:5])}" if missing else "only names of the model",
-            advice="plan the model again",
-        )
+        got = ", ".join([*sorted(foreign), *sorted(unknown)][:5]) or f"{len(plan.choices)} of the model's operators"
+        expected = f"also {', '.join(missing[:5])}" if missing else "only names of the model"
+        what = "the plan's operators or blocks are not the model's"
+        raise OsdpError(what, got=got, expected=expected, advice="plan the model again")
     choices = [parse_choice(plan.choices[operator.name], cluster) for operator in graph.operators]
     for operator in graph.operators:
         check_scalars(operator)

@@ -89,7 +89,7 @@ def buckets(graph: ModelGraph) -> tuple[Bucket, ...]:
 def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: str) -> bool:
     """Return whether DistributedDataParallel can run operators of these strategies, split ones left out.
 
-    Not if some parameter is frozen: it would never reduce the gradients of one that is thawed later.
+    Not if some parameter is frozen: DDP would never reduce the gradients of one that is unfrozen later.
     """
     trains = all(parameter.trainable for operator in graph.operators for parameter in operator.parameters)
     plain = all(strategy.spec.by_ddp and not strategy.offload for strategy in strategies)

@@ -7,7 +7,7 @@ stream is free and everything that it waits for has ended:
     backward    when the backward of i starts, gather i-1 is issued; when it ends, reduction i is;
                 the backward of i-1 waits for gather i-1 and, because FSDP2 reuses the reduction's
                 input buffer, the end of the backward of i waits for reduction i+1
-    interference  what computation loses to communication beside it, as a sum at the end of a micro-batch
+    interference  slow-down of computation by concurrent communication, as a sum at the end of a micro-batch
     waiting     where ranks wait for each other in every micro-batch, at its end for the slowest rank; otherwise once,
                 before the optimizer
     optimizer   waits for everything

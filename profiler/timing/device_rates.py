@@ -22,7 +22,7 @@ from torch import Tensor
 from profiler.trace.trace import PRECISIONS
 
 MATRIX = {"cpu": 768, "cuda": 8192}
-"""Rows of the matrices by kind of device."""
+"""Rows of the matrices by type of device."""
 ELEMENTS = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Elements of the vectors: beyond every cache."""
 
@@ -45,7 +45,7 @@ class DeviceMemory:
     total_bytes: int
     """What the driver, or the operating system, has for one rank."""
     taken_bytes: int
-    """What is held of it beside tensors: on GPUs all but PyTorch's allocator, on CPUs the process at its start."""
+    """Memory in use besides tensors: on GPUs all but PyTorch's allocator, on CPUs the process at its start."""
 
 
 def synchronize(device: torch.device) -> None:

@@ -26,7 +26,7 @@ from profiler.timing.device_rates import synchronize, timed_s
 from profiler.timing.stopwatch import clock_of
 
 ROWS = {"cpu": 256, "cuda": 2048}
-"""Of the matrices by kind of device: a small part of any collective worth hiding."""
+"""Rows of the matrices by type of device: their product is short beside any collective worth overlapping."""
 SHARE = 0.8
 """Of the time of the collective, that is computed for."""
 OVERLAPPED = 0.85

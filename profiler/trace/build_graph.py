@@ -20,7 +20,7 @@ from profiler.trace.find_operators import Group
 from profiler.trace.metered_pass import Pass
 
 BUFFER_NOTE_BYTES = 2**20
-"""Buffers smaller than this are not worth a note."""
+"""Smaller buffers are not mentioned."""
 _BACKWARD_BYTES = (
     "backward_peak_bytes",
     "module_backward_peak_bytes",
@@ -172,7 +172,7 @@ def _operators(module: nn.Module, groups: Sequence[Group], calls: Sequence[Call]
 def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call]) -> dict[int, int]:
     """Return, for operators that are called more than once, the bytes of the gradient that waits for the rest.
 
-    Autograd hands a parameter's gradient over when every use has added its part; until then it lives.
+    Autograd accumulates a parameter's gradient over its uses in one backward; until the last it stays alive.
     """
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     named = dict(module.named_parameters())
@@ -210,7 +210,7 @@ def _without_waiting(calls: Sequence[Call], waiting: Mapping[int, int]) -> tuple
 def _blocks(
     module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call], passes: Sequence[Pass], ran: Sequence[int]
 ) -> tuple[Block, ...]:
-    """Return the blocks that ran at least one call, alike ones numbered alike."""
+    """Return the blocks that ran at least one call; equal ones get the same `block_class`."""
     blocks: list[Block] = []
     members: list[list[int]] = [[] for _ in ran]
     for position, call in enumerate(calls):
@@ -233,7 +233,7 @@ def _blocks(
 
 
 def _likeness(call: Call, operators: Sequence[Operator], path: str) -> tuple[Any, ...]:
-    """Return what a call in the block at `path` has in common with its twins in other blocks."""
+    """Return what a call in the block at `path` has in common with the equal calls of other blocks."""
     operator = operators[call.operator]
     parameters = tuple(
         (parameter.name.removeprefix(f"{path}."), parameter.shape, parameter.trainable)

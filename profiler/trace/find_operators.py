@@ -143,6 +143,6 @@ class _BlockFinder:
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:
-    """Return what makes two modules alike: types, parameter shapes, and the same of the children."""
+    """Return the structure of a module: types and parameter shapes, and those of its children."""
     shapes = tuple((name, None if p is None else p.shape) for name, p in module._parameters.items())
     return (type(module), shapes, tuple((name, _signature(child)) for name, child in module.named_children()))

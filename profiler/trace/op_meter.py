@@ -1,6 +1,6 @@
 """Meters one forward and backward: a dispatch mode below autograd that sees every aten op.
 
-Each op is put down to a call (`_place`), made or run (`_measure`), and entered in the `Ledger`.  On the
+Each op is attributed to a call (`_place`), made or run (`_measure`), and recorded in the `Ledger`.  On the
 meta device an op whose output layout is known is not run at all: its outputs are made directly.
 """
 
@@ -41,15 +41,15 @@ class Meter(TorchDispatchMode):
     def __init__(
         self, parameters: Sequence[Sequence[nn.Parameter]], buffers: Iterable[Tensor], memo: Memo, *, synthesize: bool
     ) -> None:
-        """Take the parameters of each operator, and all buffers.
+        """`parameters` are those of each operator.
 
-        The memo is what earlier meters learned of ops; this one adds to it.  With `synthesize`,
+        `memo` caches the results for ops across meters.  With `synthesize`,
         tensors are on the meta device and outputs of known layout are made without running the op.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.block: int | None = None
-        """Block execution that runs now; set by whoever drives the forward."""
+        """The block execution that runs now; set by the caller."""
         self.read_outside: set[int] = set()
         """Operators whose parameters were read while no module of theirs ran."""
         self._parameters = parameters
@@ -147,7 +147,7 @@ class Meter(TorchDispatchMode):
     # --- calls ------------------------------------------------------------------------------------
 
     def _place(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Find the call that an op on `tensors` belongs to; return those not of this trace."""
+        """Find the call that an op on `tensors` belongs to; return the tensors that are not of this trace."""
         live, resident = self.ledger.live, self.ledger.resident
         reads: list[int] = []
         used: list[LiveStorage] = []

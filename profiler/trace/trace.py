@@ -61,7 +61,7 @@ class _Survey:
 
 
 class _Untraceable(Exception):  # noqa: N818 - of one dataless device; the other may succeed
-    """The device could not run the model; `error` is what to tell the user if none can."""
+    """The device could not run the model; `error` is for the user if no device can."""
 
     def __init__(self, error: OsdpError) -> None:
         super().__init__(error.what)
@@ -85,7 +85,7 @@ def _survey(source: ModelSource, dtype: torch.dtype, device: DatalessDevice, dev
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    """Raise OsdpError for what is no module, or has nothing to train yet or at all."""
+    """Raise OsdpError for what is not a module, is lazy, or has no trainable parameters."""
     if not isinstance(module, nn.Module):
         raise OsdpError(f"{name}: build() did not return a module", got=type(module).__name__, expected="an nn.Module")
     parameters = dict(module.named_parameters())
@@ -139,7 +139,7 @@ def _check_choice(what: str, got: str, choices: Sequence[str]) -> None:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from freeing cycles at times of its own choosing: live memory would not repeat."""
+    """Disable the garbage collector: freeing cycles at arbitrary times would make live memory irreproducible."""
     enabled = gc.isenabled()
     gc.disable()
     try:
