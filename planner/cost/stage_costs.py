@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.cost.unit_communication import UnitTraffic, unit_traffic
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
-from planner.model.stages import StagedModel, operators_of
+from planner.model.stages import StagedModel
 from planner.strategies.spec import COMPUTE_BYTES, Strategy
 
 
@@ -22,7 +22,7 @@ class UnitCosts:
         key = (operators, strategy, elsewhere)
         if key not in self.known:
             load = self.load
-            parameters = [p for operator in operators_of(self.graph, operators) for p in operator.parameters]
+            parameters = [p for operator in operators for p in self.graph.operators[operator].parameters]
             self.known[key] = (
                 unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, load.cluster.gpus_per_node),
                 unit_traffic(parameters, strategy, load.precision, load.cluster),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from profiler.model_graph import Call, ModelGraph, Operator
+from profiler.model_graph import Call, ModelGraph
 
 JOIN_NUMEL = 1 << 20
 """Parameters that a stage outside blocks gathers before it is closed (4 MiB in fp32, where the
@@ -139,20 +139,6 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
                 closes=closes,
             )
         )
-    spans = {o: (_stage_of(first[o], stages), _stage_of(last[o], stages)) for o in sorted(spanning)}
+    stage_of = [index for index, stage in enumerate(stages) for _ in stage.calls]
+    spans = {o: (stage_of[first[o]], stage_of[last[o]]) for o in sorted(spanning)}
     return StagedModel(graph, tuple(stages), spans, idle, slices)
-
-
-def _stage_of(call: int, stages: list[Stage]) -> int:
-    """Return the index of the stage that a call is in."""
-    stop = 0
-    for index, stage in enumerate(stages):
-        stop += len(stage.calls)
-        if call < stop:
-            return index
-    raise IndexError(call)
-
-
-def operators_of(graph: ModelGraph, indices: tuple[int, ...]) -> tuple[Operator, ...]:
-    """Return the operators at the indices."""
-    return tuple(graph.operators[index] for index in indices)

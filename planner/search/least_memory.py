@@ -15,7 +15,7 @@ from planner.cost.workload import Workload
 from planner.pricing import PricedPlan, priced
 from planner.search.counting_ilp import CountingProgram
 from planner.search.lagrangian_bound import ChainBound, events_near
-from planner.search.search_space import CandidateSet, Space
+from planner.search.search_space import Space
 from profiler.byte_sizes import whole_mib
 
 PRICES = (1e-9, 1e-6, 1e-3)
@@ -57,7 +57,8 @@ def _smallest_of_menu(space: Space, chain: ChainBound, limit_bytes: float) -> Le
     for picks in sorted(sizes, key=lambda picks: sizes[picks]):
         if best is not None and sizes[picks] >= best.peak.total_bytes:
             break  # No rank holds less than the estimate.
-        found = _priced(space, chain.menu, picks, limit_bytes)
+        plan = priced(space, chain.load, chain.menu.chosen(picks), chain.menu.spanning).as_run(limit_bytes)
+        found = LeastMemoryPlan(plan, peak_memory(plan.options, chain.load))
         if best is None or found.peak.total_bytes < best.peak.total_bytes:
             best = found
     assert best is not None, "the program gives one plan"
@@ -90,9 +91,3 @@ def _small_plans(chain: ChainBound) -> Iterator[tuple[int, ...]]:
         memory = chain.memory(event)
         for price in PRICES:
             yield tuple(chain.sequence(memory, price))
-
-
-def _priced(space: Space, menu: CandidateSet, picks: Sequence[int], limit_bytes: float) -> LeastMemoryPlan:
-    """Return a plan of a candidate set, priced as its plan file will be and as the runtime executes it."""
-    plan = priced(space, menu.load, menu.chosen(picks), menu.spanning).as_run(limit_bytes)
-    return LeastMemoryPlan(plan, peak_memory(plan.options, menu.load))

@@ -59,21 +59,17 @@ class Stopwatch:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._running: Hashable = None
+        self.running: Hashable = None
+        """The label of the running interval."""
         self._since: Any = None
         self._laps: list[tuple[Hashable, Any, Any]] = []
 
     def switch(self, label: Hashable) -> None:
         """End the running interval and begin one labelled `label`; None: not timed."""
         now = self._clock.mark()
-        if self._running is not None:
-            self._laps.append((self._running, self._since, now))
-        self._running, self._since = label, now
-
-    @property
-    def running(self) -> Hashable:
-        """The label of the running interval."""
-        return self._running
+        if self.running is not None:
+            self._laps.append((self.running, self._since, now))
+        self.running, self._since = label, now
 
     def totals(self) -> dict[Hashable, float]:
         """Return the seconds of each label so far."""

@@ -117,20 +117,9 @@ class _WithoutFills(TorchDispatchMode):
         return False
 
 
-_FILLS = {
-    torch.ops.aten.normal_.default,
-    torch.ops.aten.uniform_.default,
-    torch.ops.aten.zero_.default,
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.fill_.Tensor,
-    torch.ops.aten.copy_.default,
-    torch.ops.aten.mul_.Tensor,
-    torch.ops.aten.mul_.Scalar,
-    torch.ops.aten.div_.Tensor,
-    torch.ops.aten.add_.Tensor,
-    torch.ops.aten.erfinv_.default,
-    torch.ops.aten.clamp_.default,
-}
+aten = torch.ops.aten
+_FILLS = {getattr(aten, f"{name}_").default for name in ("normal", "uniform", "zero", "copy", "erfinv", "clamp")}
+_FILLS |= {aten.fill_.Scalar, aten.fill_.Tensor, aten.mul_.Scalar, aten.mul_.Tensor, aten.div_.Tensor, aten.add_.Tensor}
 
 
 def construct(make: Callable[[], nn.Module], device: DatalessDevice) -> nn.Module:
