@@ -67,7 +67,7 @@ def parse_choice(text: str, cluster: Cluster) -> tuple[Strategy, ...]:
         count = int(counted[1] or 1)
         slices += [parse_strategy(counted[2], cluster)] * min(count, MAX_SLICES + 1)
         if not 1 <= count <= MAX_SLICES or len(slices) > MAX_SLICES:
-            raise OsdpError("a split has too few or too many slices", got=text, expected=f"2 to {MAX_SLICES} in all")
+            raise OsdpError("invalid slice count in a split", got=text, expected=f"2 to {MAX_SLICES} slices in all")
     if len(slices) < 2:
         advice = f"write {slices[0]} for an operator that is not split"
         raise OsdpError("a split needs two slices or more", got=text, expected="e.g. split(2*shard)", advice=advice)
