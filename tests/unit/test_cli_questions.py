@@ -125,7 +125,7 @@ def test_pins_are_kept_shown_and_remembered(cli: Cli) -> None:
         (("norm=sahrd",), "no such strategy"),
         (("wte=shard", "lm_head=replicate"), "one operator, as they share a parameter"),
         (("blocks.*=shard", "blocks.0.*=replicate"), "contradict each other"),
-        (("norm=keep",), "only blocks are recomputed or kept"),
+        (("norm=keep",), "only blocks can be recomputed or kept"),
     ],
 )
 def test_a_pin_that_cannot_be_honoured_is_refused(cli: Cli, pins: tuple[str, ...], part: str) -> None:
