@@ -10,7 +10,7 @@ For a collective that leaves S bytes on each of n ranks (reduce-scatter: starts 
     publish                      t = S / (rate of device memory)
 
 (ring volumes as in Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; broadcast and
-reduce pass the tensor along a chain in pieces, so that every link carries all of it once: NCCL's
+reduce pass the tensor along a chain in chunks, so that every link carries all of it once: NCCL's
 ring, whose bus bandwidth is S / t for both in nccl-tests, doc/PERFORMANCE.md).  In a pull one rank
 reads the parts of its n - 1 peers and in a push it adds to theirs, each once and without a rendezvous;
 a barrier signals every peer; publish copies on the device itself, S bytes read and written.
@@ -47,9 +47,9 @@ def collective_s(operation: Operation, size_bytes: float, cluster: Cluster, rank
     """Return the seconds of one operation over `ranks` ranks that are `stride` apart.
 
     `size_bytes` is the size of the whole tensor: gathered, not yet scattered, or the one that all get;
-    of `publish` what one rank reads and writes, and of a barrier nothing.  What was measured in such a
-    group wins over what the links say.  In a group that was not measured, it takes what the links say,
-    times what the nearest one that was measured takes over what they say there.
+    of `publish` what one rank reads and writes, and of a barrier nothing.  A time measured in such a group takes
+    precedence over the alpha-beta model; in a group that was not measured, the model is scaled by the ratio of
+    measured to modelled time in the most similar group that was.
     """
     if ranks <= 1 or (size_bytes <= 0 and operation != "barrier"):
         return 0.0
@@ -64,7 +64,7 @@ def collective_s(operation: Operation, size_bytes: float, cluster: Cluster, rank
 
 
 def _nearest(operation: Operation, cluster: Cluster, ranks: int, stride: int) -> CollectiveTimes | None:
-    """Return the backend's collective in the group that was measured and is most alike; inside a node, or not."""
+    """Return the backend's collective in the most similar group that was measured, on the same side of the node."""
     assert cluster.measured is not None
 
     def crosses(ranks: int, stride: int) -> bool:
@@ -80,7 +80,7 @@ def _nearest(operation: Operation, cluster: Cluster, ranks: int, stride: int) ->
 
 
 def _derived_s(operation: Operation, size_bytes: float, cluster: Cluster, ranks: int, stride: int) -> float:
-    """Return what the links and rates say."""
+    """Return the seconds by the alpha-beta model."""
     if operation == "publish":
         return size_bytes / cluster.device.memory_bytes_per_s.value
     together = ranks_per_node(cluster, ranks, stride)

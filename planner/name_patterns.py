@@ -1,4 +1,4 @@
-"""Operators and blocks by the names that users know: a module's path, a module around it, or a pattern."""
+"""Matches operators and blocks by name: a module's path, that of a module around it, or a pattern."""
 
 from __future__ import annotations
 
@@ -17,21 +17,17 @@ def around(path: str) -> Iterator[str]:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern such as `h.*.mlp` means a module, by its own path or by that of a module around it.
+    """Whether a pattern such as `h.*.mlp` matches a module, by its own path or by that of a module around it.
 
-    The model itself has the empty path, which `*` means too.
+    The model itself has the empty path, which `*` matches too.
     """
     return any(module == pattern or fnmatchcase(module, pattern) for module in (path, *around(path)))
 
 
 def unknown_name(name: str, known: Iterable[str], what: str) -> OsdpError:
-    """Return the error for a name that is none of those known, with the nearest of them."""
+    """Return the error for an unknown name, with the closest known ones."""
     known = list(known)
     near = get_close_matches(name, known, n=3, cutoff=0.4)
-    examples = ", ".join(near) if near else f"a name such as {known[0]}" if known else "nothing: there is none"
-    return OsdpError(
-        what,
-        got=name,
-        expected=examples,
-        advice="a module's path as in named_modules(), or a pattern such as '*.mlp.*'",
-    )
+    examples = ", ".join(near) if near else f"a name such as {known[0]}" if known else "no name: the model has none"
+    advice = "a module's path as in named_modules(), or a pattern such as '*.mlp.*'"
+    return OsdpError(what, got=name, expected=examples, advice=advice)

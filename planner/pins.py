@@ -1,9 +1,9 @@
-"""Pins: what the user decides of a plan, as `--pin PATTERN=CHOICE` says it.
+"""Pins: choices that the user fixes with `--pin PATTERN=CHOICE` and the search keeps.
 
-A pattern means operators by their path, by a module around them, or by a block; a choice is a strategy
-as plans write it (`shard`, `group_shard:4+offload`, `split(4*shard)`, `owner@1` for rank 1), or `recompute` or
-`keep` for blocks.  `.` means the parameters that the model has itself, outside all of its modules.
-A pin is applied in every plan of the search, or refused here with the reason.
+A pattern matches operators by their own path, by that of a module around them, or by a block; a choice is a strategy
+as plan files write it (`shard`, `group_shard:4+offload`, `split(4*shard)`, `owner@1` for rank 1), or `recompute` or
+`keep` for blocks.  `.` means the parameters that the model owns directly, outside all of its modules.
+A pin holds in every plan of the search, or is rejected here with the reason.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
 RECOMPUTE = {"recompute": True, "keep": False}
-"""Choices of blocks: whether their forward runs again in backward."""
+"""Choices for blocks: whether backward recomputes their activations."""
 ITSELF = "."
-"""Pattern of the model's own parameters, whose operator has no name."""
+"""Pattern of the parameters that the model owns directly; their operator has no name."""
 
 Chosen = TypeVar("Chosen", bool, tuple[Strategy, ...])
 
@@ -34,16 +34,16 @@ class Pin:
     """One pin, as given."""
 
     pattern: str
-    """Operators or blocks."""
+    """Which operators or blocks."""
     choice: str
-    """What they take."""
+    """Their strategy, or whether they are recomputed."""
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.choice}"
 
 
 def parse_pin(text: str) -> Pin:
-    """Return the pin that `PATTERN=CHOICE` means; raises OsdpError."""
+    """Parse `PATTERN=CHOICE`; raises OsdpError."""
     pattern, _, choice = (part.strip() for part in text.rpartition("="))
     if not pattern or not choice:
         raise OsdpError("this is not a pin", got=repr(text), expected="PATTERN=CHOICE, such as 'blocks.*.mlp=shard'")
@@ -51,11 +51,10 @@ def parse_pin(text: str) -> Pin:
 
 
 def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
-    """Return what the pins mean for a model on a cluster.
+    """Return the operators and blocks of a model that the pins fix, and their choices on a cluster.
 
-    Raises OsdpError, with the reason, for a pin that cannot be applied: names that the model does not
-    have, strategies that the cluster does not have, operators that cannot be split, pins that
-    contradict each other.
+    Raises OsdpError for a pin that cannot be applied: unknown names, strategies that do not exist on the cluster,
+    operators that cannot be split, pins that contradict each other.
     """
     strategies: dict[int, tuple[Pin, tuple[Strategy, ...]]] = {}
     recompute: dict[int, tuple[Pin, bool]] = {}
@@ -69,34 +68,32 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
             operator = graph.operators[index]
             _check_split(pin, graph, index, len(slices))
             _decide(strategies, index, pin, slices, " and ".join(operator.modules))
-    return Pins(
-        {index: slices for index, (_, slices) in strategies.items()},
-        {block: again for block, (_, again) in recompute.items()},
-    )
+    taken = {index: slices for index, (_, slices) in strategies.items()}
+    return Pins(taken, {block: again for block, (_, again) in recompute.items()})
 
 
 def on_cluster(pins: Pins, cluster: Cluster) -> Pins:
-    """Return the same pins for another number of ranks; raises OsdpError if strategies do not exist there."""
+    """Return the same pins on another cluster; raises OsdpError if a strategy does not exist there."""
     strategies = {index: parse_choice(format_choice(slices), cluster) for index, slices in pins.strategies.items()}
     return Pins(strategies, pins.recompute)
 
 
 def _decide(decisions: dict[int, tuple[Pin, Chosen]], index: int, pin: Pin, choice: Chosen, names: str) -> None:
-    """Note what a pin decides; raises OsdpError if another has decided otherwise."""
+    """Record a pin's choice; raises OsdpError if another pin has made a different one."""
     before, decided = decisions.setdefault(index, (pin, choice))
     if decided == choice:
         return
     tied = " (one operator, as they share a parameter)" if " and " in names else ""
     raise OsdpError(
-        f"two pins contradict each other about {names}{tied}",
+        f"two pins contradict each other for {names}{tied}",
         got=f"{before} and {pin}",
-        expected="one choice for each operator and each block; no pin goes before another",
-        advice="patterns that do not overlap",
+        expected="one choice for each operator and each block; no pin takes precedence",
+        advice="use patterns that do not overlap",
     )
 
 
 def _operators(pin: Pin, graph: ModelGraph) -> list[int]:
-    """Return the operators that a pin means: those of its blocks, and those that its pattern matches."""
+    """Return the operators that a pin's pattern matches, by themselves or by their block."""
     named = "" if pin.pattern == ITSELF else pin.pattern
     exact = [i for i, operator in enumerate(graph.operators) if named in {operator.name, *operator.modules}]
     if exact:
@@ -119,16 +116,16 @@ def _names(graph: ModelGraph) -> Iterator[str]:
 
 
 def _blocks(pin: Pin, graph: ModelGraph) -> list[int]:
-    """Return the blocks that a pin means."""
+    """Return the blocks that a pin's pattern matches."""
     found = [index for index, block in enumerate(graph.blocks) if matches(block.name, pin.pattern)]
     if not found:
-        what = f"--pin {pin}: the model has no such block, and only blocks are recomputed or kept"
+        what = f"--pin {pin}: the model has no such block, and only blocks can be recomputed or kept"
         raise unknown_name(pin.pattern, (block.name for block in graph.blocks), what)
     return found
 
 
 def _slices(pin: Pin, cluster: Cluster) -> tuple[Strategy, ...]:
-    """Return the strategies that a pin asks for, one for each slice."""
+    """Return the strategies of a pin, one for each slice."""
     try:
         return parse_choice(pin.choice, cluster)
     except OsdpError as error:
@@ -137,15 +134,15 @@ def _slices(pin: Pin, cluster: Cluster) -> tuple[Strategy, ...]:
 
 
 def _check_split(pin: Pin, graph: ModelGraph, index: int, slices: int) -> None:
-    """Raise OsdpError if an operator cannot be split as a pin asks, naming some that can."""
+    """Raise OsdpError, naming an operator that can be split, if this one cannot be split as the pin says."""
     try:
         check_split(graph.operators[index], slices)
     except OsdpError as error:
-        advice = f"a pattern that only means linear layers, such as --pin '{_linear(graph)}={pin.choice}'"
+        advice = f"a pattern that matches linear layers only, such as --pin '{_linear(graph)}={pin.choice}'"
         raise OsdpError(f"--pin {pin}: {error.what}", got=error.got, expected=error.expected, advice=advice) from error
 
 
 def _linear(graph: ModelGraph) -> str:
-    """Return the name of the largest operator that can be split, or what stands for one."""
+    """Return the name of the largest operator that can be split, or a placeholder if there is none."""
     linear = [op for op in graph.operators if op.kind == "Linear" and len(op.modules) == 1]
     return max(linear, key=lambda op: op.numel).name if linear else "NAME"

@@ -1,4 +1,4 @@
-"""The plan: what the planner hands to the runtime, and to the user as a YAML file."""
+"""The plan: the planner's output, for the runtime and, as a YAML file, for the user."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ClusterRef:
     nodes: Count
     gpus_per_node: Count
     ring: tuple[RingRule, ...] = ()
-    """Where reduce-scatters go round a ring of ours, as the cluster says."""
+    """Groups in which reduce-scatter uses OSDP's own ring, as in the cluster file."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user decided, so that another search can be given the same."""
+    """The options that the user set, so that another search can be run with the same."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
@@ -120,21 +120,21 @@ class Plan:
     """Micro-batches per step."""
     predicted: Prediction
     gap: Annotated[float, Ge(0), Lt(1)]
-    """No plan of the searched space has more than samples_per_s / (1 - gap)."""
+    """No plan in the search space exceeds samples_per_s / (1 - gap)."""
     choices: dict[str, str]
     """Strategy of every operator, or of its slices, by its name (`planner.strategies.notation.parse_choice`)."""
     recomputed_blocks: list[str]
     """Names of the blocks whose forward runs again in backward."""
     headroom_bytes: Annotated[int, Ge(0)] = 0
-    """Part of the limit that was to be left free."""
+    """Part of the limit that the search left unused."""
     asked: Asked = field(default_factory=Asked)
-    """What the user decided besides the limit."""
+    """The options that the user set besides the limit."""
     waits: Waits = NO_WAITS
-    """How long ranks wait for the slowest, as priced."""
+    """How long ranks wait for the slowest, as predicted."""
 
     @property
     def usable_bytes(self) -> int:
-        """What the predicted peak was to stay within: the limit without the headroom."""
+        """The limit that the predicted peak stays within: `limit_bytes` less the headroom."""
         return self.limit_bytes - self.headroom_bytes
 
 
@@ -143,9 +143,15 @@ def cluster_fingerprint(cluster: Cluster) -> str:
     figures = asdict(cluster)
     for name in ("host", "ring", "measured"):
         if not figures[name]:
-            del figures[name]  # so that clusters without keep the fingerprint that older plans know
+            del figures[name]  # so that clusters without these keep the fingerprint in older plans
     text = json.dumps(figures, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def cluster_ref(cluster: Cluster) -> ClusterRef:
+    """Return the reference to a cluster that plans for it hold."""
+    ranks = cluster.nodes, cluster.gpus_per_node
+    return ClusterRef(cluster.name, cluster_fingerprint(cluster), *ranks, cluster.ring)
 
 
 def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[Strategy, ...]]:
@@ -157,12 +163,10 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
     foreign = set(plan.choices) - {operator.name for operator in graph.operators}
     unknown = set(plan.recomputed_blocks) - {block.name for block in graph.blocks}
     if missing or foreign or unknown:
-        raise OsdpError(
-            "the plan's operators or blocks are not the model's",
-            got=", ".join([*sorted(foreign), *sorted(unknown)][:5]) or "none that the model lacks",
-            expected=f"also {', '.join(missing[:5])}" if missing else "only what the model has",
-            advice="plan the model again",
-        )
+        got = ", ".join([*sorted(foreign), *sorted(unknown)][:5]) or f"{len(plan.choices)} of the model's operators"
+        expected = f"also {', '.join(missing[:5])}" if missing else "only names of the model"
+        what = "the plan's operators or blocks are not the model's"
+        raise OsdpError(what, got=got, expected=expected, advice="plan the model again")
     choices = [parse_choice(plan.choices[operator.name], cluster) for operator in graph.operators]
     for operator in graph.operators:
         check_scalars(operator)
@@ -170,7 +174,7 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
 
 
 def model_ref(graph: ModelGraph) -> ModelRef:
-    """Return what a plan remembers of a model."""
+    """Return the reference to a model that its plans hold."""
     return ModelRef(graph.name, graph.fingerprint, graph.numel, graph.sequence_length, graph.precision)
 
 
@@ -185,7 +189,7 @@ def check_model(plan: Plan, graph: ModelGraph) -> None:
     """Raise `OsdpError` if the plan was made for another model, or for other costs of it."""
     if plan.model.fingerprint != graph.fingerprint:
         check_parameters(plan, graph)
-        raise _other_model(plan, graph, "; the operators' names agree, sizes do not")
+        raise _other_model(plan, graph, "; operator names match, sizes differ")
 
 
 def _other_model(plan: Plan, graph: ModelGraph, detail: str) -> OsdpError:

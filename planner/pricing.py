@@ -1,10 +1,10 @@
-"""What whole plans cost, as they are run: on the rank that holds most, and by DistributedDataParallel where it can.
+"""Memory and time of whole plans: on the rank that holds most, and under DistributedDataParallel where that can run it.
 
-A plan is priced in the model with all its slices, and so is the same by whatever way it comes: from the search, from a
-file, or from a user who mixed strategies as he liked.  Ranks differ by the units that each of them owns whole.
+A plan is priced in the model with all its operators split as the plan splits them, so the result does not depend on
+where it comes from: the search, a plan file or the user.  Ranks differ by the units that each of them owns whole.
 
-This file stands on `planner.search.search_space`, for whose decisions it gives the price, and the rest of the search
-stands on it: what the search compares are the prices that a plan's file says.
+It uses `planner.search.search_space`, and the rest of the search uses it: the search compares the predictions that
+plan files contain.
 """
 
 from __future__ import annotations
@@ -19,16 +19,7 @@ from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import owners_of, units_of
-from planner.plan import (
-    NOTHING_ASKED,
-    Asked,
-    ClusterRef,
-    Plan,
-    Prediction,
-    cluster_fingerprint,
-    model_ref,
-    read_choices,
-)
+from planner.plan import NOTHING_ASKED, Asked, Plan, Prediction, cluster_ref, model_ref, read_choices
 from planner.search.candidates import StageDecision
 from planner.search.search_space import Space, Spanning
 from planner.strategies.notation import format_choice
@@ -51,10 +42,10 @@ class PricedPlan:
 
     load: Workload
     space: Space
-    """With the operators split that the plan splits."""
+    """With the plan's operators split."""
     spanning: Spanning
     choices: tuple[StageDecision, ...]
-    """One per stage of that space; empty for plans that are not of a menu."""
+    """One per stage of that space; empty for plans that were not built from candidates."""
     options: tuple[StageCandidate, ...]
     """One per stage in execution order, on the rank that holds most."""
 
@@ -64,13 +55,13 @@ class PricedPlan:
         return self.load.samples_per_step / step_time(self.options, self.load).total_s
 
     def as_run(self, limit_bytes: float) -> PricedPlan:
-        """Return it as the runtime runs it within a limit."""
+        """Return the plan as the runtime executes it within a limit: `as_run`."""
         options = as_run(self.options, self.spanning, None, self.space, self.load, limit_bytes)
         return replace(self, options=options)
 
 
 def priced(space: Space, load: Workload, choices: Sequence[StageDecision], spanning: Spanning) -> PricedPlan:
-    """Return a plan of the search as it is priced and written down."""
+    """Return a plan of the search, priced as its plan file will be."""
     counts: dict[int, int] = {}
     for stage, choice in zip(space.model.stages, choices, strict=True):
         if choice.counts:
@@ -152,9 +143,9 @@ def replica(space: Space, load: Workload) -> Replica:
 
 
 def predict(options: Sequence[StageCandidate], space: Space, load: Workload) -> Prediction:
-    """Evaluate a plan, one option per stage, by the pure cost functions: its step takes what the simulator says.
+    """Predict a plan, one option per stage: step time by the simulator, its terms by the closed form.
 
-    The closed form has the terms; exposed communication takes the rounding by which the two differ.
+    Exposed communication absorbs the rounding by which the two differ.
     """
     peak, time, step_time_s = peak_memory(options, load), step_time(options, load), simulated_s(options, load)
     time = replace(time, exposed_communication_s=max(0.0, time.exposed_communication_s + step_time_s - time.total_s))
@@ -182,12 +173,11 @@ def make_plan(
     headroom_bytes: int = 0,
     asked: Asked = NOTHING_ASKED,
 ) -> Plan:
-    """Write a search result down as a plan, priced as it will be run within the limit without the headroom."""
+    """Return a search result as a plan, priced as it will run within the limit less the headroom."""
     graph, cluster = space.graph, load.cluster
     options = as_run(tuple(options), spanning, None, space, load, limit_bytes - headroom_bytes)
-    choices = space.spanning_choices(spanning) | dict(
-        zip(space.model.idle, space.idle_strategies(cluster), strict=True)
-    )
+    idle = zip(space.model.idle, space.idle_strategies(cluster), strict=True)
+    choices = space.spanning_choices(spanning) | dict(idle)
     recomputed = []
     for stage, option in zip(space.model.stages, options, strict=True):
         for operator, strategy in zip(stage.operators, option.strategies, strict=True):
@@ -197,9 +187,7 @@ def make_plan(
     return Plan(
         schema=Plan.SCHEMA,
         model=model_ref(graph),
-        cluster=ClusterRef(
-            cluster.name, cluster_fingerprint(cluster), cluster.nodes, cluster.gpus_per_node, cluster.ring
-        ),
+        cluster=cluster_ref(cluster),
         optimizer=load.optimizer_name,
         limit_bytes=limit_bytes,
         micro_batch=load.micro_batch,
@@ -215,17 +203,17 @@ def make_plan(
 
 
 def _written(choices: Mapping[int, Strategy], space: Space) -> dict[str, str]:
-    """Return the choices of a space's operators under the names of the graph's."""
+    """Return every operator's choice, by its name in the unsplit graph."""
     written, start = {}, 0
-    for index, operator in enumerate(space.graph.operators):
-        stop = start + space.counts.get(index, 1)
-        written[operator.name] = format_choice([choices[piece] for piece in range(start, stop)])
+    for position, operator in enumerate(space.graph.operators):
+        stop = start + space.counts.get(position, 1)
+        written[operator.name] = format_choice([choices[index] for index in range(start, stop)])
         start = stop
     return written
 
 
 def space_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Space:
-    """Return the space that a plan is evaluated in: the model with the operators split that it splits.
+    """Return the space in which a plan is evaluated: the model with the plan's operators split.
 
     Raises `OsdpError` as `read_choices` does, and for operators that cannot be split.
     """
@@ -245,11 +233,11 @@ class Decisions:
     """One for each operator that is never called."""
 
     def fullest(self, space: Space, load: Workload) -> tuple[int, Options]:
-        """Return the rank that holds most, and what they cost on it in units, one option per stage."""
+        """Return the rank that holds most and the options on it, one per stage, run as FSDP2 units."""
         return fullest(space, load, self.choices, self.spanning, self.idle)
 
     def options(self, space: Space, load: Workload, limit_bytes: float) -> Options:
-        """Return what they cost as they are run within a limit, one option per stage."""
+        """Return the options as the runtime executes them within a limit, one per stage."""
         return as_run(self.fullest(space, load)[1], self.spanning, self.idle, space, load, limit_bytes)
 
 
@@ -262,12 +250,8 @@ def decisions_of(plan: Plan, space: Space, cluster: Cluster) -> Decisions:
     counts = {index: len(found) for index, found in enumerate(slices) if len(found) > 1}
     if counts != space.counts:
         names = (space.graph.operators[index].name for index in sorted(counts.keys() | space.counts.keys()))
-        raise OsdpError(
-            "the plan splits other operators than this space does",
-            got=", ".join(names),
-            expected="a space that was made for the plan",
-            advice="planner.pricing.space_of",
-        )
+        what, advice = "the plan splits other operators than this space", "planner.pricing.space_of"
+        raise OsdpError(what, got=", ".join(names), expected="a space made for the plan", advice=advice)
     strategies = [strategy for found in slices for strategy in found]
     choices = tuple(
         StageDecision(tuple(strategies[o] for o in stage.operators), stage.name in plan.recomputed_blocks)
@@ -281,7 +265,7 @@ def decisions_of(plan: Plan, space: Space, cluster: Cluster) -> Decisions:
 def runs_by_ddp(plan: Plan, graph: ModelGraph, cluster: Cluster) -> bool:
     """Return whether DistributedDataParallel runs a plan: it can, and the plan fits so on the cluster.
 
-    It is found out from the plan's choices, not from its prediction.  Raises `OsdpError` as `decisions_of` does.
+    This is derived from the plan's choices, not from its stored prediction.  Raises `OsdpError` as `decisions_of` does.
     """
     slices = read_choices(plan, graph, cluster)
     taken = [strategy for found in slices for strategy in found]

@@ -1,4 +1,4 @@
-"""What is asked of the search: a model, a cluster, a limit, and what the user has decided already."""
+"""The input of the search: a model, a cluster, a memory limit, and the choices that the user fixed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
 EVERY_SIZE_TO = 16
-"""Micro-batches up to here are all tried; beyond, steps of about an eighth (throughput is flat)."""
+"""All micro-batches up to here are tried; beyond, they grow by about an eighth (throughput is flat)."""
 MAX_MICRO_BATCH = 4096
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction done."""
+"""Called with a description of the current work and the fraction done."""
 
 
 @dataclass(frozen=True)
 class Pins:
-    """What the user decided: the search leaves it so."""
+    """Choices that the user fixed; the search keeps them."""
 
     strategies: Mapping[int, tuple[Strategy, ...]] = field(default_factory=dict)
     """Strategies of the slices of operators, one for an operator that stays whole, by its index in the graph."""
@@ -34,7 +34,7 @@ NO_PINS = Pins()
 
 @dataclass(frozen=True)
 class Task:
-    """What the user asked for."""
+    """One search problem."""
 
     graph: ModelGraph
     cluster: Cluster
@@ -46,9 +46,9 @@ class Task:
     micro_batch: int | None = None
     """Fixed micro-batch per rank; None: searched."""
     pins: Pins = NO_PINS
-    """What the search leaves as the user decided."""
+    """Choices that the user fixed."""
     imbalance: Imbalance = BALANCED
-    """How unlike micro-batches are."""
+    """How much the compute time of micro-batches varies."""
 
     def waits(self, micro_batch: int, accumulation: int) -> Waits:
         """Return how long ranks wait for the slowest at one point of the sweep."""
@@ -56,7 +56,7 @@ class Task:
 
 
 def micro_batches(task: Task) -> list[tuple[int, int]]:
-    """Return the (micro-batch, accumulation) pairs of the sweep, by growing micro-batch.
+    """Return the (micro-batch, accumulation) pairs of the sweep, in ascending order.
 
     Raises `OsdpError` if the global batch cannot be split as asked.
     """

@@ -1,4 +1,4 @@
-"""Bytes, as people write and read them.
+"""Parses and formats amounts of memory.
 
 `8GB` means 8 GiB = 8192 MiB: GPU vendors print powers of two and call them GB.
 """
@@ -13,7 +13,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 ALLOCATION_BYTES = 512
-"""The CUDA caching allocator hands out multiples of this (`kMinBlockSize` in c10/core/AllocatorConfig.h)."""
+"""The CUDA caching allocator allocates multiples of this (`kMinBlockSize` in c10/core/AllocatorConfig.h)."""
 
 _UNITS = {"M": MIB, "MB": MIB, "MIB": MIB, "G": GIB, "GB": GIB, "GIB": GIB, "T": TIB, "TB": TIB, "TIB": TIB}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)")
@@ -44,17 +44,17 @@ def parse_bytes(text: str | int) -> int:
 
 
 def allocated_bytes(size_bytes: int) -> int:
-    """Return what the CUDA caching allocator hands out for a request of `size_bytes`."""
+    """Return the bytes that the CUDA caching allocator allocates for a request of `size_bytes`."""
     return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
 def whole_mib(amount_bytes: float) -> int:
-    """Return bytes, rounded up to whole MiB: what `--mem` can say."""
+    """Return bytes, rounded up to whole MiB, the resolution of `--mem`."""
     return -(-round(amount_bytes) // MIB) * MIB
 
 
 def format_bytes(amount_bytes: float) -> str:
-    """Return `amount_bytes` as `7.87 GiB` or `512.0 MiB`; the change is at 1 GiB."""
+    """Return `amount_bytes` as `7.87 GiB` or `512.0 MiB`; GiB from 1 GiB on."""
     if round(abs(amount_bytes) / MIB, 1) >= 1024:
         return f"{amount_bytes / GIB:.2f} GiB"
     return f"{amount_bytes / MIB:.1f} MiB"

@@ -1,4 +1,4 @@
-"""The one error that a user of OSDP is meant to read, and words that several of them use."""
+"""The error class whose messages are for users, and helpers for messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def first_line(error: BaseException) -> str:
 
 
 class OsdpError(ValueError):
-    """Bad input, told in four parts: what, what we got, what we expected, what to try.
+    """Bad input, in four parts: what is wrong, what was given, what was expected, what to try.
 
     The command line prints it without a traceback and exits with status 2.
     """

@@ -1,4 +1,4 @@
-"""What the profiler knows of a model: operators, their calls in execution order, blocks.
+"""The traced model: operators, their calls in execution order, blocks.
 
     nn.Module --trace--> ModelGraph --planner--> Plan
 
@@ -71,7 +71,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one direction of a call makes the device do."""
+    """The device work of one direction of a call."""
 
     matmul_flops: Affine
     """Floating-point operations of matrix products, convolutions and attention."""
@@ -132,11 +132,11 @@ class Call:
     """Of a slice, the call that it is a part of, with its key (`profiler.cluster.measurements.call_key`)."""
 
     def forward_peak(self, micro_batch: int) -> float:
-        """Return the bytes of `forward_peak_bytes`, closer: the higher of two lines."""
+        """Return the peak of the forward as the higher of two lines, tighter than `forward_peak_bytes`."""
         return max(self.module_forward_peak_bytes(micro_batch), self.tail_forward_peak_bytes(micro_batch))
 
     def backward_peak(self, micro_batch: int) -> float:
-        """Return the bytes of `backward_peak_bytes`, closer: the higher of two lines."""
+        """Return the peak of the backward as the higher of two lines, tighter than `backward_peak_bytes`."""
         return max(self.module_backward_peak_bytes(micro_batch), self.tail_backward_peak_bytes(micro_batch))
 
 
@@ -155,7 +155,7 @@ class Block:
     input_bytes: Affine
     """Bytes of the tensors passed in: recomputation keeps them."""
     block_class: int
-    """Blocks with equal numbers here are alike: same structure, same costs."""
+    """Blocks with equal numbers have the same structure and costs."""
     kept_below_bytes: Affine = Affine()
     """Of the input, what earlier calls keep for backward, whether their own blocks are recomputed or not."""
     saved_first_bytes: Affine = Affine()
@@ -185,7 +185,7 @@ class ModelGraph:
     fingerprint: str
     """Hash of the structure (names, shapes, kinds, costs): tells whether a plan is for this model."""
     notes: tuple[str, ...] = ()
-    """What the tracer assumed or could not see, for the user to read."""
+    """What the tracer assumed or could not trace, for the user."""
 
     @property
     def numel(self) -> int:

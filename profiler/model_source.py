@@ -1,4 +1,4 @@
-"""What the tracer needs to know of a model: how to build it and how to feed it."""
+"""The input of the tracer: how to build a model, and example inputs for it."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ class ModelSource:
     sequence_length: int
     """Tokens per sample in those inputs (1 where the model has no sequence)."""
     notes: tuple[str, ...] = ()
-    """What was assumed while loading it, for the user to read."""
+    """What was assumed when it was loaded, for the user."""

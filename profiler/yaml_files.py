@@ -1,11 +1,11 @@
-"""YAML files that people write and we read: strict YAML in, frozen dataclasses out, and back.
+"""Reads YAML files into frozen dataclasses, strictly, and writes them.
 
 Every fault is an OsdpError that names the file, the line and the field.  Types are checked without coercion (text is
-never taken for a number), unknown keys are refused, and `schema` tells versions apart.  Writing is atomic: a reader
-sees the old file or the new one, never half of one.
+never converted to a number), unknown keys are rejected, and `schema` holds the version.  Writing is atomic: a reader
+sees the old file or the new one, never a part of one.
 
 `parse` reads libyaml's events instead of using its loader, so that nothing is constructed but dict, list, str, int,
-float, bool and None, and so that the line of every value is known.  Refused: anchors and aliases (they allow
+float, bool and None, and so that the line of every value is known.  Rejected: anchors and aliases (they allow
 exponential documents), tags, duplicate keys, several documents, numbers that are not finite, and nesting deeper
 than 64.  Scalars follow YAML 1.2: `1e9` is a number; `yes`, `12:30` and dates are text.  Keys are text.
 """
@@ -66,7 +66,7 @@ _LONGEST_INTEGER = 20  # characters of -2^63; Python refuses to convert very lon
 
 
 class StrictYamlError(Exception):
-    """A document that is refused: where (1-based) and why."""
+    """A document that is rejected: where (1-based) and why."""
 
     def __init__(self, problem: str, line: int, column: int = 0) -> None:
         super().__init__(problem)
@@ -77,7 +77,7 @@ class StrictYamlError(Exception):
 
 @dataclass
 class Document:
-    """What a text says, and where it says it."""
+    """A parsed document, with the line of every value."""
 
     value: Value
     """The top-level value."""
@@ -98,7 +98,7 @@ class Problem:
     location: Location
     """Where it is."""
     complaint: str
-    """What is wrong, to follow the name of the field: `is missing`."""
+    """What is wrong, as it follows the field's name in the message: `is missing`."""
     got: str = ""
     expected: str = ""
     advice: str = ""
@@ -107,7 +107,7 @@ class Problem:
 def read_yaml(path: Path, type_: type[T], *, schema: str, check: Callable[[T], Iterable[Problem]] | None = None) -> T:
     """Read the YAML file at `path` into the dataclass `type_`.
 
-    `schema` is what its `schema` key must say.  `check` may find faults that types do not show.
+    `schema` is the expected value of its `schema` key.  `check` finds faults that types do not express.
     Raises OsdpError.
     """
     text = read_text(path)
@@ -129,7 +129,7 @@ def read_yaml(path: Path, type_: type[T], *, schema: str, check: Callable[[T], I
 
 
 def validate(data: object, type_: type[T], at: Location = ()) -> tuple[T | None, list[Problem]]:
-    """Return `data` as `type_`, or None and what is wrong with it; `at` is where `data` stands."""
+    """Return `data` as `type_`, or None and its problems; `at` is the location of `data`."""
     from pydantic import TypeAdapter, ValidationError  # here, because it costs 0.15 s
 
     try:
@@ -163,7 +163,7 @@ def read_text(path: Path) -> str:
 
 
 def write_yaml(path: Path, value: Any, header_comment: str = "") -> None:
-    """Write the dataclass instance `value` to `path`, so that `read_yaml` gives an equal one."""
+    """Write the dataclass instance `value` to `path`; `read_yaml` returns an equal one."""
     write_text_atomic(path, to_yaml(value, header_comment))
 
 
@@ -182,8 +182,8 @@ def to_yaml(value: Any, header_comment: str = "") -> str:
 def write_text_atomic(path: Path, text: str) -> None:
     """Write `text` to `path` through a temporary file beside it; raises OsdpError.
 
-    Keeps the mode of a file that is there, and writes through symbolic links.  Something that is
-    not a regular file (a pipe, /dev/null) is written in place.
+    Keeps the mode of an existing file and follows symbolic links.  What is not a regular file (a pipe, /dev/null)
+    is written in place.
     """
     try:
         data = text.encode()
@@ -203,7 +203,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    """Put `data` in the place of `target` in one step."""
+    """Replace the content of `target` by `data` atomically."""
     temporary = target.parent / f".osdp-{secrets.token_hex(8)}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -220,11 +220,11 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 def _mapping_of_schema(path: Path, document: Document, schema: str) -> dict[str, Any]:
-    """Return the document's mapping after checking what its `schema` says."""
+    """Return the document's mapping after checking its `schema`."""
     value = document.value
     if not isinstance(value, dict):
-        kind = {list: "a list", type(None): "nothing"}.get(type(value), repr(value)[:60])
-        raise OsdpError(f"{path} must hold a mapping", got=kind, expected=f"`schema: {schema}` and more keys")
+        found = {list: "a list", type(None): "nothing"}.get(type(value), repr(value)[:60])
+        raise OsdpError(f"{path} must hold a mapping", got=found, expected=f"`schema: {schema}` and more keys")
     if "schema" not in value:
         raise OsdpError(f"{path} is not an OSDP file", got="no `schema`", expected=f"schema: {schema}")
     got = value["schema"]
@@ -239,7 +239,7 @@ def _mapping_of_schema(path: Path, document: Document, schema: str) -> dict[str,
 
 
 def _problem(detail: Any, type_: type[Any], at: Location) -> Problem:
-    """Turn one of pydantic's errors into ours."""
+    """Convert one of pydantic's errors."""
     inner = tuple(str(part) for part in detail["loc"])
     location = (*at, *inner)
     if detail["type"] == "missing":
@@ -256,13 +256,13 @@ def _problem(detail: Any, type_: type[Any], at: Location) -> Problem:
 
 
 def _refusal(path: Path, document: Document, problems: list[Problem]) -> OsdpError:
-    """Return the error for a document with `problems`: the first in full, the next few by name."""
+    """Return the error for a document with `problems`: the first in full, a few more by name."""
 
     def describe(problem: Problem) -> str:
         field = ".".join(problem.location) or "the document"
         return f"line {document.line(problem.location)}: `{field}` {problem.complaint}"
 
-    # A key that is missing comes last: a wrong name beside it explains it.
+    # Missing keys come last: often a misspelt key explains them.
     problems = sorted(problems, key=lambda p: (p.complaint == "is missing", document.line(p.location)))
     first, *others = problems
     what = f"{path}, {describe(first)}"
@@ -273,7 +273,7 @@ def _refusal(path: Path, document: Document, problems: list[Problem]) -> OsdpErr
 
 
 def _names_at(type_: Any, location: Location) -> list[str]:
-    """Return the fields of the dataclass that stands at `location` inside `type_`."""
+    """Return the fields of the dataclass at `location` inside `type_`."""
     for key in location:
         if dataclasses.is_dataclass(type_):
             type_ = typing.get_type_hints(type_).get(key)
@@ -290,7 +290,7 @@ def _field_names(type_: Any) -> list[str]:
 
 
 def _neighbour(path: Path) -> str:
-    """Return a hint at a file beside `path` with nearly its name, or an empty text."""
+    """Return a hint at a file in the same directory with a similar name, or an empty text."""
     try:
         near = get_close_matches(path.name, os.listdir(path.parent), n=1)
     except OSError:
@@ -299,7 +299,7 @@ def _neighbour(path: Path) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as what YAML can hold; raises for what would not come back equal."""
+    """Return `value` as plain YAML values; raises for values that would not be read back equal."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -314,7 +314,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes what our reader would take for a number, and writes equal objects twice."""
+    """Quotes text that `parse` would read as a number, and writes no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -349,7 +349,7 @@ def parse(text: str) -> Document:
 
 
 def _value(event: yaml.Event, events: Iterator[yaml.Event], at: Location, lines: dict[Location, int]) -> Value:
-    """Build the value that starts with `event`, taking what belongs to it from `events`."""
+    """Build the value that starts with `event`, consuming its further events."""
     _refuse(event, at)
     lines.setdefault(at, _line(event))
     if isinstance(event, yaml.MappingStartEvent):
@@ -369,7 +369,7 @@ def _value(event: yaml.Event, events: Iterator[yaml.Event], at: Location, lines:
 
 
 def _refuse(event: yaml.Event, at: Location) -> None:
-    """Raise for an event that plain data does not need."""
+    """Raise for aliases, anchors, tags and too deep nesting."""
     if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
         raise StrictYamlError("anchors (&) and aliases (*) are not allowed", _line(event))
     if tag := getattr(event, "tag", None):
@@ -379,7 +379,7 @@ def _refuse(event: yaml.Event, at: Location) -> None:
 
 
 def _key(event: yaml.Event, mapping: dict[str, Value], at: Location) -> str:
-    """Return the text of a key; raises for one that is no text or was given before."""
+    """Return the text of a key; raises if it is not text or a duplicate."""
     _refuse(event, at)
     if not isinstance(event, yaml.ScalarEvent):
         raise StrictYamlError("a key must be text", _line(event))
@@ -390,7 +390,7 @@ def _key(event: yaml.Event, mapping: dict[str, Value], at: Location) -> str:
 
 
 def _scalar(event: yaml.ScalarEvent) -> Value:
-    """Return what a scalar means; quoted and block scalars are text."""
+    """Return the value of a scalar; quoted and block scalars are text."""
     text = str(event.value)
     if not event.implicit[0]:
         return text

@@ -1,17 +1,17 @@
-"""Why a plan is as it is: what the step would cost if a part of it were decided otherwise.
+"""Explains a plan: the memory and step time of the alternatives to each of its choices.
 
 For a set of stages T and another choice c, with everything else kept,
 
     delta(T, c) = prediction(plan with T -> c) - prediction(plan)        `alternatives`
 
-term by term in time, and in peak memory.  A part of the plan is held down
+term by term in time, and in peak memory.  A part of the plan is bound
 
     by memory       if some c is faster and none of the faster ones fits the limit
     by time         if no c is faster
-    by a pin        if a faster c fits and the user decided otherwise
+    by a pin        if a faster c fits but the user fixed another
     by nothing      if a faster c fits: the plan can be improved there          `Part.binds`
 
-All figures come from the same cost functions as the search's; nothing is solved again.
+All figures come from the cost functions of the search; nothing is searched again.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from profiler.cluster.cluster import Cluster
 from profiler.model_graph import ModelGraph
 
 NO_CHANGE = 1e-9
-"""Relative change of the step time below which it counts as none (rounding of sums)."""
+"""Relative changes of the step time below this are rounding of sums."""
 TIED = "tied"
-"""Label of the part that holds the operators which run in several stages."""
+"""Label of the part with the operators that run in several stages."""
 
 
 @dataclass(frozen=True)
 class OpenPlan:
-    """A plan with everything that its prediction is made of."""
+    """A plan with the model, workload and decisions from which its prediction is computed."""
 
     plan: Plan
     space: Space
     load: Workload
     decided: Decisions
     prediction: Prediction
-    """Of the choices, made anew: not what the plan's file says."""
+    """Recomputed from the choices, not read from the plan file."""
 
     @property
     def spanning(self) -> str:
@@ -64,17 +64,17 @@ class OpenPlan:
 
 @dataclass(frozen=True)
 class Target:
-    """What an explanation is about."""
+    """The stages whose choice is varied."""
 
     stages: frozenset[int]
-    """Indices of stages, all to be changed together."""
+    """Indices of stages, changed together."""
     spanning: bool = False
     """Whether the operators that run in several stages change too."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """What the plan would be if a target were decided otherwise."""
+    """The plan with another choice for a target."""
 
     strategy: str
     """Of every operator of the target."""
@@ -89,7 +89,7 @@ class Alternative:
     delta_bytes: int
     """Change of the peak."""
     excess_bytes: int
-    """Peak less the limit, headroom left free; positive if it does not fit."""
+    """Peak less the limit without the headroom; positive if it does not fit."""
     phase: str
     """Where the new peak is."""
 
@@ -105,13 +105,13 @@ class Alternative:
 
     @property
     def as_fast(self) -> bool:
-        """Whether the step takes as long, but for rounding."""
+        """Whether the step takes equally long, up to rounding."""
         return abs(self.delta_s) <= NO_CHANGE * self.step_time_s
 
 
 @dataclass(frozen=True)
 class Part:
-    """Stages of one name that took the same choice, and the best that one of them could change."""
+    """Stages with the same label and choice, and the best alternatives for one of them."""
 
     label: str
     """Class of the blocks, names of the operators, or `TIED`."""
@@ -127,18 +127,18 @@ class Part:
     cheapest: Alternative | None
     """Of those that are not faster and fit, the one that costs least time."""
     pinned: bool = False
-    """Whether the user decided some of it."""
+    """Whether the user fixed some of its choices."""
 
     @property
     def binds(self) -> str:
-        """What keeps it from being faster: `memory`, `time`, `pin` or `nothing`."""
+        """What prevents a faster choice: `memory`, `time`, `pin` or `nothing`."""
         if self.better:
             return "pin" if self.pinned else "nothing"
         return "memory" if self.tempting else "time"
 
 
 def open_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> OpenPlan:
-    """Return a plan with its figures made anew from the model and the cluster.
+    """Return a plan with its prediction recomputed from the model and the cluster.
 
     Raises OsdpError if the plan is not for this model, or its strategies not for this cluster.
     """
@@ -151,9 +151,9 @@ def open_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> OpenPlan:
 
 
 def find_target(view: OpenPlan, name: str) -> Target:
-    """Return what `name` means: an operator, a block, a module around them, or a pattern such as `h.*`.
+    """Return the stages that `name` matches: an operator, a block, a module around them, or a pattern such as `h.*`.
 
-    Raises OsdpError with the nearest names.
+    Raises OsdpError with the closest names.
     """
     names = _places(view)
     if name in names:
@@ -165,7 +165,7 @@ def find_target(view: OpenPlan, name: str) -> Target:
 
 
 def _places(view: OpenPlan) -> dict[str, Target]:
-    """Return what every operator's and block's name stands for."""
+    """Return the target of every operator's and block's name."""
     model = view.space.model
     operators = model.graph.operators
     names: dict[str, Target] = {}
@@ -184,7 +184,7 @@ def _places(view: OpenPlan) -> dict[str, Target]:
 
 
 def alternatives(view: OpenPlan, target: Target) -> list[Alternative]:
-    """Return what else all of the target could take, the fastest first."""
+    """Return the alternatives for a target, the fastest first."""
     stages = [view.space.model.stages[index] for index in target.stages]
     strategies = strategies_on(view.load.cluster, view.load.waits.are_uneven)
     if not target.spanning and not any(stage.operators for stage in stages):
@@ -241,11 +241,11 @@ def parts(view: OpenPlan) -> list[Part]:
 
 
 def _pinned(view: OpenPlan) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the operators of the space and the blocks that the user decided about."""
+    """Return the operators of the space and the blocks that the user pinned."""
     graph = view.space.graph
     pins = resolve([parse_pin(pin) for pin in view.plan.asked.pins], graph, view.load.cluster)
     starts = [0, *accumulate(view.space.counts.get(index, 1) for index in range(len(graph.operators)))]
-    operators = {piece for index in pins.strategies for piece in range(starts[index], starts[index + 1])}
+    operators = {part for index in pins.strategies for part in range(starts[index], starts[index + 1])}
     return frozenset(operators), frozenset(pins.recompute)
 
 

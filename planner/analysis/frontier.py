@@ -21,22 +21,22 @@ from planner.search.search_space import Space
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """What one limit allows."""
+    """The result for one limit."""
 
     limit_bytes: int
     """The limit that was searched under."""
     found: Found | None
     """The best plan; None if none fits."""
     refusal: NothingFits | None = None
-    """Why none fits, where none does."""
+    """Why no plan fits; None if one does."""
     taken_from_bytes: int | None = None
-    """The smaller limit whose plan was faster than what the search found here, if one was."""
+    """The smaller limit whose plan is faster than the plan found under this one, if there is one."""
 
 
 def frontier(
     task: Task, limits_bytes: Iterable[int], progress: Progress = lambda what, fraction: None
 ) -> tuple[FrontierPoint, ...]:
-    """Return what each limit allows, by growing limit; `task` says all but the limit."""
+    """Return the best plan under each limit, in ascending order; the limit of `task` is ignored."""
     space = Space(task.graph, pins=task.pins)
     limits = sorted(set(limits_bytes))
     points: list[FrontierPoint] = []
@@ -59,7 +59,7 @@ def _taken_over(point: FrontierPoint, before: FrontierPoint) -> FrontierPoint:
     own, other = point.found, before.found
     if own is None or other is None or other.samples_per_s <= own.samples_per_s:
         return point
-    # Under a larger limit DistributedDataParallel may run what units ran.
+    # Under a larger limit DistributedDataParallel may run a plan that FSDP2 units ran.
     plan = make_plan(other.options, other.spanning, other.space, other.load, limit_bytes=point.limit_bytes, gap=0.0)
     speed = plan.predicted.samples_per_s
     if speed <= own.samples_per_s or plan.predicted.peak_memory_bytes > point.limit_bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from planner.plan import Plan
 
 HIDDEN = "hidden_communication_s"
-"""Runs under computation: a term that is no part of the step time."""
+"""Overlapped with computation, so not a term of the step time."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Delta:
 
     @property
     def change(self) -> float:
-        """What the second plan has more."""
+        """By how much the second plan has more."""
         return self.after - self.before
 
 
@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing that a plan decides differs, nor what it was made for."""
+        """Whether the plans have equal choices and were made for the same task."""
         return self.same_operators and not self.settings and not self.choices
 
 
@@ -97,7 +97,7 @@ def compare(before: Plan, after: Plan) -> Comparison:
 
 
 def _settings(before: Plan, after: Plan) -> Iterator[SettingChange]:
-    """Yield what differs besides choices and predictions."""
+    """Yield the differences besides choices and predictions."""
     for name, old in _made_for(before).items():
         new = _made_for(after)[name]
         if old != new:
@@ -105,7 +105,7 @@ def _settings(before: Plan, after: Plan) -> Iterator[SettingChange]:
 
 
 def _made_for(plan: Plan) -> dict[str, str | int]:
-    """Return what a plan was made for, and its batch."""
+    """Return the settings that a plan was made for, and its batch size."""
     model, cluster = plan.model, plan.cluster
     return {
         "model": model.name,
@@ -163,6 +163,6 @@ def _recomputation(before: Plan, after: Plan) -> Iterator[ChoiceChange]:
 
 
 def _deltas(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Delta, ...]:
-    """Return the figures of both; what one does not name is 0."""
+    """Return the figures of both; 0 where one has none."""
     names = [name for name in dict.fromkeys((*before, *after)) if name != HIDDEN]
     return tuple(Delta(name, before.get(name, 0), after.get(name, 0)) for name in names)

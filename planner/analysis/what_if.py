@@ -1,12 +1,12 @@
-"""What binds a plan, and what more would buy: the search repeated on a larger machine.
+"""The bottlenecks of a plan, and the speed-up of more of each resource: the search repeated on a larger machine.
 
-For each change of limit or cluster the search runs again.  With s and u the samples per second of
-the plan and the bound on every plan as things are, and s' what is found after a change,
+For each change of limit or cluster the search runs again.  With s the samples per second of the plan, u the bound on
+every plan of the unchanged task, and s' the samples per second after a change,
 
-    ratio      s' / s                                                    `Answer.ratio`
-    it binds   s' > u and s' > (1 + MATERIAL) s                          `WhatIf.binds`
+    speed-up        s' / s                                               `Answer.ratio`
+    a bottleneck    s' > u and s' > (1 + MATERIAL) s                     `WhatIf.binds`
 
-s' > u proves that no plan is so fast without the change, within this cost model; a smaller gain may come
+s' > u proves that no plan is as fast without the change, within this cost model; a smaller gain may come
 from the search, which is not exhaustive.
 """
 
@@ -27,42 +27,42 @@ from profiler.cluster.measurements import CollectiveTimes
 from profiler.errors import OsdpError
 
 NODES = "nodes"
-"""The resource that is no constraint of a plan: more ranks are always more samples per second."""
+"""The resource that is never called a bottleneck: more ranks always give more samples per second."""
 MATERIAL = 0.005
-"""A gain of less than this share is none worth naming."""
+"""Smaller relative gains are not called a bottleneck."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one change would buy."""
+    """The effect of one change."""
 
     resource: str
     """`memory`, `link in a node`, `link between nodes`, `nodes` or `compute`."""
     change: str
-    """What there would be more of."""
+    """The change, in words."""
     samples_per_s: float | None
-    """Of the plan found then; None if it is unknown."""
+    """Of the plan found after the change; None if there is none."""
     ratio: float | None
-    """How many times as fast as now."""
+    """Speed-up over the unchanged task."""
     gap: float | None
-    """Certified gap of the plan found then."""
+    """Certified gap of the plan found after the change."""
     why_not: str = ""
-    """Why it is unknown."""
+    """Why there is no plan after the change."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What binds a plan and what more of each resource would buy."""
+    """The effect of more of each resource on a plan."""
 
     samples_per_s: float
-    """As things are."""
+    """Of the unchanged task."""
     bound_samples_per_s: float
-    """No plan is faster as things are."""
+    """No plan of the unchanged task is faster."""
     answers: tuple[Answer, ...]
 
     @property
     def binds(self) -> tuple[str, ...]:
-        """Constraints of which relaxing one certainly helps, the most helpful first; nodes are none."""
+        """Resources of which more provably helps, the most helpful first; nodes are left out."""
         floor = max(self.bound_samples_per_s, self.samples_per_s * (1 + MATERIAL))
         found = {answer.resource: answer.samples_per_s or 0.0 for answer in self.answers if answer.resource != NODES}
         return tuple(name for name in sorted(found, key=lambda name: -found[name]) if found[name] > floor)
@@ -70,7 +70,7 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class _Change:
-    """A change and the task after it, or why it cannot be."""
+    """A change and the task after it, or why there is none."""
 
     resource: str
     change: str
@@ -79,7 +79,7 @@ class _Change:
 
 
 def what_if(task: Task, found: Found, progress: Progress = lambda what, fraction: None) -> WhatIf:
-    """Return what binds the plan that was found for a task, and what more would buy."""
+    """Return the bottlenecks of the plan found for a task, and the effect of more of each resource."""
     changes = list(_changes(task))
     answers = []
     for index, change in enumerate(changes):
@@ -96,15 +96,15 @@ def _answer(change: _Change, task: Task, now: Found) -> Answer:
     try:
         then = search(change.task)
     except NothingFits:
-        return Answer(change.resource, change.change, None, None, None, "no plan fits then")
-    # A plan is never slower for more of the same, so neither is the best.
+        return Answer(change.resource, change.change, None, None, None, "no plan fits after this change")
+    # More of a resource never makes a plan slower, so neither the best plan.
     speed = max(then.samples_per_s, now.samples_per_s) if alike else then.samples_per_s
     gap = 1.0 - speed / max(then.bound_samples_per_s, speed)
     return Answer(change.resource, change.change, speed, speed / now.samples_per_s, gap)
 
 
 def _changes(task: Task) -> Iterator[_Change]:
-    """Yield the changes that are asked about."""
+    """Yield the changes to evaluate."""
     cluster, device = task.cluster, task.cluster.device
     more_bytes = task.limit_bytes + GIB
     beyond = " (more than the device has)" if more_bytes > device.memory_bytes.value else ""
@@ -118,12 +118,12 @@ def _changes(task: Task) -> Iterator[_Change]:
     yield _one_more_node(task)
     rates = {precision: _doubled(figure) for precision, figure in device.matmul_flops_per_s.items()}
     faster = _calls_faster(replace(cluster, device=replace(device, matmul_flops_per_s=rates)))
-    what = "operators that were measured twice as fast" if faster.measured and faster.measured.calls else ""
+    what = "measured operators twice as fast" if faster.measured and faster.measured.calls else ""
     yield _Change("compute", what or "twice the rate of matrix products", replace(task, cluster=faster))
 
 
 def _collectives_faster(cluster: Cluster, across_nodes: bool) -> Cluster:
-    """Return it with measured collectives inside nodes, or across them, that take half as long beyond the latency."""
+    """Return the cluster with measured collectives inside or across nodes at half their time beyond the latency."""
     if cluster.measured is None:
         return cluster
 
@@ -131,26 +131,22 @@ def _collectives_faster(cluster: Cluster, across_nodes: bool) -> Cluster:
         if (ranks_per_node(cluster, one.ranks, one.stride) < one.ranks) != across_nodes:
             return one
         first_s = one.pieces[0].latency_s
-        pieces = (
-            replace(piece, latency_s=(piece.latency_s + first_s) / 2, s_per_byte=piece.s_per_byte / 2)
-            for piece in one.pieces
+        lines = (
+            replace(fit, latency_s=(fit.latency_s + first_s) / 2, s_per_byte=fit.s_per_byte / 2) for fit in one.pieces
         )
-        return replace(one, pieces=tuple(pieces))
+        return replace(one, pieces=tuple(lines))
 
     collectives = tuple(faster(one) for one in cluster.measured.collectives)
     return replace(cluster, measured=replace(cluster.measured, collectives=collectives))
 
 
 def _calls_faster(cluster: Cluster) -> Cluster:
-    """Return it with measured calls that take half as long."""
+    """Return the cluster with measured calls at half their time."""
     if cluster.measured is None:
         return cluster
 
-    def halved(seconds: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(value / 2 for value in seconds)
-
     calls = tuple(
-        replace(one, forward_s=halved(one.forward_s), backward_s=halved(one.backward_s))
+        replace(one, forward_s=tuple(s / 2 for s in one.forward_s), backward_s=tuple(s / 2 for s in one.backward_s))
         for one in cluster.measured.calls
     )
     return replace(cluster, measured=replace(cluster.measured, calls=calls))
@@ -159,7 +155,7 @@ def _calls_faster(cluster: Cluster) -> Cluster:
 def _one_more_node(task: Task) -> _Change:
     cluster, change = task.cluster, (NODES, "one more node")
     if cluster.inter is None:
-        return _Change(*change, None, f"{cluster.name} says nothing of a link between nodes")
+        return _Change(*change, None, f"{cluster.name} has no inter-node link")
     larger = cluster.with_ranks(cluster.nodes + 1, cluster.gpus_per_node)
     if task.global_batch is not None and task.global_batch % larger.world_size:
         why_not = f"a global batch of {task.global_batch} cannot be split over {larger.world_size} ranks"
@@ -167,7 +163,7 @@ def _one_more_node(task: Task) -> _Change:
     try:
         pins = on_cluster(task.pins, larger)
     except OsdpError as error:
-        return _Change(*change, None, f"what is pinned does not exist there: {error.what}, {error.got}")
+        return _Change(*change, None, f"a pinned strategy does not exist there: {error.what}, {error.got}")
     return _Change(*change, replace(task, cluster=larger, pins=pins))
 
 
@@ -176,4 +172,4 @@ def _twice(link: Link) -> Link:
 
 
 def _doubled(figure: Figure) -> Figure:
-    return Figure(2 * figure.value, "assumed: twice what there is, to see what it would buy")
+    return Figure(2 * figure.value, "assumed: twice the present figure, for the what-if analysis")

@@ -1,7 +1,7 @@
-"""DistributedDataParallel: which plans it runs, what they hold and how long they take.
+"""DistributedDataParallel: which plans it can run, their memory and their time.
 
-It runs a plan that replicates every operator whole, in fp32 and on the device, if the plan fits so.
-Its options here are made like any others, so that `planner.cost.peak_memory` and `planner.cost.step_time` do the sums.
+It runs a plan that replicates every operator whole, in fp32 and on the device, if that fits the limit.
+Its stages are ordinary `StageCandidate`s, so that `planner.cost.peak_memory` and `planner.cost.step_time` do the sums.
 
 Memory, with S, OPT and G (gradients of all parameters) as in `planner.cost.unit_memory`:
 
@@ -45,7 +45,7 @@ from profiler.model_graph import ModelGraph, Parameter
 FIRST_BUCKET_BYTES = 1 << 20
 """A bucket is closed by the parameter that makes it this large (torch: `_DEFAULT_FIRST_BUCKET_BYTES`)."""
 BUCKET_BYTES = 25 << 20
-"""The same for every bucket but one (torch: `bucket_cap_mb`)."""
+"""The same for all other buckets (torch: `bucket_cap_mb`)."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def buckets(graph: ModelGraph) -> tuple[Bucket, ...]:
 def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: str) -> bool:
     """Return whether DistributedDataParallel can run operators of these strategies, split ones left out.
 
-    Not if some parameter is frozen: it would never reduce the gradients of one that is thawed later.
+    Not if some parameter is frozen: DDP would never reduce the gradients of one that is unfrozen later.
     """
     trains = all(parameter.trainable for operator in graph.operators for parameter in operator.parameters)
     plain = all(strategy.spec.by_ddp and not strategy.offload for strategy in strategies)
@@ -97,10 +97,10 @@ def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: 
 
 
 def reductions(backward_s: Sequence[float], filled_s: Sequence[float], overlaps: bool) -> list[float]:
-    """Return, for every call, the seconds of reduction that go on after its backward, under the next one's.
+    """Return, for every call, the seconds of reduction that overlap with the backward after its own.
 
-    `filled_s` are those of the buckets that each call's backward fills.  All in order of execution; of
-    call 0 it is what nothing hides.
+    `filled_s` are those of the buckets that each call's backward fills.  All in order of execution; call 0 has what
+    is exposed.
     """
     if not overlaps:
         return list(filled_s)
@@ -161,7 +161,7 @@ class Replica:
         for stage in stages:
             own = stage.own_bytes
             below += own.full_gradients
-            # The sums count gradients as reduced units leave them; buckets are there from the start.
+            # The sums add gradients as units are reduced; buckets exist from the start.
             accumulates = self.load.accumulation > 1
             unseen = (self.gradients, self.gradients) if accumulates else (self.gradients, below)
             calls = slice(stage.start, stage.start + len(stage.backward_s))
@@ -169,7 +169,7 @@ class Replica:
         return tuple(found)
 
     def _reductions(self, backward_s: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return, for every call, the seconds of `reductions` and what computation loses to them."""
+        """Return, for every call, the seconds of `reductions` and the slow-down of computation by them."""
         cluster = self.load.cluster
         interference = cluster.measured.interference if cluster.measured and cluster.hides_buckets else 0.0
         shares_s = [(1.0 - interference) * seconds for seconds in self.filled_s]

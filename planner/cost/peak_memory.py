@@ -51,7 +51,7 @@ def neighbour_bytes(moment: Moment, reduce_input: int, below: StageCandidate | N
 
 
 def beside(option: StageCandidate, is_above: bool) -> tuple[int, StageCandidate | None]:
-    """Return what `neighbour_bytes` takes of one neighbour alone: the stage above, or the one below."""
+    """Return the arguments of `neighbour_bytes` for one neighbour alone: the stage above, or the one below."""
     return (option.reduce_input if option.reduces else 0, None) if is_above else (0, option)
 
 
@@ -80,7 +80,7 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
 
 
 def _reductions_above(options: Sequence[StageCandidate]) -> list[int]:
-    """Return, for each stage, the reduce-scatter input that stages above have left."""
+    """Return, for each stage, the reduce-scatter input left by stages above."""
     found, left = [0] * len(options), 0
     for index in reversed(range(len(options))):
         found[index] = left
@@ -90,7 +90,7 @@ def _reductions_above(options: Sequence[StageCandidate]) -> list[int]:
 
 
 def _gathers_below(options: Sequence[StageCandidate]) -> list[tuple[StageCandidate | None, StageCandidate | None]]:
-    """Return, for each stage, those below whose gathers it sees in backward and in forward: past owners."""
+    """Return, for each stage, the nearest below with gathers in backward and in forward, past strategy `owner`."""
     found: list[tuple[StageCandidate | None, StageCandidate | None]] = []
     in_backward: StageCandidate | None = None
     in_forward: StageCandidate | None = None

@@ -7,7 +7,7 @@ stream is free and everything that it waits for has ended:
     backward    when the backward of i starts, gather i-1 is issued; when it ends, reduction i is;
                 the backward of i-1 waits for gather i-1 and, because FSDP2 reuses the reduction's
                 input buffer, the end of the backward of i waits for reduction i+1
-    interference  what computation loses to communication beside it, as a sum at the end of a micro-batch
+    interference  slow-down of computation by concurrent communication, as a sum at the end of a micro-batch
     waiting     where ranks wait for each other in every micro-batch, at its end for the slowest rank; otherwise once,
                 before the optimizer
     optimizer   waits for everything
@@ -85,24 +85,22 @@ def _backward(streams: _Streams, segments: Sequence[Segment], last: bool) -> Non
     gather = streams.run("communication", "all-gather", top, segments[top].backward_gather_s, streams.now_s)
     reduced_s = 0.0
     for index in range(top, -1, -1):
+        segment = segments[index]
         start = max(gather.end_s, streams.free_s["compute"])
         if index and streams.overlaps:
             duration = segments[index - 1].backward_gather_s
             gather = streams.run("communication", "all-gather", index - 1, duration, start)
-        duration = segments[index].backward_s + segments[index].backward_stall_s
-        done = streams.run("compute", "backward", index, duration, start)
+        done = streams.run("compute", "backward", index, segment.backward_s + segment.backward_stall_s, start)
         streams.free_s["compute"] = max(done.end_s, reduced_s)
-        label = "reduce-scatter + all-reduce" if last and segments[index].step_reduce_s else "reduce-scatter"
-        reduction = streams.run(
-            "communication", label, index, reduction_s(segments[index], last), streams.free_s["compute"]
-        )
-        reduced_s = reduction.end_s
+        label = "reduce-scatter + all-reduce" if last and segment.step_reduce_s else "reduce-scatter"
+        after_s = streams.free_s["compute"]
+        reduced_s = streams.run("communication", label, index, reduction_s(segment, last), after_s).end_s
         if index and not streams.overlaps:
             gather = streams.run("communication", "all-gather", index - 1, segments[index - 1].backward_gather_s)
 
 
 def _micro_batch(streams: _Streams, segments: Sequence[Segment], last: bool, wait_s: float) -> None:
-    """Play one micro-batch and the wait at its end."""
+    """Simulate one micro-batch and the wait at its end."""
     _forward(streams, segments)
     streams.join()
     _backward(streams, segments, last)
@@ -124,7 +122,7 @@ def _waits(options: Sequence[StageCandidate], load: Workload) -> tuple[float, fl
 
 
 def simulate(options: Sequence[StageCandidate], load: Workload) -> tuple[Event, ...]:
-    """Return every event of one step; the step takes until the last one's `end_s`."""
+    """Return every event of one step, which ends at the last one's `end_s`."""
     segments = [segment for option in options for segment in option.segments]
     streams, (each_s, once_s) = _Streams(load.cluster.overlaps), _waits(options, load)
     for micro_batch in range(load.accumulation):
@@ -136,7 +134,7 @@ def simulate(options: Sequence[StageCandidate], load: Workload) -> tuple[Event, 
 
 
 def simulated_s(options: Sequence[StageCandidate], load: Workload) -> float:
-    """Return the simulated seconds of one step: as `simulate`, but micro-batches that are alike are played once."""
+    """Return the simulated seconds of one step: as `simulate`, but equal micro-batches are simulated once."""
     segments = [segment for option in options for segment in option.segments]
     each_s, once_s = _waits(options, load)
     total_s = once_s + sum(option.optimizer_s for option in options)

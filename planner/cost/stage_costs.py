@@ -1,16 +1,16 @@
-"""What a stage's calls cost at one micro-batch, and its units on one cluster, in numbers."""
+"""Costs of a stage's calls at one micro-batch, and of its units on one cluster."""
 
 from __future__ import annotations
 
 from planner.cost.unit_communication import UnitTraffic, unit_traffic
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
-from planner.model.stages import StagedModel, operators_of
+from planner.model.stages import StagedModel
 from planner.strategies.spec import COMPUTE_BYTES, Strategy
 
 
 class UnitCosts:
-    """Bytes and traffic of units on one cluster, remembered."""
+    """Bytes and communication time of units on one cluster, cached."""
 
     def __init__(self, model: StagedModel, load: Workload) -> None:
         self.graph, self.load = model.graph, load
@@ -22,7 +22,7 @@ class UnitCosts:
         key = (operators, strategy, elsewhere)
         if key not in self.known:
             load = self.load
-            parameters = [p for operator in operators_of(self.graph, operators) for p in operator.parameters]
+            parameters = [p for operator in operators for p in self.graph.operators[operator].parameters]
             self.known[key] = (
                 unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, load.cluster.gpus_per_node),
                 unit_traffic(parameters, strategy, load.precision, load.cluster),
@@ -31,7 +31,7 @@ class UnitCosts:
 
 
 class StageCosts:
-    """A stage's calls at one micro-batch, in numbers; shared by all its options."""
+    """Costs of a stage's calls at one micro-batch, shared by all its options."""
 
     def __init__(self, model: StagedModel, index: int, load: Workload) -> None:
         stage, batch, graph = model.stages[index], load.micro_batch, model.graph
@@ -67,9 +67,9 @@ class StageCosts:
         if stage.block is not None:
             block = graph.blocks[stage.block]
             self.block_input = block.input_bytes(batch)
-            # What recomputation keeps of it: all that calls below do not keep anyway.
+            # Recomputation keeps of it what calls below do not keep anyway.
             self.block_saved = max(0.0, self.block_input - block.kept_below_bytes(batch))
-            # Of that, what is there in addition to what the first call saves when the block has run again.
+            # The part of that which is held in addition to what the first call saves when the block is recomputed.
             self.block_extra = max(0.0, self.block_saved - min(self.saved[1], block.saved_first_bytes(batch)))
         self.withheld = self._withheld()
         compute = COMPUTE_BYTES[load.precision]
@@ -79,7 +79,7 @@ class StageCosts:
         }
 
     def _handed(self) -> list[float]:
-        """Return, for every call, the bytes that earlier calls of the stage have made for it and those after."""
+        """Return, for every call, the bytes of outputs of earlier calls of the stage that it or later ones read."""
         start = self.stage.input_bytes_of_calls[0] + 1
         count = len(self.stage.calls)
         until: dict[int, int] = {}
@@ -89,18 +89,18 @@ class StageCosts:
         return [sum(self.output[p] for p, last in until.items() if p < j <= last) for j in range(count)]
 
     def _withheld(self) -> list[float]:
-        """Return, for every call of a block, the gradients that other blocks have gradients to be added to.
+        """Return, for every call of a block, the bytes of input gradients not yet added to those of other blocks.
 
-        Of what several blocks take (an encoder's output), autograd adds up the gradients as they come; but
-        FSDP2 hands on those of a block that it wraps whole when the last of its inputs has one.  From the
-        backward of the block's last call that reads it, there are two.
+        Where several blocks read one tensor (an encoder's output), autograd adds up its gradients as they arrive; but
+        FSDP2 passes on those of a block that it wraps whole only when all of its inputs have one.  From the
+        backward of the block's last call that reads the tensor, there are two gradients of it.
         """
         stage, edges = self.stage, self.model.graph.edges
         start = stage.input_bytes_of_calls[0] + 1
         stop = start + len(stage.calls)
         if stage.block is None or not start:
             return [0.0] * len(stage.calls)
-        # Beside the block's main input there may be this much.
+        # Bytes of the block's inputs besides the output of the call before it.
         room = max(0.0, self.block_input - self.model.graph.calls[start - 1].output_bytes(self.load.micro_batch))
         later = {producer for producer, consumer in edges if producer < start and consumer >= stop}
         read = [consumer - start for producer, consumer in edges if producer in later and start <= consumer < stop]

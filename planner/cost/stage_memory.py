@@ -157,14 +157,14 @@ def make_unit(
 
 
 class StageMemoryWalk:
-    """Walks a stage's calls forward and backward and notes every moment's bytes.
+    """Goes through a stage's calls, forward and backward, and records the bytes of every moment.
 
-    Spanning units that have a call here are walked as units; what others hold is `Option.ambient_*`.
+    Spanning units with a call here are included; what others hold is `StageCandidate.ambient_*`.
     """
 
     def __init__(self, costs: StageCosts, own: list[StagedUnit], spanning: list[StagedUnit], recompute: bool) -> None:
         self.costs, self.own, self.units, self.recompute = costs, own, own + spanning, recompute
-        # A block of one unit is wrapped whole: nothing follows its operators' modules while it is sharded.
+        # A block of one unit is wrapped whole: no computation of it runs while it is sharded.
         self.is_whole = costs.stage.block is not None and len(own) == 1
         self.accumulates = costs.load.accumulation > 1
         self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning)
@@ -318,24 +318,17 @@ class StageMemoryWalk:
         self.note("backward", operator, unsharded, gradients, buffers, live, seen)
 
     def note_reduction(
-        self,
-        unit: StagedUnit,
-        operator: int,
-        unsharded: float,
-        waiting: float,
-        around: int,
-        live: float,
-        seen: Neighbours,
+        self, unit: StagedUnit, operator: int, unsharded: float, held: float, around: int, live: float, seen: Neighbours
     ) -> None:
         """Note what is held when a unit's gradients have been copied, and when they are reduced.
 
         `around` are buffers of other units.  FSDP2 frees the one of the reduction before; an owner does not.
         """
         buffers, own = around + unit.bytes.reduce_input, unit.bytes
-        self.note("reduce", operator, unsharded, waiting + own.full_gradients, buffers, live, seen)
+        self.note("reduce", operator, unsharded, held + own.full_gradients, buffers, live, seen)
         if unit.stalls:  # An owner's operator has given up its parameters and gradients by now.
             unsharded -= own.unsharded
-        gradients = waiting + own.gradients + (0 if unit.stalls else own.last_gradient)
+        gradients = held + own.gradients + (0 if unit.stalls else own.last_gradient)
         self.note("reduce", operator, unsharded, gradients, buffers + own.reduce_temporary, live, seen)
 
     def at_unshard(self, j: int, extra: float) -> float:

@@ -1,6 +1,6 @@
-"""One stage under one choice of strategies: its memory at every moment and its time, in numbers.
+"""Memory at every moment, and time, of one stage under one choice of strategies.
 
-Everything that a plan costs is a sum over stages of what is here (`planner.cost.peak_memory` and
+Everything that a plan costs is a sum over stages of these numbers (`planner.cost.peak_memory` and
 `planner.cost.step_time` do the sums), so the ILP, the bound and the final evaluation share one source.
 """
 
@@ -35,23 +35,23 @@ class Segment:
     step_reduce_s: float = 0.0
     """All-reduce after that, in the last micro-batch of a step."""
     forward_stall_s: float = 0.0
-    """Communication before its forward that nothing overlaps with, on any backend."""
+    """Communication before its forward that never overlaps, on any backend."""
     backward_stall_s: float = 0.0
     """The same before and after its backward, in every micro-batch."""
     interference_s: float = 0.0
-    """What computation loses to the communication that runs with it, in every micro-batch (`apart`)."""
+    """Slow-down of computation by concurrent communication, in every micro-batch (`apart`)."""
     step_interference_s: float = 0.0
     """The same once per step."""
 
     def apart(self, interference: float) -> Segment:
-        """Return it with that fraction of its communication taken as if it ran alone.
+        """Return the segment with that fraction of its communication counted as if it did not overlap.
 
         While communication runs, computation takes sigma times as long, and with interference = 1 - 1/sigma
 
             max(computation + interference * communication, communication)
                 = interference * communication + max(computation, (1 - interference) * communication)
 
-        so that windows stay maxima of two numbers.
+        so that overlap stays a maximum of two numbers.
         """
         gathers_s = self.forward_gather_s + self.backward_gather_s
         return replace(
@@ -114,7 +114,7 @@ class StageCandidate:
 
     @property
     def rest(self) -> int:
-        """Bytes that it always holds."""
+        """Bytes that it holds throughout."""
         return self.parameters + self.optimizer + self.window
 
     def bytes_at(self, moment: Moment) -> float:
@@ -165,7 +165,7 @@ def make_option(
     """Return a stage under one strategy per operator.
 
     `spanning` gives the strategies of operators that run in several stages, of which those with a
-    call here are walked; their memory at rest is in the first stage that calls them.  Operators in
+    call here are included; their memory at rest is in the first stage that calls them.  Operators in
     `elsewhere` are owned by another rank, if their strategy is `owner`.
     """
     stage = costs.stage

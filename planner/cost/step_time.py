@@ -19,10 +19,10 @@ Waiting is what uneven micro-batches cost (`planner.cost.stragglers`), one charg
 any of its units makes ranks wait for each other in every micro-batch, the slowest rank of each counts,
 otherwise the slowest over the step; in both cases (factor - 1) times the seconds of computation.
 
-`planner.cost.simulator` plays the same plan event by event; the two agree (tested).
+`planner.cost.simulator` simulates the same plan event by event; the two agree (tested).
 
-What a stage adds, whatever its neighbours, are its `OverlapTerms`.  Inside a stage the maxima are fixed; at its
-edges they see one neighbour.  With a the stage above and b the one below, a stage adds
+`OverlapTerms` are what a stage contributes.  Inside a stage the maxima are fixed; at its edges they depend on one
+neighbour.  With a the stage above and b the one below, a stage adds
 
     inner                                                                  over the whole step
     forward    max(forward, first_gather(a))                               each micro-batch
@@ -61,7 +61,7 @@ class StepTime:
     optimizer_s: float
     """Optimizer step."""
     hidden_communication_s: float
-    """Communication under computation: not part of the total."""
+    """Communication overlapped with computation: not part of the total."""
 
     @property
     def total_s(self) -> float:
@@ -135,7 +135,7 @@ def step_time(options: Sequence[StageCandidate], load: Workload) -> StepTime:
 
 
 class OverlapTerms(NamedTuple):
-    """The numbers of one stage; all but `inner_s` are those of one micro-batch."""
+    """A stage's contributions to the step time; all but `inner_s` are of one micro-batch."""
 
     inner_s: float
     """Seconds of a step that depend on no neighbour, the optimizer's and the waiting included."""
@@ -160,7 +160,7 @@ class OverlapTerms(NamedTuple):
     last_bottom_reduce_s: float
     """The same in the last micro-batch."""
     single: bool
-    """Whether it is one segment, whose top and bottom windows are one."""
+    """Whether it is one segment, whose top and bottom terms are one."""
 
 
 def _inner_s(segments: Sequence[Segment], repeats: int) -> float:
@@ -175,7 +175,7 @@ def _inner_s(segments: Sequence[Segment], repeats: int) -> float:
 
 
 def overlap_terms(option: StageCandidate, load: Workload, syncs: bool = True) -> OverlapTerms:
-    """Return the numbers of a stage under one option; `syncs` says which waiting the plan is charged."""
+    """Return the numbers of a stage under one option; `syncs` selects the waiting that is charged."""
     waiting = waiting_s(option, load, syncs)
     if not load.cluster.overlaps:
         time = step_time([option], load)

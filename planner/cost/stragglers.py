@@ -52,7 +52,7 @@ REACH = 10.0
 
 @dataclass(frozen=True)
 class Waits:
-    """How many times as long as the mean rank computes, a step takes for the slowest."""
+    """The slowest rank's compute time over the mean rank's."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -61,13 +61,13 @@ class Waits:
     per_step: Factor = 1.0
     """If they wait for each other once per step only."""
     source: str = ""
-    """Where the imbalance comes from, in words; empty if micro-batches are alike."""
+    """Description of where the imbalance comes from; empty if micro-batches are equal."""
     fill: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Seconds that the mean micro-batch computes, over those of one whose samples have the model's full length."""
+    """Compute time of the mean micro-batch over that of one whose samples have the model's full length."""
 
     @property
     def are_uneven(self) -> bool:
-        """Whether waiting for each other in every micro-batch takes longer than once per step."""
+        """Whether synchronizing ranks in every micro-batch takes longer than once per step."""
         return self.per_micro_batch > self.per_step
 
     def factor(self, syncs: bool) -> float:
@@ -80,14 +80,14 @@ NO_WAITS = Waits()
 
 @dataclass(frozen=True)
 class Imbalance:
-    """What the user says of micro-batches: a coefficient of variation, or the lengths of samples."""
+    """The user's description of micro-batches: a coefficient of variation, or the lengths of samples."""
 
     variation: float = 0.0
     """Standard deviation of one micro-batch's compute time over its mean, whatever its size."""
     lengths: Cells = ()
-    """Lengths of samples, in any unit (`histogram`), the longest being full; if there are any, they count instead."""
+    """Lengths of samples, in any unit (`histogram`), the longest being full; they take precedence over `variation`."""
     source: str = ""
-    """Where that comes from, in words; empty if micro-batches are alike."""
+    """Description of where that comes from; empty if micro-batches are equal."""
 
     def waits(self, ranks: int, micro_batch: int, accumulation: int) -> Waits:
         """Return the waits of so many ranks at one workload."""
@@ -98,11 +98,8 @@ class Imbalance:
                 self.source,
                 sum(length * share for length, share in self.lengths) / self.lengths[-1][0],
             )
-        return Waits(
-            lognormal_slowest(self.variation, ranks),
-            lognormal_slowest(self.variation / math.sqrt(accumulation), ranks),
-            self.source,
-        )
+        per_step = lognormal_slowest(self.variation / math.sqrt(accumulation), ranks)
+        return Waits(lognormal_slowest(self.variation, ranks), per_step, self.source)
 
 
 BALANCED = Imbalance()
@@ -114,7 +111,7 @@ def lognormal_slowest(variation: float, ranks: int) -> float:
     if ranks == 1 or variation == 0:
         return 1.0
     sigma = math.sqrt(math.log1p(variation**2))
-    # What the mean is made of lies about z = sigma, and the largest of many ranks beyond.
+    # The mean is dominated by values about z = sigma, and the largest of many ranks lies beyond.
     edges: Array = np.linspace(-REACH, sigma + REACH, STEPS + 1)
     tails = np.array([0.5 * math.erfc(z / math.sqrt(2)) for z in edges])
     middles: Array = (edges[1:] + edges[:-1]) / 2
@@ -130,11 +127,11 @@ def lengths_slowest(lengths: Cells, count: int, ranks: int) -> float:
     mean = float((values * shares).sum())
     deviation = math.sqrt(float(((values - mean) ** 2 * shares).sum()))
     reach = float(values[-1] - values[0])
-    # A sum never leaves count * reach; of many draws, a few far ones and REACH deviations are wide enough.
+    # A sum stays within count * reach; for many draws, a few extreme ones and REACH deviations are wide enough.
     width = min(count * reach, 4 * reach + 2 * REACH * deviation * math.sqrt(count))
     step = width / (GRID // 2)
     places, parts = np.divmod((values - mean) / step, 1.0)
-    # Between two points of the grid a value is shared so that the mean stays.
+    # A value between two grid points is divided between them so that the mean is preserved.
     below = places.astype(np.intp) % GRID
     one = np.bincount(below, shares * (1 - parts), GRID) + np.bincount((below + 1) % GRID, shares * parts, GRID)
     sums = np.fft.fftshift(np.fft.irfft(np.fft.rfft(one) ** count, GRID))
@@ -144,7 +141,7 @@ def lengths_slowest(lengths: Cells, count: int, ranks: int) -> float:
 
 
 def histogram(lengths: Iterable[float]) -> Cells:
-    """Return the distinct lengths and which share of all each has; of very many, the means of narrow cells."""
+    """Return the distinct lengths with their shares; if there are very many, the means of narrow cells."""
     values, counts = np.unique(np.fromiter(lengths, np.float64), return_counts=True)
     if len(values) > MAX_CELLS:
         cells = ((values - values[0]) / (values[-1] - values[0]) * (MAX_CELLS - 1)).astype(np.intp)
@@ -154,8 +151,8 @@ def histogram(lengths: Iterable[float]) -> Cells:
 
 
 def _slowest(points: Array, tails: Array, ranks: int) -> float:
-    """Return sum of points times the growth of F^N, given 1 - F before the first point and after each."""
+    """Return the sum of points times the increments of F^N, given 1 - F before the first point and after each."""
     with np.errstate(divide="ignore"):  # where F is 0, its logarithm is minus infinity and F^N is 0
         above = -np.expm1(ranks * np.log1p(-tails))
-    # A sum of products: BLAS would start threads for the scalar product, which take longer.
+    # Not a dot product: BLAS would start threads for it, which take longer.
     return float((points * (above[:-1] - above[1:])).sum())

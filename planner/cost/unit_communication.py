@@ -7,13 +7,12 @@ the rate of `Host.link_bytes_per_s`, as FSDP2 with `CPUOffloadPolicy` does (torc
     before forward, and before backward if it is gathered again     S
     reduction, or once per step                                     SG
 
-(`StrategySpec.host_copies`; the files of the strategies say what differs).  Copies are in line with the collectives
-that they serve: FSDP2 makes the one to the device on a stream of its own, so it can be faster than this.
+(`StrategySpec.host_copies`; the strategies' files document exceptions).  Copies run in sequence with their
+collectives: FSDP2 copies to the device on a separate stream, so it can be faster than this.
 
-With several micro-batches a reduced shard is added to the one that is on the host already.  That reads
-two tensors and writes one, at the host's rate, and the thread that launches the backward waits for it:
-such reductions hide under nothing (`UnitTraffic.add_s`).  On a cluster without figures of its host all
-of this takes no time.
+With several micro-batches a reduced shard is added to the one on the host.  That reads two tensors and writes one, at
+the host's rate, and the thread that launches the backward waits for it: such reductions do not overlap with
+computation (`UnitTraffic.add_s`).  On a cluster without figures of its host, copies take no time.
 
 On a cluster that was measured, each gather and each reduction that communicates takes
 `Measured.overhead_s` more.

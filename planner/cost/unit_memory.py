@@ -1,4 +1,4 @@
-"""What one unit holds on the fullest rank's device.
+"""Memory of one unit on the device of the fullest rank.
 
 For a unit whose tensors are cut into `parts` (`Strategy.parts`: the ranks of the group, 1 if one rank
 holds them whole), with e_p bytes per parameter in compute dtype and e_r = 4 in reduce dtype, per parameter
@@ -21,8 +21,8 @@ tensor of first dimension d0 and `rest` elements per row padded to ceil(d0/parts
 
 each tensor rounded up to 512 bytes.  Source: measured on FSDP2 (torch 2.13.0) with PyTorch's memory
 tracker on fake tensors.  With `+offload`, S, SG and OPT are 0, they are in the host's memory; AGX has S on top, the
-copy that is gathered from, and RSX has SG, on its way to the host.  What else differs by strategy is said in the
-strategy's file in `planner/strategies/`.
+copy that is gathered from, and RSX has SG, on its way to the host.  Other differences
+are documented in the strategies' files in `planner/strategies/`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from profiler.model_graph import Parameter
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What an optimizer keeps per parameter."""
+    """State, temporaries and memory traffic of an optimizer per parameter."""
 
     moments: int
     """fp32 tensors of the parameter's size kept between steps."""
@@ -94,7 +94,7 @@ def unit_bytes(
 ) -> UnitBytes:
     """Return the memory of a unit; equations at the top of this module.
 
-    `elsewhere` says that another rank owns it, where one rank holds it whole; `node` is the number of ranks on a node.
+    `elsewhere` means that another rank owns it, for strategies with an owner; `node` is the number of ranks per node.
     """
     parts, compute = strategy.parts, COMPUTE_BYTES[precision]
     total, flat, flat_trained, last_gradient, counters = UnitBytes(), 0, 0, 0, 0
@@ -117,7 +117,7 @@ def unit_bytes(
             secondary=allocated_bytes(compute * padded // strategy.secondary) if strategy.secondary else 0,
         )
     spec, shard_bytes, trained_bytes = strategy.spec, compute * flat // parts, REDUCE_BYTES * flat_trained // parts
-    # What is sent is the shard in compute dtype: a copy unless it rests so (of an offloaded one S is the larger copy).
+    # The shard is sent in compute dtype: a copy, unless it rests in that dtype (offloaded, the copy S is larger).
     copies = compute < MASTER_BYTES and parts > 1 and not (strategy.offload or spec.one_sided)
     windows = (shard_bytes, strategy.accumulators * trained_bytes) if spec.one_sided else ()
     unit = total + UnitBytes(

@@ -1,12 +1,12 @@
-"""What a plan is made for: cluster, optimizer, precision, micro-batch; and how fast a device computes.
+"""The workload of a plan: cluster, optimizer, precision, micro-batch; and how fast a device computes it.
 
 Roofline of one direction of a call (Williams et al., "Roofline", CACM 2009), matrix products and
 other kernels apart because they do not overlap on one stream:
 
     t = max(matmul_flops / (efficiency * peak), matmul_bytes / bandwidth) + other_bytes / bandwidth
 
-Where `osdp profile` measured a call of the same kind and work, it takes what was measured: at another
-micro-batch, the roofline's seconds times the ratio of measured to roofline; a slice, its own roofline's
+Where `osdp profile` measured a call of the same shapes and work, the measured time is used: at another
+micro-batch, the roofline's seconds times the ratio of measured to roofline; for a slice, its own roofline's
 times the ratio of the whole.
 """
 
@@ -43,12 +43,9 @@ class Workload:
             raise OsdpError("unknown optimizer", got=self.optimizer_name, expected=", ".join(OPTIMIZERS))
         rates = self.cluster.device.matmul_flops_per_s
         if self.precision not in rates:
-            raise OsdpError(
-                f"{self.cluster.device.name} has no rate for this precision",
-                got=self.precision,
-                expected=", ".join(rates),
-                advice="another --precision, or another --cluster",
-            )
+            what = f"{self.cluster.device.name} has no matmul rate for this precision"
+            advice = "another --precision, or another --cluster"
+            raise OsdpError(what, got=self.precision, expected=", ".join(rates), advice=advice)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -61,10 +58,10 @@ class Workload:
         return self.cluster.world_size * self.micro_batch * self.accumulation
 
     def call_s(self, graph: ModelGraph, call: Call) -> tuple[float, float]:
-        """Return the seconds of a call's forward and backward, in the mean micro-batch.
+        """Return the seconds of a call's forward and backward in the mean micro-batch.
 
-        That is what was measured if there is anything, else the roofline's, for samples of full length,
-        times `Waits.fill`.
+        That is the measured time where there is one, else the roofline's, for samples of full length, times
+        `Waits.fill`.
         """
         forward_s, backward_s = self._full_call_s(graph, call)
         return self.waits.fill * forward_s, self.waits.fill * backward_s

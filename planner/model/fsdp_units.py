@@ -93,40 +93,31 @@ def unit_parameters(unit: Unit, graph: ModelGraph) -> tuple[Parameter, ...]:
 
 
 def check_scalars(operator: Operator) -> None:
-    """Raise `OsdpError` if an operator has a parameter without dimensions.
+    """Raise `OsdpError` if an operator has a scalar (0-d) parameter.
 
-    `fully_shard` refuses such parameters whatever the mesh (torch 2.13), and the shards of an owner
-    have a first dimension too.
+    `fully_shard` rejects them on every mesh (torch 2.13), and the tensors of strategy `owner` need a first
+    dimension too.
     """
     for parameter in operator.parameters:
         if not parameter.shape:
-            raise OsdpError(
-                f"parameter {parameter.name} has no dimension, and FSDP2 takes no such parameter",
-                got="shape ()",
-                expected="at least one dimension",
-                advice="make it a tensor of shape (1,)",
-            )
+            what = f"parameter {parameter.name} is a scalar, and fully_shard does not shard scalar parameters"
+            advice = "make it a tensor of shape (1,)"
+            raise OsdpError(what, got="shape ()", expected="at least one dimension", advice=advice)
 
 
 def check_split(operator: Operator, slices: int) -> None:
-    """Raise `OsdpError` if an operator cannot be cut into so many slices."""
+    """Raise `OsdpError` if an operator cannot be split into this many slices."""
     if slices == 1:
         return
     shapes = [parameter.shape for parameter in operator.parameters]
     is_linear = bool(shapes) and len(shapes[0]) == 2 and shapes[1:] in ([], [shapes[0][:1]])
     if operator.kind != "Linear" or len(operator.modules) != 1 or not is_linear:
         tied = " that is tied to others" if len(operator.modules) > 1 else ""
-        raise OsdpError(
-            f"operator {operator.name} cannot be split",
-            got=f"a {operator.kind}{tied}",
-            expected="one linear layer, its weight (out, in) and perhaps a bias (out,)",
-        )
+        expected = "one linear layer with a weight (out, in) and optionally a bias (out,)"
+        raise OsdpError(f"operator {operator.name} cannot be split", got=f"a {operator.kind}{tied}", expected=expected)
     if shapes[0][1] < slices:
-        raise OsdpError(
-            f"operator {operator.name} cannot be split into {slices} slices",
-            got=f"{shapes[0][1]} input features",
-            expected=f"at least {slices}",
-        )
+        what = f"operator {operator.name} cannot be split into {slices} slices"
+        raise OsdpError(what, got=f"{shapes[0][1]} input features", expected=f"at least {slices}")
 
 
 def split_bounds(features: int, slices: int) -> tuple[int, ...]:

@@ -1,18 +1,18 @@
-"""Stages: the model cut into the pieces that the search decides on, in execution order.
+"""Stages: consecutive parts of the model, in execution order, for each of which the search makes one decision.
 
 A stage is a block, or one operator outside every block (small ones are joined until they hold
 `JOIN_NUMEL` parameters, because a collective of its own would cost them more latency than
 transfer).  Operators that run in several stages (a tied embedding and head) belong to none: they
 are the *spanning* operators, wrapped as one unit that lives from its first call to its last.
 
-Stages with equal `stage_class` are alike: the search counts them instead of telling them apart.
+Stages with equal `stage_class` are interchangeable: the search only counts them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from profiler.model_graph import Call, ModelGraph, Operator
+from profiler.model_graph import Call, ModelGraph
 
 JOIN_NUMEL = 1 << 20
 """Parameters that a stage outside blocks gathers before it is closed (4 MiB in fp32, where the
@@ -26,7 +26,7 @@ class Stage:
     name: str
     """Name of the block, or of the first operator."""
     stage_class: int
-    """Stages with equal numbers are alike."""
+    """Stages with equal numbers are interchangeable."""
     block: int | None
     """Index of the block, or None."""
     calls: tuple[Call, ...]
@@ -139,20 +139,6 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
                 closes=closes,
             )
         )
-    spans = {o: (_stage_of(first[o], stages), _stage_of(last[o], stages)) for o in sorted(spanning)}
+    stage_of = [index for index, stage in enumerate(stages) for _ in stage.calls]
+    spans = {o: (stage_of[first[o]], stage_of[last[o]]) for o in sorted(spanning)}
     return StagedModel(graph, tuple(stages), spans, idle, slices)
-
-
-def _stage_of(call: int, stages: list[Stage]) -> int:
-    """Return the index of the stage that a call is in."""
-    stop = 0
-    for index, stage in enumerate(stages):
-        stop += len(stage.calls)
-        if call < stop:
-            return index
-    raise IndexError(call)
-
-
-def operators_of(graph: ModelGraph, indices: tuple[int, ...]) -> tuple[Operator, ...]:
-    """Return the operators at the indices."""
-    return tuple(graph.operators[index] for index in indices)

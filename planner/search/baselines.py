@@ -1,4 +1,4 @@
-"""The uniform configurations that OSDP competes with, under the same cost model.
+"""The uniform configurations with which plans are compared, under the same cost model.
 
 DDP replicates everything (`planner.cost.ddp`; as units where torch's DDP cannot run the model),
 ZeRO-2 keeps gathered parameters to the backward, FSDP gathers twice, HSDP shards inside groups (each
@@ -22,7 +22,7 @@ from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 
 NAMES = ("DDP", "ZeRO-2", "FSDP", "HSDP")
-"""What users call the strategies when everything takes the same one (`StrategySpec.baseline`)."""
+"""Common names of configurations in which all operators take one strategy (`StrategySpec.baseline`)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Baseline:
     options: tuple[StageCandidate, ...]
     peak_memory_bytes: int
     samples_per_s: float
-    """Predicted; of a configuration that does not fit, what it would reach with enough memory."""
+    """Predicted; of a configuration that does not fit, the speed with enough memory."""
 
 
 def uniform(space: Space, load: Workload, strategy: Strategy, recompute: bool) -> tuple[StageCandidate, ...]:

@@ -1,4 +1,4 @@
-"""What the search offers one stage: strategies, mixes of two, splits, and recomputation.
+"""The choices of one stage in the search: strategies, mixes of two, splits, and recomputation.
 
     whole     all operators of the stage take one strategy: one unit
     mixed     the operators before a cut take one strategy, the others another: two units.  A cut lies
@@ -6,8 +6,8 @@
     split     the stage's large linear operators are cut into k slices each, of which the first j
               take the strategy of the rest of the stage, and the others another
 
-Each with and without recomputation, if the stage is a block.  Pinned operators and blocks have what
-the user decided in every choice.
+Each with and without recomputation, if the stage is a block.  Pinned operators and blocks have the user's choice in
+all of them.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
 LIGHT, LIGHT_TOGETHER = 1 / 256, 1 / 16
-"""A stage is light that has less than the first part of the model's parameters, if all such stages together have at
-most the second: what they take hardly matters, and it would take as long to find out as for the others."""
+"""A stage is light if it has less than the first fraction of the model's parameters and all such stages together have
+at most the second: their strategies hardly matter, but would take as long to search as the others'."""
 LIGHT_STRATEGIES = 2
-"""Strategies that a light stage is offered (a copy and a shard), and the one that needs least memory."""
+"""A light stage has the first so many strategies (a copy and a shard) and the one that needs least memory."""
 LARGE = 0.5
-"""An operator is large that has at least this part of the parameters of the stage's largest."""
+"""An operator is large if it has at least this fraction of the parameters of the stage's largest."""
 SLICE_COUNTS = (2, 4, 8)
-"""Into how many slices operators are split."""
+"""Numbers of slices that are tried."""
 SLICE_STEPS = 4
-"""How many numbers of slices of the first strategy are offered, from a part of them to all."""
+"""How many different numbers of slices of the first strategy are tried, up to all of them."""
 SLICE_NUMEL = JOIN_NUMEL // 2
-"""Parameters that a slice has at least: a smaller one costs more latency than it frees memory."""
+"""Least parameters of a slice: the latency of smaller ones outweighs the memory that they free."""
 MIXED_STRATEGIES = 5
-"""Strategies that mixes are made of: the first of the registry that no other dominates, for pairs grow with
-the square, and the time of a search with these."""
+"""Strategies that are mixed: the first undominated ones of the registry.  The number of pairs, and so the time of a
+search, grows with the square."""
 SPLIT_STRATEGIES = 3
 """The same for the slices of split operators."""
 MANY_CLASSES, DIVERSE_STRATEGIES = 24, 5
-"""A model with more classes of stages than the first, hardly two of them alike, is offered no mixes and no splits, and
-of the strategies so many and the one that needs least memory.  With all that others are offered, 100 distinct layers
+"""A model with more classes of stages than the first, hardly two of them alike, gets no mixes and no splits, and only
+the first so many strategies and the one that needs least memory.  With all choices, 100 distinct layers
 (`scripts/bench/planner.py --child 100 distinct`) took 80 s of CPU to search, instead of 4, on two cores of 2026-11-21,
 for a plan that is 0.15 % faster."""
 
@@ -68,15 +68,16 @@ Slices = tuple[tuple[Strategy, ...], ...]
 
 
 def light_stages(stages: Sequence[Stage], graph: ModelGraph) -> frozenset[int]:
-    """Return the indices of the stages of which it hardly matters what they take."""
+    """Return the indices of light stages, whose strategies hardly matter."""
     sizes = [sum(graph.operators[o].numel for o in stage.operators) for stage in stages]
     light = [index for index, size in enumerate(sizes) if size < LIGHT * graph.numel]
     together = sum(sizes[index] for index in light)
     return frozenset(light) if together <= LIGHT_TOGETHER * graph.numel else frozenset()
 
 
-def first_and_least(strategies: Sequence[Strategy], count: int) -> tuple[Strategy, ...]:
-    """Return the first strategies and the one that needs least memory on the device."""
+def first_and_least(strategies: Sequence[Strategy], light: bool) -> tuple[Strategy, ...]:
+    """Return the first strategies, for a light stage or a diverse model, and the one that needs least memory."""
+    count = LIGHT_STRATEGIES if light else DIVERSE_STRATEGIES
     least = max(strategies, key=lambda strategy: (strategy.offload, strategy.spec.joins, strategy.group))
     return tuple(dict.fromkeys((*strategies[:count], least)))
 
@@ -144,7 +145,7 @@ def _splits(stage: Stage, graph: ModelGraph, strategies: Sequence[Strategy]) -> 
 
 
 def splittable(stage: Stage, graph: ModelGraph, count: int) -> frozenset[int]:
-    """Return the large operators of a stage that are worth so many slices; none unless all large linear ones are."""
+    """Return the large linear operators of a stage, if each is large enough for this many slices; else none."""
     largest = max(graph.operators[o].numel for o in stage.operators)
     large = [o for o in stage.operators if graph.operators[o].numel >= LARGE * largest]
     linear = [o for o in large if _can_split(graph, o, count)]

@@ -6,16 +6,15 @@ Variables (r a run of alike stages, k an option of its class)
     used[r, k]  0 or 1, whether any does (for runs longer than one; otherwise n itself)
 
 Objective: seconds of a step.  In *counted* form each option costs what one more stage of it adds to
-a long run of its own (`steady_s`); the order inside a run is left to decoding.  In *exact* form
-(every stage a run of its own) each window max(computation, communication of the neighbours) of
-`planner.cost.step_time` is a variable above both, so that the optimum is the closed form's own; options may
-differ in their numbers of segments.
+a long run of its own (`steady_s`); decoding orders the options inside a run.  In *exact* form (every stage
+a run of its own) each max(computation, communication of the neighbours) of `planner.cost.step_time` is a variable
+above both, so that the optimum is that of the closed form; options may differ in their numbers of segments.
 
 Memory: one row per moment of `planner.cost.peak_memory`.  Inside a run stages are laid out by the change that
 their backward makes, gradients less activations, the most negative on top; the memory over a run is
 then convex, and highest at the first or last stage of each option.  Rows are written for those, with
-the least that neighbours can hold; a moment that the decoded plan still violates is added with what
-its neighbours do hold, and the program is solved again.
+the least that neighbours can hold; a moment that the decoded plan still violates is added with what its neighbours
+actually hold, and the program is solved again.
 
 PuLP is the modelling layer; HiGHS solves (CBC if it is missing).
 """
@@ -38,7 +37,7 @@ EXACT_STAGES = 8
 but up to 3 s at 10 stages and over 20 s at 26 where blocks are alike; counting takes 0.03 s."""
 
 EXACT_SECONDS = 2.0
-"""After this long the exact form gives its best plan, not proven."""
+"""Time limit of the exact form, after which its best plan is not proven optimal."""
 
 MANY_RUNS_GAP = 1e-3
 """Relative gap at which the solver may stop on many runs: pricing and local search go on from there.
@@ -51,24 +50,24 @@ FEW_RUNS = 40
 """Up to this many runs, every run gets its memory rows at once (each row is as long as the model)."""
 
 MAX_CUTS = 30
-"""Rounds of adding violated moments before the last plan is given up as infeasible."""
+"""Rounds of adding violated moments before the plan is given up as infeasible."""
 
 SMALLEST_CUTS = 3
 """The same rounds for the plan that needs least memory, which is the best of those; eight took 2.5 times as
 long on a model of twelve blocks."""
 SAME_PEAK = 1e-6
-"""Relative difference up to which the program's peak is the decoded plan's, but for the solver's tolerance."""
+"""Relative difference up to which the program's peak equals the decoded plan's, given the solver's tolerance."""
 
 SOLVED = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
 SOLVER_ERROR = 1e-6
-"""Relative error that the solver's tolerances (1e-6 of a row) may make its bound too high by."""
+"""Relative error by which the solver's tolerances (1e-6 of a row) may raise its bound."""
 
 Terms = dict[pulp.LpVariable, float]
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver says, decoded."""
+    """The solver's solution, decoded."""
 
     options: tuple[StageCandidate, ...]
     """One option per stage in execution order."""
@@ -77,7 +76,7 @@ class Solution:
     objective_s: float
     """Objective of the integer program."""
     least_s: float = 0.0
-    """In exact form: no plan of the menu within the limit is faster, by the solver's own bound."""
+    """In exact form: the solver's lower bound on every plan of the candidates within the limit."""
 
 
 def steady_s(option: StageCandidate, menu: CandidateSet) -> float:
@@ -88,7 +87,7 @@ def steady_s(option: StageCandidate, menu: CandidateSet) -> float:
 
 
 def drift_bytes(option: StageCandidate, load: Workload) -> float:
-    """Return by how much the live memory changes when its backward is over."""
+    """Return by how much live memory grows through a stage's backward."""
     gradients = 0 if load.accumulation > 1 else option.gradients
     return gradients + option.reduced_after_backward - option.saved - option.kept
 
@@ -102,7 +101,7 @@ def make_solver(gap: float, seconds: float) -> pulp.LpSolver:
 
 
 class CountingProgram:
-    """Builds and solves the program for one menu and one limit."""
+    """Builds and solves the program for one candidate set and one limit."""
 
     def __init__(self, menu: CandidateSet, limit_bytes: float | None, exact: bool = False) -> None:
         self.menu, self.load = menu, menu.load
@@ -174,7 +173,7 @@ class CountingProgram:
             several = {n: -most_s for n, w in zip(self.count[r], self.windows[r], strict=True) if not w.single}
             one = {n: -most_s for n in self.count[r] if n not in several}
             bottom = [[self._terms(r, "bottom_s")], [self._terms(r, bottom_reduce), gather, one]]
-            # A row that is for stages of one segment only (or of several) gives way by the largest gather.
+            # A row for stages of one segment only (or of several) is relaxed by the largest gather for the others.
             windows = {
                 "forward": [[self._terms(r, "forward_s")], [self._terms(r + 1, "first_gather_s")]],
                 "top": [
@@ -213,7 +212,7 @@ class CountingProgram:
                     self._add_run_rows(r, k)
 
     def _base(self, r: int, forward: bool) -> Terms:
-        """Return what other runs hold while run `r` is at work, and what rests everywhere."""
+        """Return what other runs hold while run `r` executes, and what every stage holds at rest."""
         accumulates = self.load.accumulation > 1
         terms: Terms = {}
         for q in range(len(self.runs)):
@@ -286,7 +285,7 @@ class CountingProgram:
         for attempt in range(MAX_CUTS):
             self.problem.solve(make_solver(self.gap, EXACT_SECONDS if self.exact else COUNTED_SECONDS))
             if attempt == 0 and self.exact:
-                least_s = self._least_s()  # Rows that are added later are for what was decoded, not for all plans.
+                least_s = self._least_s()  # Rows that are added later hold for the decoded plan, not for all.
             solution = self._decode()
             if solution is None:
                 return None
@@ -297,7 +296,7 @@ class CountingProgram:
         return None
 
     def _least_s(self) -> float:
-        """Return the solver's own lower bound on the objective."""
+        """Return the solver's lower bound on the objective."""
         if self.problem.sol_status not in SOLVED:
             return 0.0
         info = getattr(getattr(self.problem, "solverModel", None), "getInfo", None)
@@ -339,7 +338,7 @@ class CountingProgram:
         for r, (_, length) in enumerate(self.runs):
             from_top = [k for k in self._layout(r) for _ in range(round(self.count[r][k].value() or 0))]
             if len(from_top) != length:
-                return None  # It ran out of time before it had a plan, and says "feasible" all the same.
+                return None  # Out of time without a plan, though the status is "feasible".
             picks += reversed(from_top)
         return Solution(self.menu.picked(picks), tuple(picks), pulp.value(self.problem.objective))
 
@@ -347,7 +346,7 @@ class CountingProgram:
         """Add the moment at which the decoded plan exceeds the limit."""
         peak = peak_memory(solution.options, self.load)
         if peak.stage is None:
-            return  # The optimizer's row is there: off by the solver's tolerance, which no row mends.
+            return  # Its row exists: the excess is the solver's tolerance, which another row cannot remove.
         starts = [sum(length for _, length in self.runs[:r]) for r in range(len(self.runs))]
         r = max(i for i, start in enumerate(starts) if start <= peak.stage)
         if self.runs[r][1] == 1 and r not in self.with_rows:
@@ -356,7 +355,7 @@ class CountingProgram:
         k = solution.picks[peak.stage]
         same = [i for i in range(starts[r], starts[r] + self.runs[r][1]) if solution.picks[i] == k]
         forward, first = peak.phase == "forward", peak.stage == same[-1]
-        # What the stage itself holds follows from the peak and from what the row says of all others.
+        # What the stage itself holds is the peak less what the row has for all others.
         others = self._moment_terms(r, k, forward, 0.0, first)
         elsewhere = sum(value * (n.value() or 0.0) for n, value in others.items())
         own = peak.total_bytes - self.load.cluster.reserve_bytes - elsewhere
@@ -373,7 +372,7 @@ def _expression(terms: Terms) -> pulp.LpAffineExpression:
 
 
 def fastest(menu: CandidateSet, limit_bytes: float, exact: bool = False) -> Solution | None:
-    """Return the fastest plan of a menu within a limit, or None if nothing fits."""
+    """Return the fastest plan of the candidates within a limit, or None if none fits."""
     program = CountingProgram(menu, limit_bytes, exact)
     program.minimise_time()
     return program.solve(limit_bytes)

@@ -1,4 +1,4 @@
-"""The search among plans that DistributedDataParallel runs: which blocks to recompute at each micro-batch.
+"""The search among DistributedDataParallel plans: which blocks to recompute at each micro-batch.
 
 With c_j the seconds that recomputing block j costs in a step of M micro-batches, d_j the activations
 that it saves, and `excess` what the model without recomputation holds above the limit when the
@@ -68,7 +68,7 @@ def fastest_replicated(space: Space, loads: Sequence[Workload], limit_bytes: flo
 
 
 class _Sizing:
-    """A replica at one workload that has to be made small enough."""
+    """Chooses the blocks of a replica to recompute, at one workload."""
 
     def __init__(self, space: Space, load: Workload, limit_bytes: float) -> None:
         self.load, self.limit_bytes = load, limit_bytes
@@ -82,7 +82,7 @@ class _Sizing:
         self.saving = [without.saved - with_.saved for without, with_ in pairs]
         self.cost_s = [load.accumulation * sum(s.recompute_s for s in option.segments) for option in again]
         useful = [j for j, stage in enumerate(self.stages) if stage.block in free and self.saving[j] > 0]
-        # From the bottom: what is recomputed there is recomputed when little else is held.
+        # From the bottom: blocks there are recomputed when little else is held.
         self.order = sorted(useful, key=lambda j: self.cost_s[j] / self.saving[j])
 
     @property
@@ -91,7 +91,7 @@ class _Sizing:
         held = float(sum(option.rest + option.gradients for option in self.plain)) + self.load.cluster.reserve_bytes
         held += self.replica.gradients if self.load.accumulation > 1 else 0
         held += sum(option.saved for option in self.plain[:-1])
-        # A last stage that may be recomputed holds more than nothing, which is all that holds for both ways.
+        # Of a last stage that may be recomputed, zero is the only bound that is valid with and without recomputation.
         if self.stages[-1].block is None:
             held += max(m.activations for m in self.plain[-1].moments if m.phase == "backward")
         return held - self.limit_bytes

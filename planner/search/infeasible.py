@@ -1,9 +1,8 @@
-"""Why nothing fits: what the smallest plan holds when it holds most, and which single changes make it fit.
+"""Why no plan fits: what the smallest plan holds at its peak, and which single changes make a plan fit.
 
-The smallest plan is the one of least peak memory that the integer program and pricing find.  It is
-found again under each single change (a smaller micro-batch, more ranks, ...), so that only what the
-cost functions have confirmed is advised.  The phase, the operator and the categories are those of
-the smallest plan's peak.
+The smallest plan is the one of least peak memory that the integer program and the priced search find.  It is searched
+again under each single change (a smaller micro-batch, more ranks, ...), so that the advice contains only changes that
+the cost functions confirm.  The phase, the operator and the categories are those of the smallest plan's peak.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from profiler.errors import OsdpError
 MOST_DOUBLINGS = 4
 """How often the number of ranks is doubled to see whether that is enough."""
 SMALLEST_OPTIMIZER = "sgd"
-"""The optimizer that keeps least."""
+"""The optimizer with the least state."""
 LARGEST_NODE = 16
-"""Ranks of a node that is worth advising: DGX-2 has sixteen."""
+"""Most ranks per node that are suggested: a DGX-2 has sixteen."""
 SHOWN_CATEGORIES = 4
 """Categories of the peak that the message names."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """One change after which a plan fits, by the cost functions."""
+    """One change with which a plan fits, by the cost functions."""
 
     change: str
     """E.g. `--nodes 2`."""
     needed_bytes: int
-    """Peak of the smallest plan then."""
+    """Peak of the smallest plan with the change."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What is known of a problem that no plan fits."""
+    """Why no plan fits, and what would."""
 
     limit_bytes: int
     """What a plan may use."""
@@ -56,7 +55,7 @@ class Refusal:
     """The model's largest operators."""
     remedies: tuple[Remedy, ...]
     headroom_bytes: int = 0
-    """Memory of the user's limit that is to be left free in addition."""
+    """Part of the user's limit that is left unused in addition."""
     advised_bytes: int | None = None
     """The smallest limit that works with the headroom; None: without a headroom."""
 
@@ -72,7 +71,7 @@ class NothingFits(OsdpError):  # noqa: N818, it is what happened, as PeerLost is
     def __init__(self, refusal: Refusal) -> None:
         self.refusal = refusal
         limit_bytes, needed_bytes = refusal.limit_bytes, refusal.needed_bytes
-        free = f", of which {format_bytes(refusal.headroom_bytes)} are to stay free" if refusal.headroom_bytes else ""
+        free = f", of which {format_bytes(refusal.headroom_bytes)} are headroom" if refusal.headroom_bytes else ""
         where = f"in {refusal.peak.phase} of {refusal.operator}" if refusal.operator else "in the optimizer step"
         parts = sorted(refusal.peak.categories.items(), key=lambda item: -item[1])[:SHOWN_CATEGORIES]
         shares = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts if size)
@@ -85,12 +84,12 @@ class NothingFits(OsdpError):  # noqa: N818, it is what happened, as PeerLost is
         )
 
     def __reduce__(self) -> tuple[type[NothingFits], tuple[Refusal]]:
-        """Let ranks hand it to each other: pickle makes an exception of its message, else."""
+        """Make it picklable, for ranks to exchange: by default pickle passes the message to `__init__`."""
         return NothingFits, (self.refusal,)
 
 
 def _advice(refusal: Refusal) -> Iterator[str]:
-    """Yield what can be done, each confirmed by the cost functions."""
+    """Yield the changes that help, each confirmed by the cost functions."""
     device, needed_bytes = refusal.load.cluster.device, refusal.advised_bytes or refusal.needed_bytes
     if needed_bytes <= device.memory_bytes.value:
         yield f"--mem {needed_bytes // MIB}MB"
@@ -99,11 +98,11 @@ def _advice(refusal: Refusal) -> Iterator[str]:
     for remedy in refusal.remedies:
         yield f"{remedy.change} (then {format_bytes(remedy.needed_bytes)} is enough)"
     if not refusal.remedies:
-        yield "a smaller model or shorter samples (--seq), which have to be traced to know"
+        yield "a smaller model or shorter sequences (--seq), which were not tried"
 
 
 def refusal_of(smallest: LeastMemoryPlan, space: Space, task: Task) -> Refusal:
-    """Return why no plan of a task fits, given the one that needs least memory."""
+    """Return why no plan of a task fits, given the plan that needs least memory."""
     candidate, peak = smallest.candidate, smallest.peak
     operator = candidate.space.operator_at(peak)
     largest = sorted(space.graph.operators, key=lambda operator: -operator.numel)[:2]
@@ -141,7 +140,7 @@ def _changes(task: Task, load: Workload) -> Iterator[Iterable[tuple[str, Workloa
 
 
 def _with_more_ranks(task: Task, load: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yield the workload on more and more nodes, or on larger ones if nothing links them, while it can be."""
+    """Yield the workload on doubled numbers of nodes, or of ranks per node if the cluster has no link between nodes."""
     cluster = load.cluster
     for factor in (2**doublings for doublings in range(1, MOST_DOUBLINGS + 1)):
         if load.accumulation % factor and task.global_batch is not None:
@@ -157,19 +156,19 @@ def _with_more_ranks(task: Task, load: Workload) -> Iterator[tuple[str, Workload
         try:
             on_cluster(task.pins, larger)
         except OsdpError:
-            return  # What is pinned does not exist there.
+            return  # A pinned strategy does not exist there.
         yield change, replace(load, cluster=larger, accumulation=repeats)
 
 
 def blame(task: Task, load: Workload, pins: Sequence[Pin]) -> Iterator[Remedy]:
-    """Yield each pin without which a workload has a plan that fits; all of them if only together they are to blame."""
+    """Yield each pin without which some plan fits; the removal of all of them if no single removal is enough."""
     without = {f"without --pin '{pin}'": [*pins[:index], *pins[index + 1 :]] for index, pin in enumerate(pins)}
     guilty = [remedy for change, rest in without.items() for remedy in _without(task, load, change, rest)]
     yield from guilty or (_without(task, load, "without any pin", []) if len(pins) > 1 else ())
 
 
 def _without(task: Task, load: Workload, change: str, rest: Sequence[Pin]) -> Iterator[Remedy]:
-    """Yield the remedy of keeping only the other pins, if it is one."""
+    """Yield the remedy of keeping only the other pins, if a plan fits then."""
     free = Space(task.graph, pins=resolve(rest, task.graph, task.cluster))
     needed_bytes = smallest_plan(free, load, task.limit_bytes).needed_bytes
     if needed_bytes <= task.limit_bytes:

@@ -1,13 +1,13 @@
-"""A lower bound on the step time of every plan of a menu that fits: what makes the gap certified.
+"""A lower bound on the step time of every plan of a candidate set that fits: it makes the gap certified.
 
 Give every byte above the limit at some moment of the step a price lambda >= 0.  Then
 
     L(lambda) = min over all sequences of options of  time + lambda * (memory at the moment - limit)
 
 is at most the time of any plan that fits (weak Lagrangian duality; Everett 1963).  The time is a
-sum over stages of windows that see one neighbour on each side (`planner.cost.step_time`), and the memory at
+sum over stages of terms that depend on one neighbour on each side (`planner.cost.step_time`), and the memory at
 a fixed moment is a sum over stages, so dynamic programming over the chain finds the minimum exactly,
-over all orders of options, also those that the integer program does not tell apart:
+over all orders of options, also those that the integer program cannot distinguish:
 
     V_i(u, d) = min over options k of stage i with upward face u of
                 price_i(k) + min over u' of V_(i+1)(u', downward face of k) + windows_k(u', d)
@@ -38,7 +38,7 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 TOLERANCE = 1e-5
-"""Relative loss of the bound that is taken for stopping within a run of alike stages."""
+"""Relative loss of the bound that is accepted for stopping within a run of equal stages."""
 
 ROUNDS = 4
 """Grids of prices, each three times finer than the one before."""
@@ -50,7 +50,7 @@ class MemoryEvent:
 
     stage: int | None
     moment: Moment | None = None
-    """Any of the stage's that see the same neighbours."""
+    """Any moment of the stage that sees the same neighbours."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _faces(options: Sequence[StageCandidate], menu: CandidateSet) -> _Faces:
 
 
 def _edges_s(faces: _Faces, above: Array, below: Array, load: Workload) -> Array:
-    """Return the seconds of the windows at the edges, shape (options, faces above, faces below)."""
+    """Return the seconds of the terms at the edges, shape (options, faces above, faces below)."""
     numbers = faces.windows[:, :, None, None]
     gather, single = below[None, None, :], numbers[:, _SINGLE] > 0
     own_gather = np.where(single, gather, numbers[:, _TOP_GATHER])
@@ -112,7 +112,7 @@ def _edges_s(faces: _Faces, above: Array, below: Array, load: Workload) -> Array
 
 
 class ChainBound:
-    """The dynamic program for one menu."""
+    """The dynamic program for one candidate set."""
 
     def __init__(self, menu: CandidateSet) -> None:
         self.menu, self.load = menu, menu.load
@@ -123,7 +123,7 @@ class ChainBound:
         self._table_lists: dict[tuple[int | None, int, int | None], Any] = {}
 
     def table(self, above: int | None, stage_class: int, below: int | None) -> Array:
-        """Return the windows of a class between two others (None: the end of the chain)."""
+        """Return the edge terms of a class between two others (None: the end of the chain)."""
         key = (above, stage_class, below)
         if key not in self.tables:
             upward = np.zeros((1, 3)) if above is None else self.faces[above].upward
@@ -171,7 +171,7 @@ class ChainBound:
         """Return, for each stage, the bytes of each option at a moment."""
         rows: list[Array] = []
         for index, stage_class in enumerate(self.menu.stage_classes):
-            # Stages further off see nothing of the event but the side that they are on; 9: in the optimizer step.
+            # For stages further away only the side counts; 9: in the optimizer step.
             relation = 9 if event.stage is None else max(-2, min(2, index - event.stage))
             key = (stage_class, relation, event if abs(relation) < 2 else None)
             if key not in self._held:
@@ -183,10 +183,10 @@ class ChainBound:
     def least(self, memory: Sequence[Array], prices: Array) -> Array:
         """Return min over sequences of time + price * memory, for each price, shape of `prices`.
 
-        Within a run of alike stages each adds the same to every V(u, d) but for a while at its ends.  So
-        once V has grown by nearly the same everywhere, the rest of the run is taken at the least growth:
-        if V_i >= V_(i+1) + c in all places then V_(i-n) >= V_i + n c, as minima and sums keep the order.
-        The result is a lower bound, and off by at most `TOLERANCE`.
+        Within a run of equal stages each adds the same to every V(u, d), except near the ends of the run.  So once V
+        has grown by nearly the same everywhere, the rest of the run is extrapolated with the least growth: if
+        V_i >= V_(i+1) + c everywhere then V_(i-n) >= V_i + n c, as minima and sums preserve the order.  The result is a
+        lower bound, and off by at most `TOLERANCE`.
         """
         value: Array | None = None
         index = len(self.menu.stage_classes) - 1
@@ -208,7 +208,7 @@ class ChainBound:
         return total
 
     def _alike_below(self, index: int, memory: Sequence[Array]) -> int:
-        """Return how many stages right below one add to V by the same rule as it does."""
+        """Return how many stages directly below one add the same to V as it does."""
         classes, count = self.menu.stage_classes, 0
 
         def rule(i: int) -> tuple[object, ...]:
@@ -261,7 +261,7 @@ class ChainBound:
         values.reverse()
         picks = [int(np.argmin(costs[0][:, 0]))]
         for index in range(1, len(classes)):
-            # Which upward face the stage below was best off with, and the cheapest option that has it.
+            # The best upward face for the stage below, and the cheapest option with it.
             below = self.faces[classes[index - 1]]
             second = self.faces[classes[index - 2]].downward_of[picks[-2]] if index > 1 else 0
             table = self.table(classes[index], classes[index - 1], classes[index - 2] if index > 1 else None)
@@ -272,7 +272,7 @@ class ChainBound:
         return tuple(picks)
 
     def least_bytes(self, event: MemoryEvent) -> float:
-        """Return what every plan holds at a moment at least, reserve included."""
+        """Return a lower bound on what any plan holds at a moment, reserve included."""
         return sum(float(row.min()) for row in self.memory(event)) + self.load.cluster.reserve_bytes
 
     def dual(self, limit_bytes: float, event: MemoryEvent, rounds: int = ROUNDS) -> tuple[float, float]:
@@ -327,7 +327,7 @@ class ChainBound:
         for event in events:
             if best >= enough_s:
                 break
-            # A price that is good at one moment is about right at the others.
+            # A good price at one moment is nearly right at the others.
             find = partial(self.near, price=price) if price else partial(self.dual, rounds=1)
             bound_s, at = find(limit_bytes, event)
             if bound_s > best:
@@ -346,9 +346,9 @@ def _held(option: StageCandidate, relation: int, event: MemoryEvent, load: Workl
         held += option.reduced_after_backward
     if relation < 0:
         held += option.saved + option.kept
-    assert event.moment is not None, "a event in a stage is a moment"
+    assert event.moment is not None, "an event in a stage is a moment"
     if abs(relation) == 1:
-        # A stage above that reduces nothing leaves what another has left: at least nothing.
+        # Above a stage that reduces nothing there may be the buffer of another: counted as zero in a lower bound.
         held += neighbour_bytes(event.moment, *beside(option, relation > 0))
     if relation == 0:
         held += max((option.bytes_at(m) for m in option.moments if m.sees == event.moment.sees), default=0.0)
@@ -356,7 +356,7 @@ def _held(option: StageCandidate, relation: int, event: MemoryEvent, load: Workl
 
 
 def events_near(menu: CandidateSet, stage: int | None) -> tuple[MemoryEvent, ...]:
-    """Return the moments worth pricing: in the given stage, in the last two, and the optimizer step."""
+    """Return the moments at which memory is priced: in the given stage, in the last two, and the optimizer step."""
     count = len(menu.stage_classes)
     stages = dict.fromkeys(s for s in (stage, count - 1, count - 2) if s is not None and 0 <= s < count)
     found: list[MemoryEvent] = []

@@ -1,8 +1,8 @@
-"""The plan that needs least memory: what fits if anything does, and what a refusal is about.
+"""The plan that needs least memory: it fits if any plan does, and otherwise is the one that the refusal describes.
 
-The integer program that minimises the peak, and pricing of memory at the moments near it, give plans
-of each menu.  Menus are taken by what no plan of theirs is below, and plans by what the menu says
-that they hold; both end where the next cannot be smaller than the best whole plan so far.
+The integer program that minimises the peak, and pricing of memory at the moments near it, give plans of each candidate
+set.  Sets are taken in order of their lower bound, and plans in order of their estimated peak; both loops end where the
+next cannot be smaller than the best whole plan so far.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from planner.cost.workload import Workload
 from planner.pricing import PricedPlan, priced
 from planner.search.counting_ilp import CountingProgram
 from planner.search.lagrangian_bound import ChainBound, events_near
-from planner.search.search_space import CandidateSet, Space
+from planner.search.search_space import Space
 from profiler.byte_sizes import whole_mib
 
 PRICES = (1e-9, 1e-6, 1e-3)
-"""Seconds a byte, far above what time is worth."""
+"""Prices of memory in seconds per byte, so high that time hardly counts."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class LeastMemoryPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """The smallest limit that is enough for it, in whole MiB."""
+        """The smallest limit that it fits, in whole MiB."""
         return whole_mib(self.peak.total_bytes)
 
 
 def smallest_plan(space: Space, load: Workload, limit_bytes: float = float("inf")) -> LeastMemoryPlan:
-    """Return the plan of one workload that needs least memory, as it is run within a limit."""
+    """Return the plan of one workload that needs least memory, as the runtime executes it within a limit."""
     best: LeastMemoryPlan | None = None
     chains = [ChainBound(space.menu(load, spanning)) for spanning in space.spanning_offered(load)]
     least = {index: _least_bytes(chain) for index, chain in enumerate(chains)}
@@ -51,13 +51,14 @@ def smallest_plan(space: Space, load: Workload, limit_bytes: float = float("inf"
 
 
 def _smallest_of_menu(space: Space, chain: ChainBound, limit_bytes: float) -> LeastMemoryPlan:
-    """Return the smallest plan of a menu, of those that pricing and the program find."""
+    """Return the smallest plan of a candidate set, of those that pricing and the program find."""
     best: LeastMemoryPlan | None = None
     sizes = {picks: peak_memory(chain.menu.picked(picks), chain.load).total_bytes for picks in _small_plans(chain)}
     for picks in sorted(sizes, key=lambda picks: sizes[picks]):
         if best is not None and sizes[picks] >= best.peak.total_bytes:
-            break  # No rank holds less than the menu says.
-        found = _priced(space, chain.menu, picks, limit_bytes)
+            break  # No rank holds less than the estimate.
+        plan = priced(space, chain.load, chain.menu.chosen(picks), chain.menu.spanning).as_run(limit_bytes)
+        found = LeastMemoryPlan(plan, peak_memory(plan.options, chain.load))
         if best is None or found.peak.total_bytes < best.peak.total_bytes:
             best = found
     assert best is not None, "the program gives one plan"
@@ -66,7 +67,7 @@ def _smallest_of_menu(space: Space, chain: ChainBound, limit_bytes: float) -> Le
 
 def smallest_of(space: Space, loads: Sequence[Workload], limit_bytes: float) -> LeastMemoryPlan:
     """Return the smallest plan of several workloads, by growing micro-batch."""
-    # With a given global batch, few samples at once mean more micro-batches, which keep gradients.
+    # With a given global batch, smaller micro-batches mean more accumulation, which keeps gradients.
     ends = (loads[0], loads[-1]) if loads[0].accumulation > 1 else loads[:1]
     found = [smallest_plan(space, load, limit_bytes) for load in dict.fromkeys(ends)]
     return min(found, key=lambda smallest: smallest.peak.total_bytes)
@@ -78,21 +79,15 @@ def is_ruled_out(space: Space, load: Workload, limit_bytes: float) -> bool:
 
 
 def _least_bytes(chain: ChainBound) -> float:
-    """Return what no plan of a menu peaks below."""
+    """Return a lower bound on the peak of every plan of a candidate set."""
     return max(chain.least_bytes(event) for event in events_near(chain.menu, None))
 
 
 def _small_plans(chain: ChainBound) -> Iterator[tuple[int, ...]]:
-    """Yield the picks of plans that need little memory: the program's, and the least at events that can be priced."""
+    """Yield plans that need little memory: the program's, and those of least memory at events that can be priced."""
     smallest = CountingProgram.smallest(chain.menu)
     yield smallest.picks
     for event in events_near(chain.menu, peak_memory(smallest.options, chain.menu.load).stage):
         memory = chain.memory(event)
         for price in PRICES:
             yield tuple(chain.sequence(memory, price))
-
-
-def _priced(space: Space, menu: CandidateSet, picks: Sequence[int], limit_bytes: float) -> LeastMemoryPlan:
-    """Return a plan of a menu as it is priced, written down and run."""
-    plan = priced(space, menu.load, menu.chosen(picks), menu.spanning).as_run(limit_bytes)
-    return LeastMemoryPlan(plan, peak_memory(plan.options, menu.load))

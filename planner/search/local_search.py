@@ -1,6 +1,6 @@
-"""Local search on a decoded plan: what the integer program does not see.
+"""Local search on a decoded plan.
 
-The integer program counts options and does not see which stages are neighbours.  Two moves repair that:
+The integer program counts options and ignores which stages are neighbours.  Two moves make up for that:
 swap the options of two stages of one class, and give one stage another option.  A move is tried if it
 shortens the step (only its neighbours' overlap changes) and kept if the plan still fits.
 """
@@ -17,7 +17,7 @@ from planner.search.lagrangian_bound import ChainBound, MemoryEvent, events_near
 from planner.search.search_space import CandidateSet
 
 MAX_PASSES = 6
-"""Passes over all moves; on the models of the zoo the third finds nothing any more."""
+"""Passes over all moves; on the models of the zoo the third already finds none."""
 
 HIGHEST_PRICE = 64.0
 """Top of the price range, in steps' time for the whole limit."""
@@ -71,12 +71,12 @@ class LocalSearch:
         return tuple(current)
 
     def _watch_peak(self, picks: list[int]) -> None:
-        """Note the highest moment and its room: a move that needs more there cannot fit."""
+        """Record the peak and the memory left there: a move that needs more cannot fit."""
         peak = peak_memory(self.options(picks), self.menu.load)
         self.held: list[list[float]] = []
         self.room_bytes = 0.0
         if peak.phase == "forward":
-            return  # Rarely the peak, and not among the events that can be priced.
+            return  # Rarely the peak, and not an event that can be priced.
         events = [event for event in events_near(self.menu, peak.stage) if event.stage == peak.stage]
         rows = [self.chain.memory(event) for event in events]
         held = [sum(row[pick] for row, pick in zip(memory, picks, strict=True)) for memory in rows]

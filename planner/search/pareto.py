@@ -1,4 +1,4 @@
-"""Options that no plan needs: another is no worse in any number that a plan's cost is made of.
+"""Drops dominated options: those for which another option is no worse in any number that a plan's cost depends on.
 
 Write x <= y if every number of x is at most that of y.  The peak of a plan (`planner.cost.peak_memory`) is a
 maximum of sums, with factors of at least zero, of
@@ -11,7 +11,7 @@ monotone: in any plan that fits, y can be replaced by x, and the plan still fits
 remains if y is left out, as long as x stays; <= is transitive, and of equals the first stays, so every option left out
 has one no worse that stays.  (L = U + G - SG, of units that are reduced after all backward, is not in the list alone:
 it is only ever added to SG, of a stage whose backward is over.)  Options of one segment and of several are never
-compared, because their windows differ in form, nor are those that reduce something in backward with those that do
+compared, because their overlap terms differ in form, nor are those that reduce something in backward with those that do
 not, which leave what stages above have left.
 
 The same holds for one unit of a stage before its options are made: the options' numbers are monotone
@@ -66,13 +66,13 @@ def option_numbers(options: Sequence[StageCandidate], load: Workload, syncs: boo
 
 
 def lightest(options: Sequence[StageCandidate]) -> list[int]:
-    """Return the options that need not be left out if only memory counts."""
+    """Return the undominated options if only memory counts."""
     sees = sorted({moment.sees for option in options for moment in option.moments})
     return undominated(np.array([memory_numbers(option, sees) for option in options]))
 
 
 def memory_numbers(option: StageCandidate, sees: Sequence[Sees]) -> list[float]:
-    """Return what the peak of a plan is made of; `sees` are the kinds of moments that the stage can have."""
+    """Return the numbers that a plan's peak depends on; `sees` are those of the moments that the stage can have."""
     held = dict.fromkeys(sees, 0.0)
     for moment in option.moments:
         held[moment.sees] = max(held[moment.sees], option.bytes_at(moment))
@@ -92,7 +92,7 @@ def memory_numbers(option: StageCandidate, sees: Sequence[Sees]) -> list[float]:
 
 
 def unit_numbers(unit: UnitBytes, traffic: UnitTraffic, strategy: Strategy) -> list[float]:
-    """Return what an option's numbers are made of, of one unit."""
+    """Return the numbers of one unit that an option's numbers depend on."""
     kept = unit.unsharded if strategy.keeps_unsharded else unit.secondary
     in_backward = 0 if strategy.keeps_unsharded else 1
     seconds = [getattr(traffic, field.name) for field in fields(traffic) if field.name.endswith("_s")]

@@ -1,12 +1,12 @@
-"""The search: the plan with most samples per second within a memory limit, and a proof of how good.
+"""The search: the plan with most samples per second within a memory limit, and a bound on every other plan.
 
 The outer sweep runs over points (micro-batch, accumulation, strategy of the spanning operators; with
 uneven micro-batches also whether ranks wait for each other in every micro-batch or only once per step).
 Each point gets an upper bound on its samples per second from `planner.search.lagrangian_bound`, first a quick one.
-Points are taken from the highest bound down; one whose bound was quick gets the full one and goes
-back; for one whose bound is full the integer program finds a plan (and so does pricing), local search
-improves it and the pure cost functions evaluate it again.  When the highest bound is not above the
-best plan found, the rest cannot be better and is left out.  Plans that replicate everything are run by
+Points are taken in order of falling bound; a point with a quick bound gets the full one and is put back; for a point
+with a full bound the integer program and Lagrangian pricing find plans, local search improves them and the cost
+functions evaluate them again.  When the highest bound is not above the best plan found, no remaining point can be
+better, and the search ends.  Plans that replicate everything are run by
 DistributedDataParallel where they fit so, and have their own search and bound (`planner.search.ddp_search`).  So
 
     gap = 1 - best / max(best, highest remaining bound)
@@ -38,11 +38,10 @@ from planner.strategies.replicate import COPY
 from planner.strategies.spec import Strategy
 
 EXACT_BUDGET_S = 2.0
-"""After so much CPU time, points of the sweep are no longer given to the exact form of the program, which can take
-seconds for each where memory is tight; the bound says what that may lose."""
+"""CPU time after which the exact form of the program is no longer tried, as it can take seconds for each point where
+memory is tight; the gap covers what that may lose."""
 BUDGET_S = 12.0
-"""After so much CPU time, a plan that was found is given out; the points that are left stay in the gap, by their
-bounds."""
+"""CPU time after which the best plan so far is returned; the bounds of the remaining points count in the gap."""
 CLOSE_ENOUGH = 1e-3
 """A point whose bound is within this of the best plan is not worth another integer program."""
 
@@ -69,8 +68,8 @@ class Found:
     def gap(self) -> float:
         """Certified relative distance to the fastest plan of the sweep.
 
-        The bound is a relaxation's, or the solver's own bound on the exact program; never its word that a
-        plan is optimal, which it gives for what it had when its time was over, too.
+        The bound is that of a relaxation, or the solver's dual bound on the exact program; never the solver's status
+        "optimal", which it also reports when its time is over.
         """
         return max(0.0, 1.0 - self.samples_per_s / self.bound_samples_per_s)
 
@@ -85,9 +84,9 @@ class _Point:
     bound: float
     """Upper bound on samples per second."""
     full: bool
-    """Whether all moments were priced for it."""
+    """Whether the bound prices memory at all moments."""
     price: float
-    """Seconds a byte at which the quick bound was found."""
+    """Price of memory of the quick bound, in seconds per byte."""
     relaxed: bool
     """Whether the spanning operators' strategy is still open."""
 
@@ -107,10 +106,8 @@ class _Point:
     def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
         """Yield one point for each strategy of the spanning operators."""
         for spanning in space.spanning_offered(self.load):
-            child = _quick_point(
-                space.menu(self.load, spanning, self.menu.syncs_each_microbatch), limit_bytes, False, self.price
-            )
-            if child:
+            menu = space.menu(self.load, spanning, self.menu.syncs_each_microbatch)
+            if child := _quick_point(menu, limit_bytes, False, self.price):
                 yield replace(child, bound=min(self.bound, child.bound))
 
 
@@ -118,8 +115,8 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
     """Return the fastest plan within the limit.
 
     Several searches of one graph with the same pins can share a `space`, whose caches then do.
-    Raises `OsdpError` if nothing fits, with the smallest limit that would do and who needs it, or if
-    a parameter has no dimension.
+    Raises `OsdpError` if no plan fits, with the smallest limit that is enough and the operators that need it, or if
+    a parameter is a scalar.
     """
     started = time.perf_counter()
     for operator in task.graph.operators:
@@ -146,17 +143,9 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
             raise NothingFits(refusal_of(smallest, space, task))
         incumbent = smallest.candidate
     progress("done", 1.0)
-    return Found(
-        incumbent.space,
-        incumbent.load,
-        incumbent.options,
-        incumbent.spanning,
-        incumbent.samples_per_s,
-        max(top, incumbent.samples_per_s),
-        rivals,
-        count,
-        time.perf_counter() - started,
-    )
+    plan, took_s = incumbent, time.perf_counter() - started
+    speed, bound = plan.samples_per_s, max(top, plan.samples_per_s)
+    return Found(plan.space, plan.load, plan.options, plan.spanning, speed, bound, rivals, count, took_s)
 
 
 def _best_first(
@@ -190,7 +179,7 @@ def _solve(point: _Point, space: Space, limit_bytes: int, exact: bool) -> tuple[
     """Return the best plan found at a point, and what no plan of the point exceeds in samples per second."""
     best, least_s = solve(point.chain, space, limit_bytes, exact)
     bound = min(point.bound, point.load.samples_per_step / least_s) if least_s else point.bound
-    # That nothing was found proves nothing.
+    # Finding no plan proves nothing.
     if best is not None and best.samples_per_s < bound * (1 - PROVEN):
         peak = peak_memory(best.options, point.load)
         bound = min(bound, point.tightened(limit_bytes, 0.0, peak.stage).bound)
@@ -200,7 +189,7 @@ def _solve(point: _Point, space: Space, limit_bytes: int, exact: bool) -> tuple[
 def _quick_point(menu: CandidateSet, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:
     """Return a point with memory priced at one moment only; None if memory rules it out.
 
-    `near` is a price that was good for a point like it.
+    `near` is a good price of memory for a similar point.
     """
     if not all(menu.options):
         return None
@@ -218,7 +207,7 @@ def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress:
     points: list[_Point] = []
     for index, load in enumerate(loads):
         progress("bounding", index / len(loads))
-        # With uneven micro-batches, plans that synchronise ranks once per step wait less: a branch of their own.
+        # With uneven micro-batches, plans that synchronise ranks once per step wait less: they get points of their own.
         branches = (True, False) if load.waits.per_micro_batch != load.waits.per_step else (True,)
         menus = [space.relaxed_menu(load, syncs) for syncs in branches]
         found = [_quick_point(menu, limit_bytes, relaxed=bool(space.model.spanning)) for menu in menus]

@@ -1,12 +1,12 @@
-"""The plans that the search looks at: for each class of stages, its options.
+"""The search space: for each class of stages, its options with their memory and time.
 
-`planner.search.candidates` says what a stage may take, `planner.search.pareto` what of it no plan needs.  Spanning
-operators share one strategy.
+`planner.search.candidates` enumerates the choices of a stage, `planner.search.pareto` drops those that no plan needs.
+All spanning operators take one strategy.
 
 Choices with split operators are priced in a variant of the model in which one stage's operators are sliced; a whole
 plan is then priced in the model with all its slices (`planner.pricing`).  Ranks differ by the operators that each of
-them owns whole.  In menus each rank owns 1/N of them: at no moment is the mean over ranks more than what the fullest
-rank holds, so bounds hold; a whole plan is priced on the fullest rank.
+them owns whole.  In a `CandidateSet` each rank owns 1/N of them: the mean over ranks never exceeds what the fullest
+rank holds, so bounds stay valid; a whole plan is priced on the fullest rank.
 """
 
 from __future__ import annotations
@@ -28,15 +28,7 @@ from planner.cost.workload import Workload
 from planner.model.operator_split import slice_operators
 from planner.model.stages import StagedModel, cut
 from planner.problem import NO_PINS, Pins
-from planner.search.candidates import (
-    DIVERSE_STRATEGIES,
-    LIGHT_STRATEGIES,
-    MANY_CLASSES,
-    StageDecision,
-    choices_of,
-    first_and_least,
-    light_stages,
-)
+from planner.search.candidates import MANY_CLASSES, StageDecision, choices_of, first_and_least, light_stages
 from planner.search.pareto import option_numbers, undominated, unit_numbers
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
@@ -44,7 +36,9 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator
 
-NOWHERE: frozenset[int] = frozenset()
+Owned = frozenset[int] | None
+"""Operators that other ranks own; None: on the mean over ranks."""
+NOWHERE: Owned = frozenset()
 """No operator is owned by another rank."""
 
 Spanning = Strategy | tuple[Strategy, ...] | None
@@ -55,11 +49,11 @@ Priced = list[tuple[StageDecision, StageCandidate]]
 
 @dataclass(frozen=True)
 class CandidateSet:
-    """For one workload and one strategy of the spanning operators: the options of every stage."""
+    """The options of every stage, for one workload and one strategy of the spanning operators (`menu` for short)."""
 
     load: Workload
     spanning: Spanning
-    """Strategies of the spanning operators; None if there are none, or all are offered."""
+    """Strategies of the spanning operators; None if there are none, or if all strategies are candidates."""
     stage_classes: tuple[int, ...]
     """For each stage in execution order, its index into `options`."""
     options: tuple[tuple[StageCandidate, ...], ...]
@@ -73,7 +67,7 @@ class CandidateSet:
     def of(
         cls, load: Workload, spanning: Spanning, stage_classes: tuple[int, ...], found: Sequence[Priced], syncs: bool
     ) -> CandidateSet:
-        """Return the menu of choices with their options, for each class of stages."""
+        """Make it from (choice, option) pairs, one list for each class of stages."""
         options = tuple(tuple(option for _, option in pairs) for pairs in found)
         choices = tuple(tuple(choice for choice, _ in pairs) for pairs in found)
         return cls(load, spanning, stage_classes, options, choices, syncs)
@@ -83,28 +77,27 @@ class CandidateSet:
         return tuple((stage_class, len(list(run))) for stage_class, run in groupby(self.stage_classes))
 
     def only(self, kept: Sequence[Sequence[int]]) -> CandidateSet:
-        """Return the menu with some options of each class of stages."""
+        """Return it with only these options of each class of stages."""
         options = tuple(tuple(self.options[stage_class][k] for k in rows) for stage_class, rows in enumerate(kept))
         choices = tuple(tuple(self.choices[stage_class][k] for k in rows) for stage_class, rows in enumerate(kept))
         return replace(self, options=options, choices=choices)
 
     def without_dominated(self) -> CandidateSet:
-        """Return the menu without the options that no plan needs."""
-        return self.only(
-            [undominated(option_numbers(options, self.load, self.syncs_each_microbatch)) for options in self.options]
-        )
+        """Return it without the options that no plan needs."""
+        syncs = self.syncs_each_microbatch
+        return self.only([undominated(option_numbers(options, self.load, syncs)) for options in self.options])
 
     def picked(self, picks: Sequence[int]) -> tuple[StageCandidate, ...]:
         """Return the options of a plan, given the index of every stage's option."""
         return tuple(self.options[c][k] for c, k in zip(self.stage_classes, picks, strict=True))
 
     def chosen(self, picks: Sequence[int]) -> tuple[StageDecision, ...]:
-        """Return the choices of a plan, given the same."""
+        """Return the choices of a plan, given the index of every stage's option."""
         return tuple(self.choices[c][k] for c, k in zip(self.stage_classes, picks, strict=True))
 
 
 class _MeanCosts(UnitCosts):
-    """Costs of units on the mean over ranks, rounded down."""
+    """Costs of units averaged over ranks, rounded down."""
 
     def __call__(
         self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False
@@ -119,17 +112,17 @@ class _MeanCosts(UnitCosts):
 
 
 def _around(option: StageCandidate, unsharded: int, gradients: int) -> StageCandidate:
-    """Return an option with what spanning operators elsewhere hold."""
+    """Return an option with the memory of spanning operators that have no call in its stage."""
     if not unsharded and not gradients:
         return option
     return replace(option, ambient_unsharded=unsharded, ambient_gradients=gradients)
 
 
 class Space:
-    """The options of a model on a cluster; a cache over workloads.
+    """The options of a model on a cluster, cached over workloads.
 
-    `counts` says into how many slices operators are split; `model` has slices in place of these.
-    `pins` are for the search, in a space where nothing is split yet.
+    `counts` gives the number of slices of operators that are split; `model` has the slices in their place.
+    `pins` restrict the search; they need a space in which nothing is split yet.
     """
 
     def __init__(self, graph: ModelGraph, counts: Mapping[int, int] | None = None, pins: Pins = NO_PINS) -> None:
@@ -165,24 +158,22 @@ class Space:
     def _check_pins(self) -> None:
         for operator in (*self.model.spanning, *self.model.idle):
             if len(self.pins.strategies.get(operator, ())) > 1:
-                raise OsdpError(
-                    f"operator {self.graph.operators[operator].name} is not split by the search",
-                    got="a pin of several slices",
-                    expected="one strategy, as it runs in several stages or is never called",
-                )
+                what = f"operator {self.graph.operators[operator].name} cannot be split by the search"
+                expected = "one strategy, as it is called in several stages or never"
+                raise OsdpError(what, got="a pin with several slices", expected=expected)
 
     @property
     def has_pins(self) -> bool:
-        """Whether the user decided anything."""
+        """Whether the user fixed any choice."""
         return bool(self.pins.strategies or self.pins.recompute)
 
     def idle_strategies(self, cluster: Cluster) -> tuple[Strategy, ...]:
-        """Return what the search gives operators that are never called: what needs least memory."""
+        """Return the strategies of operators that are never called: pinned ones, else those of least memory."""
         least = max(strategies_on(cluster), key=lambda strategy: strategy.group)
         return tuple(self.pins.strategies.get(o, (least,))[0] for o in self.model.idle)
 
     def spanning_strategies(self, cluster_strategies: Sequence[Strategy]) -> tuple[Spanning, ...]:
-        """Return what the spanning operators may take."""
+        """Return the strategies that the spanning operators may take."""
         spanning, pinned = self.model.spanning, self.pins.strategies
         if not spanning:
             return (None,)
@@ -201,14 +192,14 @@ class Space:
         accumulation: int = 1,
         waits: Waits = NO_WAITS,
     ) -> Workload:
-        """Return a workload, the same object for the same figures: caches go by it, so searches share them."""
+        """Return a workload, the same object for equal arguments, because it is the key of caches."""
         key = (id(cluster), optimizer, precision, micro_batch, accumulation, waits)
         if key not in self._loads:
             self._loads[key] = Workload(cluster, optimizer, precision, micro_batch, accumulation, waits)
         return self._loads[key]
 
     def _make_variant(self, stage_class: int, counts: tuple[int, ...]) -> tuple[StagedModel, dict[int, int]]:
-        """Return the model with one example's operators split, and the operator of this model behind each one."""
+        """Return the model with one example's operators split, and for each of its operators the one of this model."""
         operators = self.model.stages[self.examples[stage_class]].operators
         split = {o: count for o, count in zip(operators, counts, strict=True) if count > 1}
         wholes = [o for o in range(len(self.graph.operators)) for _ in range(split.get(o, 1))]
@@ -223,12 +214,7 @@ class Space:
         return dict(zip(self.model.spanning, spanning, strict=True))
 
     def _option(
-        self,
-        stage_class: int,
-        choice: StageDecision,
-        spanning: Spanning,
-        load: Workload,
-        elsewhere: frozenset[int] | None = NOWHERE,
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned = NOWHERE
     ) -> StageCandidate:
         here = self.model.stages[self.examples[stage_class]].spanning
         option = self._alone(stage_class, choice, spanning if here else None, load, elsewhere)
@@ -239,14 +225,9 @@ class Space:
         return ambient(self.model, self.examples[stage_class], around, self._unit_costs(load))
 
     def _make_alone(
-        self,
-        stage_class: int,
-        choice: StageDecision,
-        spanning: Spanning,
-        load: Workload,
-        elsewhere: frozenset[int] | None,
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
     ) -> StageCandidate:
-        """Return the option without what spanning operators elsewhere hold; `elsewhere` None: on the mean rank."""
+        """Return the option without spanning operators that are called in other stages only."""
         around, mean = self.spanning_choices(spanning), elsewhere is None
         if choice.counts:
             model, wholes = self._variant(stage_class, choice.counts)
@@ -259,16 +240,16 @@ class Space:
             option = replace(option, moments=moments)
         else:
             costs, units = self.stage_costs(stage_class, load), self._unit_costs(load, mean)
-            option = make_option(costs, units, choice.strategies, choice.recompute, around, elsewhere or NOWHERE)
+            option = make_option(costs, units, choice.strategies, choice.recompute, around, elsewhere or frozenset())
         if self.model.idle and self.examples[stage_class] == 0:
             idle = dict(zip(self.model.idle, self.idle_strategies(load.cluster), strict=True))
             return replace(option, parameters=option.parameters + self.resting_bytes(idle, load, mean=mean))
         return option
 
     def resting_bytes(
-        self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = NOWHERE, mean: bool = False
+        self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = frozenset(), mean: bool = False
     ) -> int:
-        """Return the bytes of operators that are never called: parameters, and never a gradient."""
+        """Return the bytes of operators that are never called: parameters, and no gradients."""
         units = self._unit_costs(load, mean)
         return sum(units((o,), strategy, o in elsewhere)[0].parameters for o, strategy in idle.items())
 
@@ -277,19 +258,19 @@ class Space:
     ) -> UnitCosts:
         key = (id(load.cluster), load.precision, load.optimizer_name, mean, variant)
         if key not in self._units:
-            # It refers to `load`, so the cluster lives as long as its id is a key.
+            # The costs refer to `load`, so the cluster lives as long as its id is a key.
             self._units[key] = (_MeanCosts if mean else UnitCosts)(model or self.model, load)
         return self._units[key]
 
-    # --- menus ---
+    # --- candidate sets ---
 
     @property
     def is_diverse(self) -> bool:
-        """Whether so few stages are alike that mixes and splits are left out."""
+        """Whether the stages have so many classes that mixes and splits are left out."""
         return len(self.examples) > MANY_CLASSES
 
     def choices(self, stage_class: int, load: Workload) -> tuple[StageDecision, ...]:
-        """Return the choices of a class of stages, those left out that no plan needs at any micro-batch."""
+        """Return the choices of a class of stages, without those that no plan needs at any micro-batch."""
         uneven = load.waits.are_uneven
         key = (stage_class, id(load.cluster), load.precision, load.optimizer_name, uneven)
         if key not in self._offers:
@@ -297,9 +278,8 @@ class Space:
             if self.pins.strategies.keys().isdisjoint(stage.operators):
                 strategies = self._offered(stage.operators, strategies, load)
             light = self.examples[stage_class] in self.light
-            if light or self.is_diverse:
-                strategies = first_and_least(strategies, LIGHT_STRATEGIES if light else DIVERSE_STRATEGIES)
             whole = light or self.is_diverse
+            strategies = first_and_least(strategies, light) if whole else strategies
             self._offers[key] = tuple(choices_of(stage, self.model.graph, strategies, self.pins, whole))
         return self._offers[key]
 
@@ -308,7 +288,7 @@ class Space:
     ) -> tuple[Strategy, ...]:
         """Return the strategies that no other dominates if all the operators take the same one.
 
-        `alone` says that each of the operators is a unit of its own, as it is under `owner` in any case.
+        `alone` makes each operator a unit of its own, as `owner` always does.
         """
         if not operators:
             return tuple(strategies)
@@ -321,7 +301,7 @@ class Space:
         return tuple(strategy for strategy in strategies if strategy in kept)
 
     def spanning_offered(self, load: Workload) -> tuple[Spanning, ...]:
-        """Return what the spanning operators take in the search."""
+        """Return the strategies of the spanning operators that the search tries."""
         strategies = strategies_on(load.cluster, load.waits.are_uneven)
         if self.pins.strategies.keys().isdisjoint(self.model.spanning):
             strategies = self._offered(self.model.spanning, strategies, load, alone=True)
@@ -337,37 +317,33 @@ class Space:
         return found
 
     def _make_worthwhile(self, stage_class: int, spanning: Spanning, load: Workload, syncs: bool) -> Priced:
-        """Return those that no others dominate, without what spanning operators elsewhere hold.
+        """Return the undominated choices, without the memory of spanning operators called only elsewhere.
 
-        What these hold is the same for all, so it changes nothing of who dominates whom.
+        That memory is the same for all of them, so it does not affect dominance.
         """
-        found = [
-            pair
-            for pair in self._menu_options(stage_class, spanning, load)
-            if syncs or not pair[1].syncs_each_microbatch
-        ]
+        pairs = self._menu_options(stage_class, spanning, load)
+        found = [pair for pair in pairs if syncs or not pair[1].syncs_each_microbatch]
         return [found[k] for k in undominated(option_numbers([option for _, option in found], load, syncs))]
 
     def _menu(self, load: Workload, spanning: Spanning, syncs: bool = True) -> CandidateSet:
         """Return the options of every stage under given strategies of the spanning operators.
 
-        With `syncs` plans are charged as if ranks waited for each other in every micro-batch, as in all but a few they
-        do.  Without, only options are offered with which ranks wait once per step, and they are charged so.  Every plan
-        is in one of the two menus as it is priced, and in the other, if at all, at no less.
+        With `syncs`, plans are charged as if ranks waited for each other in every micro-batch, as most do.  Without,
+        only options with which ranks wait once per step are kept, and charged so.  Every plan is in one of the two
+        sets at its own price, and in the other, if at all, at no lower one.
         """
         found = []
         for stage_class, example in enumerate(self.examples):
-            pairs = self._worthwhile(
-                stage_class, spanning if self.model.stages[example].spanning else None, load, syncs
-            )
+            here = spanning if self.model.stages[example].spanning else None
+            pairs = self._worthwhile(stage_class, here, load, syncs)
             held = self._ambient(stage_class, spanning, load) if spanning else (0, 0)
             found.append([(choice, _around(option, *held)) for choice, option in pairs])
         return CandidateSet.of(load, spanning, self.stage_classes, found, syncs)
 
     def _relaxed_menu(self, load: Workload, syncs: bool = True) -> CandidateSet:
-        """Return a menu that costs no plan more than it does, whatever the spanning operators take.
+        """Return candidates that cost no plan more than its price, whatever strategy the spanning operators take.
 
-        Stages that call them offer all their strategies, each for itself; elsewhere they hold the least.
+        Stages that call them choose among all their strategies independently; elsewhere they hold the least.
         """
         takes = self.spanning_offered(load)
         if len(takes) == 1:
@@ -376,14 +352,11 @@ class Space:
         for stage_class, example in enumerate(self.examples):
             held = [self._ambient(stage_class, take, load) for take in takes]
             if self.model.stages[example].spanning:
-                each = zip(takes, held, strict=True)
-                found.append(
-                    [
-                        (choice, _around(option, *around))
-                        for take, around in each
-                        for choice, option in self._worthwhile(stage_class, take, load, syncs)
-                    ]
-                )
+                pairs = list[tuple[StageDecision, StageCandidate]]()
+                for take, around in zip(takes, held, strict=True):
+                    own = self._worthwhile(stage_class, take, load, syncs)
+                    pairs += [(choice, _around(option, *around)) for choice, option in own]
+                found.append(pairs)
                 continue
             least = min(unsharded for unsharded, _ in held), min(gradients for _, gradients in held)
             pairs = self._worthwhile(stage_class, None, load, syncs)
@@ -391,7 +364,7 @@ class Space:
         return CandidateSet.of(load, None, self.stage_classes, found, syncs).without_dominated()
 
     def with_slices(self, counts: Mapping[int, int]) -> Space:
-        """Return the space of the model with operators split; it keeps the pins of what the search never splits."""
+        """Return the space of the model with operators split, with pins of operators that the search never splits."""
         key = tuple(sorted(counts.items()))
         if key not in self._sliced:
             starts = [0, *accumulate(counts.get(index, 1) for index in range(len(self.graph.operators)))]
@@ -401,7 +374,7 @@ class Space:
         return self._sliced[key]
 
     def operator_at(self, peak: MemoryPeak) -> Operator | None:
-        """Return the operator that a peak names; None in the optimizer step.
+        """Return the operator at which a plan peaks; None in the optimizer step.
 
         Options are made for one example of each class of stages, and so name the example's operators.
         """

@@ -1,13 +1,12 @@
-"""The best plan that is found for one menu within a limit: program, pricing, local search.
+"""Solves one candidate set within a limit: integer program, Lagrangian pricing, local search.
 
-A menu may have hundreds of options for a class of stages, and most of them are in no good plan.  The
-program and the local search get a few columns of it: what sequences that are optimal at some price of
-memory take (`planner.search.lagrangian_bound`), and the options of one strategy.  This is column generation cut short:
-the bound is that of the whole menu, so what the columns lack shows in the gap.
+A candidate set may have hundreds of options for a class of stages, most of them in no good plan.  The program and the
+local search get a few of them: those in sequences that are optimal at some price of memory
+(`planner.search.lagrangian_bound`), and those with one strategy.  This is truncated column generation: the bound is
+that of the whole set, so the gap covers what the selection lacks.
 
-A plan is priced again as a whole (`Space.plan`).  If operators of strategy `owner` make its fullest
-rank exceed the limit, the menu is solved again with the limit lowered by what it was exceeded by, and
-without such operators.
+A plan is priced again as a whole (`planner.pricing.priced`).  If operators of strategy `owner` make its fullest rank
+exceed the limit, the set is solved again with the limit lowered by the excess, and without such operators.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from planner.search.local_search import LocalSearch
 from planner.search.search_space import CandidateSet, Space
 
 FEW_OPTIONS = 40
-"""Classes of stages with at most so many options give all of them to the program."""
+"""Classes of stages with at most so many options keep all of them."""
 PRICES = (0.5, 0.8, 1.0, 1.25, 2.0)
-"""Factors of the best price of memory at which sequences are taken."""
+"""Multiples of the best price of memory at which sequences are taken."""
 ATTEMPTS = 3
-"""How often a menu is solved with a lower limit until the fullest rank fits."""
+"""How often a candidate set is solved with a lower limit until the fullest rank fits."""
 PROVEN = 1e-9
-"""A plan this close to its bound is optimal, but for rounding."""
+"""A plan this close to its bound is optimal up to rounding."""
 
 
 def columns_of(chain: ChainBound, limit_bytes: float) -> CandidateSet:
-    """Return the menu with the options that are worth giving to the program."""
+    """Return the candidates with the options that are passed to the program."""
     menu = chain.menu
     if all(len(options) <= FEW_OPTIONS for options in menu.options):
         return menu
@@ -54,9 +53,9 @@ def columns_of(chain: ChainBound, limit_bytes: float) -> CandidateSet:
 
 
 def solve(chain: ChainBound, space: Space, limit_bytes: int, exact: bool = True) -> tuple[PricedPlan | None, float]:
-    """Return the best plan found of a menu within a limit, and seconds that no plan of the menu beats; 0: none known.
+    """Return the best plan found within a limit, and a lower bound on the seconds of all candidates (0: none known).
 
-    `chain` is the menu's bound; `exact` allows for the exact form of the program, where the menu is small enough.
+    `chain` bounds the candidates; `exact` allows the exact form of the program, where it is small enough.
     """
     limit, bound_s = float(limit_bytes), 0.0
     fitting: list[PricedPlan] = []
@@ -79,8 +78,8 @@ def solve(chain: ChainBound, space: Space, limit_bytes: int, exact: bool = True)
 
 
 def _without_owners(menu: CandidateSet) -> CandidateSet | None:
-    """Return the menu without operators of strategy `owner`, of which ranks differ; None if that changes nothing,
-    or leaves a stage without options."""
+    """Return the candidates without strategy `owner`, under which ranks differ; None if there are none with it, or if
+    a stage would have no option."""
     kept = [
         [k for k, choice in enumerate(choices) if not any(s.spec.has_owner for s in choice.strategies)]
         for choices in menu.choices
@@ -90,7 +89,7 @@ def _without_owners(menu: CandidateSet) -> CandidateSet | None:
 
 
 def _solutions(chain: ChainBound, limit_bytes: float, exact: bool) -> Iterator[tuple[tuple[StageDecision, ...], float]]:
-    """Yield good plans that fit by the menu's own options, and seconds that no plan of the menu beats; 0: not known."""
+    """Yield good plans that fit by the mean rank's memory, each with a lower bound on the seconds (0: none known)."""
     columns = columns_of(chain, limit_bytes)
     local = LocalSearch(columns, limit_bytes, chain if columns is chain.menu else None)
     start = fastest(columns, limit_bytes) or CountingProgram.smallest(columns)
@@ -103,7 +102,7 @@ def _solutions(chain: ChainBound, limit_bytes: float, exact: bool) -> Iterator[t
             yield columns.chosen(improved), 0.0
     few = exact and len(columns.stage_classes) <= EXACT_STAGES
     if few and best_s > chain.bound_s(limit_bytes, events) * (1 + PROVEN):
-        # Where memory is tight, options that no price suggests can double the speed.
+        # Where memory is tight, options that are optimal at no price can double the speed.
         exactly = fastest(chain.menu, limit_bytes, exact=True)
         if exactly is not None:
             yield chain.menu.chosen(exactly.picks), exactly.least_s

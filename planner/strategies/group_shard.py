@@ -31,5 +31,5 @@ class GroupShard(StrategySpec):
 
 
 SPEC = GroupShard(
-    "group_shard", 40, "split inside a group, replicated across groups (HSDP)", argument="group", baseline="HSDP"
+    "group_shard", 40, "sharded inside a group, replicated across groups (HSDP)", argument="group", baseline="HSDP"
 )

@@ -47,5 +47,5 @@ class Hierarchical(StrategySpec):
 
 
 SPEC = Hierarchical(
-    "hierarchical", 50, "split over all ranks; gathered across nodes, then inside", wrapping="hierarchical"
+    "hierarchical", 50, "sharded over all ranks; all-gathered across nodes, then inside", wrapping="hierarchical"
 )

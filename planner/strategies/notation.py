@@ -1,4 +1,4 @@
-"""Strategies and choices of operators as plans, pins and reports write them."""
+"""The notation of strategies in plan files, pins and reports: parsing and formatting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SLICES = 1024
 
 
 def parse_strategy(text: str, cluster: Cluster) -> Strategy:
-    """Return the strategy that `str(strategy)` printed; where one rank owns units whole, `owner@3` says which rank.
+    """Return the strategy that `str(strategy)` printed; `owner@3` also fixes the rank that owns the unit.
 
     Raises `OsdpError` if it is unknown or does not fit the cluster.
     """
@@ -29,32 +29,22 @@ def parse_strategy(text: str, cluster: Cluster) -> Strategy:
     free = known.get(name + offload)
     if free is not None and free.spec.has_owner and rank is not None:
         if int(rank) >= cluster.world_size:
-            raise OsdpError(
-                "there is no such rank to own parameters",
-                got=f"{name}@{int(rank)}",
-                expected=f"a rank from 0 to {cluster.world_size - 1}",
-            )
+            expected = f"a rank from 0 to {cluster.world_size - 1}"
+            raise OsdpError("the owner must be one of the ranks", got=f"{name}@{int(rank)}", expected=expected)
         return replace(free, owner=int(rank))
     if cluster.world_size == 1 and name in SPECS and name not in known:
-        raise OsdpError(
-            f"{text} needs several ranks",
-            got="1 rank",
-            expected=", ".join(known),
-            advice="two ranks or more: torchrun --nproc_per_node, or --gpus-per-node",
-        )
+        advice = "two ranks or more: torchrun --nproc_per_node, or --gpus-per-node"
+        raise OsdpError(f"{text} needs several ranks", got="1 rank", expected=", ".join(known), advice=advice)
     plain = [name for name, strategy in known.items() if not strategy.offload]
-    raise OsdpError(
-        f"no such strategy on {cluster.nodes} x {cluster.gpus_per_node} ranks",
-        got=text or "nothing",
-        expected=f"{', '.join(plain)}; each also with +offload",
-    )
+    what = f"no such strategy on {cluster.nodes} x {cluster.gpus_per_node} ranks"
+    raise OsdpError(what, got=text or "nothing", expected=f"{', '.join(plain)}; each also with +offload")
 
 
 def format_choice(slices: Sequence[Strategy]) -> str:
-    """Return an operator's choice as plans write it.
+    """Return an operator's choice as plan files write it.
 
-    That is the strategy if there is one slice, else `split(...)` with the slices' strategies in
-    order, equal neighbours counted: `split(2*shard, replicate)` has three slices.
+    That is its strategy, or `split(...)` with the strategies of its slices in order, where equal neighbours are
+    counted: `split(2*shard, replicate)` has three slices.
     """
     if len(slices) == 1:
         return str(slices[0])
@@ -77,12 +67,8 @@ def parse_choice(text: str, cluster: Cluster) -> tuple[Strategy, ...]:
         count = int(counted[1] or 1)
         slices += [parse_strategy(counted[2], cluster)] * min(count, MAX_SLICES + 1)
         if not 1 <= count <= MAX_SLICES or len(slices) > MAX_SLICES:
-            raise OsdpError("a split has a count that cannot be", got=text, expected=f"1 to {MAX_SLICES} slices in all")
+            raise OsdpError("invalid slice count in a split", got=text, expected=f"2 to {MAX_SLICES} slices in all")
     if len(slices) < 2:
-        raise OsdpError(
-            "a split needs two slices or more",
-            got=text,
-            expected="for instance split(2*shard)",
-            advice=f"write {slices[0]} for an operator in one piece",
-        )
+        advice = f"write {slices[0]} for an operator that is not split"
+        raise OsdpError("a split needs two slices or more", got=text, expected="e.g. split(2*shard)", advice=advice)
     return tuple(slices)

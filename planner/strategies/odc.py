@@ -67,5 +67,5 @@ class OneSided(StrategySpec):
 
 
 SPEC = OneSided(
-    "odc", 80, "split inside a group of a node; pulled and pushed without waiting, met once per step", argument="group"
+    "odc", 80, "sharded inside a node; one-sided pulls and pushes, synchronized once per step", argument="group"
 )

@@ -22,6 +22,4 @@ class OrderedOneSided(OneSided):
         return False
 
 
-SPEC = OrderedOneSided(
-    "odc_ordered", 90, "as odc, with gradients that are the same in every run, bit by bit", argument="group"
-)
+SPEC = OrderedOneSided("odc_ordered", 90, "as odc, with bitwise reproducible gradients", argument="group")

@@ -34,7 +34,7 @@ def known_strategies(cluster: Cluster) -> tuple[Strategy, ...]:
 def strategies_on(cluster: Cluster, uneven: bool = False) -> tuple[Strategy, ...]:
     """Return every strategy that the search offers on the cluster, in the order of preference.
 
-    Each is also offered with offload, after all without, if the figures of the host are known.  `uneven` says
+    Each is also offered with offload, after all those without, if the cluster has figures of the host.  `uneven` says
     whether micro-batches differ (`StrategySpec.offered`).
     """
     known = [strategy for strategy in known_strategies(cluster) if cluster.host or not strategy.offload]

@@ -29,5 +29,5 @@ class SecondaryShard(StrategySpec):
 
 
 SPEC = SecondaryShard(
-    "secondary_shard", 60, "split over all ranks; a copy inside a group serves backward (hpZ)", argument="secondary"
+    "secondary_shard", 60, "sharded over all ranks; backward gathers a copy inside a group (hpZ)", argument="secondary"
 )

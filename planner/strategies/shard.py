@@ -8,4 +8,6 @@ from __future__ import annotations
 
 from planner.strategies.spec import StrategySpec
 
-SPEC = StrategySpec("shard", 20, "split over all ranks; gathered in forward and again in backward", baseline="FSDP")
+SPEC = StrategySpec(
+    "shard", 20, "sharded over all ranks; all-gathered in forward and again in backward", baseline="FSDP"
+)

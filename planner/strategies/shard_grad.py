@@ -11,7 +11,7 @@ from planner.strategies.spec import StrategySpec
 SPEC = StrategySpec(
     "shard_grad",
     30,
-    "split over all ranks; gathered once and kept to backward (ZeRO-2)",
+    "sharded over all ranks; all-gathered once, kept until backward (ZeRO-2)",
     keeps_unsharded=True,
     baseline="ZeRO-2",
 )

@@ -1,4 +1,4 @@
-"""What a strategy is: a value that operators take (`Strategy`), and all that the planner asks of it (`StrategySpec`).
+"""Strategies: the value that an operator takes (`Strategy`), and what the planner needs to know of it (`StrategySpec`).
 
 A *unit* is a set of operators that are wrapped, gathered and reduced together (`planner.model.fsdp_units`).
 In the files of the strategies, P are a unit's parameters and T its trainable ones, every tensor's rows padded
@@ -34,8 +34,8 @@ MASTER_BYTES = 4
 """Sharded parameters rest in fp32 under every precision."""
 
 Phase = Literal["forward", "backward", "reduce", "step"]
-"""`forward`, `backward`: before it; `reduce`: after backward, in every micro-batch; `step`: after
-backward, in the last micro-batch of a step only."""
+"""`forward` and `backward`: before those; `reduce`: after backward, in every micro-batch; `step`: after backward, in
+the last micro-batch of a step only."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,11 +47,11 @@ class Strategy:
     group: int
     """Ranks over which one copy of the parameters is split."""
     offload: bool = False
-    """Whether what rests (parameters, gradients, optimizer states) is in the host's memory."""
+    """Whether sharded parameters, gradients and optimizer states are in host memory."""
     secondary: int = 0
     """Ranks over which the secondary copy, kept from forward to backward, is split; 0 if there is none."""
     owner: int | None = None
-    """Rank that a user gave a unit to, if one rank owns it whole; None: by size (`assign_owners`)."""
+    """Rank that the user chose as owner, for strategies with one; None: by size (`assign_owners`)."""
 
     def __str__(self) -> str:
         argument = f":{getattr(self, self.spec.argument)}" if self.spec.argument else ""
@@ -60,7 +60,7 @@ class Strategy:
 
     @property
     def spec(self) -> StrategySpec:
-        """What its file says."""
+        """Its specification."""
         return SPECS[self.name]
 
     @property
@@ -70,7 +70,7 @@ class Strategy:
 
     @property
     def reshard_after_forward(self) -> bool | int:
-        """What `fully_shard` takes by that name."""
+        """The argument of that name of `fully_shard`."""
         return self.secondary or not self.keeps_unsharded
 
     @property
@@ -118,7 +118,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """What the planner asks of a strategy; the defaults are those of `fully_shard`."""
+    """What the planner needs to know of a strategy; the defaults are those of `fully_shard`."""
 
     name: str
     preference: int
@@ -127,9 +127,9 @@ class StrategySpec:
     wrapping: str = "fully_sharded"
     """The file of `runtime/strategies/` that wraps its units."""
     argument: Literal["", "group", "secondary"] = ""
-    """The field of `Strategy` that is a choice, and so part of the printed name."""
+    """The field of `Strategy` that is part of the printed name, if it has several values."""
     baseline: str = ""
-    """What users call it if everything takes it, where plans are compared with that."""
+    """Common name of the configuration in which all operators take it, if plans are compared with that."""
     stride: int = 1
     """Distance of neighbours in the group that a copy is split over; if it is not 1, groups times it are the world."""
     keeps_unsharded: bool = False
@@ -139,9 +139,9 @@ class StrategySpec:
     has_owner: bool = False
     """Whether one rank holds each unit whole, so that ranks differ."""
     stalls: bool = False
-    """Whether its communication is on the stream that computes: nothing hides it, and nothing is prefetched."""
+    """Whether it communicates on the compute stream: no overlap and no prefetch."""
     frees_before_reduction: bool = True
-    """Whether unsharded parameters go before gradients are reduced."""
+    """Whether unsharded parameters are freed before gradients are reduced."""
     offload_buffers: bool = True
     """Whether an offloaded shard and its gradient pass through buffers of their own on the device."""
     one_sided: bool = False
@@ -152,7 +152,7 @@ class StrategySpec:
     """Whether DistributedDataParallel can run it."""
 
     def groups(self, cluster: Cluster) -> tuple[int, ...]:
-        """Return the numbers of ranks that it can split a copy over on a cluster."""
+        """Return the numbers of ranks that it can shard a copy over on a cluster."""
         return (cluster.world_size,) if cluster.world_size > 1 else ()
 
     def on(self, cluster: Cluster) -> tuple[Strategy, ...]:

@@ -1,4 +1,4 @@
-"""What one unit sends: its tensors padded as FSDP2 pads them, and the collectives of its strategy."""
+"""The collectives of one unit by its strategy, with its tensors padded as FSDP2 pads them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unit_collectives(
 ) -> tuple[Collective, ...]:
     """Return everything that one unit sends, those of a phase in the order in which they are sent.
 
-    What offload copies between host and device is no collective: `planner.cost.unit_communication` has it.
+    Offload copies between host and device are not collectives: see `planner.cost.unit_communication`.
     """
     parameters = tuple(parameters)
     trained = [parameter for parameter in parameters if parameter.trainable]

@@ -1,4 +1,4 @@
-"""What is known of a cluster: devices, memory, rates and links, each number with its source.
+"""A cluster: devices, memory, rates and links, each number with its source.
 
 A cluster is read from `configs/clusters/*.yaml` (published figures) or from a measured profile
 of the same form.  Nothing here needs torch.
@@ -24,9 +24,9 @@ class Device:
     kind: str
     """`cuda` or `cpu`."""
     nominal_bytes: Figure
-    """Memory of one device as it is sold (1 GB meant as 1 GiB): the most that a user can ask for."""
+    """Nominal memory of one device (1 GB meant as 1 GiB): the largest limit that a user can set."""
     memory_bytes: Figure
-    """Memory of one device that its driver leaves to programs."""
+    """Memory of one device that is available to programs."""
     matmul_flops_per_s: dict[str, Figure]
     """Peak rate of dense matrix products by precision (`fp32`, `bf16`)."""
     matmul_efficiency: Figure
@@ -34,7 +34,7 @@ class Device:
     memory_bytes_per_s: Figure
     """Rate at which kernels other than matrix products read and write device memory."""
     reserve_bytes: dict[str, Figure]
-    """Reserved for the CUDA context, NCCL and cuBLAS, and for what the caching allocator loses to rounding."""
+    """Reserved for the CUDA context, NCCL and cuBLAS, and for the caching allocator's rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`nodes` x `gpus_per_node` alike devices."""
+    """`nodes` x `gpus_per_node` equal devices."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
     SCHEMA: ClassVar[str] = "osdp.cluster/1"
@@ -91,9 +91,9 @@ class Cluster:
     host: Host | None = None
     """The host's figures; None: the search offers no offload."""
     ring: tuple[RingRule, ...] = ()
-    """Where the runtime reduce-scatters by a ring of its own, because that was measured to be faster."""
+    """Groups in which OSDP's own ring reduce-scatter was measured to be faster than the backend's."""
     measured: Measured | None = None
-    """What `osdp profile` measured there; None: times are derived from the figures above."""
+    """Measurements of `osdp profile`; None: times are derived from the figures above."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -107,22 +107,16 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     def with_ranks(self, nodes: int, gpus_per_node: int) -> Cluster:
-        """Return it with another number of ranks.
+        """Return the cluster with another number of ranks.
 
-        What was measured stays only for equally many ranks on a node: with others, groups of as many ranks
-        are on other nodes, and other ranks share a machine.
+        Measurements are kept only for the same number of ranks per node: otherwise groups lie on other nodes, and other
+        ranks share a machine.
         """
-        same = gpus_per_node == self.gpus_per_node
-        return replace(
-            self,
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            ring=self.ring if same else (),
-            measured=self.measured if same else None,
-        )
+        resized = replace(self, nodes=nodes, gpus_per_node=gpus_per_node)
+        return resized if gpus_per_node == self.gpus_per_node else replace(resized, ring=(), measured=None)
 
     def algorithm(self, operation: str, ranks: int, stride: int, size_bytes: float) -> str:
-        """Return how the runtime runs a collective: `native` or `ring`."""
+        """Return how the runtime executes a collective: `native` or `ring`."""
         for rule in self.ring:
             if operation == "reduce_scatter" and (rule.ranks, rule.stride) == (ranks, stride):
                 return "ring" if size_bytes >= rule.from_bytes else "native"
@@ -130,7 +124,7 @@ class Cluster:
 
     @property
     def interference(self) -> float:
-        """Fraction of the time of communication under computation that computation loses to it."""
+        """Slow-down of computation by overlapped communication, per second of that communication."""
         return self.measured.interference if self.measured and self.overlaps else 0.0
 
     @property
@@ -140,5 +134,5 @@ class Cluster:
 
     @property
     def reserve_bytes(self) -> float:
-        """Bytes per device that no tensor may use."""
+        """Bytes per device that tensors cannot use."""
         return sum(figure.value for figure in self.device.reserve_bytes.values())

@@ -1,4 +1,4 @@
-"""A number with its source: what every claim about a machine is made of."""
+"""A number with its source, as all figures of a cluster are."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Figure:
     def __post_init__(self) -> None:
         if not 0 <= self.value < float("inf"):
             raise ValueError(f"must be finite and not negative, got {self.value}")
-        kinds = ("datasheet", "paper", "measured", "derived", "assumed")
-        if self.source.partition(": ")[0] not in kinds or not self.source.partition(": ")[2]:
-            raise ValueError(f"source must start with one of {', '.join(kinds)} and a colon, got {self.source!r}")
+        origins = ("datasheet", "paper", "measured", "derived", "assumed")
+        origin, _, detail = self.source.partition(": ")
+        if origin not in origins or not detail:
+            raise ValueError(f"source must start with one of {', '.join(origins)} and a colon, got {self.source!r}")

@@ -1,8 +1,8 @@
-"""What was measured on a cluster, in the form in which the planner uses it. Nothing here needs torch.
+"""Measurements of a cluster, in the form in which the planner uses them. Nothing here needs torch.
 
 A collective's time is a piecewise linear function of the bytes S of its whole tensor,
 
-    t(S) = latency_s + S / bytes_per_s        of the last piece with from_bytes <= S
+    t(S) = latency_s + S / bytes_per_s        of the last segment with from_bytes <= S
 
 fitted to medians (`profiler.cluster.piecewise_fit`).  A call's is measured at a few micro-batches b; in between, and
 beyond, the ratio of measured to roofline (`planner.cost.workload`) is what is interpolated, so that a single
@@ -36,9 +36,9 @@ class FitSegment:
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     from_bytes: float
-    """Smallest size that it is for; the first piece starts at 0."""
+    """Smallest size that it covers; the first segment starts at 0."""
     latency_s: float
-    """Seconds at size 0, if the line went on."""
+    """The line's value at size 0."""
     s_per_byte: NotNegative
     """Slope."""
 
@@ -47,7 +47,7 @@ class FitSegment:
 class CollectiveTimes:
     """How long one collective takes in one group while all such groups of the cluster run it at once.
 
-    The time is that of what `fully_shard` does around it too: copying in and out of the flat tensors.
+    The time includes the copies into and out of flat tensors that `fully_shard` makes around it.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -55,7 +55,7 @@ class CollectiveTimes:
     operation: str
     """`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `reduce`, `pull`, `push` or `publish`."""
     algorithm: str
-    """`native` (the backend's) or `ring` (ours)."""
+    """`native` (the backend's) or `ring` (OSDP's)."""
     ranks: GroupSize
     """Ranks of the group."""
     stride: Stride
@@ -80,7 +80,7 @@ class CallTimes:
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     key: str
-    """`call_key` of the calls that it is for."""
+    """`call_key` of the calls that it covers."""
     name: str
     """One of them: model and operator."""
     micro_batches: tuple[int, ...]
@@ -113,14 +113,14 @@ class OptimizerTimes:
 
 @dataclass(frozen=True, slots=True)
 class RingRule:
-    """A group in which our ring reduce-scatter was measured to be faster than the backend's."""
+    """A group in which OSDP's ring reduce-scatter was measured to be faster than the backend's."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     ranks: GroupSize
     stride: Stride
     from_bytes: NotNegative
-    """Smallest tensor that goes round the ring."""
+    """Smallest tensor that is reduced by the ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,23 +139,23 @@ class Measured:
     calls: tuple[CallTimes, ...] = ()
     optimizers: tuple[OptimizerTimes, ...] = ()
     overlapped_slowdown: Annotated[float, Ge(1)] = 1.0
-    """How many times longer computation takes while communication runs in the background."""
+    """Factor by which computation slows down while communication runs."""
     asynchronous: bool = False
     """Whether a collective that is waited for later (as DistributedDataParallel's are) runs under computation."""
     unit_overhead_s: NotNegative = 0.0
-    """What each gather and each reduction of a unit of FSDP2 takes beyond its collectives."""
+    """Time of each gather and each reduction of an FSDP2 unit beyond its collectives."""
     one_sided_overhead_s: NotNegative | None = None
-    """The same of each pull and each push of `odc`; None: not measured, and taken for as much."""
+    """The same of each pull and each push of `odc`; None: not measured, `unit_overhead_s` is used."""
     notes: tuple[str, ...] = ()
-    """What the user should know of them: what does not fit together, and what was done about it."""
+    """Notes for the user: inconsistencies, and how they were resolved."""
 
     @property
     def interference(self) -> float:
-        """Fraction of the time of communication under computation that computation loses to it."""
+        """Slow-down of computation by overlapped communication, per second of that communication."""
         return 1.0 - 1.0 / self.overlapped_slowdown
 
     def overhead_s(self, one_sided: bool) -> float:
-        """Return what each gather and reduction of a unit takes beyond what it communicates."""
+        """Return the time of each gather and reduction of a unit beyond its communication."""
         if one_sided and self.one_sided_overhead_s is not None:
             return self.one_sided_overhead_s
         return self.unit_overhead_s
@@ -170,7 +170,7 @@ class Measured:
 
 
 def call_key(graph: ModelGraph, call: Call) -> str:
-    """Return what calls have in common that take equally long: kind and shapes of the operator, and its work.
+    """Return the key of calls that take equally long: class and shapes of the operator, and its work.
 
     The key does not depend on the model's name or on the number of its layers.
     """

@@ -2,7 +2,7 @@
 
 With knots 0 = k_0 < k_1 < .. < k_p at measured sizes, the time is
 
-    t(S) = latency + sum_i slope_i * clip(S - k_(i-1), 0, k_i - k_(i-1))        (the last piece has no end)
+    t(S) = latency + sum_i slope_i * clip(S - k_(i-1), 0, k_i - k_(i-1))        (the last segment has no end)
 
 with latency and slopes not negative: it is continuous and never falls, and it is not negative.  The
 coefficients minimise the sum of ((t(S) - measured) / measured)^2, so that small tensors count as much as
@@ -25,16 +25,16 @@ from profiler.errors import OsdpError
 MIN_POINTS = 3
 """Sizes that a fit needs: every two lie on a line."""
 GOOD_RESIDUAL = 0.10
-"""A fit that is this close at worst gets no more pieces."""
+"""A fit with this largest residual or less gets no more segments."""
 BAD_RESIDUAL = 0.20
-"""A fit that is farther off than this somewhere is bad."""
+"""A fit with a larger residual than this is bad."""
 MAX_PIECES = 3
 
 Array = NDArray[np.float64]
 
 
 def fit(points: Sequence[tuple[float, float]], max_pieces: int = MAX_PIECES) -> tuple[tuple[FitSegment, ...], float]:
-    """Return the fitted pieces and the residual, the largest |fit - measured| / measured.
+    """Return the fitted segments and the residual, the largest |fit - measured| / measured.
 
     Args:
         points: (bytes, seconds), each size once, in any order.
@@ -56,7 +56,7 @@ def fit(points: Sequence[tuple[float, float]], max_pieces: int = MAX_PIECES) -> 
             best = _pieces(knots, coefficients), residual
         if best[1] <= GOOD_RESIDUAL:
             break
-    assert best is not None, "one piece has no knots to choose"
+    assert best is not None, "one segment has no knots to choose"
     return best
 
 
@@ -74,28 +74,21 @@ def describe(residual: float) -> str:
 def _checked(points: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
     """Return sizes, ascending, and seconds."""
     values = np.array(sorted(points), dtype=np.float64).reshape(-1, 2)
-    told = ", ".join(f"{seconds:g} s at {size:g} bytes" for size, seconds in values) or "nothing"
+    given = ", ".join(f"{seconds:g} s at {size:g} bytes" for size, seconds in values) or "nothing"
     if not (np.isfinite(values).all() and (values > 0).all()):
-        raise OsdpError(
-            "these timings are not possible",
-            got=told,
-            expected="sizes and seconds that are more than 0",
-            advice="measure again; a clock that shows 0 needs larger sizes",
-        )
+        what, expected = "timings must be positive and finite", "sizes and seconds greater than 0"
+        advice = "measure again, with larger sizes if the clock shows 0"
+        raise OsdpError(what, got=given, expected=expected, advice=advice)
     if len(np.unique(values[:, 0])) < len(values):
-        raise OsdpError("a size was given twice", got=told, expected="each size once, with its median")
+        raise OsdpError("a size was given twice", got=given, expected="each size once, with its median")
     if len(values) < MIN_POINTS:
-        raise OsdpError(
-            "too few sizes for a fit",
-            got=told,
-            advice="measure more sizes",
-            expected=f"{MIN_POINTS} sizes or more: any two lie on a line",
-        )
+        expected = f"{MIN_POINTS} sizes or more: any two lie on a line"
+        raise OsdpError("too few sizes for a fit", got=given, expected=expected, advice="measure more sizes")
     return values[:, 0], values[:, 1]
 
 
 def _knots(count: int, pieces: int) -> Iterator[tuple[int, ...]]:
-    """Yield which of `count` sizes can be knots; there are twice as many points as pieces."""
+    """Yield the sizes (of `count`) that can be knots, with at least two points per segment."""
     if pieces == 1:
         yield ()
     elif count >= 2 * pieces:
@@ -103,12 +96,12 @@ def _knots(count: int, pieces: int) -> Iterator[tuple[int, ...]]:
 
 
 def _may_end_so(sizes: Array, knots: Sequence[float], coefficients: Array) -> bool:
-    """Whether the last piece can be trusted for larger sizes: that two points make it less steep may be chance."""
+    """Whether the last segment can be extrapolated: a flatter slope from only two points may be noise."""
     return not knots or knots[-1] < sizes[-2] or bool(coefficients[-1] >= coefficients[-2])
 
 
 def _basis(sizes: Array, knots: Sequence[float]) -> Array:
-    """Return what latency and each slope are multiplied by at each size: (sizes, 1 + pieces)."""
+    """Return the coefficients of latency and of each slope at each size: (sizes, 1 + segments)."""
     starts, ends = (0.0, *knots), (*knots, np.inf)
     columns = [np.clip(sizes - start, 0.0, end - start) for start, end in zip(starts, ends, strict=True)]
     return np.stack([np.ones_like(sizes), *columns], axis=1)
@@ -144,7 +137,7 @@ def _subsets(count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _pieces(knots: Sequence[float], coefficients: Array) -> tuple[FitSegment, ...]:
-    """Return the pieces as lines through size 0."""
+    """Return the segments, each with its line's value at size 0."""
     latency_s, slopes = float(coefficients[0]), [float(slope) for slope in coefficients[1:]]
     pieces = []
     for start, slope, before in zip((0.0, *knots), slopes, (slopes[0], *slopes), strict=False):

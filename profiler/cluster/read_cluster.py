@@ -1,4 +1,4 @@
-"""Reads a cluster, published or measured, from its YAML file and checks that it makes sense."""
+"""Reads a cluster, published or measured, from its YAML file and validates it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import Measured
 from profiler.yaml_files import Problem, read_yaml
 
-KINDS = ("cuda", "cpu")
+DEVICE_TYPES = ("cuda", "cpu")
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -20,10 +20,10 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _problems(cluster: Cluster) -> Iterator[Problem]:
-    """Find values that have the right type and yet cannot be."""
+    """Find values that have the right type but are impossible."""
     device = cluster.device
-    if device.kind not in KINDS:
-        yield Problem(("device", "kind"), "is not known", repr(device.kind), f"one of {', '.join(KINDS)}")
+    if device.kind not in DEVICE_TYPES:
+        yield Problem(("device", "kind"), "is not known", repr(device.kind), f"one of {', '.join(DEVICE_TYPES)}")
     if "fp32" not in device.matmul_flops_per_s:
         yield Problem(("device", "matmul_flops_per_s", "fp32"), "is missing")
     for precision, figure in device.matmul_flops_per_s.items():
@@ -50,7 +50,7 @@ def _problems(cluster: Cluster) -> Iterator[Problem]:
 
 
 def _measured_problems(measured: Measured) -> Iterator[Problem]:
-    """Find measurements that do not fit together."""
+    """Find inconsistent measurements."""
     seen = set()
     for number, times in enumerate(measured.collectives):
         at = ("measured", "collectives", str(number))
@@ -63,14 +63,14 @@ def _measured_problems(measured: Measured) -> Iterator[Problem]:
         line = times.operation, times.ranks, times.stride, times.algorithm
         if line in seen:
             got = f"{times.algorithm} {times.operation}, {times.ranks} ranks that are {times.stride} apart"
-            yield Problem(at, "is given twice", got, "each collective once in each kind of group")
+            yield Problem(at, "is given twice", got, "each collective once for each group size and stride")
         seen.add(line)
     for number, call in enumerate(measured.calls):
         sizes = list(call.micro_batches)
         counts = {len(values) for values in (sizes, call.forward_s, call.backward_s, call.saved_bytes)}
         if len(counts) != 1 or not sizes or sorted(set(sizes)) != sizes:
             field = ("measured", "calls", str(number), "micro_batches")
-            yield Problem(field, "is wrong", str(sizes), "ascending numbers, and as many of every time")
+            yield Problem(field, "is wrong", str(sizes), "ascending numbers, and one time of each for every number")
 
 
 def _link_problems(name: str, link: Link) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """One training pass of a real model, block by block: what has run forward runs backward before the next block begins.
 
-A *segment* is a block, or what runs before, between or after blocks.  At its end the tensors that it hands on are
+A *segment* is a block, or what runs before, between or after blocks.  At its end its output tensors are
 detached, and it runs backward at once from random gradients, so that only one segment's activations are live at a
 time.  Every forward of an operator's module begins an *entry*: all that runs until the next one belongs to it.
 
@@ -34,7 +34,7 @@ from profiler.trace.metered_pass import find_loss, replaced_forwards
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """What one pass showed of its entries, in order."""
+    """Times and saved bytes of one pass by entry, in order."""
 
     entries: Sequence[int]
     """Operator of each."""
@@ -43,7 +43,7 @@ class PassTimes:
     backward_s: Sequence[float]
     """Seconds of its backward."""
     saved_bytes: Sequence[int]
-    """Activations that it was the first to keep for backward; nothing where that was not asked for."""
+    """Activations that it was the first to keep for backward; empty if not counted."""
 
     @property
     def total_s(self) -> float:

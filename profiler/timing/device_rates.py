@@ -1,4 +1,4 @@
-"""What one rank's device can do while all ranks compute: rates, memory, and what the process takes of that.
+"""The rates and memory of one rank's device while all ranks compute.
 
     matmul rate    2 n^3 / t of products of n x n matrices
     memory rate    geometric mean of an addition (two read, one written) and a GELU (one read, one written),
@@ -22,7 +22,7 @@ from torch import Tensor
 from profiler.trace.trace import PRECISIONS
 
 MATRIX = {"cpu": 768, "cuda": 8192}
-"""Rows of the matrices by kind of device."""
+"""Rows of the matrices by type of device."""
 ELEMENTS = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Elements of the vectors: beyond every cache."""
 
@@ -45,11 +45,11 @@ class DeviceMemory:
     total_bytes: int
     """What the driver, or the operating system, has for one rank."""
     taken_bytes: int
-    """What is held of it beside tensors: on GPUs all but PyTorch's allocator, on CPUs the process at its start."""
+    """Memory in use besides tensors: on GPUs all but PyTorch's allocator, on CPUs the process at its start."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -92,9 +92,8 @@ def device_memory(device: torch.device, ranks_per_node: int) -> DeviceMemory:
     """Return the memory of this rank; on a CPU to be called before it makes tensors."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return DeviceMemory(
-            torch.cuda.get_device_name(device), total, total - free - torch.cuda.memory_reserved(device)
-        )
+        taken_bytes = total - free - torch.cuda.memory_reserved(device)
+        return DeviceMemory(torch.cuda.get_device_name(device), total, taken_bytes)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = f"1/{ranks_per_node} of a CPU machine ({platform.machine()}, {os.cpu_count()} cores)"
     return DeviceMemory(name, total // ranks_per_node, resident_bytes())

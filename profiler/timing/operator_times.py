@@ -1,4 +1,4 @@
-"""Measures what the calls of a model compute on a device, without ever holding the whole model.
+"""Measures the compute time of a model's calls on a device, without ever holding the whole model.
 
     build (shared_weights) -> passes block by block (blockwise_pass, stopwatch) -> medians per kind of call (here)
 
@@ -32,14 +32,14 @@ from profiler.trace.trace import PRECISIONS
 
 @dataclass(frozen=True, slots=True)
 class ComputeTimes:
-    """What was measured of one model."""
+    """The measurements of one model."""
 
     calls: tuple[CallTimes, ...]
     """One for each kind of call, in order of first execution."""
     disagreement: tuple[float, ...]
     """(sum of all calls' medians - t) / t at each micro-batch, t the median seconds of a whole forward and backward.
 
-    Far below zero where the device is shared: medians of short calls pass over interruptions, a pass does not.
+    Far below zero where the device is shared: medians of short calls exclude interruptions, a whole pass does not.
     """
     cut: bool
     """Whether passes were cut at the blocks; where a model does not allow it, all its activations lived."""
@@ -66,11 +66,8 @@ def measure_calls(
     """
     sizes = tuple(sorted(set(micro_batches)))
     if not sizes or sizes[0] < 1 or repetitions < 1 or warm_up < 0:
-        raise OsdpError(
-            "nothing to measure",
-            got=f"micro-batches {list(micro_batches)}, {repetitions} repetitions, warm-up {warm_up}",
-            expected="at least one of each, and a warm-up of 0 or more",
-        )
+        got = f"micro-batches {list(micro_batches)}, {repetitions} repetitions, warm-up {warm_up}"
+        raise OsdpError("nothing to measure", got=got, expected="at least one of each, and a warm-up of 0 or more")
     module, dtype = build(source, device), PRECISIONS[graph.precision]
     random_numbers = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with shared_weights(module, device, dtype), training(module), random_numbers:
@@ -89,7 +86,7 @@ def measure_calls(
 
 
 class _Bench:
-    """The model with what is needed to run it."""
+    """The model and its inputs on the device."""
 
     def __init__(
         self, module: nn.Module, source: ModelSource, graph: ModelGraph, device: torch.device, clock: Clock
@@ -98,11 +95,8 @@ class _Bench:
         self._module, self._source, self._graph, self._device, self._clock = module, source, graph, device, clock
         self._operators = {path: index for index, one in enumerate(graph.operators) for path in one.modules}
         if missing := sorted(set(self._operators) - {path for path, _ in module.named_modules()}):
-            raise OsdpError(
-                f"the graph is not of {source.name}",
-                got=f"no module {missing[0]}",
-                expected="the trace of the same model",
-            )
+            got, expected = f"no module {missing[0]}", "the trace of the same model"
+            raise OsdpError(f"the graph is not of {source.name}", got=got, expected=expected)
 
     def feed(self, micro_batch: int) -> None:
         """Make the inputs of the passes that follow."""
@@ -137,7 +131,7 @@ class _Bench:
 
 
 class _Point:
-    """What the passes at one micro-batch say of the graph's calls."""
+    """The measurements of the graph's calls at one micro-batch."""
 
     def __init__(self, graph: ModelGraph, micro_batch: int, first: PassTimes, runs: Sequence[PassTimes]) -> None:
         keys = [call_key(graph, call) for call in graph.calls]

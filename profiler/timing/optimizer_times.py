@@ -40,11 +40,8 @@ def optimizer_times(
     parameters, single = _parameters(shapes, device), _parameters([(1,)] * len(shapes), device)
     size_bytes = sum(parameter.nbytes for parameter in parameters)
     if not size_bytes or repetitions < 1:
-        raise OsdpError(
-            "no optimizer step to measure",
-            got=f"{size_bytes} bytes, {repetitions} repetitions",
-            expected="at least one of each",
-        )
+        got = f"{size_bytes} bytes, {repetitions} repetitions"
+        raise OsdpError("no optimizer step to measure", got=got, expected="at least one of each")
     source = f"measured: median of {repetitions} steps over {len(shapes)} tensors of {size_bytes} bytes together"
     of_tensors = f"measured: median of {repetitions} steps over {len(shapes)} tensors of one element"
     found = []
@@ -66,15 +63,11 @@ def _parameters(shapes: Sequence[Sequence[int]], device: torch.device) -> list[T
 
 
 def _step_s(
-    make: Callable[..., Optimizer],
-    parameters: Sequence[Tensor],
-    repetitions: int,
-    barrier: Callable[[], None],
-    clock: Clock,
+    make: Callable[..., Optimizer], parameters: Sequence[Tensor], rounds: int, barrier: Callable[[], None], clock: Clock
 ) -> float:
     optimizer = make(parameters, lr=1e-3, weight_decay=0.0)
     times = []
-    for _ in range(WARM_UP_STEPS + repetitions):
+    for _ in range(WARM_UP_STEPS + rounds):
         barrier()
         watch = Stopwatch(clock)
         watch.switch("step")

@@ -1,4 +1,4 @@
-"""Whether a collective that is waited for later runs under computation, and what that costs the computation.
+"""Whether an asynchronous collective overlaps with computation, and how much it slows the computation down.
 
 Each round times three things on all ranks at once: matrix products for four fifths of the time of an all-reduce,
 the all-reduce alone, and both: the all-reduce is started, the products are computed and timed, and then it is
@@ -7,7 +7,7 @@ waited for.  With a, b and c their medians,
     it overlaps       if c < 0.85 (a + b)
     slowdown          median over rounds of the products' time under the all-reduce over their time alone, at least 1
 
-The products end first, so that they have company all the time.
+The products end first, so that communication runs beside them all the time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import torch.distributed as dist
 
 from profiler.errors import OsdpError
 from profiler.timing.device_rates import synchronize, timed_s
+from profiler.timing.stopwatch import clock_of
 
 ROWS = {"cpu": 256, "cuda": 2048}
-"""Of the matrices by kind of device: a small part of any collective worth hiding."""
+"""Rows of the matrices by type of device: their product is short beside any collective worth overlapping."""
 SHARE = 0.8
 """Of the time of the collective, that is computed for."""
 OVERLAPPED = 0.85
@@ -35,7 +36,7 @@ WARM_UP_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How communication and computation get along; medians of the slowest rank."""
+    """Overlap of communication and computation; medians of the slowest rank."""
 
     computation_s: float
     communication_s: float
@@ -59,11 +60,9 @@ class Overlap:
 def measure_overlap(size_bytes: int, repetitions: int, device: torch.device) -> Overlap:
     """Measure with all-reduces of a tensor of so many bytes over the world. A collective call."""
     if dist.get_world_size() < 2 or size_bytes < 4 or repetitions < 1:
-        raise OsdpError(
-            "overlap cannot be measured like this",
-            expected="2 ranks, 4 bytes and 1 repetition or more",
-            got=f"{dist.get_world_size()}, {size_bytes} and {repetitions}",
-        )
+        got = f"{dist.get_world_size()} ranks, {size_bytes} bytes and {repetitions} repetitions"
+        expected = "at least 2 ranks, 4 bytes and 1 repetition"
+        raise OsdpError("too little to measure overlap with", got=got, expected=expected)
     bench = _Bench(size_bytes, device)
     rounds = [bench.round() for _ in range(WARM_UP_ROUNDS + repetitions)][WARM_UP_ROUNDS:]
     computation_s, communication_s, both_s, under_s = (list(column) for column in zip(*rounds, strict=True))
@@ -113,12 +112,13 @@ class _Bench:
         meet(self.device)
         started = time.perf_counter()
         work = self.start()
-        clock = _Clock(self.device)
+        clock = clock_of(self.device)
+        begun = clock.mark()
         self.compute()
-        clock.stop()
+        ended = clock.mark()
         work.wait()
         synchronize(self.device)
-        return time.perf_counter() - started, clock.seconds()
+        return time.perf_counter() - started, clock.seconds(begun, ended)
 
     def compute(self) -> None:
         for _ in range(self.products):
@@ -133,24 +133,3 @@ class _Bench:
     def timed_s(self, run: Callable[[], None]) -> float:
         meet(self.device)
         return timed_s(run, self.device)
-
-
-class _Clock:
-    """Times what is given to the device from now on, without waiting for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
-        if self.on_cuda:
-            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-            self.events[0].record()
-        self.started = time.perf_counter()
-
-    def stop(self) -> None:
-        """End the time."""
-        self.ended = time.perf_counter()
-        if self.on_cuda:
-            self.events[1].record()
-
-    def seconds(self) -> float:
-        """Return the time, once the device has been waited for."""
-        return self.events[0].elapsed_time(self.events[1]) / 1e3 if self.on_cuda else self.ended - self.started

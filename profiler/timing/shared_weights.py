@@ -1,4 +1,4 @@
-"""A model on a real device that is never held whole: operators alike share one storage for their parameters.
+"""A model on a real device that is never held whole: equal operators share one storage for their parameters.
 
 Its constructor runs on the device, so that buffers and constants get their values, but every parameter
 moves to the meta device as soon as a module registers it.  `shared_weights` then puts in its place a
@@ -38,9 +38,9 @@ def build(source: ModelSource, device: torch.device) -> nn.Module:
         raise
     except Exception as error:
         raise OsdpError(
-            f"cannot build {source.name} on {device} with parameters that have no data",
+            f"cannot build {source.name} on {device} with its parameters on the meta device",
             got=f"{type(error).__name__}: {first_line(error)}",
-            expected="a constructor that does not compute with its parameters' values",
+            expected="a constructor that does not read the values of its parameters",
             advice="compute parameters from shapes alone, or in reset_parameters()",
         ) from error
     finally:
@@ -85,7 +85,7 @@ def shared_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) 
 
 
 class _Storages:
-    """Data for parameters: one tensor for each place in a kind of module."""
+    """Data for parameters: one tensor for each parameter name of equal modules."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.made: list[Tensor] = []
@@ -103,7 +103,7 @@ class _Storages:
             data = self._fill(name, parameter)
             self.made.append(data)
         self._by_parameter[id(parameter)] = data
-        # The other way round too: an embedding that is tied to a head still serves others like it.
+        # Also for a tied parameter: later modules like its owner share its data.
         self._by_place.setdefault(place, data)
         return data
 

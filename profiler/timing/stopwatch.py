@@ -1,4 +1,4 @@
-"""Takes the times of intervals that follow one another: by the processor's clock, or by the GPU's events."""
+"""Times consecutive intervals, by the host's clock or by CUDA events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Clock(Protocol):
-    """Says when something is, and later how long it took."""
+    """Marks instants, and returns the time between two of them."""
 
     def mark(self) -> Any:
         """Return the present instant."""
@@ -23,7 +23,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For devices that have done an op when its call returns: the CPU."""
+    """For synchronous devices: the CPU."""
 
     def mark(self) -> float:
         """Return the present instant."""
@@ -55,25 +55,21 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Stopwatch:
-    """Books every interval to what ran in it."""
+    """Adds up the time of labelled intervals."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._running: Hashable = None
+        self.running: Hashable = None
+        """The label of the running interval."""
         self._since: Any = None
         self._laps: list[tuple[Hashable, Any, Any]] = []
 
     def switch(self, label: Hashable) -> None:
-        """End what runs, and begin what is called `label`; None is what nobody wants to know of."""
+        """End the running interval and begin one labelled `label`; None: not timed."""
         now = self._clock.mark()
-        if self._running is not None:
-            self._laps.append((self._running, self._since, now))
-        self._running, self._since = label, now
-
-    @property
-    def running(self) -> Hashable:
-        """What runs now."""
-        return self._running
+        if self.running is not None:
+            self._laps.append((self.running, self._since, now))
+        self.running, self._since = label, now
 
     def totals(self) -> dict[Hashable, float]:
         """Return the seconds of each label so far."""

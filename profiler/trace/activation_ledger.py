@@ -1,4 +1,4 @@
-"""Books of one forward and backward: calls, live storages, who saved and who wrote what.
+"""Records one forward and backward: calls, live storages, and which call saved and wrote each.
 
 Live memory is the sum over storages that the step allocated; parameters, buffers and other tensors
 that outlive the step are *resident* and left out.  Bytes are exact; what a caching allocator adds by
@@ -44,7 +44,7 @@ class Tally:
 
 
 class CallRecord:
-    """What was seen of one call."""
+    """The record of one call."""
 
     def __init__(self, operator: int, block: int | None) -> None:
         self.operator = operator
@@ -85,7 +85,7 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
 
 
 class Ledger:
-    """Books that the meter keeps: first a forward, then, after `turn`, its backward."""
+    """The record that the meter fills: first a forward, then, after `turn`, its backward."""
 
     def __init__(self) -> None:
         self.in_backward = False
@@ -161,7 +161,7 @@ class Ledger:
     # --- storages ---------------------------------------------------------------------------------
 
     def pin(self, tensors: Iterable[Tensor], owner: int) -> None:
-        """Leave the tensors' storages out of live memory; keep them, lest their keys be used again."""
+        """Exclude the tensors' storages from live memory; keep them alive, so that their keys are not reused."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self.resident.setdefault(storage._cdata, owner)

@@ -1,4 +1,4 @@
-"""Puts passes at several micro-batches together into a `ModelGraph`."""
+"""Builds a `ModelGraph` from passes at several micro-batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from profiler.trace.find_operators import Group
 from profiler.trace.metered_pass import Pass
 
 BUFFER_NOTE_BYTES = 2**20
-"""Buffers smaller than this are not worth a note."""
+"""Smaller buffers are not mentioned."""
 _BACKWARD_BYTES = (
     "backward_peak_bytes",
     "module_backward_peak_bytes",
@@ -34,7 +34,7 @@ _BACKWARD_BYTES = (
 def assemble(
     module: nn.Module, source: ModelSource, precision: str, groups: Sequence[Group], passes: Sequence[Pass]
 ) -> ModelGraph:
-    """Return the graph that the passes agree on: one per size of `fit.ALL_SIZES`, the last optional."""
+    """Return the graph of the passes: one per size of `affine_fit.ALL_SIZES`, the last optional."""
     first = passes[0]
     if first.calls[0].operator == NOBODY:
         raise OsdpError(f"{source.name} reads none of its parameters", expected="a forward that uses them")
@@ -172,7 +172,7 @@ def _operators(module: nn.Module, groups: Sequence[Group], calls: Sequence[Call]
 def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call]) -> dict[int, int]:
     """Return, for operators that are called more than once, the bytes of the gradient that waits for the rest.
 
-    Autograd hands a parameter's gradient over when every use has added its part; until then it lives.
+    Autograd accumulates a parameter's gradient over its uses in one backward; until the last it stays alive.
     """
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     named = dict(module.named_parameters())
@@ -208,34 +208,32 @@ def _without_waiting(calls: Sequence[Call], waiting: Mapping[int, int]) -> tuple
 
 
 def _blocks(
-    module: nn.Module,
-    operators: Sequence[Operator],
-    calls: Sequence[Call],
-    passes: Sequence[Pass],
-    executions: Sequence[int],
+    module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call], passes: Sequence[Pass], ran: Sequence[int]
 ) -> tuple[Block, ...]:
-    """Return the blocks that ran at least one call, alike ones numbered alike."""
+    """Return the blocks that ran at least one call; equal ones get the same `block_class`."""
     blocks: list[Block] = []
-    members: list[list[int]] = [[] for _ in executions]
+    members: list[list[int]] = [[] for _ in ran]
     for position, call in enumerate(calls):
         if call.block is not None:
             members[call.block].append(position)
     classes: dict[Any, int] = {}
-    for inside, execution in zip(members, executions, strict=True):
+    for inside, execution in zip(members, ran, strict=True):
         path = passes[0].executions[execution].path
         runs = [one.executions[execution] for one in passes]
-        inputs = line([run.input_bytes for run in runs], add_bytes=max(run.input_waste for run in runs))
+        waste = max(sum(storage.waste for storage in run.inputs) for run in runs)
+        inputs = line([run.input_bytes for run in runs], add_bytes=waste)
         kept_below = line([run.kept_below_bytes for run in runs])
         saved_first = line([run.saved_first_bytes for run in runs])
-        kind = type(module.get_submodule(path)).__name__
-        likeness = (kind, inputs, kept_below, saved_first, tuple(_likeness(calls[i], operators, path) for i in inside))
+        module_class = type(module.get_submodule(path)).__name__
+        alike = tuple(_likeness(calls[index], operators, path) for index in inside)
+        likeness = (module_class, inputs, kept_below, saved_first, alike)
         number = classes.setdefault(likeness, len(classes))
-        blocks.append(Block(path, kind, inside[0], inside[-1] + 1, inputs, number, kept_below, saved_first))
+        blocks.append(Block(path, module_class, inside[0], inside[-1] + 1, inputs, number, kept_below, saved_first))
     return tuple(blocks)
 
 
 def _likeness(call: Call, operators: Sequence[Operator], path: str) -> tuple[Any, ...]:
-    """Return what a call in the block at `path` has in common with its twins in other blocks."""
+    """Return what a call in the block at `path` has in common with the equal calls of other blocks."""
     operator = operators[call.operator]
     parameters = tuple(
         (parameter.name.removeprefix(f"{path}."), parameter.shape, parameter.trainable)
@@ -252,7 +250,7 @@ def _notes(
     if len(passes) == len(SIZES):
         notes.append(f"micro-batch {SINGLE} could not be traced; its costs come from larger ones")
     if first.summed_outputs:
-        notes.append("the model returns no scalar loss; the sum of all its floating outputs was taken")
+        notes.append("the model returns no scalar loss; the sum of all its floating-point outputs is used as the loss")
     if unused:
         names = ", ".join(group.modules[0] for group in unused)
         notes.append(f"never used in the forward, so they have no calls and no gradients: {names}")
@@ -263,8 +261,8 @@ def _notes(
         notes.append(f"not counted: {first.kept_bytes} bytes of tensors that the model keeps between steps")
     buffers = sum(buffer.untyped_storage().nbytes() for buffer in module.buffers())
     if buffers >= BUFFER_NOTE_BYTES:
-        notes.append(f"not counted: {buffers} bytes of buffers, which every rank holds whole")
+        notes.append(f"not counted: {buffers} bytes of buffers, which are replicated on every rank")
     runs = Counter(block.name for block in blocks)
     if repeated := ", ".join(name for name, count in runs.items() if count > 1):
-        notes.append(f"blocks that run several times a forward, with the same parameters: {repeated}")
+        notes.append(f"blocks that run several times per forward, with the same parameters: {repeated}")
     return notes

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -46,7 +47,7 @@ class MetaDevice:
 
 
 class FakeCpu:
-    """Tensors that have no data and say that they are on the CPU."""
+    """Fake tensors, which have no data and report the CPU as their device."""
 
     torch_device = torch.device("cpu")
     synthesize = False
@@ -92,11 +93,7 @@ class _WithoutFills(TorchDispatchMode):
         self._device = device
 
     def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _FILLS and self._device.holds(args[0]):
             return args[0]
@@ -120,20 +117,9 @@ class _WithoutFills(TorchDispatchMode):
         return False
 
 
-_FILLS = {
-    torch.ops.aten.normal_.default,
-    torch.ops.aten.uniform_.default,
-    torch.ops.aten.zero_.default,
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.fill_.Tensor,
-    torch.ops.aten.copy_.default,
-    torch.ops.aten.mul_.Tensor,
-    torch.ops.aten.mul_.Scalar,
-    torch.ops.aten.div_.Tensor,
-    torch.ops.aten.add_.Tensor,
-    torch.ops.aten.erfinv_.default,
-    torch.ops.aten.clamp_.default,
-}
+aten = torch.ops.aten
+_FILLS = {getattr(aten, f"{name}_").default for name in ("normal", "uniform", "zero", "copy", "erfinv", "clamp")}
+_FILLS |= {aten.fill_.Scalar, aten.fill_.Tensor, aten.mul_.Scalar, aten.mul_.Tensor, aten.div_.Tensor, aten.add_.Tensor}
 
 
 def construct(make: Callable[[], nn.Module], device: DatalessDevice) -> nn.Module:

@@ -88,10 +88,10 @@ def find_blocks(root: nn.Module) -> tuple[str, ...]:
     """Return the paths of the outermost repeated units with at least two operators each.
 
     These are the items of lists, dicts and `Sequential`s, and alike siblings.  A container of such
-    items is descended into, and so is an item that is the only one of its kind and holds a list of
+    items is descended into, and so is an item that is the only one of its class and holds a list of
     such items (an encoder in a `Sequential`).
     """
-    return tuple(_BlockFinder().walk(root, ""))
+    return tuple(_BlockFinder().find(root, ""))
 
 
 class _BlockFinder:
@@ -99,12 +99,12 @@ class _BlockFinder:
         self._seen: set[int] = set()
         self._sizes: dict[int, int] = {}
 
-    def walk(self, module: nn.Module, path: str) -> Iterable[str]:
+    def find(self, module: nn.Module, path: str) -> Iterable[str]:
         """Yield the paths of the blocks below `module`."""
         children = list(module.named_children())
-        kinds = Counter(type(child) for _, child in children)
+        classes = Counter(type(child) for _, child in children)
         listed = isinstance(module, _CONTAINERS)
-        rivals = [] if listed else [(name, child) for name, child in children if kinds[type(child)] > 1]
+        rivals = [] if listed else [(name, child) for name, child in children if classes[type(child)] > 1]
         signatures = {name: _signature(child) for name, child in rivals}
         alike = Counter(signatures.values())
         for name, child in children:
@@ -112,12 +112,12 @@ class _BlockFinder:
                 continue
             self._seen.add(id(child))
             where = f"{path}.{name}" if path else name
-            repeated = listed and kinds[type(child)] > 1
+            repeated = listed and classes[type(child)] > 1
             candidate = listed or alike[signatures.get(name, ())] > 1
             if candidate and self._can_be_block(child) and (repeated or not self._holds_list(child)):
                 yield where
             else:
-                yield from self.walk(child, where)
+                yield from self.find(child, where)
 
     def _can_be_block(self, module: nn.Module) -> bool:
         """Return whether the module runs by itself and is not merely a list of larger units."""
@@ -126,11 +126,11 @@ class _BlockFinder:
         return type(module) is nn.Sequential and all(self._size(child) < 2 for child in module.children())
 
     def _holds_list(self, module: nn.Module) -> bool:
-        """Return whether a container inside has several items of one kind with two operators each."""
+        """Return whether a container inside has several items of one class with two operators each."""
         for inner in module.modules():
             if isinstance(inner, _CONTAINERS):
-                kinds = Counter(type(child) for child in inner.children() if self._size(child) >= 2)
-                if any(count > 1 for count in kinds.values()):
+                classes = Counter(type(child) for child in inner.children() if self._size(child) >= 2)
+                if any(count > 1 for count in classes.values()):
                     return True
         return False
 
@@ -143,6 +143,6 @@ class _BlockFinder:
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:
-    """Return what makes two modules alike: types, parameter shapes, and the same of the children."""
+    """Return the structure of a module: types and parameter shapes, and those of its children."""
     shapes = tuple((name, None if p is None else p.shape) for name, p in module._parameters.items())
     return (type(module), shapes, tuple((name, _signature(child)) for name, child in module.named_children()))

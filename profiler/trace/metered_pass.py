@@ -39,15 +39,10 @@ class Execution:
         """Bytes of the storages passed in."""
         return sum(storage.bytes for storage in self.inputs)
 
-    @property
-    def input_waste(self) -> int:
-        """What rounding adds to them."""
-        return sum(storage.waste for storage in self.inputs)
-
 
 @dataclass(slots=True)
 class Pass:
-    """What one forward and backward showed."""
+    """The record of one forward and backward."""
 
     calls: Sequence[CallRecord]
     edges: set[tuple[int, int]]
@@ -65,7 +60,7 @@ class Pass:
     imports on first use are there (importing leaves cycles that hold the frames above them).
     """
     summed_outputs: bool
-    """Whether the loss is the sum of all outputs, for want of a scalar."""
+    """Whether the loss is the sum of all outputs, as none is a scalar."""
 
 
 class TraceFailure(Exception):  # noqa: N818 - carries a failure, is none of its own
@@ -79,7 +74,7 @@ class TraceFailure(Exception):  # noqa: N818 - carries a failure, is none of its
 
 @dataclass(slots=True)
 class _Watch:
-    """Tells the meter which module runs, and writes on exceptions which one they came from."""
+    """Tells the meter which module runs, and marks exceptions with the module that raised them."""
 
     meter: Meter
     executions: list[Execution] = field(default_factory=list)
@@ -186,7 +181,7 @@ def run_pass(
 
 
 def _find_saved_inputs(executions: Sequence[Execution], calls: Sequence[CallRecord]) -> None:
-    """Note which inputs of blocks are kept for backward beside being inputs, as the forward has ended."""
+    """Record, after the forward, which inputs of blocks are also kept for backward."""
     first = {call.block: index for index, call in reversed(list(enumerate(calls)))}
     for number, execution in enumerate(executions):
         for storage in execution.inputs:

@@ -19,14 +19,8 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 Formula = Callable[..., int]
 
-_ALLOCATE_ONLY = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::empty_permuted",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-}
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+_ALLOCATE_ONLY = {f"aten::{name}" for name in _EMPTY}
 _GATHER = {"aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::take"}
 # In-place ops that overwrite their first argument without reading it.
 _OVERWRITE = {f"aten::{name}_" for name in ("zero", "fill", "copy", "bernoulli", "normal", "uniform")}

@@ -1,6 +1,6 @@
 """Meters one forward and backward: a dispatch mode below autograd that sees every aten op.
 
-Each op is put down to a call (`_place`), made or run (`_measure`), and entered in the `Ledger`.  On the
+Each op is attributed to a call (`_place`), made or run (`_measure`), and recorded in the `Ledger`.  On the
 meta device an op whose output layout is known is not run at all: its outputs are made directly.
 """
 
@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -38,28 +39,23 @@ class Meter(TorchDispatchMode):
     """Meters what runs under it into `ledger`. Use once: a forward, `turn`, its backward, `finish`."""
 
     def __init__(
-        self,
-        parameters: Sequence[Sequence[torch.nn.Parameter]],
-        buffers: Iterable[Tensor],
-        memo: Memo,
-        *,
-        synthesize: bool,
+        self, parameters: Sequence[Sequence[nn.Parameter]], buffers: Iterable[Tensor], memo: Memo, *, synthesize: bool
     ) -> None:
-        """Take the parameters of each operator, and all buffers.
+        """`parameters` are those of each operator.
 
-        The memo is what earlier meters learned of ops; this one adds to it.  With `synthesize`,
+        `memo` caches the results for ops across meters.  With `synthesize`,
         tensors are on the meta device and outputs of known layout are made without running the op.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.block: int | None = None
-        """Block execution that runs now; set by whoever drives the forward."""
+        """The block execution that runs now; set by the caller."""
         self.read_outside: set[int] = set()
         """Operators whose parameters were read while no module of theirs ran."""
         self._parameters = parameters
         self._memo = memo
         self._synthesize = synthesize
-        self._ops: dict[torch._ops.OpOverload, Op] = {}
+        self._ops: dict[OpOverload, Op] = {}
         self._entered: tuple[int, int] | None = None
         self._running: Counter[int] = Counter()
         for operator, tensors in enumerate(parameters):
@@ -71,7 +67,7 @@ class Meter(TorchDispatchMode):
         """Return False: the trace is never compiled, and the guard would import dynamo (1.5 s)."""
         return False
 
-    # --- what the driver of the pass tells --------------------------------------------------------
+    # --- called by whoever runs the pass --------------------------------------------------------
 
     def enter(self, operator: int) -> None:
         """Note that the forward of a module of `operator` begins: the next op starts a call of it."""
@@ -97,11 +93,7 @@ class Meter(TorchDispatchMode):
     # --- ops --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         op = self._ops.get(func)
         if op is None:
@@ -115,7 +107,7 @@ class Meter(TorchDispatchMode):
             error.__dict__.setdefault("osdp_op", func)
             raise
 
-    def _measure(self, func: torch._ops.OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _measure(self, func: OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         description: list[Any] = [func]
         tensors: list[Tensor] = []
         for arg in args:
@@ -125,8 +117,11 @@ class Meter(TorchDispatchMode):
             _read(arg, description, tensors)
         foreign = self._place(tensors)
         if self._synthesize:
-            if foreign:
-                return self._run_foreign(func, tensors, foreign, args, kwargs)
+            if foreign and len(foreign) == len(tensors):  # constants of the model, which have data
+                return func(*args, **kwargs)
+            if foreign:  # constants that meet traced tensors
+                args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(META), (args, kwargs))
+                return self.__torch_dispatch__(func, (), args, kwargs)
             if op.has_device and (not tensors or kwargs.get("device") is not None):
                 kwargs = {**kwargs, "device": META}
         key = tuple(description)
@@ -149,24 +144,10 @@ class Meter(TorchDispatchMode):
             tally.other_bytes += spent.other_bytes
         return out
 
-    def _run_foreign(
-        self,
-        func: torch._ops.OpOverload,
-        tensors: Sequence[Tensor],
-        foreign: Sequence[Tensor],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run an op on constants of the model, which have data; move them if they meet traced tensors."""
-        if len(foreign) == len(tensors):
-            return func(*args, **kwargs)
-        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(META), (args, kwargs))
-        return self.__torch_dispatch__(func, (), args, kwargs)
-
     # --- calls ------------------------------------------------------------------------------------
 
     def _place(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Find the call that an op on `tensors` belongs to; return those not of this trace."""
+        """Find the call that an op on `tensors` belongs to; return the tensors that are not of this trace."""
         live, resident = self.ledger.live, self.ledger.resident
         reads: list[int] = []
         used: list[LiveStorage] = []

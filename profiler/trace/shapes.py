@@ -107,16 +107,8 @@ def _layer_norm(
     return [contiguous(x.shape, x.dtype), contiguous(rows, x.dtype), contiguous(rows, x.dtype)]
 
 
-def _layer_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: Sequence[bool],
-) -> Layouts | None:
+def _layer_norm_backward(grad: Tensor, x: Tensor, shape: Sequence[int], *rest: Any) -> Layouts | None:
+    _, _, weight, bias, mask = rest  # after mean and rstd
     if not _is_row_major(x) or (weight is None and mask[1]) or (bias is None and mask[2]):
         return None
     wanted = zip((x.shape, shape, shape), mask, strict=True)

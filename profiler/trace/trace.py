@@ -18,7 +18,7 @@ from torch import nn
 
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
-from profiler.model_source import Inputs, ModelSource
+from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import SINGLE, SIZES
 from profiler.trace.build_graph import assemble
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, construct, feed, training
@@ -61,7 +61,7 @@ class _Survey:
 
 
 class _Untraceable(Exception):  # noqa: N818 - of one dataless device; the other may succeed
-    """The device could not run the model; `error` is what to tell the user if none can."""
+    """The device could not run the model; `error` is for the user if no device can."""
 
     def __init__(self, error: OsdpError) -> None:
         super().__init__(error.what)
@@ -85,9 +85,9 @@ def _survey(source: ModelSource, dtype: torch.dtype, device: DatalessDevice, dev
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    """Raise OsdpError for what is no module, or has nothing to train yet or at all."""
+    """Raise OsdpError for what is not a module, is lazy, or has no trainable parameters."""
     if not isinstance(module, nn.Module):
-        raise OsdpError(f"{name}: build() made no module", got=type(module).__name__, expected="an nn.Module")
+        raise OsdpError(f"{name}: build() did not return a module", got=type(module).__name__, expected="an nn.Module")
     parameters = dict(module.named_parameters())
     for parameter_name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -110,7 +110,10 @@ def _run_sizes(module: nn.Module, source: ModelSource, dtype: torch.dtype, devic
 
     def run(size: int) -> Pass:
         try:
-            inputs = _inputs(module, source, size, device, dtype)
+            inputs = feed(lambda: source.example_inputs(module, size), device, dtype)
+        except Exception as error:
+            raise _Untraceable(explain_inputs(error, source.name)) from error
+        try:
             return run_pass(module, groups, blocks, inputs, device, memo)
         except TraceFailure as failure:
             raise _Untraceable(explain(failure, source.name)) from failure.__cause__
@@ -129,13 +132,6 @@ def _run_sizes(module: nn.Module, source: ModelSource, dtype: torch.dtype, devic
     return _Survey(module, groups, passes)
 
 
-def _inputs(module: nn.Module, source: ModelSource, size: int, device: DatalessDevice, dtype: torch.dtype) -> Inputs:
-    try:
-        return feed(lambda: source.example_inputs(module, size), device, dtype)
-    except Exception as error:
-        raise _Untraceable(explain_inputs(error, source.name)) from error
-
-
 def _check_choice(what: str, got: str, choices: Sequence[str]) -> None:
     if got not in choices:
         raise OsdpError(f"unknown {what}", got=got, expected=" or ".join(choices))
@@ -143,7 +139,7 @@ def _check_choice(what: str, got: str, choices: Sequence[str]) -> None:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from freeing cycles at times of its own choosing: live memory would not repeat."""
+    """Disable the garbage collector: freeing cycles at arbitrary times would make live memory irreproducible."""
     enabled = gc.isenabled()
     gc.disable()
     try:

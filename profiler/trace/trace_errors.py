@@ -1,4 +1,4 @@
-"""Turns what a model raises while it is traced into an error that its author can act on."""
+"""Converts exceptions of a model that is traced into errors with advice."""
 
 from __future__ import annotations
 

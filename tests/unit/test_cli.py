@@ -234,7 +234,7 @@ def test_warnings_are_for_users(cli: Cli) -> None:
         (("--model", "gpt2-tiny", "--mem", "-8GB"), "not an amount of memory"),
         (("--model", "gpt2-tiny", "--mem", "25GB"), "at most 24.00 GiB; its driver leaves 24,166 MiB"),
         (("--model", "gpt2-tiny", "--mem", "100MB"), "no plan fits the memory limit"),
-        (("--model", "gpt2-tiny", "--precision", "bf16"), "TITAN RTX has no rate for this precision"),
+        (("--model", "gpt2-tiny", "--precision", "bf16"), "TITAN RTX has no matmul rate for this precision"),
         (("--model", "gpt2-tiny", "--optimizer", "lion"), "expected: adam, adamw, sgd"),
         (("--model", "gpt2-tiny", "--global-batch", "12"), "--global-batch 16"),
         (("--model", "gpt2-tiny", "--global-batch", "24", "--batch", "2"), "does not divide the global batch"),

@@ -125,7 +125,7 @@ def test_pins_are_kept_shown_and_remembered(cli: Cli) -> None:
         (("norm=sahrd",), "no such strategy"),
         (("wte=shard", "lm_head=replicate"), "one operator, as they share a parameter"),
         (("blocks.*=shard", "blocks.0.*=replicate"), "contradict each other"),
-        (("norm=keep",), "only blocks are recomputed or kept"),
+        (("norm=keep",), "only blocks can be recomputed or kept"),
     ],
 )
 def test_a_pin_that_cannot_be_honoured_is_refused(cli: Cli, pins: tuple[str, ...], part: str) -> None:
@@ -167,7 +167,7 @@ def test_what_binds_and_what_more_would_buy(cli: Cli) -> None:
     assert more["samples_per_s"] == pytest.approx(told["predicted"]["samples_per_s"])
     assert [answer["resource"] for answer in more["answers"]] == ["memory", "link in a node", "nodes", "compute"]
     assert set(more["binds"]) <= {"memory", "link in a node", "compute"}
-    assert more["answers"][2]["why_not"] == "titan-rtx-8 says nothing of a link between nodes"
+    assert more["answers"][2]["why_not"] == "titan-rtx-8 has no inter-node link"
     assert more["answers"][2]["ratio"] is None
     for answer in more["answers"][:2]:
         assert answer["ratio"] == pytest.approx(answer["samples_per_s"] / more["samples_per_s"])

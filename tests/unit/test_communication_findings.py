@@ -121,7 +121,7 @@ def test_medians_are_fitted() -> None:
 
 
 def test_what_cannot_be_fitted_is_refused_by_name() -> None:
-    said = "ring reduce_scatter over 2 ranks that are 2 apart: these timings are not possible"
+    said = "ring reduce_scatter over 2 ranks that are 2 apart: timings must be positive and finite"
     with pytest.raises(OsdpError, match=said):
         collective_times(timings("reduce_scatter", 2, 2, lambda _: 0.0, "ring"))
 

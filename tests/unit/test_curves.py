@@ -134,8 +134,8 @@ def test_order_does_not_matter() -> None:
         ([(4096.0, 1e-3), (8192.0, 2e-3)], "any two lie on a line"),
         ([(4096.0, 1e-3), (4096.0, 2e-3), (8192.0, 2e-3)], "a size was given twice"),
         ([(4096.0, 0.0), (8192.0, 1e-3), (16384.0, 2e-3)], "0 s at 4096 bytes"),
-        ([(4096.0, float("nan")), (8192.0, 1e-3), (16384.0, 2e-3)], "cannot be"),
-        ([(-1.0, 1e-3), (8192.0, 1e-3), (16384.0, 2e-3)], "cannot be"),
+        ([(4096.0, float("nan")), (8192.0, 1e-3), (16384.0, 2e-3)], "must be positive and finite"),
+        ([(-1.0, 1e-3), (8192.0, 1e-3), (16384.0, 2e-3)], "must be positive and finite"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(given: list[tuple[float, float]], told: str) -> None:

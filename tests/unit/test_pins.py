@@ -121,13 +121,16 @@ def test_the_same_pins_on_more_ranks(graph: ModelGraph, machine: Cluster) -> Non
         (["blocks.2.upp=shard"], ["blocks.2.up"]),
         (["blocks.2.up=shred"], ["no such strategy", "got: shred", "shard_grad", "recompute or keep"]),
         (["blocks.2.up=group_shard:3"], ["no such strategy on 1 x 4 ranks", "group_shard:2"]),
-        (["embed=recompute"], ["no such block, and only blocks are recomputed"]),
-        (["blocks.2=split(2*shard)"], ["blocks.2.norm1 cannot be split", "only means linear layers", "split(2*shard)"]),
+        (["embed=recompute"], ["no such block, and only blocks can be recomputed"]),
+        (
+            ["blocks.2=split(2*shard)"],
+            ["blocks.2.norm1 cannot be split", "matches linear layers only", "split(2*shard)"],
+        ),
         (
             ["blocks.*=shard", "blocks.1.up=replicate"],
-            ["contradict each other about blocks.1.up", "blocks.*=shard and blocks.1.up=replicate"],
+            ["contradict each other for blocks.1.up", "blocks.*=shard and blocks.1.up=replicate"],
         ),
-        (["blocks.0=keep", "*=recompute"], ["contradict each other about blocks.0"]),
+        (["blocks.0=keep", "*=recompute"], ["contradict each other for blocks.0"]),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
@@ -143,7 +146,7 @@ def test_a_tied_operator_has_one_choice(machine: Cluster) -> None:
     tied = replace(graph.operators[0], modules=("embed", "head"))
     graph = replace(graph, operators=(tied, *graph.operators[1:]))
     assert names_of(graph, machine, "head=shard") == {"embed": "shard"}
-    with pytest.raises(OsdpError, match=r"about embed and head \(one operator, as they share a parameter\)"):
+    with pytest.raises(OsdpError, match=r"for embed and head \(one operator, as they share a parameter\)"):
         names_of(graph, machine, "embed=shard", "head=replicate")
     with pytest.raises(OsdpError, match="tied to others"):
         names_of(graph, machine, "head=split(2*shard)")

@@ -159,7 +159,7 @@ def test_headroom_is_counted(graph: ModelGraph) -> None:
     needed = smallest(graph, machine)
     error = told(graph, Request(needed + 2 * MIB, headroom=Headroom(size_bytes=10 * MIB)), machine)
     assert remedies(error.refusal)["without --headroom"] == needed
-    assert f"got: {(needed + 2 * MIB) / MIB:.1f} MiB per device, of which 10.0 MiB are to stay free" in str(error)
+    assert f"got: {(needed + 2 * MIB) / MIB:.1f} MiB per device, of which 10.0 MiB are headroom" in str(error)
     assert f"--mem {needed // MIB + 10}MB" in str(error)
     share = Headroom(share=0.5)
     advised = told(graph, Request(needed, headroom=share), machine).refusal.advised_bytes

@@ -366,7 +366,7 @@ def test_plans_of_ddp_honour_pins() -> None:
 
 
 def test_split_pins_of_spanning_operators_are_refused() -> None:
-    with pytest.raises(OsdpError, match="not split by the search"):
+    with pytest.raises(OsdpError, match="cannot be split by the search"):
         Space(transformer(2, 256), pins=Pins({0: (Strategy("shard", 4),) * 2}))
 
 

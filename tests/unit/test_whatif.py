@@ -81,12 +81,12 @@ def test_what_cannot_be_told_says_why() -> None:
     graph = transformer(2, 512)
     told = asked(graph, cluster(1, 4), GIB)
     assert "link between nodes" not in told
-    assert (told["nodes"].samples_per_s, told["nodes"].why_not) == (None, "test says nothing of a link between nodes")
+    assert (told["nodes"].samples_per_s, told["nodes"].why_not) == (None, "test has no inter-node link")
     split = asked(graph, cluster(2, 4), GIB, global_batch=8)
     assert split["nodes"].why_not == "a global batch of 8 cannot be split over 12 ranks"
     # Groups of two nodes: of four nodes there are two such groups, of five there is none.
     pins = resolve([Pin("norm", "group_shard:2")], graph, cluster(4, 1))
-    assert "what is pinned does not exist there" in asked(graph, cluster(4, 1), GIB, pins=pins)["nodes"].why_not
+    assert "a pinned strategy does not exist there" in asked(graph, cluster(4, 1), GIB, pins=pins)["nodes"].why_not
     pins = resolve([Pin("norm", "shard")], graph, cluster(4, 1))
     assert asked(graph, cluster(4, 1), GIB, pins=pins)["nodes"].samples_per_s is not None
 
