@@ -104,7 +104,7 @@ class OSDP(nn.Module):
     def settle_gradients(self) -> None:
         """Make gradients complete, for whoever reads `.grad` before the optimizer steps. A collective call.
 
-        Needed under `odc` only, whose ranks meet in the optimizer's step; `clip_grad_norm_` does it by itself.
+        Needed under `odc` only, whose ranks synchronize in the optimizer's step; `clip_grad_norm_` does it by itself.
         """
         self._accumulation.finish_gradients()
 

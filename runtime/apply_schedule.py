@@ -1,4 +1,4 @@
-"""Applies a schedule to a model: the model that trains, and the handle on how it is sharded.
+"""Applies a schedule to a model: the model that trains, and how it is sharded.
 
     split linear layers -> recompute blocks -> wrap units, each by its file in `runtime.strategies` -> the root
     or, where all is replicated, DistributedDataParallel
@@ -6,8 +6,8 @@
 Units are wrapped from the inside out, as `fully_shard` demands.  A file in `runtime.strategies` that wraps units has
 
     wrap(unit, context)            wraps one and returns it as a `WrappedUnit`
-    finish(context, units)         returns what concerns all that it wrapped, when all is wrapped    (optional)
-    substitute(schedule, meshes)   returns the schedule with others for units that cannot run here   (optional)
+    finish(context, units)         returns what all its units share, after all units are wrapped      (optional)
+    substitute(schedule, meshes)   returns the schedule with other units for those unsupported here  (optional)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from runtime.strategies.wrap_context import WrapContext
 
 def default_device() -> torch.device:
     """Return this rank's device: the GPU of its local rank, or the CPU where the backend is gloo."""
-    # `get_backend` says nothing of a group that was made without naming one.
+    # `get_backend` names no backend if init_process_group was called without one.
     backends = dist.get_backend_config() if dist.is_initialized() else ""
     if "nccl" in backends and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -54,9 +54,9 @@ def apply_schedule(
 ) -> ShardedModel:
     """Shard a model in place, on the ranks of the default process group. A collective call.
 
-    Parameters on the meta device become uninitialised: fill the local shards.  `compile_backend` compiles
-    the blocks that are one unit each.  Raises OsdpError if there is no process group, or one of
-    another size than the schedule's, or the model cannot be wrapped as scheduled.
+    Parameters on the meta device become uninitialised memory: the caller fills the local shards.
+    `compile_backend` compiles the blocks that are one unit each.  Raises OsdpError if there is no process
+    group, or one of another size than the schedule's, or the model cannot be wrapped as scheduled.
     """
     device = device or default_device()
     if device.type == "cuda":
@@ -106,7 +106,7 @@ def _wrap(sharded: ShardedModel, context: WrapContext) -> None:
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move buffers to where they are used; from meta they get memory, not values."""
+    """Move buffers to the device; those on meta get uninitialised memory."""
     for buffer in registered_buffers(model).values():
         old = buffer.tensor
         new = torch.empty_like(old, device=device) if old.is_meta else old.to(device)
@@ -132,9 +132,6 @@ def inside_out(units: Sequence[ScheduledUnit]) -> Iterator[ScheduledUnit]:
         order = list(sorter.static_order())
     except CycleError as error:
         names = sorted({units[index].name for index in error.args[1]})
-        raise OsdpError(
-            "these units lie in each other, so neither can be wrapped first",
-            got=", ".join(names),
-            advice="give their operators one strategy",
-        ) from None
+        what = "these units lie in each other, so neither can be wrapped first"
+        raise OsdpError(what, got=", ".join(names), advice="give their operators one strategy") from None
     yield from (units[index] for index in order)

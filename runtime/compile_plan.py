@@ -1,7 +1,7 @@
 """From a plan to a schedule, and the checks that a schedule must pass before it is applied.
 
-What forms a unit is `planner.model.fsdp_units.units_of`'s to say, so that the planner charges for what the
-runtime does.  Here the units get module paths, parameters, owners and collectives.
+`planner.model.fsdp_units.units_of` forms the units, so that the planner charges for what the runtime does.  Here
+they get module paths, parameters, owners and collectives.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator, Parameter
 from runtime.local_shards import Origin, whole
+from runtime.parameter_places import is_inside, outermost
 from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit, Split
 
 
@@ -77,7 +78,7 @@ class _Units:
         return ScheduledUnit(
             name=name,
             operators=tuple(operator.name for operator in operators),
-            modules=(block,) if block is not None else _outermost(paths),
+            modules=(block,) if block is not None else outermost(paths),
             parameters=tuple(self._parameter(parameter, unit, paths) for parameter in parameters),
             strategy=unit.strategy,
             collectives=unit_collectives(parameters, unit.strategy, self.precision, self.cluster),
@@ -97,15 +98,6 @@ class _Units:
         return ScheduledParameter(path, Origin(parameter.name, shape, offsets, parameter.shape), parameter.trainable)
 
 
-def _outermost(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths that lie in none of the others: wrapping a module wraps what is in it."""
-    return tuple(path for path in paths if not any(_contains(other, path) for other in paths))
-
-
-def _contains(outer: str, inner: str) -> bool:
-    return outer != inner and (outer == "" or inner.startswith(outer + "."))
-
-
 def verify(schedule: Schedule, graph: ModelGraph) -> None:
     """Check a schedule against the model, whoever made it; raises `OsdpError`.
 
@@ -120,11 +112,9 @@ def verify(schedule: Schedule, graph: ModelGraph) -> None:
             covered[parameter.origin.name] += parameter.origin.numel
     expected = Counter({p.name: p.numel for operator in graph.operators for p in operator.parameters})
     if wrong := sorted(name for name in covered | expected if covered[name] != expected[name]):
-        raise OsdpError(
-            "the schedule does not cover every parameter once",
-            got=", ".join(f"{name}: {covered[name]} elements" for name in wrong[:5]),
-            expected=", ".join(f"{name}: {expected[name]}" for name in wrong[:5]),
-        )
+        what = "the schedule does not cover every parameter once"
+        got = ", ".join(f"{name}: {covered[name]} elements" for name in wrong[:5])
+        raise OsdpError(what, got=got, expected=", ".join(f"{name}: {expected[name]}" for name in wrong[:5]))
     _verify_wrapping(schedule, graph)
     _verify_order(schedule, graph)
 
@@ -137,17 +127,10 @@ def _verify_wrapping(schedule: Schedule, graph: ModelGraph) -> None:
     for unit in schedule.units:
         for operator in graph.operators:
             if operator.name in unit.operators and len(operator.modules) > 1:
-                apart = [path for path in operator.modules if not _is_inside(path, unit.modules)]
+                apart = [path for path in operator.modules if not any(is_inside(path, each) for each in unit.modules)]
                 if apart:
-                    raise OsdpError(
-                        f"tied modules of {operator.name} are apart",
-                        got=", ".join(apart),
-                        expected=f"all in unit {unit.name}",
-                    )
-
-
-def _is_inside(path: str, modules: Sequence[str]) -> bool:
-    return any(path == outer or _contains(outer, path) for outer in modules)
+                    what = f"the tied modules of {operator.name} are not all in one unit"
+                    raise OsdpError(what, got=", ".join(apart), expected=f"all in unit {unit.name}")
 
 
 def _verify_order(schedule: Schedule, graph: ModelGraph) -> None:
@@ -158,7 +141,5 @@ def _verify_order(schedule: Schedule, graph: ModelGraph) -> None:
     positions = [min(first.get(name, len(graph.calls)) for name in unit.operators) for unit in schedule.units]
     for index in range(1, len(positions)):
         if positions[index] < positions[index - 1]:
-            raise OsdpError(
-                "units of the schedule are not in the order in which they run",
-                got=f"{schedule.units[index].name} after {schedule.units[index - 1].name}",
-            )
+            what = "units of the schedule are not in the order in which they run"
+            raise OsdpError(what, got=f"{schedule.units[index].name} after {schedule.units[index - 1].name}")

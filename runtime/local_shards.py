@@ -1,7 +1,7 @@
 """Which part of each original parameter a rank holds, whatever the strategy.
 
 Checkpoints, full state dicts, gradient norms and initialisation see a model through its local shards and
-need not know of strategies:
+do not depend on strategies:
 
     strategy                            what a rank holds of a parameter           ranks with the same
     replicate                           all                                        N
@@ -39,7 +39,7 @@ class LocalShard:
     replicas: int
     """Number of ranks that hold this very part."""
     parameter: nn.Parameter
-    """As registered in the module: a DTensor, plain, or empty where this rank holds nothing."""
+    """As registered in the module: a DTensor, a plain tensor, or empty where this rank holds nothing."""
     is_first: bool = True
     """Whether this rank is the first of those that hold this very part."""
     is_uneven: bool = False

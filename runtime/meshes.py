@@ -22,11 +22,9 @@ from runtime.torch_compat import default_timeout, no_modes
 def check_process_group(before: str = "OSDP(...)") -> None:
     """Raise OsdpError if there is no process group."""
     if not dist.is_initialized():
-        raise OsdpError(
-            "there is no process group",
-            expected=f"torch.distributed.init_process_group() before {before}",
-            advice="start the script with torchrun, which sets what init_process_group needs",
-        )
+        what = "there is no process group"
+        advice = "start the script with torchrun, which sets the environment that init_process_group reads"
+        raise OsdpError(what, expected=f"torch.distributed.init_process_group() before {before}", advice=advice)
 
 
 def check_world(nodes: int, ranks_per_node: int) -> None:
@@ -37,13 +35,13 @@ def check_world(nodes: int, ranks_per_node: int) -> None:
             "the plan is for another number of ranks",
             got=f"{dist.get_world_size()} in the process group",
             expected=f"{nodes * ranks_per_node}: {nodes} x {ranks_per_node}, as in the plan",
-            advice="start that many ranks, or plan again for the ranks that there are",
+            advice="start that many ranks, or make a plan for these",
         )
 
 
 @lru_cache(maxsize=1)
 def _groups_of(world: dist.ProcessGroup) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return the groups that were made beside the default group, by their ranks; all models share them."""
+    """Return the process groups besides the default one, by their ranks; all models share them."""
     return {}
 
 
@@ -66,7 +64,7 @@ class Meshes:
         """Return all groups of `ranks` ranks that are `stride` apart."""
         if ranks < 1 or stride < 1 or self.world_size % (ranks * stride):
             raise OsdpError(
-                "a mesh does not divide the world",
+                "the groups of a strategy do not divide the world size",
                 got=f"groups of {ranks} ranks that are {stride} apart, among {self.world_size}",
                 expected=f"a divisor of {self.world_size}",
                 advice="plan again for this number of ranks",

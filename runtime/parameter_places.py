@@ -1,8 +1,8 @@
-"""Where tensors are registered in a model: tied parameters and shared buffers have several places and names."""
+"""Where modules and tensors lie in a model: tied parameters and shared buffers have several places and names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -42,3 +42,13 @@ def _registered(model: nn.Module, own: Callable[[nn.Module], Iterator[tuple[str,
             registration.names.append(f"{path}.{leaf}" if path else leaf)
             registration.places.append((module, leaf))
     return {registration.names[0]: registration for registration in found.values()}
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Whether a module's path is another's, or lies in it; the model's own is empty."""
+    return outer in ("", path) or path.startswith(outer + ".")
+
+
+def outermost(paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths that lie in none of the others: wrapping a module wraps what is in it."""
+    return tuple(path for path in paths if not any(path != other and is_inside(path, other) for other in paths))

@@ -1,4 +1,4 @@
-"""A model to which a schedule was applied, and what it tells the units that it consists of."""
+"""A model to which a schedule was applied, and the interface of the wrapped units that it consists of."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from runtime.schedule import Schedule
 
 
 class WrappedUnit:
-    """A unit as its strategy wraps it, or what concerns all units of a strategy together.
+    """A unit as its strategy wraps it, or the state that all units of a strategy share.
 
-    A strategy overrides what concerns it: by default nothing is to be done, and the mesh of a DTensor says what a
+    A strategy overrides what it needs: by default nothing is to be done, and the mesh of a DTensor says what a
     rank holds.
     """
 
@@ -26,7 +26,7 @@ class WrappedUnit:
     trained: Sequence[nn.Parameter] = ()
     """Those whose gradients `finish_gradients` completes."""
     replicas: int = 1
-    """Ranks that hold the same shards, as far as no mesh tells."""
+    """Ranks that hold the same shards, besides those of a DTensor's mesh."""
     runner: DistributedDataParallel | None = None
     """What to call instead of the model itself."""
     reduces_in_last_backward: bool = False
@@ -39,33 +39,33 @@ class WrappedUnit:
         return local_shard(origin, parameter, self.replicas)
 
     def keep_after_forward(self) -> AbstractContextManager[None]:
-        """Stay gathered when a forward ends within, as the backward comes next."""
+        """Stay unsharded after forwards within, as the backward follows at once."""
         return nullcontext()
 
     def set_requires_all_reduce(self, required: bool) -> None:
         """Say whether the next reduction is the last of its step."""
 
     def reshard(self) -> None:
-        """Free what a forward left gathered; a backward that is still to come gathers it again."""
+        """Reshard the parameters that a forward left unsharded; a later backward gathers them again."""
 
     def reset(self) -> None:
-        """Forget a forward or backward that failed, and the gradients of a step that is given up. Collective."""
+        """Clean up after a failed forward or backward, and discard the gradients of an abandoned step. Collective."""
 
     def discard_gradients(self, pending: bool) -> None:
-        """Forget gradients that wait for `finish_gradients`; `pending` says whether this rank made any. Collective."""
+        """Discard gradients that wait for `finish_gradients`; `pending`: whether this rank made any. Collective."""
 
     def finish_gradients(self, micro_batches: int) -> float:
-        """Complete the gradients of so many micro-batches of this rank. Collective.
+        """Complete the gradients of this many micro-batches of this rank. Collective.
 
         Returns by how much the gradients of other units, which are means over ranks, must be scaled.
         """
         return 1.0
 
     def publish(self) -> None:
-        """Let other ranks see what the optimizer has made of the parameters. Collective."""
+        """Make the parameters that the optimizer has changed visible to other ranks. Collective."""
 
     def expire(self) -> None:
-        """Take note that parameters were given values by other means than an optimizer."""
+        """Note that parameters were changed by other means than an optimizer."""
 
     def communication_tensors(self) -> Sequence[Tensor]:
         """Return what a dry run holds from step to step in order to communicate."""
@@ -107,25 +107,25 @@ class ShardedModel:
             unit.set_requires_all_reduce(required)
 
     def reshard(self) -> None:
-        """Free what a forward left gathered; a backward that is still to come gathers it again."""
+        """Reshard the parameters that a forward left unsharded; a later backward gathers them again."""
         for unit in self.units:
             unit.reshard()
 
     def reset(self) -> None:
-        """Drop what a failed backward has left, and what waits for the rest of a step that is given up.
+        """Clean up after a failed backward, and discard the gradients of an abandoned step.
 
-        A collective call: what fails on one rank only cannot be mended.
+        A collective call: a failure on one rank only cannot be recovered from.
         """
         for unit in self.units:
             unit.reset()
 
     def discard_gradients(self, pending: bool) -> None:
-        """Forget gradients that wait for `finish_gradients`; `pending` says whether this rank made any. Collective."""
+        """Discard gradients that wait for `finish_gradients`; `pending`: whether this rank made any. Collective."""
         for unit in self.units:
             unit.discard_gradients(pending)
 
     def finish_gradients(self, micro_batches: int) -> None:
-        """Complete the gradients of so many micro-batches of this rank. A collective call."""
+        """Complete the gradients of this many micro-batches of this rank. A collective call."""
         for unit in self.units:
             scale = unit.finish_gradients(micro_batches)
             finished = {id(parameter) for parameter in unit.trained}
@@ -134,11 +134,11 @@ class ShardedModel:
                     shard.local(shard.parameter.grad).mul_(scale)
 
     def publish(self) -> None:
-        """Let other ranks see what the optimizer has made of the parameters. A collective call."""
+        """Make the parameters that the optimizer has changed visible to other ranks. A collective call."""
         for unit in self.units:
             unit.publish()
 
     def expire(self) -> None:
-        """Take note that parameters were given values by other means than an optimizer."""
+        """Note that parameters were changed by other means than an optimizer."""
         for unit in self.units:
             unit.expire()

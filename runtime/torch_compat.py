@@ -1,4 +1,4 @@
-"""What differs between PyTorch versions, and the private parts of FSDP2 that we cannot do without.
+"""What differs between PyTorch versions, and the private parts of FSDP2 that have no replacement.
 
 Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.12 lies in between.
 
@@ -10,8 +10,8 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
                                  for every call; here all units with equal K get one
     reset_iteration              2.13 has it, but leaves unsharded gradients for the next backward to add to
     communication_of             what `set_custom_all_gather` and `set_custom_reduce_scatter` have set
-    compute_dtypes               what the mixed precision policy of a unit says
-    has_secondary_mesh           what `reshard_after_forward` of a unit says
+    compute_dtypes               the mixed precision policy of a unit
+    has_secondary_mesh           whether `reshard_after_forward` of a unit is a number
     packed_parameters            in what order a unit's parameters are gathered, and where their padded rows lie
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
     no_modes                     no public name leaves dispatch modes
@@ -95,12 +95,9 @@ def reset_iteration(root: FSDPModule) -> None:
     """
     reset = getattr(root, "reset_iter_state", None)
     if reset is None:
-        raise OsdpError(
-            "training cannot go on after a failed or unfinished step on this PyTorch",
-            got=f"torch {torch.__version__}",
-            expected="torch 2.13",
-            advice="start again from the last checkpoint",
-        )
+        what = "training cannot continue after a failed or unfinished step on this version of PyTorch"
+        advice = "upgrade PyTorch, or resume from the last checkpoint"
+        raise OsdpError(what, got=f"torch {torch.__version__}", expected="torch 2.13", advice=advice)
     reset()
     for module in cast(nn.Module, root).modules():
         for group in _param_groups(module) if isinstance(module, FSDPModule) else ():
@@ -123,20 +120,16 @@ def share_secondary_mesh(mesh: DeviceMesh) -> Iterator[None]:
 
 @contextmanager
 def keep_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Keep the parameters of these units unsharded when a forward ends: their backward comes next."""
+    """Keep the parameters of these units unsharded after a forward: their backward follows at once."""
     groups = [group for module in modules for group in _param_groups(module)]
     for group in groups:
-        vars(group).update(reshard=_nothing, _record_post_forward=_nothing)
+        vars(group).update(reshard=lambda: None, _record_post_forward=lambda: None)
     try:
         yield
     finally:
         for group in groups:
             for name in ("reshard", "_record_post_forward"):
                 vars(group).pop(name, None)
-
-
-def _nothing() -> None:
-    """Stand in for what must not happen."""
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
@@ -191,9 +184,9 @@ def no_modes() -> AbstractContextManager[None]:
 
 @contextmanager
 def few_chunks() -> Iterator[None]:
-    """Let `fully_shard` cut only the pieces of a parameter that it looks at, not one for every rank.
+    """Let `fully_shard` chunk a parameter lazily: only the chunks that it looks at, not one for every rank.
 
-    For rehearsals at a thousand ranks, where cutting fake tensors would take minutes.
+    For dry runs of a thousand ranks, where cutting fake tensors would take minutes.
     """
     original = vars(_fsdp_param)["_chunk_with_empty"]
     vars(_fsdp_param)["_chunk_with_empty"] = _Chunks
@@ -222,29 +215,25 @@ class _Chunks(Sequence[Tensor]):
 
 
 @contextmanager
-def rehearsing_data_parallel() -> Iterator[None]:
-    """Let DistributedDataParallel be made of fake tensors: it compares no shapes and sends no values."""
+def data_parallel_of_fakes() -> Iterator[None]:
+    """Let DistributedDataParallel wrap fake tensors: it compares no shapes and sends no values."""
     names = ("_verify_param_shape_across_processes", "_sync_module_states")
     originals = {name: vars(_data_parallel)[name] for name in names}
-    vars(_data_parallel).update(dict.fromkeys(names, _returns_true))
+    vars(_data_parallel).update(dict.fromkeys(names, lambda *_, **__: True))
     try:
         yield
     finally:
         vars(_data_parallel).update(originals)
 
 
-def rehearse_buckets(runner: DistributedDataParallel) -> None:
-    """Let buckets of fake gradients be reduced at once, and stay as they were first assigned.
+def reduce_fake_buckets(runner: DistributedDataParallel) -> None:
+    """Reduce buckets of fake gradients at once, and never rebuild them.
 
-    Assigning them anew, in the order in which gradients come, would read values; their bytes are the same.
+    Rebuilding them, in the order in which gradients come, would read values; their bytes are the same.
     """
     # A lambda: annotations would have to be types, and here they are text.
     runner.register_comm_hook(None, lambda _, bucket: _reduced(bucket))
     runner.reducer = cast(Any, _FixedBuckets(runner.reducer))
-
-
-def _returns_true(*_: Any, **__: Any) -> bool:
-    return True
 
 
 def _reduced(bucket: Any) -> torch.futures.Future[Tensor]:
@@ -267,7 +256,7 @@ class _FixedBuckets:
 
 
 def forget_meshes() -> None:
-    """Drop what DTensor remembers of meshes: of an earlier world, equal ones name groups that are gone."""
+    """Clear DTensor's cache of meshes: equal ones of an earlier world name groups that are gone."""
     clear = getattr(tensor_debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()

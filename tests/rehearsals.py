@@ -1,4 +1,4 @@
-"""Plans made of choices, as the planner predicts their memory and as the runtime rehearses a step of them."""
+"""Plans made of choices, as the planner predicts their memory and as a dry run of the runtime measures it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from profiler.model_source import ModelSource
 from profiler.trace.metered_pass import find_loss
 from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan
-from runtime.observe.dry_run import Script, rehearse
+from runtime.observe.dry_run import Script, dry_run
 
 SIZES = {
     "gpt2": {"maximum_positions": 256, "hidden_size": 256, "layers": 3, "heads": 4},
@@ -117,13 +117,13 @@ class Compared:
 
 
 def compare(plan: Plan, model: ModelSource, graph: ModelGraph, machine: Cluster, rank: int | None = None) -> Compared:
-    """Predict a plan's memory and rehearse it on a rank (None: the fullest)."""
+    """Predict a plan's memory and run it dry on a rank (None: the fullest)."""
     view = open_plan(plan, graph, machine)
     predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != "reserve"}
     script = Script(model.build, model.example_inputs, lambda out: find_loss(out)[0], plan.optimizer, plan.micro_batch)
     if rank is None:
         rank = view.decided.fullest(view.space, view.load)[0]
-    found = rehearse(script, compile_plan(plan, graph, machine), rank)
+    found = dry_run(script, compile_plan(plan, graph, machine), rank)
     assert found.peak.total_bytes == sum(found.peak.categories.values())
     return Compared(predicted, found.peak.categories, view.prediction.peak_phase, found.peak.phase, found.rest_bytes)
 
@@ -170,7 +170,7 @@ class Case:
         )
 
     def compare(self, rank: int | None = None) -> Compared:
-        """Predict the plan's memory and rehearse it on a rank (None: the fullest)."""
+        """Predict the plan's memory and run it dry on a rank (None: the fullest)."""
         graph = graph_of(self.family, self.vocabulary, self.length, self.precision)
         model = source(self.family, self.vocabulary, self.length)
         return compare(self.plan(), model, graph, cluster(*self.shape), rank)

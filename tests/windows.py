@@ -43,6 +43,6 @@ def sums_large_windows(rank: int) -> bool:
     with transport:
         for _ in range(4):
             transport.windows[0].push(integers(2 * numel, rank))
-        transport.meet()
+        transport.barrier()
         wanted = 4 * (integers(2 * numel, 0) + integers(2 * numel, 1)).view(2, -1)[rank]
         return torch.equal(transport.windows[0].take_gradient(), wanted)

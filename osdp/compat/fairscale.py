@@ -14,7 +14,7 @@ chooses by it and then shards the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -40,7 +40,7 @@ from runtime.deferred_init.deferred_init import is_meta
 from runtime.deferred_init.initialise import fill, share_rank_0
 from runtime.local_shards import whole
 from runtime.meshes import check_process_group, check_world
-from runtime.parameter_places import Registration, registered_parameters
+from runtime.parameter_places import Registration, outermost, registered_parameters
 from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit
 
 __all__ = ["FSDP", "Groups", "auto_wrap", "default_auto_wrap_policy", "enable_wrap", "gen_fsdp_args", "wrap"]
@@ -214,7 +214,7 @@ def _units(model: nn.Module, chosen: Mapping[nn.Module, Groups]) -> dict[tuple[s
         joined |= dict.fromkeys(together, together)
     units: dict[tuple[str, ...], list[Registered]] = {}
     for registration in registered:
-        key = _outermost(joined[_innermost(registration.names[0], paths)])
+        key = outermost(sorted(joined[_innermost(registration.names[0], paths)]))
         units.setdefault(key, []).append(registration)
     return units
 
@@ -225,14 +225,6 @@ def _innermost(name: str, paths: Mapping[str, str]) -> str:
     while path not in paths:
         path = path.rpartition(".")[0]
     return paths[path]
-
-
-def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return the paths that lie in none of the others, sorted; wrapping a module wraps what is in it."""
-    paths = sorted(paths)
-    if ROOT in paths:
-        return (ROOT,)
-    return tuple(path for path in paths if not any(path.startswith(f"{other}.") for other in paths))
 
 
 def _groups_of(model: nn.Module, modules: Sequence[str], chosen: Mapping[nn.Module, Groups]) -> Groups:

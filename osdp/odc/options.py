@@ -39,7 +39,7 @@ def init(*, ordered: bool = False, timeout_s: float | None = None, accumulation:
     Args:
         ordered: whether gradients are summed up in the order of ranks: the same bits in every run, for one
             accumulator per rank in place of one.
-        timeout_s: after how long a rank that does not come to a meeting is lost; by default the process group's.
+        timeout_s: after how long a rank that does not reach a barrier counts as lost; by default the process group's.
         accumulation: M, if losses are divided by M, however many micro-batches a rank does in a step.  With S the
             sum of what all ranks pushed, the gradient is then the mean over all their micro-batches, S M / C where
             C is how many these were.  By default it is S / N on N ranks, as FSDP gives it.

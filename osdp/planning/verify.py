@@ -1,8 +1,8 @@
-"""Predicted memory of a plan against what the runtime holds: rehearsed on fake tensors, or measured on GPUs.
+"""Predicted memory of a plan against what the runtime holds: in a dry run on fake tensors, or measured on GPUs.
 
     error = (predicted - tracked) / tracked
 
-A rehearsal (`runtime.observe.dry_run`) runs anywhere, in one process, at the plan's own number of ranks.  On
+A dry run (`runtime.observe.dry_run`) runs anywhere, in one process, at the plan's own number of ranks.  On
 GPUs, with as many ranks as the plan has, real steps are run and the allocator is asked; there what it
 reserved of the device has to be within the limit too.  What is no tensor (the reserve: context,
 communicators, workspaces) is on neither side of the error.
@@ -27,7 +27,7 @@ from profiler.errors import OsdpError
 from profiler.model_source import ModelSource
 from profiler.trace.metered_pass import find_loss
 from runtime.compile_plan import compile_plan
-from runtime.observe.dry_run import Script, rehearse
+from runtime.observe.dry_run import Script, dry_run
 from runtime.optimizers import OPTIMIZERS
 
 MOST_TOO_LOW = 0.01
@@ -51,9 +51,9 @@ class Verified:
     """What a plan was predicted to hold, and what it held."""
 
     how: str
-    """`rehearsal` or `cuda`."""
+    """`rehearsal`, which is a dry run, or `cuda`."""
     rank: int
-    """Rank that was rehearsed, or that held most: the fullest one."""
+    """Rank that was run, or that held most: the fullest one."""
     world_size: int
     predicted: Mapping[str, int]
     """Bytes at the predicted peak by category, without the reserve."""
@@ -64,7 +64,7 @@ class Verified:
     predicted_phase: str
     tracked_phase: str
     seconds: float
-    """What the rehearsal or the steps took."""
+    """What the dry run or the steps took."""
     allocatable_bytes: int
     """What the plan's limit leaves PyTorch's allocator to reserve."""
 
@@ -75,7 +75,7 @@ class Verified:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The most that the allocator of any rank had of its device; None in a rehearsal."""
+        """The most that the allocator of any rank had of its device; None in a dry run."""
         return self.tracked.get(RESERVED)
 
     @property
@@ -96,7 +96,7 @@ class Verified:
 
 
 def verify(view: OpenPlan, model: str | None = None, on_gpus: bool | None = None) -> Verified:
-    """Rehearse a plan, or measure it on GPUs (None: if this process is one of the plan's ranks and has one).
+    """Run a plan dry, or measure it on GPUs (None: if this process is one of the plan's ranks and has one).
 
     `model` replaces the name that the plan knows its model by.  On GPUs it is a collective call of
     all ranks that torchrun started.  Raises OsdpError.
@@ -108,7 +108,7 @@ def verify(view: OpenPlan, model: str | None = None, on_gpus: bool | None = None
     if on_gpus:
         _check_ranks(view)
         return _compare(view, "cuda", lambda: _measure(view, source))
-    return _compare(view, "rehearsal", lambda: _rehearse(view, source))
+    return _compare(view, "rehearsal", lambda: _dry_run(view, source))
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,12 @@ def _loss(output: object) -> Tensor:
     return find_loss(output)[0]
 
 
-def _rehearse(view: OpenPlan, source: ModelSource) -> _Held:
+def _dry_run(view: OpenPlan, source: ModelSource) -> _Held:
     plan, space = view.plan, view.space
     schedule = compile_plan(plan, space.graph, view.load.cluster)
     script = Script(source.build, source.example_inputs, _loss, plan.optimizer, plan.micro_batch)
     rank = view.decided.fullest(space, view.load)[0]
-    peak = rehearse(script, schedule, rank).peak
+    peak = dry_run(script, schedule, rank).peak
     return _Held(rank, peak.categories, peak.total_bytes, f"{peak.phase}, {peak.op}")
 
 

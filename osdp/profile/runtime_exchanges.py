@@ -183,9 +183,9 @@ class _Exchanges:
         transport = SharedMemoryTransport(self.group, [WindowSpec("profile", shard_numel, torch.float32)])
         (window,) = transport.windows
         window.publish(torch.full((shard_numel,), self.value))
-        transport.meet()
+        transport.barrier()
         window.push(torch.zeros(self.ranks * shard_numel))  # touches the memory, which takes time once
-        transport.meet()
+        transport.barrier()
         run = make(window)
         weakref.finalize(run, transport.close)
         return run

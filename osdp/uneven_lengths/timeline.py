@@ -1,6 +1,6 @@
 """What each rank does when in a step: it computes, communicates or waits for others.
 
-A rank *calls* communication: a collective or a meeting, which needs all of its ranks, or a one-sided pull or
+A rank *calls* communication: a collective or a barrier, which needs all of its ranks, or a one-sided pull or
 push.  The clock that is read as a call begins and ends is the machine's, the same for all of its processes.  With
 a_p the moment at which rank p begins the k-th call of a group, rank r
 
@@ -11,7 +11,7 @@ a_p the moment at which rank p begins the k-th call of a group, rank r
 
 and its *bubble* is all that it waits.  (gloo waits inside its collectives, so their duration alone does not show it.)
 
-Seen are the collectives of `fully_shard` units, and the pulls, pushes and meetings of `odc`.  Others, an
+Seen are the collectives of `fully_shard` units, and the pulls, pushes and barriers of `odc`.  Others, an
 all-reduce across groups or an owner's broadcasts, count as computing.  GPUs run behind the calls that this
 times: it is for CPU ranks.
 """
@@ -48,7 +48,7 @@ class Call:
     """Communication that one rank called."""
 
     name: str
-    """gather, reduce, pull, push or meet."""
+    """gather, reduce, pull, push or barrier."""
     start_s: float
     """By the machine's clock, as everywhere here."""
     end_s: float
@@ -118,7 +118,7 @@ def record_step(model: OSDP) -> Iterator[CallTimeline]:
             if isinstance(unit, FullyShardedUnit) and not isinstance(unit, WindowedUnit):
                 stack.enter_context(_watched_unit(unit.module, recorder))
             for group in unit.groups if isinstance(unit, Exchange) else ():
-                for name, ranks in (("pull", ()), ("push", ()), ("meet", group.transport.ranks)):
+                for name, ranks in (("pull", ()), ("push", ()), ("barrier", group.transport.ranks)):
                     call = recorder.watched(name, ranks, getattr(group.transport, name))
                     stack.enter_context(patch.object(group.transport, name, call))
         recorder.start_s = time.monotonic()

@@ -54,8 +54,8 @@ def record(build: Callable[[], nn.Module]) -> Recording:
 
     A factory that puts the whole model on the meta device itself gets what `reset` gives.
 
-    Raises OsdpError, naming the op and the line, where the constructor looks at random numbers, hands
-    memory to NumPy, or runs an op that the meta device does not know.
+    Raises OsdpError, naming the op and the line, where the constructor reads random values, hands
+    memory to NumPy, or runs an op that the meta device does not support.
     """
     recorder = OpRecorder()
     with recording(recorder):
@@ -114,11 +114,9 @@ def _fill_attributes(module: nn.Module, recorder: OpRecorder) -> None:
                 ref = recorder.ref(value.detach())
                 real = done.get(ref, recorder.tape.value(ref))
                 if real is None:
-                    raise OsdpError(
-                        f"{name + '.' if name else ''}{key} is a random tensor and neither parameter nor buffer",
-                        expected="tensors that a plan can place",
-                        advice=f"register it: self.register_buffer({key!r}, ...)",
-                    )
+                    what = f"{name + '.' if name else ''}{key} is a random tensor and neither parameter nor buffer"
+                    expected = "random tensors as parameters or buffers only"
+                    raise OsdpError(what, expected=expected, advice=f"register it: self.register_buffer({key!r}, ...)")
                 done[ref] = vars(owner)[key] = real
 
 
@@ -202,8 +200,6 @@ def _check_filled(module: nn.Module, tape: Tape, finals: Mapping[str, Ref]) -> N
     for name, ref in finals.items():
         if ref.storage not in filled:
             owner = module.get_submodule(name.rpartition(".")[0])
-            raise OsdpError(
-                f"nothing fills {name}, which is on the meta device",
-                got=f"{type(owner).__name__} with no reset_parameters that does",
-                advice=f"pass a factory instead of the model, or give {type(owner).__name__} a reset_parameters()",
-            )
+            got = f"a {type(owner).__name__} without a reset_parameters that fills it"
+            advice = f"pass a factory instead of the model, or give {type(owner).__name__} a reset_parameters()"
+            raise OsdpError(f"nothing fills {name}, which is on the meta device", got=got, advice=advice)

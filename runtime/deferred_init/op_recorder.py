@@ -127,11 +127,8 @@ class OpRecorder:
         with self.paused():
             value = self.tape.value(self.ref(tensor))
         if value is None:
-            raise OsdpError(
-                "the model's constructor looks at random numbers, which cannot be recorded",
-                got=f"{op} in {user_frame()}",
-                advice=ADVICE,
-            )
+            what = "the model's constructor reads random values, which are not drawn while it is recorded"
+            raise OsdpError(what, got=f"{op} in {user_frame()}", advice=ADVICE)
         return value
 
     def op(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -191,7 +188,7 @@ class OpRecorder:
         return is_there and (device is None or device == META)
 
     def _run(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an op on the meta device, or for good if it returns what only data can tell."""
+        """Run an op on the meta device, or on real data if its result depends on values."""
         meta_args, meta_kwargs = tree_map_only(Tensor, self.as_meta, (list(args), dict(kwargs)))
         for name, value in {"device": META, "generator": None, "pin_memory": False}.items():
             if name in meta_kwargs:
@@ -203,11 +200,8 @@ class OpRecorder:
                 real = tree_map_only(Tensor, lambda tensor: self.value(tensor, str(func)), (list(args), kwargs))
                 return func(*real[0], **real[1])
             if isinstance(error, NotImplementedError):
-                raise OsdpError(
-                    "the model's constructor runs an op that cannot be recorded",
-                    got=f"{func} in {user_frame()}",
-                    advice=ADVICE,
-                ) from error
+                what = "the model's constructor runs an op that cannot be recorded"
+                raise OsdpError(what, got=f"{func} in {user_frame()}", advice=ADVICE) from error
             raise
 
     def _new(self, tensor: Tensor) -> Ref | None:
@@ -241,7 +235,7 @@ class OpRecorder:
 
 
 def user_frame() -> str:
-    """Return file, line and function of the running code that is neither torch's nor ours."""
+    """Return file, line and function of the innermost frame outside torch and this package."""
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     for frame in frames:
@@ -320,7 +314,7 @@ class _Appearances(TorchFunctionMode):
         if func is Tensor.cpu:
             return args[0]
         if func is Tensor.to:
-            # Told to go where it is, a tensor stays; told to leave the meta device, it would be copied.
+            # To its own device a tensor moves without a copy; off the meta device it would be copied.
             args = tuple(META if isinstance(arg, str | torch.device) else arg for arg in args)
             kwargs = kwargs | ({"device": META} if "device" in kwargs else {})
         elif func == _SET_DATA:
@@ -328,9 +322,9 @@ class _Appearances(TorchFunctionMode):
                 args = (args[0], self._recorder.as_meta(args[1]))
         elif func in _OUT_OF_SIGHT:
             raise OsdpError(
-                "the model's constructor hands a tensor's memory to other code, which cannot be recorded",
+                "the model's constructor passes a tensor's memory to code outside PyTorch, which cannot be recorded",
                 got=f"{func.__name__} in {user_frame()}",
-                expected="computations with torch",
+                expected="PyTorch ops only",
                 advice=ADVICE,
             )
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which random numbers a program would have drawn, told while it draws none.
+"""Records which random numbers a program would have drawn, while it draws none.
 
 A recording runs on the meta device, where random ops leave their generator alone. What a program does
 to a generator by hand (`manual_seed`, `fork_rng`, `set_state`) must show all the same. So every draw

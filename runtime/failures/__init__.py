@@ -1,1 +1,1 @@
-"""What ranks agree upon, and what they say of each other when one is lost."""
+"""What ranks agree upon, and how a lost rank is found and named."""

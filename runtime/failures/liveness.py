@@ -1,13 +1,13 @@
 """Finds out which ranks are gone after a collective failed: through the store, never through collectives.
 
-While all is well every rank leaves its process in the store (`announce`).  A rank on which something
-else goes wrong says what (`report_failure`).  When a collective fails on a rank, it says so there and looks
-for the others (`find_lost`):
+Before anything fails, every rank writes its process to the store (`announce`).  A rank with an error of its own
+writes that (`report_failure`).  A rank on which a collective fails notes it there and looks for the others
+(`find_lost`):
 
     answered    a collective has failed there too, so the rank is fine
     raised      it has reported a failure of its own
-    died        its process is gone; found by a rank on the same machine, which tells the others
-    silent      none of these: it hangs, or runs on a machine from which nobody answers
+    died        its process is gone; found by a rank on the same machine, which writes it to the store
+    silent      none of these: it hangs, or runs on a machine that cannot be reached
 
 Errors and deaths are found at once, and ranks that still wait in the collective then are not blamed.
 Under torchrun the store lives in torchrun's own process and outlives every rank.
@@ -70,7 +70,7 @@ class Process:
     def own() -> Process:
         """Return the process that this is."""
         try:
-            machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+            machine = boot_id() + os.readlink("/proc/self/ns/pid")
         except OSError:
             return Process("", os.getpid(), "")
         return Process(machine, os.getpid(), _status_and_start(os.getpid())[1])
@@ -81,6 +81,11 @@ class Process:
             return False
         status, start = _status_and_start(self.pid)
         return status in ("", "Z", "X") or start != self.start
+
+
+def boot_id() -> str:
+    """Return what identifies this boot of this machine. Raises OSError where there is no /proc."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def announce(what: str) -> None:
@@ -112,9 +117,9 @@ def find_lost(answer_s: float) -> tuple[Lost, ...] | None:
 
 
 def _bounded(ask: Callable[[], Result], limit_s: float) -> Result | None:
-    """Ask the store in a thread, which is left behind if it is late; None then, or if the store is gone.
+    """Ask the store in a thread, which is abandoned after the limit; None then, or if the store is gone.
 
-    A store on a machine that stands still may never answer.
+    A store on a machine that hangs may never answer.
     """
     found: list[Result] = []
 
@@ -149,7 +154,7 @@ def _ask(store: Store, rank: int, world_size: int, answer_s: float) -> tuple[Los
 
 
 def _fate(store: Store, rank: int, announced: tuple[Process, str] | None, observer: Process) -> str:
-    """Return what became of a rank that did not answer; empty if nobody knows yet."""
+    """Return what became of a rank that did not answer; empty if that is not known yet."""
     raised, dead = f"{PREFIX}/raised/{rank}", f"{PREFIX}/dead/{rank}"
     if store.check([raised]):
         return f"raised {store.get(raised).decode()}"
@@ -161,7 +166,7 @@ def _fate(store: Store, rank: int, announced: tuple[Process, str] | None, observ
 
 
 def _announced(store: Store, rank: int) -> tuple[Process, str] | None:
-    """Return a rank's process and what it was about to do; None if it never said."""
+    """Return a rank's process and what it was about to do; None if it never announced itself."""
     key = f"{PREFIX}/process/{rank}"
     if not store.check([key]):
         return None

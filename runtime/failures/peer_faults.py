@@ -3,7 +3,7 @@
     with naming_faults("step 7", timeout_s=600):
         loss.backward()
 
-PyTorch's error says on which socket a collective failed.  The traceback knows more: the innermost
+PyTorch's error names the socket on which a collective failed.  The traceback shows more: the innermost
 frame inside `torch.distributed.distributed_c10d` is the collective with its group, and the innermost
 FSDP2 frame around it is the unit.  DDP issues its collectives from C++, so there only the ranks that
 are missing can be named.
@@ -66,7 +66,7 @@ class FailedCollective:
 def naming_faults(what: str, timeout_s: float) -> Iterator[None]:
     """Turn a failed collective into a `PeerLost` that names what is known about it.
 
-    Other errors pass unchanged, and the other ranks learn of them. Nothing is done if there is only
+    Other errors pass unchanged, and the other ranks are notified. Nothing is done if there is only
     one rank.
 
     Args:
@@ -126,11 +126,9 @@ def check_finite(loss: Tensor, step: int) -> None:
         bad = is_bad.reshape(1)
     ranks = [rank for rank, is_bad_there in enumerate(bad.tolist()) if is_bad_there]
     if ranks:
-        raise OsdpError(
-            f"the loss of step {step} is not finite on {format_ranks(ranks)}",
-            expected="a finite loss",
-            advice="a lower learning rate, clipping, fp32 instead of bf16, or a look at the data",
-        )
+        what = f"the loss of step {step} is not finite on {format_ranks(ranks)}"
+        advice = "a lower learning rate, gradient clipping or fp32 instead of bf16; check the data"
+        raise OsdpError(what, expected="a finite loss", advice=advice)
 
 
 def is_lost_peer(error: Exception) -> bool:
@@ -177,7 +175,7 @@ def _unit(error: BaseException) -> str | None:
 def _describe(lost: tuple[Lost, ...] | None) -> str:
     """Say in words what is known about the others."""
     if lost is None:
-        return "the store of the process group is gone too, with the process or machine that kept it"
+        return "the store of the process group is gone too, with the process or machine that hosted it"
     if not lost:
         return "every rank answered, so the network failed or ranks disagree on what they exchange"
     return "; ".join(
@@ -190,6 +188,6 @@ def _advice(lost: tuple[Lost, ...] | None) -> str:
     if lost is None:
         return "the log of rank 0's machine; launch by torchrun, whose store outlives the ranks"
     if not lost:
-        return "the same model, plan and data sizes on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL tells which differ"
+        return "the same model, plan and data sizes on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL shows which differ"
     ranks = format_ranks([one.rank for one in lost])
     return f"the log of {ranks} (out of memory? killed?), then resume the last checkpoint"

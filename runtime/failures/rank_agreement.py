@@ -1,4 +1,4 @@
-"""All ranks succeed or all fail: what one rank cannot do is raised on every rank, and nobody waits for it."""
+"""All ranks succeed or all fail: an error on one rank is raised on every rank, and none waits for it in vain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Outcome(Generic[T]):
-    """What a rank tells the others."""
+    """What a rank sends the others."""
 
     value: T | None
     error: OsdpError | None
@@ -84,17 +84,16 @@ def from_rank_0(doing: str, make: Callable[[], T]) -> T:
 
 def agree(what: str, value: str, advice: str) -> None:
     """Raise OsdpError on every rank if the ranks' values differ. Collective."""
-    values = Agreement.all().gather(f"tell {what}", lambda: value)
+    values = Agreement.all().gather(f"send {what}", lambda: value)
     odd = [str(rank) for rank, other in enumerate(values) if other != values[0]]
     if odd:
-        raise OsdpError(
-            f"{what} is not the same on all ranks", got=f"ranks {', '.join(odd[:8])} differ from rank 0", advice=advice
-        )
+        got = f"ranks {', '.join(odd[:8])} differ from rank 0"
+        raise OsdpError(f"{what} is not the same on all ranks", got=got, advice=advice)
 
 
 @contextmanager
 def peer_errors(doing: str) -> Iterator[None]:
-    """Raise as OsdpError what other ranks did to a collective call: they failed in it, or are gone."""
+    """Raise as OsdpError the failure of a collective call because of other ranks: they failed in it, or are gone."""
     try:
         yield
     except CheckpointException as error:
@@ -118,5 +117,5 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 @lru_cache(maxsize=1)
 def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the one group for agreements beside the default group `world`."""
+    """Return the one gloo group for agreements, besides the default group `world`."""
     return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=default_timeout()))

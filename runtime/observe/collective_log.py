@@ -9,7 +9,7 @@ A dispatch mode sees every collective of `torch.distributed`, whoever issues it:
 from their hooks in backward), DTensor through functional collectives, or a user.  Barriers count as
 well, with no bytes.  The source of the operators' names is the schemas that torch 2.13
 registers as `c10d` and `_c10d_functional`; torch's own `CommDebugMode` counts the same ones but
-tells neither groups nor sizes.
+not their groups or sizes.
 """
 
 from __future__ import annotations

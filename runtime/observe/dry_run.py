@@ -1,11 +1,11 @@
-"""Rehearses training steps of a schedule without computing: what one rank of any number holds at most.
+"""Dry runs of training steps of a schedule: what one rank of any number holds at most, without computing.
 
 One process stands for one rank.  The process group is PyTorch's fake one, and tensors are fake, so
-nothing is computed, sent or allocated; but what wraps, gathers, frees and reduces is this runtime
-with FSDP2's own code, and autograd's order of freeing is autograd's.  `LiveBytes` adds up.
+nothing is computed, sent or allocated; but it is this runtime and FSDP2 that wrap, gather, free and
+reduce, and autograd that decides when to free.  `LiveBytes` adds up.
 
 The second step is what counts: in the first, the optimizer makes its states, and DTensor looks at
-tensors of global size.  What a storage is for, `runtime.observe.live_bytes_by_category` knows; what else is made in the
+tensors of global size.  Categories are those of `runtime.observe.live_bytes_by_category`; what else is made in the
 optimizer's step is `optimizer_temporaries`.
 """
 
@@ -28,17 +28,17 @@ from profiler.errors import OsdpError
 from runtime.apply_schedule import apply_schedule
 from runtime.observe.live_bytes import LiveBytes, Peak
 from runtime.observe.live_bytes_by_category import ACTIVATIONS, LabelledBytes
-from runtime.odc.dry_run_windows import rehearsed_windows
+from runtime.odc.dry_run_windows import dry_run_windows
 from runtime.optimizers import OPTIMIZERS
 from runtime.schedule import Schedule
 from runtime.step.gradient_accumulation import Accumulation
 from runtime.strategies.ring_reduce_scatter import short_rings
-from runtime.torch_compat import few_chunks, forget_meshes, rehearse_buckets, rehearsing_data_parallel
+from runtime.torch_compat import data_parallel_of_fakes, few_chunks, forget_meshes, reduce_fake_buckets
 
 
 @dataclass(frozen=True)
 class Script:
-    """What is rehearsed: a model and how it trains."""
+    """A model and how it trains."""
 
     build: Callable[[], nn.Module]
     """Makes the model."""
@@ -53,7 +53,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     """What one training step holds."""
 
     peak: Peak
@@ -62,23 +62,25 @@ class Rehearsal:
     """Live between steps."""
 
 
-def rehearse(script: Script, schedule: Schedule, rank: int = 0) -> Rehearsal:
+def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
     """Return what a rank of the schedule's world holds in a training step.
 
-    Takes no memory for weights.  There must be no process group.  Raises what the model or its
+    Takes no memory for weights.  There must be no process group yet.  Raises what the model or its
     wrapping raise, and OsdpError for what the runtime refuses.
     """
     if dist.is_initialized():
-        raise OsdpError("a rehearsal needs a process of its own", got="a process group that is at work")
+        what = "a dry run makes its own process group, so it needs a process of its own"
+        got = "a process group that is initialised"
+        raise OsdpError(what, got=got, advice="call it before init_process_group, or in another process")
     with _fake_world(schedule.world_size, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         live = LabelledBytes()
         with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings():
             model = script.build()
-            with rehearsing_data_parallel(), rehearsed_windows():
+            with data_parallel_of_fakes(), dry_run_windows():
                 sharded = apply_schedule(model, schedule, torch.device("cpu"))
             if sharded.runner is not None:
-                rehearse_buckets(sharded.runner)
+                reduce_fake_buckets(sharded.runner)
             offloaded = {p.path for unit in schedule.units for p in unit.parameters if unit.strategy.offload}
             live.watch(model, offloaded)
             for unit in sharded.units:
@@ -96,7 +98,7 @@ def rehearse(script: Script, schedule: Schedule, rank: int = 0) -> Rehearsal:
                 _step(live, optimizers)
             peak = live.peak
             del optimizers, model, sharded, run
-    return Rehearsal(peak, rest_bytes)
+    return DryRun(peak, rest_bytes)
 
 
 def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: LiveBytes) -> None:

@@ -31,7 +31,7 @@ from profiler.byte_sizes import allocated_bytes
 from runtime.local_shards import local_data
 
 HOST = "host"
-"""Category of what is in the host's memory: it is noted, and not part of any total."""
+"""Category of host memory: it is tracked, but not part of any total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Storage:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is made while it is entered, and what it was told of by `hold`.
+    """Counts what is allocated while it is entered, and what is passed to `hold`.
 
     Each storage counts rounded up to `ALLOCATION_BYTES`, so that a figure taken on CPU is comparable with
     the allocator's on CUDA.  It is of the category that was current when it was made, until `label`
@@ -70,9 +70,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.total_bytes = 0
         """Live now."""
         self.phase = ""
-        """Name of what runs now; the user's to set, the peak remembers it."""
+        """Name of what runs now; set by the user, recorded with the peak."""
         self.category = ""
-        """Of what is made from now on; the user's to set."""
+        """Of what is allocated from now on; set by the user."""
         self.peak = Peak(0, "", "")
         self._live: dict[int, _Storage] = {}
         self._categories: Counter[str] = Counter()
@@ -94,7 +94,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {category: size for category, size in self._categories.items() if size and category != HOST}
 
     def changed(self) -> None:
-        """Take note that other bytes live than before; for subclasses."""
+        """Called after every change of the live bytes; for subclasses."""
 
     def reset_peak(self) -> None:
         """Forget the peak; what is live now is the new one."""
@@ -123,7 +123,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._change(known, size_bytes)
         if was_at_peak and category != HOST:
             self._note_peak(self.peak.op)
-        elif self.total_bytes > self.peak.total_bytes:  # it has been the host's
+        elif self.total_bytes > self.peak.total_bytes:  # it was host memory
             self._note_peak("label")
 
     def category_of(self, tensor: Tensor) -> str:

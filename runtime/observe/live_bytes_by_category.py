@@ -1,9 +1,9 @@
-"""`LiveBytes` that knows what storages are for, read off the program:
+"""`LiveBytes` with a category for every storage, derived from the running program:
 
 parameters             of the watched module, local parts
 optimizer              states that the optimizer keeps
-gradients              of local parameters, and of gathered ones from when autograd has added them up
-unsharded_parameters   what modules compute with, where it is not what rests
+gradients              of local parameters, and of unsharded ones once autograd has accumulated them
+unsharded_parameters   those that modules compute with, where they are not the local ones
 communication_buffers  arguments of collectives that are none of these
 activations            all the rest, unless `category` says otherwise
 """
@@ -26,13 +26,13 @@ ACTIVATIONS = "activations"
 
 
 class LabelledBytes(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts what is made while it is entered, by what it is for."""
+    """Counts what is allocated while it is entered, by category."""
 
     def __init__(self) -> None:
         super().__init__()
         self.category = ACTIVATIONS
         self.homes: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-        """Category of what rests of a parameter that is offloaded; empty for others."""
+        """Category of the shard of an offloaded parameter; empty for others."""
         self._hooked: MutableMapping[Tensor, RemovableHandle] = WeakIdKeyDictionary()
         self._handles: list[RemovableHandle] = []
 
@@ -45,7 +45,7 @@ class LabelledBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return out
 
     def watch(self, module: nn.Module, offloaded: Collection[str] = ()) -> None:
-        """Label what rests, and from now on what is gathered and what gradients are made.
+        """Label parameters, and from now on unsharded ones and gradients.
 
         `offloaded` names parameters whose shards, gradients and states are in the host's memory.
         """
@@ -63,14 +63,14 @@ class LabelledBytes(LiveBytes):  # type: ignore[no-untyped-call]
                 self._handles.append(part.register_forward_hook(self._label_kept))
 
     def unwatch(self) -> None:
-        """Leave the watched modules and their parameters as they were."""
+        """Remove all hooks."""
         for handle in (*self._handles, *self._hooked.values()):
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
 
     def label_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Label the gradients of parameters; those in buckets no hook tells of."""
+        """Label the gradients of parameters; DDP's buckets call no hook."""
         for parameter in parameters:
             if parameter.grad is not None:
                 self.label(parameter.grad, self.homes.get(parameter, "") or "gradients")
@@ -81,7 +81,7 @@ class LabelledBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self.hold((state for state in states if isinstance(state, Tensor)), home or "optimizer")
 
     def by_home(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters that rest on the device, and those on the host."""
+        """Return the parameters whose shards are on the device, and those on the host."""
         here = [parameter for parameter, home in self.homes.items() if not home]
         return here, [parameter for parameter, home in self.homes.items() if home]
 
@@ -101,7 +101,4 @@ class LabelledBytes(LiveBytes):  # type: ignore[no-untyped-call]
         # What FSDP1 computes with is a view of what it gathered, to which autograd adds nothing up.
         if parameter.requires_grad and parameter.is_leaf and parameter not in self._hooked:
             hook: Any = parameter.register_post_accumulate_grad_hook
-            self._hooked[parameter] = hook(self._label_gradient)
-
-    def _label_gradient(self, parameter: Tensor) -> None:
-        self.label_gradients([parameter])
+            self._hooked[parameter] = hook(lambda trained: self.label_gradients([trained]))

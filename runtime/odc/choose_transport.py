@@ -2,9 +2,9 @@
 
     ranks on the CPU       shared memory                      of one machine
     ranks on GPUs          CUDA IPC and the kernels of cuda/  of one machine; GPUs that reach each other
-    a rehearsal            tensors that nobody shares
+    a dry run              tensors that nobody shares
 
-Much can forbid CUDA IPC: containers, MIG, drivers.  So no list of it is kept here: what can be asked is asked, and
+Containers, MIG and drivers can forbid CUDA IPC.  So what can be queried is queried, and
 then a small window is made, published, pulled from and pushed into, before a model depends on it.
 """
 
@@ -20,7 +20,7 @@ from profiler.errors import OsdpError, first_line
 from runtime.failures.peer_faults import PeerLost
 from runtime.failures.rank_agreement import Agreement
 from runtime.odc.cupy_device import CupyDevice
-from runtime.odc.dry_run_windows import RehearsedTransport, rehearses
+from runtime.odc.dry_run_windows import DryRunTransport, is_dry_run
 from runtime.odc.gpu_device import Device
 from runtime.odc.gpu_windows import DeviceTransport
 from runtime.odc.shared_memory import SharedMemoryTransport, can_share
@@ -30,8 +30,8 @@ TRIAL_NUMEL = 1000
 """Elements of a shard that is tried out."""
 TRIAL_S = 60.0
 """How long ranks wait for each other in a trial."""
-LOST = "another rank did not come"
-"""Reason that tells less than the other rank's."""
+LOST = "another rank did not take part"
+"""Reason that says less than the other rank's."""
 
 
 def open_transport(
@@ -41,8 +41,8 @@ def open_transport(
 
     Raises OsdpError on every rank if windows cannot be had (`why_none`).
     """
-    if rehearses():
-        return RehearsedTransport(group, specs, timeout_s, ordered)
+    if is_dry_run():
+        return DryRunTransport(group, specs, timeout_s, ordered)
     if device_type == "cpu":
         return SharedMemoryTransport(group, specs, timeout_s, ordered)
     device = Agreement(group, dist.get_rank(), group.size()).together("find its GPU", CupyDevice)
@@ -51,7 +51,7 @@ def open_transport(
 
 def why_none(group: dist.ProcessGroup, device_type: str) -> str:
     """Return why ranks of a group cannot have windows, the same on all of them; empty if they can. Collective."""
-    if rehearses():
+    if is_dry_run():
         return ""
     reason = can_share(group)
     return reason if reason or device_type == "cpu" else why_no_windows(group, CupyDevice)
@@ -108,15 +108,15 @@ def _trial(group: dist.ProcessGroup, device: Device) -> str:
             (window,) = transport.windows
             own = numbers.view(group.size(), -1)[group.rank()]
             window.publish(own)
-            transport.meet()
+            transport.barrier()
             pulled = torch.empty(numbers.numel(), dtype=torch.bfloat16, device=device.torch_device)
             window.pull(pulled)
             window.push(numbers)
-            transport.meet()
+            transport.barrier()
             taken = window.take_gradient()
             if torch.equal(pulled, numbers.bfloat16()) and torch.equal(taken, group.size() * own):
                 return ""
-            return "what came through a window was not what was sent"
+            return "a trial window returned other values than were sent"
     except PeerLost:
         return LOST
     except Exception as error:

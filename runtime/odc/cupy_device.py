@@ -58,11 +58,8 @@ class CupyDevice(Device):
                 }
                 self._kernels = {kernel: modules[file].get_function(kernel) for kernel, file in SOURCES.items()}
         except Exception as error:
-            raise OsdpError(
-                "CuPy cannot compile and load the kernels",
-                got=first_line(error),
-                advice="a CuPy for this driver; CUPY_CACHE_DIR, if its folder cannot be written",
-            ) from error
+            advice = "install a CuPy for this driver; set CUPY_CACHE_DIR if its cache folder cannot be written"
+            raise OsdpError("CuPy cannot compile and load the kernels", got=first_line(error), advice=advice) from error
         properties = torch.cuda.get_device_properties(index)
         self.room = BLOCKS_AT_ONCE * properties.multi_processor_count
 
@@ -85,16 +82,16 @@ class CupyDevice(Device):
         failure: type[Exception] = self._runtime.CUDARuntimeError
         with suppress(failure):
             return int(self._runtime.malloc(size_bytes))
-        torch.cuda.empty_cache()  # what PyTorch keeps for itself
+        torch.cuda.empty_cache()  # what its caching allocator holds
         try:
             return int(self._runtime.malloc(size_bytes))
         except failure as error:
             free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
             raise OsdpError(
-                "the GPU has no room for the windows",
+                "the GPU has too little free memory for the windows of odc",
                 got=f"{format_bytes(free_bytes)} free",
                 expected=format_bytes(size_bytes),
-                advice="a smaller limit of memory, or another strategy",
+                advice="plan with a smaller memory limit, or another strategy",
             ) from error
 
     def free(self, address: int) -> None:
@@ -124,7 +121,7 @@ class CupyDevice(Device):
         if not self._runtime.deviceCanAccessPeer(here, other):
             return f"has no peer access from GPU {self.identity} to {identity}"
         if not native_atomics(here, other):
-            return f"has no atomic operations from GPU {self.identity} on {identity} (NVLink has)"
+            return f"has no native atomics from GPU {self.identity} on {identity} (NVLink has)"
         return ""
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, arguments: Sequence[int]) -> None:
@@ -160,9 +157,8 @@ def load_cupy() -> Any:
     try:
         return import_module("cupy")
     except ImportError as error:
-        raise OsdpError(
-            "CuPy cannot be loaded", got=first_line(error), advice=f"{install_advice('cuda13')}, or cuda12"
-        ) from error
+        advice = f"{install_advice('cuda13')}, or cuda12"
+        raise OsdpError("CuPy cannot be loaded", got=first_line(error), advice=advice) from error
 
 
 def native_atomics(here: int, other: int) -> bool:

@@ -1,4 +1,4 @@
-"""Windows for rehearsals: one process stands for one rank, and nothing is sent."""
+"""Windows for dry runs: one process stands for one rank, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.odc.windows import Transport, Window, WindowSpec
+from runtime.odc.windows import Transport, WindowSpec
 
-_rehearses = False
+_is_dry_run = False
 
 
-class RehearsedTransport(Transport):
+class DryRunTransport(Transport):
     """Holds what one rank's windows take, in ordinary (or fake) tensors."""
 
     device_type = "cpu"
@@ -22,14 +22,13 @@ class RehearsedTransport(Transport):
     def __init__(
         self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], timeout_s: float, ordered: bool = False
     ) -> None:
-        """Make the tensors; asks no other rank."""
-        self.ranks, self.rank = tuple(dist.get_process_group_ranks(group)), group.rank()
-        self.timeout_s, self.ordered, self.meetings = timeout_s, ordered, 0
-        self.windows = tuple(Window(self, index, spec) for index, spec in enumerate(specs))
-        self._unusable = ""
+        super().__init__(group, specs, timeout_s, ordered)
         self.published = [torch.empty(spec.shard_numel, dtype=spec.dtype) for spec in specs]
         accumulators = len(self.ranks) if ordered else 1
         self.sums = [torch.zeros(accumulators, spec.gradient_numel) for spec in specs]
+
+    def _check_same(self, specs: Sequence[WindowSpec]) -> None:
+        """Ask no other rank."""
 
     def publish(self, index: int, shards: Sequence[Tensor]) -> None:
         """Send nothing."""
@@ -51,17 +50,17 @@ class RehearsedTransport(Transport):
         self.sums.clear()
 
 
-def rehearses() -> bool:
-    """Whether windows are for a rehearsal."""
-    return _rehearses
+def is_dry_run() -> bool:
+    """Whether windows are for a dry run."""
+    return _is_dry_run
 
 
 @contextmanager
-def rehearsed_windows() -> Iterator[None]:
-    """Let windows that are opened within be for a rehearsal."""
-    global _rehearses
-    _rehearses = True
+def dry_run_windows() -> Iterator[None]:
+    """Open windows for a dry run within."""
+    global _is_dry_run
+    _is_dry_run = True
     try:
         yield
     finally:
-        _rehearses = False
+        _is_dry_run = False

@@ -35,7 +35,7 @@ class Device(ABC):
 
     @abstractmethod
     def close(self, address: int) -> None:
-        """Let go of what `open` gave."""
+        """Close what `open` gave."""
 
     @abstractmethod
     def obstacle(self, identity: str) -> str:

@@ -8,11 +8,11 @@ with every part at a multiple of 256 bytes.  So one table of n addresses and an 
 kernels of `cuda/` take, and a window costs no handles of its own.  An ordered transport has an accumulator
 for each rank in every window, a multiple of 256 bytes apart.
 
-Everything goes to the current stream, and nobody waits for it but in a meeting.  That has two halves.  The
-processes meet as on the CPU, by a page of shared memory each (`runtime.odc.rendezvous`), which carries their notes
-and tells at once who died.  Then a barrier of the GPUs follows all that was launched before; it waits only for
-what GPUs have still to do, in slices, so that ranks that share a GPU get their turns and one that dies is seen.
-The host waits for its outcome: what is launched later, on any stream, comes after the meeting.
+Everything goes to the current stream, and nobody waits for it but in a barrier.  That has two halves.  The
+processes synchronize as on the CPU, by a page of shared memory each (`runtime.odc.rendezvous`), which carries their
+notes and shows at once who died.  Then a kernel synchronizes the GPUs after all that was launched before; it waits
+only for what GPUs have still to do, in slices, so that ranks that share a GPU get their turns and one that dies is
+seen.  The host waits for its outcome: what is launched later, on any stream, comes after the barrier.
 
 Memory is freed when no peer has it open any more.  A peer that neither closes nor dies within `LEAVE_S` keeps it
 until this process ends.  If a process crashes, the driver frees what it had.
@@ -31,7 +31,7 @@ from torch import Tensor
 from runtime.failures.peer_faults import PeerLost
 from runtime.odc.gpu_device import Device
 from runtime.odc.kernels import MOST_BLOCKS, THREADS, grid_for
-from runtime.odc.rendezvous import MeetingPlace
+from runtime.odc.rendezvous import Rendezvous
 from runtime.odc.windows import Transport, WindowSpec
 
 ALIGNMENT_BYTES = 256
@@ -41,7 +41,7 @@ FLAG_BYTES = 8
 SLICE_S = 0.2
 """How long a barrier waits on the GPU before the host looks whether all ranks live."""
 LEAVE_S = 2.0
-"""How long a rank that closes waits for the others to let go of its memory."""
+"""How long a rank that closes waits for the others to close its memory."""
 KERNEL_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """Parts of kernels' names."""
 
@@ -90,13 +90,13 @@ class DeviceTransport(Transport):
         for spec in specs:
             self._regions.append(Region.at(size_bytes, spec, self._accumulators))
             size_bytes = self._regions[-1].end
-        self._place = MeetingPlace(self.agreement, self.ranks, self.rank)
+        self._place = Rendezvous(self.agreement, self.ranks, self.rank)
         self._starts: list[int] = []
         """Addresses of all ranks' memory, in order of rank."""
         self._table: Tensor
         """Those on the device."""
         self._seen: Tensor
-        """Meetings at which the GPUs of the others were seen, and the status of the barrier."""
+        """Barriers at which the GPUs of the others were seen, and the status of the last."""
         self._open_all(size_bytes)
 
     def _open_all(self, size_bytes: int) -> None:
@@ -125,29 +125,19 @@ class DeviceTransport(Transport):
         sources = [shard.detach().float() for shard in shards]
         counts = [source.numel() for source in sources]
         offsets = [sum(counts[:position]) for position in range(len(counts))]
-        table = torch.tensor(
-            [[source.data_ptr() for source in sources], offsets, counts], device=self._device.torch_device
-        )
+        rows = [[source.data_ptr() for source in sources], offsets, counts]
+        table = torch.tensor(rows, device=self._device.torch_device)
         blocks, _ = grid_for(max(counts), 4 * THREADS, 1, self._device.room)
         kernel = f"pack_cast_{KERNEL_DTYPES[self.windows[index].spec.dtype]}"
         window = self._starts[self.rank] + self._regions[index].published
-        self._launch(
-            kernel, (blocks, min(len(counts), MOST_BLOCKS)), *(row.data_ptr() for row in table), len(counts), window
-        )
+        grid = blocks, min(len(counts), MOST_BLOCKS)
+        self._launch(kernel, grid, *(row.data_ptr() for row in table), len(counts), window)
 
     def pull(self, index: int, out: Tensor) -> None:
         ranks, size_bytes = len(self.ranks), out.numel() * out.itemsize // len(self.ranks)
         grid = grid_for(size_bytes, 16 * THREADS, ranks, self._device.room)
-        self._launch(
-            "gather",
-            grid,
-            self._table.data_ptr(),
-            self._regions[index].published,
-            size_bytes,
-            ranks,
-            self.rank,
-            out.data_ptr(),
-        )
+        table, offset = self._table.data_ptr(), self._regions[index].published
+        self._launch("gather", grid, table, offset, size_bytes, ranks, self.rank, out.data_ptr())
 
     def push(self, index: int, full: Tensor) -> None:
         full = full.detach()
@@ -158,26 +148,16 @@ class DeviceTransport(Transport):
             return
         offset = region.accumulators // FP32_BYTES + (self.rank * region.stride_numel if self.ordered else 0)
         grid = grid_for(count, 4 * THREADS, ranks, self._device.room)
-        self._launch(
-            f"scatter_accumulate_{KERNEL_DTYPES[full.dtype]}",
-            grid,
-            full.data_ptr(),
-            self._table.data_ptr(),
-            offset,
-            count,
-            ranks,
-            self.rank,
-        )
+        kernel, table = f"scatter_accumulate_{KERNEL_DTYPES[full.dtype]}", self._table.data_ptr()
+        self._launch(kernel, grid, full.data_ptr(), table, offset, count, ranks, self.rank)
 
     def take_gradient(self, index: int) -> Tensor:
         region, count = self._regions[index], self.windows[index].spec.gradient_numel
         gradient = torch.empty(count, device=self._device.torch_device)
         if count:
             slots = self._starts[self.rank] + region.accumulators
-            grid = grid_for(count, 4 * THREADS, 1, self._device.room)
-            self._launch(
-                "take_gradient", grid, slots, region.stride_numel, self._accumulators, count, gradient.data_ptr()
-            )
+            grid, out = grid_for(count, 4 * THREADS, 1, self._device.room), gradient.data_ptr()
+            self._launch("take_gradient", grid, slots, region.stride_numel, self._accumulators, count, out)
         return gradient
 
     def wait_for_all(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
@@ -192,39 +172,29 @@ class DeviceTransport(Transport):
         return notes
 
     def _wait_for_gpus(self, number: int, timeout_s: float, end_s: float) -> None:
-        """Return when all that ranks launched before they came is done. Raises PeerLost."""
+        """Return when all that ranks launched before the barrier is done. Raises PeerLost."""
         gone: dict[int, str] = {}
         while late := self._late(number, min(SLICE_S, timeout_s)):
-            # One that came on the GPU and ended since is not lost, so the GPU is asked once more.
+            # One that reached it on the GPU and ended since is not lost, so the GPU is asked once more.
             lost = {rank: how for rank, how in gone.items() if rank in late}
             if not lost and time.monotonic() >= end_s:
-                lost = dict.fromkeys(late, "came, but its GPU did not")
+                lost = dict.fromkeys(late, "reached the barrier, but its GPU did not")
             if lost:
                 raise self._place.lost(lost, number, timeout_s)
             gone = {rank: how for rank in late if (how := self._place.gone(rank))}
 
     def _late(self, number: int, slice_s: float) -> list[int]:
-        """Have the GPUs meet; return the ranks whose did not come within a slice of time."""
+        """Synchronize the GPUs; return the ranks whose GPU did not reach the barrier within a slice of time."""
         ranks, seen = len(self.ranks), self._seen.data_ptr()
         threads = min(1024, -(-ranks // 32) * 32)
-        self._launch(
-            "barrier",
-            (1, 1),
-            self._table.data_ptr(),
-            ranks,
-            self.rank,
-            number,
-            round(1e9 * slice_s),
-            seen,
-            seen + FLAG_BYTES * ranks,
-            threads=threads,
-        )
-        *seen_at, status = self._seen.tolist()  # waits for the barrier
-        return [rank for rank, meeting in enumerate(seen_at) if meeting < number] if status else []
+        slice_ns, status, table = round(1e9 * slice_s), seen + FLAG_BYTES * ranks, self._table.data_ptr()
+        self._launch("barrier", (1, 1), table, ranks, self.rank, number, slice_ns, seen, status, threads=threads)
+        *seen_at, failed = self._seen.tolist()  # waits for the barrier
+        return [rank for rank, barrier in enumerate(seen_at) if barrier < number] if failed else []
 
     def give_up(self) -> None:
         super().give_up()
-        self._place.give_up(self.meetings + 1)
+        self._place.give_up(self.barriers + 1)
 
     def release(self) -> None:
         if self._starts:

@@ -29,11 +29,8 @@ def source_of(file: str) -> str:
     for folder in FOLDERS:
         if (folder / file).is_file():
             return (folder / file).read_text()
-    raise OsdpError(
-        f"the CUDA source {file} is missing",
-        expected=f"it in {' or '.join(map(str, FOLDERS))}",
-        advice="install osdp again",
-    )
+    what = f"the CUDA source {file} is missing"
+    raise OsdpError(what, expected=f"it in {' or '.join(map(str, FOLDERS))}", advice="install osdp again")
 
 
 def grid_for(numel: int, per_block: int, rows: int, room: int) -> tuple[int, int]:

@@ -5,11 +5,11 @@ With G ranks, s elements of a rank's shard and t of its part of the gradient (s 
     gather    out (G s,)   <- all published shards              in forward, and again in backward
     reduce    accumulators += full (G t,); FSDP2 gets zeros     after backward
 
-FSDP2 makes the gradients that rest out of the zeros and adds further zeros to them, micro-batch by
-micro-batch; what was accumulated is added when ranks have met (`runtime.odc.step_protocol`).
+FSDP2 makes the sharded gradients out of the zeros and adds further zeros to them, micro-batch by
+micro-batch; what was accumulated is added when ranks have synchronized (`runtime.odc.step_protocol`).
 
-Parameters that got no gradient are not in what FSDP2 reduces, and only its hooks tell which they were:
-then the part of each is set into zeros as its hook comes.
+Parameters that got no gradient are not in what FSDP2 reduces, and only its hooks show which they were:
+then the part of each is copied into zeros when its hook runs.
 """
 
 from __future__ import annotations
@@ -45,12 +45,9 @@ class OneSidedUnit:
         self._packed = packed_parameters(module)
         dtypes = {dtype or one.sharded_param.dtype for one in self._packed}
         if len(dtypes) > 1:
-            raise OsdpError(
-                f"unit {name} has parameters of several dtypes, which no window can publish",
-                got=", ".join(sorted(map(str, dtypes))),
-                expected="one dtype",
-                advice="plan in bf16, which casts all alike; or convert them before OSDP(...)",
-            )
+            what = f"unit {name} has parameters of several dtypes, which no window can publish"
+            advice = "plan in bf16, which casts all of them; or convert them before OSDP(...)"
+            raise OsdpError(what, got=", ".join(sorted(map(str, dtypes))), expected="one dtype", advice=advice)
         self.trained: list[nn.Parameter] = []
         """In the order in which FSDP2 packs their gradients."""
         self._frozen: list[nn.Parameter] = []
@@ -70,25 +67,25 @@ class OneSidedUnit:
         shard_numel = sum(one._sharded_param_data.numel() for one in self._packed)
         self.spec = WindowSpec(name, shard_numel, dtypes.pop(), shard_numel - sum(self._sizes))
         self.pushed = [False] * len(self.trained)
-        """Which parameters got a gradient on this rank since the last meeting."""
+        """Which parameters got a gradient on this rank since the last barrier."""
         self._partial: Tensor | None = None
-        """What was reduced, while it is being found out of which parameters."""
+        """What was reduced, until it is known of which parameters."""
         self._found: list[int] = []
 
     def use(self, window: Window, before_pull: Callable[[], None]) -> None:
-        """Communicate through a window; `before_pull` sees to it that there is something to pull."""
+        """Communicate through a window; `before_pull` makes sure that there is something to pull."""
         self.window = window
         self.module.set_custom_all_gather(_Pull(window, before_pull))
         self.module.set_custom_reduce_scatter(_Push(self))
 
     def release(self) -> None:
-        """Leave the parameters without hooks; FSDP2's own communication may go on."""
+        """Remove the parameters' hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def publish(self) -> None:
-        """Let peers see this rank's shard after the next meeting, wherever it rests."""
+        """Let peers see this rank's shard after the next barrier, wherever it rests."""
         self.window.publish(*(one._sharded_param_data.to(self.window.device_type) for one in self._packed))
 
     def push(self, full: Tensor) -> None:
@@ -98,12 +95,9 @@ class OneSidedUnit:
         """
         thawed = sum(parameter.requires_grad for parameter in self._frozen)
         if thawed:
-            raise OsdpError(
-                f"unit {self.name} trains parameters that were frozen when it was wrapped",
-                got=f"{thawed} that now require gradients",
-                expected="none",
-                advice="set requires_grad before OSDP(...)",
-            )
+            what = f"unit {self.name} trains parameters that were frozen when it was wrapped"
+            got = f"{thawed} that now require gradients"
+            raise OsdpError(what, got=got, expected="none", advice="set requires_grad before OSDP(...)")
         if full.numel() < sum(self._sizes) * self._ranks:
             self._partial, self._found = full, []
             if full.is_cuda:  # FSDP2 takes the buffer back before it is known whose parts these are
@@ -136,7 +130,7 @@ class OneSidedUnit:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether something was reduced of which it was not found out to what parameters it belongs."""
+        """Whether a gradient was reduced whose parameters are not all known yet."""
         return self._partial is not None
 
     def forget(self) -> None:
@@ -177,7 +171,7 @@ class _Pull(OrdinaryMemory, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill `output_tensor` (G s,) with what was published; this rank's own shard (s,) is a part of that."""
+        """Fill `output_tensor` (G s,) with all published shards, this rank's own among them."""
         self.before()
         self.window.pull(output_tensor)
 
@@ -191,13 +185,10 @@ class _Push(OrdinaryMemory, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Push `input_tensor` (G t,) and leave zeros in `output_tensor` (t,). Raises OsdpError if that is no mean."""
-        if not op == dist.ReduceOp.AVG:
-            raise OsdpError(
-                "one-sided communication cannot reduce like this",
-                got=str(getattr(op, "op", op)),
-                expected="AVG",
-                advice="set no gradient divide factor",
-            )
+        """Push `input_tensor` (G t,) and leave zeros in `output_tensor` (t,). Raises OsdpError unless `op` is AVG."""
+        is_mean = op == dist.ReduceOp.AVG  # `op` may be an object that equals the constant, which does not equal it
+        if not is_mean:
+            what, got = "one-sided communication supports one reduction only", str(getattr(op, "op", op))
+            raise OsdpError(what, got=got, expected="AVG", advice="do not call set_gradient_divide_factor")
         output_tensor.zero_()
         self.unit.push(input_tensor)

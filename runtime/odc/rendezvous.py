@@ -1,7 +1,7 @@
-"""Where ranks of one machine meet: every rank has a segment of shared memory that its peers have mapped.
+"""How ranks of one machine synchronize: every rank has a segment of shared memory that its peers have mapped.
 
-In its header a rank says to which meeting it has come and what it has to say there, that it gave up or closed,
-and by a lock that it lives (`runtime.odc.shared_segment`).  Windows on the CPU lie behind the header; those on
+In its header a rank writes which barrier it has reached and its note there, that it gave up or closed,
+and shows by a lock that it lives (`runtime.odc.shared_segment`).  Windows on the CPU lie behind the header; those on
 GPUs elsewhere.
 """
 
@@ -15,16 +15,16 @@ from runtime.failures.rank_agreement import Agreement, format_ranks
 from runtime.odc.shared_segment import CLOSED, FLAGS, HEADER_BYTES, OPEN, Patience, Segment
 
 
-class MeetingPlace:
+class Rendezvous:
     """The segments of all ranks of a group, as this rank has them mapped."""
 
     def __init__(self, agreement: Agreement, ranks: tuple[int, ...], rank: int, size_bytes: int = HEADER_BYTES) -> None:
-        """Make this rank's segment and map those of the others. Collective; no file has a name when it ends.
+        """Make this rank's segment and map those of the others, then unlink the files. Collective.
 
         Args:
             agreement: of the group.
-            ranks: the group's, by their numbers in the world.
-            rank: this one's place among them.
+            ranks: the global ranks of the group.
+            rank: this one's rank within the group.
             size_bytes: of each segment.
 
         Raises:
@@ -60,34 +60,34 @@ class MeetingPlace:
         return [(self.rank + hop) % ranks for hop in range(1, ranks + 1)]
 
     def wait(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
-        """Come to a meeting and wait for all; return their notes. Raises PeerLost."""
+        """Reach a barrier and wait for all; return their notes. Raises PeerLost."""
         own, patience = self.segments[self.rank], Patience(timeout_s)
-        if not own.come(number, note, patience):
+        if not own.reach(number, note, patience):
             raise self.held(self.rank, FLAGS, timeout_s)
         missing = [rank for rank in self.others_first() if rank != self.rank]
-        while missing := [rank for rank in missing if not self.segments[rank].has_come(number)]:
+        while missing := [rank for rank in missing if not self.segments[rank].has_reached(number)]:
             lost = {rank: how for rank in missing if (how := self._fate(rank, number))}
             if not lost and not patience.sleep():
-                lost = dict.fromkeys(missing, "did not come")
+                lost = dict.fromkeys(missing, "did not reach the barrier")
             if lost:
                 raise self.lost(lost, number, timeout_s)
-        # One that is gone from a later meeting was at this one.
+        # One that gave up a later barrier did reach this one.
         gave_up = [rank for rank, segment in enumerate(self.segments) if OPEN < segment.state <= number]
         if gave_up:
             raise self.lost(dict.fromkeys(gave_up, "gave up waiting"), number, timeout_s)
         return tuple(segment.note(number) for segment in self.segments)
 
     def _fate(self, rank: int, number: int) -> str:
-        """Return what became of a rank that has not come to a meeting; empty if it may still come."""
+        """Return what became of a rank that has not reached a barrier; empty if it still may."""
         segment = self.segments[rank]
         if OPEN < segment.state <= number:
             return "gave up waiting"
-        # A rank may come and then leave, so whether it came is asked last.
+        # A rank may reach it and then leave, so whether it did is asked last.
         gone = self.gone(rank)
-        return "" if segment.has_come(number) else gone
+        return "" if segment.has_reached(number) else gone
 
     def gone(self, rank: int) -> str:
-        """Return how a rank left; empty if it is there."""
+        """Return how a rank left; empty if it has not."""
         segment = self.segments[rank]
         has_closed, is_alive = segment.state == CLOSED, segment.is_alive()
         if has_closed:
@@ -97,13 +97,13 @@ class MeetingPlace:
     def lost(self, lost: dict[int, str], number: int, timeout_s: float) -> PeerLost:
         """Return what to raise when ranks are lost; each with what became of it."""
         fates = "; ".join(f"rank {self.ranks[rank]} {how}" for rank, how in sorted(lost.items()))
-        here = f"rank {self.ranks[self.rank]} waited at meeting {number}"
+        here = f"rank {self.ranks[self.rank]} waited at barrier {number}"
         return PeerLost(
-            f"the ranks could not meet: {fates}",
+            f"a barrier of odc failed: {fates}",
             got=here,
             expected=f"{format_ranks(self.ranks)} within {timeout_s:g} s",
             advice=f"the log of {format_ranks([self.ranks[rank] for rank in sorted(lost)])} (out of memory? "
-            "killed? a longer step?), then resume the last checkpoint",
+            "killed? a step longer than the timeout?), then resume the last checkpoint",
         )
 
     def held(self, rank: int, place: tuple[int, int], timeout_s: float) -> PeerLost:
@@ -111,19 +111,19 @@ class MeetingPlace:
         pid = self.segments[rank].holder(*place)
         who = f"rank {self.ranks[self._pids.index(pid)]}" if pid in self._pids else "another rank"
         return PeerLost(
-            f"{who} stands still in the middle of a push or a meeting",
+            f"{who} is stuck in the middle of a push or a barrier",
             got=f"memory of rank {self.ranks[rank]} locked for {timeout_s:g} s",
             expected="a fraction of a millisecond",
             advice=f"the log of {who} (stopped? swapping?), then resume the last checkpoint",
         )
 
     def give_up(self, number: int) -> None:
-        """Let the others know that this rank did not get to a meeting."""
+        """Let the others know that this rank gave up a barrier."""
         if self.segments:
             self.segments[self.rank].state = number
 
     def leave(self, timeout_s: float) -> bool:
-        """Say that this rank uses nothing of the others any more; return whether all others say so too, or are gone."""
+        """Mark that this rank uses nothing of the others any more; return whether all others did too, or are gone."""
         self._close()
         self.segments[self.rank].has_left = True
         patience = Patience(timeout_s)

@@ -17,16 +17,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
+from runtime.failures.liveness import boot_id
 from runtime.failures.peer_faults import PeerLost
 from runtime.failures.rank_agreement import Agreement
-from runtime.odc.rendezvous import MeetingPlace
+from runtime.odc.rendezvous import Rendezvous
 from runtime.odc.shared_segment import FOLDER, HEADER_BYTES, Patience
 from runtime.odc.windows import Transport, WindowSpec
 
@@ -69,16 +69,14 @@ class SharedMemoryTransport(Transport):
         super().__init__(group, specs, timeout_s, ordered)
         reason = can_share(group)
         if reason:
-            raise OsdpError(
-                f"these ranks cannot share memory: {reason}",
-                advice="keep an ODC group inside one machine, or choose another strategy",
-            )
+            what = f"these ranks cannot share memory: {reason}"
+            raise OsdpError(what, advice="keep an ODC group inside one machine, or choose another strategy")
         self._regions: list[Region] = []
         size_bytes = HEADER_BYTES
         for spec in specs:
             self._regions.append(Region.at(size_bytes, spec, self._accumulators))
             size_bytes = self._regions[-1].end
-        self._place = MeetingPlace(self.agreement, self.ranks, self.rank, size_bytes)
+        self._place = Rendezvous(self.agreement, self.ranks, self.rank, size_bytes)
         self._segments = self._place.segments
         self._published = [
             [segment.tensor(region.published, spec.shard_numel, spec.dtype) for segment in self._segments]
@@ -148,7 +146,7 @@ class SharedMemoryTransport(Transport):
 
     def give_up(self) -> None:
         super().give_up()
-        self._place.give_up(self.meetings + 1)
+        self._place.give_up(self.barriers + 1)
 
     def release(self) -> None:
         self._published.clear()
@@ -188,14 +186,14 @@ def can_share(group: dist.ProcessGroup) -> str:
 
 
 def _shared_place() -> tuple[tuple[str, ...], str]:
-    """Return what tells this process' shared memory from others (boot of the machine, file system, folder); or why not.
+    """Return what identifies this process' shared memory (boot, file system, folder), or why there is none.
 
     The numbers of file systems in memory are unique in one kernel.
     """
     if not sys.platform.startswith("linux"):
         return (), f"runs on {sys.platform}, not Linux"
     with suppress(OSError):
-        boot, found = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), FOLDER.stat()
+        boot, found = boot_id(), FOLDER.stat()
         if os.access(FOLDER, os.R_OK | os.W_OK | os.X_OK):
             return (boot, str(found.st_dev), str(found.st_ino)), ""
     return (), f"has no {FOLDER} that it may write to"

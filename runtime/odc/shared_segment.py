@@ -44,13 +44,13 @@ HEADER_BYTES = mmap.PAGESIZE
 LIFE = (0, 1)
 """Range that the owner keeps locked while it lives: offset and length."""
 FLAGS = (64, 24)
-"""Range of the meetings' flags."""
-MEETINGS, STATE, LEFT = 64 // 8, 128 // 8, 136 // 8
-"""Indices of 8-byte integers: meetings that the owner came to; its state; whether it lets go of what peers own."""
+"""Range of the barriers' flags."""
+BARRIERS, STATE, LEFT = 64 // 8, 128 // 8, 136 // 8
+"""Indices of 8-byte integers: barriers that the owner reached; its state; whether it uses nothing of its peers."""
 NOTES = 72 // 8
-"""Index of two doubles, what the owner said at the last even and the last odd meeting."""
+"""Index of two doubles, the owner's notes at the last even and the last odd barrier."""
 OPEN, CLOSED = 0, -1
-"""States; another is the number of the meeting that the owner gave up, or did not get to."""
+"""States; another is the number of the barrier that the owner gave up."""
 RECORD = "hhqqi0q"
 """C's `struct flock` on 64-bit Linux: type, whence, start, length, pid."""
 
@@ -107,10 +107,10 @@ class Segment:
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of the memory and of all locks; tensors in it must not be used any more."""
+        """Release the memory and all locks; tensors in it must not be used any more."""
         self._integers.release()
         self._doubles.release()
-        with suppress(BufferError):  # a tensor that somebody still holds keeps it mapped
+        with suppress(BufferError):  # a tensor that is still alive keeps it mapped
             self._map.close()
         os.close(self._descriptor)
 
@@ -144,7 +144,7 @@ class Segment:
 
     @property
     def state(self) -> int:
-        """What the owner last said of itself."""
+        """OPEN, CLOSED, or the barrier that the owner gave up."""
         return self._integers[STATE]
 
     @state.setter
@@ -160,30 +160,30 @@ class Segment:
     def has_left(self, has_left: bool) -> None:
         self._integers[LEFT] = has_left
 
-    def come(self, meeting: int, note: float, patience: Patience) -> bool:
-        """Say that the owner has come to a meeting; False if nobody could, because a peer stopped at a bad moment."""
+    def reach(self, barrier: int, note: float, patience: Patience) -> bool:
+        """Note that the owner has reached a barrier; False if a peer has the flags locked for too long."""
         while not self.try_lock(*FLAGS):
             if not patience.sleep():
                 return False
-        # Of two notes, as a peer that is late may still read the one of the meeting before.
-        self._doubles[NOTES + meeting % 2] = note
-        self._integers[MEETINGS] = meeting
+        # Of two notes, as a slow peer may still read the one of the barrier before.
+        self._doubles[NOTES + barrier % 2] = note
+        self._integers[BARRIERS] = barrier
         self.unlock(*FLAGS)
         return True
 
-    def has_come(self, meeting: int) -> bool:
-        """Whether the owner has come to a meeting; if so, all that it wrote before is seen from now on."""
-        # A shared lock, as another peer that looks at the same moment is no reason to say no.
-        if self._integers[MEETINGS] < meeting or not try_lock(self._descriptor, fcntl.LOCK_SH, *FLAGS):
+    def has_reached(self, barrier: int) -> bool:
+        """Whether the owner has reached a barrier; if so, all that it wrote before is visible from now on."""
+        # A shared lock, so that peers that read at the same moment do not exclude each other.
+        if self._integers[BARRIERS] < barrier or not try_lock(self._descriptor, fcntl.LOCK_SH, *FLAGS):
             return False
         try:
-            return self._integers[MEETINGS] >= meeting
+            return self._integers[BARRIERS] >= barrier
         finally:
             self.unlock(*FLAGS)
 
-    def note(self, meeting: int) -> float:
-        """Return what the owner said at the last meeting."""
-        return self._doubles[NOTES + meeting % 2]
+    def note(self, barrier: int) -> float:
+        """Return the owner's note at the last barrier."""
+        return self._doubles[NOTES + barrier % 2]
 
 
 def try_lock(descriptor: int, kind: int, start: int, length: int) -> bool:

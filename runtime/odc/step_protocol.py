@@ -1,12 +1,12 @@
-"""When the ranks of a model meet: before parameters are pulled anew, and before gradients are used.
+"""When the ranks of a model synchronize: before parameters are pulled anew, and before gradients are used.
 
-    stale    --meet, publish, meet-->  open     at the first pull; values were given or loaded since the last one
-    open     --pulls and pushes------  open     micro-batches, as many as each rank likes
-    open     --meet, take----------->  taken    before the optimizer's step, or whenever gradients are asked for
-    taken    --publish, meet-------->  open     after the optimizer's step
-    taken    --meet----------------->  open     at the next pull, if the step is left out
-    open     --meet----------------->  open     when gradients are set to zero; what was accumulated is forgotten
-    any      --meet, publish, meet-->  open     where a loop says that a step starts anew (`renew`)
+    stale    --barrier, publish, barrier-->  open     at the first pull; values were given or loaded since the last one
+    open     --pulls and pushes----------->  open     micro-batches, as many as each rank likes
+    open     --barrier, take-------------->  taken    before the optimizer's step, or whenever gradients are asked for
+    taken    --publish, barrier----------->  open     after the optimizer's step
+    taken    --barrier-------------------->  open     at the next pull, if the step is left out
+    open     --barrier-------------------->  open     when gradients are set to zero; what was accumulated is forgotten
+    any      --barrier, publish, barrier-->  open     where a loop says that a step starts anew (`renew`)
 
 With S the sum of what all N ranks pushed, c_r the micro-batches of rank r and M those of the plan, the gradient is
 
@@ -16,7 +16,7 @@ With S the sum of what all N ranks pushed, c_r the micro-batches of rank r and M
 
 and other gradients of the model, means over ranks, are brought to the same scale.  What ranks must know of
 each other for that (sum of c_r, and of their squares; which parameters got a gradient) is pushed like a
-gradient, through a window of its own, as they meet.  Groups of ranks that are replicas of each other
+gradient, through a window of its own.  Groups of ranks that are replicas of each other
 all-reduce what they accumulated.
 """
 
@@ -38,13 +38,13 @@ from runtime.failures.peer_faults import PeerLost, naming_peers
 from runtime.failures.rank_agreement import Agreement
 from runtime.meshes import Meshes
 from runtime.odc.choose_transport import open_transport
-from runtime.odc.dry_run_windows import RehearsedTransport, rehearses
+from runtime.odc.dry_run_windows import DryRunTransport, is_dry_run
 from runtime.odc.windows import Transport, Window, WindowSpec
 from runtime.sharded_model import WrappedUnit
 from runtime.torch_compat import default_timeout
 
 TIMEOUT_S = 600.0
-"""How long a rank waits for others where the process group does not say."""
+"""How long a rank waits for others where the process group has no timeout."""
 
 
 class Unit(Protocol):
@@ -55,13 +55,13 @@ class Unit(Protocol):
     trained: list[nn.Parameter]
     """Those that get a gradient."""
     pushed: list[bool]
-    """Which of them got one on this rank since the last meeting."""
+    """Which of them got one on this rank since the last barrier."""
 
     def use(self, window: Window, before_pull: Callable[[], None]) -> None:
-        """Communicate through a window; `before_pull` sees to it that there is something to pull."""
+        """Communicate through a window; `before_pull` makes sure that there is something to pull."""
 
     def publish(self) -> None:
-        """Let peers see this rank's shard after the next meeting."""
+        """Let peers see this rank's shard after the next barrier."""
 
     def add_gradient(self, gradient: Tensor, wanted: Sequence[bool]) -> None:
         """Add a gradient (t,) to those of the wanted parameters."""
@@ -77,7 +77,7 @@ class Sharing:
     ranks: int
     """Neighbours among which a unit is split."""
     ordered: bool = False
-    """Whether sums are the same in every run, bit by bit."""
+    """Whether sums are bitwise reproducible."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +96,20 @@ class Group:
         return self.transport.windows[-1]
 
     def publish(self) -> None:
-        """Publish all shards, and meet."""
+        """Publish all shards, then wait for all ranks."""
         for unit in self.units:
             unit.publish()
-        self.transport.meet()
+        self.transport.barrier()
 
     def send_message(self, micro_batches: int) -> None:
-        """Send the others what they must know of this rank's step."""
+        """Send the others this rank's counts and flags of the step."""
         flags = [float(flag) for unit in self.units for flag in unit.pushed]
         message = torch.tensor([micro_batches, micro_batches**2, *flags], device=self.transport.device_type)
         self.summary.push(message.repeat(len(self.transport.ranks)))
 
     def received(self) -> list[float]:
         """Return the sums of all ranks' messages."""
-        if isinstance(self.transport, RehearsedTransport):  # every parameter has a gradient
+        if isinstance(self.transport, DryRunTransport):  # every parameter has a gradient
             return [0.0, 0.0] + [1.0] * (self.summary.spec.shard_numel - 2)
         return self.take(self.summary).tolist()
 
@@ -149,7 +149,7 @@ class Exchange(WrappedUnit):
         self._state = "stale"
         timeout = default_timeout()
         self.timeout_s = timeout_s or (timeout.total_seconds() if timeout else TIMEOUT_S)
-        if not rehearses():
+        if not is_dry_run():
             announce("opening windows")
         self._opened: list[Transport] = []
         close = weakref.finalize(self, _close, self._opened, os.getpid())  # at the latest when Python exits
@@ -169,9 +169,9 @@ class Exchange(WrappedUnit):
         def open_windows() -> None:
             self._opened.append(open_transport(group, specs, meshes.device_type, self.timeout_s, sharing.ordered))
 
-        if rehearses():
+        if is_dry_run():
             open_windows()
-        else:  # What is refused in one group is refused in all, which would else wait for it.
+        else:  # An error in one group is raised in all, which would otherwise wait for it.
             Agreement.all().together("open windows", open_windows)
         transport = self._opened[-1]
         for unit, window in zip(units, transport.windows, strict=False):
@@ -184,26 +184,26 @@ class Exchange(WrappedUnit):
         return [parameter for group in self.groups for unit in group.units for parameter in unit.trained]
 
     def open(self) -> None:
-        """Have there be something to pull, and room to push. A collective call."""
+        """Make parameters available to pull, and accumulators to push into. A collective call."""
         if self._state == "open":
             return
         with self._together():
             for group in self.groups:
-                group.transport.meet()
+                group.transport.barrier()
                 if self._state == "stale":
                     group.publish()
         self._state = "open"
 
     def expire(self) -> None:
-        """Take note that parameters have other values than were published."""
+        """Note that parameters have other values than were published."""
         self._state = "stale"
 
     def finish_gradients(self, micro_batches: int, is_mean: bool = False) -> float:
-        """Meet, and add to gradients what was accumulated, unless that was done. A collective call.
+        """Synchronize, and add to gradients what was accumulated, unless that was done. A collective call.
 
         `micro_batches` is the number whose gradients this rank has pushed; `is_mean` makes the gradient S M / sum c_r
         though all are equal. Returns by how much the model's other gradients, which are means over ranks, must be
-        scaled. Raises PeerLost, naming ranks, if some do not come.
+        scaled. Raises PeerLost, naming ranks, if some do not take part.
         """
         scale = 1.0
         if self._state == "taken":
@@ -213,7 +213,7 @@ class Exchange(WrappedUnit):
             for group in self.groups:
                 group.send_message(micro_batches)
             for group in self.groups:
-                group.transport.meet()
+                group.transport.barrier()
                 scale = self._take(group, is_mean)
         self._state = "taken"
         return scale
@@ -235,14 +235,14 @@ class Exchange(WrappedUnit):
         self.discard_gradients(pending=True)
 
     def discard_gradients(self, pending: bool) -> None:
-        """Meet, and forget what was accumulated if any rank of the group has `pending` gradients. A collective call."""
+        """Synchronize, and discard what was accumulated if any rank has `pending` gradients. A collective call."""
         if self._state == "taken":
             return
         with self._together():
             for group in self.groups:
-                if any(group.transport.meet(float(pending))):
+                if any(group.transport.barrier(float(pending))):
                     group.discard()
-                    group.transport.meet()
+                    group.transport.barrier()
 
     def renew(self, pending: bool) -> None:
         """Publish what parameters are now, for a step that starts anew. A collective call.
@@ -251,18 +251,18 @@ class Exchange(WrappedUnit):
         """
         with self._together():
             for group in self.groups:
-                if any(group.transport.meet(float(pending))):
+                if any(group.transport.barrier(float(pending))):
                     group.discard()
                 group.publish()
         self._state = "open"
 
     def close(self) -> None:
-        """Let go of the windows. Not collective: others that still meet will be told."""
+        """Close the windows. Not collective: the others' next barrier raises PeerLost."""
         for group in self.groups:
             group.transport.close()
 
     def publish(self) -> None:
-        """Let parameters that the optimizer has changed be pulled. A collective call, after `finish_gradients`."""
+        """Publish the parameters that the optimizer has changed. A collective call, after `finish_gradients`."""
         with self._together():
             for group in self.groups:
                 group.publish()
@@ -270,9 +270,9 @@ class Exchange(WrappedUnit):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Name the ranks that are lost to a meeting, or between groups; nothing can be exchanged after that."""
+        """Name the ranks that are lost in a barrier, or between groups; nothing can be exchanged after that."""
         try:
-            with naming_peers("a meeting", self.timeout_s):
+            with naming_peers("a barrier", self.timeout_s):
                 yield
         except PeerLost:
             for group in self.groups:
@@ -280,8 +280,8 @@ class Exchange(WrappedUnit):
             raise
 
     def communication_tensors(self) -> list[Tensor]:
-        rehearsed = [group.transport for group in self.groups if isinstance(group.transport, RehearsedTransport)]
-        return [tensor for transport in rehearsed for tensor in (*transport.published, *transport.sums)]
+        dry = [group.transport for group in self.groups if isinstance(group.transport, DryRunTransport)]
+        return [tensor for transport in dry for tensor in (*transport.published, *transport.sums)]
 
 
 def _close(transports: Sequence[Transport], process: int) -> None:

@@ -1,4 +1,4 @@
-"""Windows: what ranks of one machine publish to each other and accumulate for each other.
+"""Windows: memory in which ranks of one machine publish shards and accumulate gradients for each other.
 
 With n ranks and a window of s elements per rank, rank r keeps
 
@@ -11,14 +11,14 @@ which every rank has mapped, so that none has to wait for the others inside a st
     pull         out (n s,)   <- published[0], published[1], ..  from any rank, any number of times
     push         accumulator[p] += full[p s : (p + 1) s]         for all p, any number of times
     take         gradient <- accumulator[r], accumulator[r] <- 0 on the rank itself
-    meet         returns when all ranks have come; whatever was done before is seen after it
+    barrier      returns when all ranks have called it; whatever was done before is seen after it
 
-A step is: publish, meet, pulls and pushes, meet, take, and the optimizer.  So what one does to its own
-memory and what all do to everybody's are kept apart by meetings, which windows check on each rank:
-between the last publish and the next pull there is one, between the last pull and the next publish,
+A step is: publish, barrier, pulls and pushes, barrier, take, and the optimizer.  So what a rank does to
+its own memory and what all do to everybody's are kept apart by barriers, which windows check on each rank:
+there is one between the last publish and the next pull, between the last pull and the next publish,
 and likewise for push and take.
 
-The sum in an accumulator is that of additions in the order in which they came.  An *ordered*
+An accumulator adds pushes in the order in which they arrive.  An *ordered*
 transport keeps an accumulator for every rank's pushes and adds them up in the order of ranks, which
 gives the same bits in every run for n - 1 times more fp32 shards of memory.
 """
@@ -43,7 +43,7 @@ FORMAT = 1
 """Of the shared memory; ranks must have the same."""
 PUBLISHED_DTYPES = (torch.float32, torch.bfloat16)
 OPPOSITE = {"publish": "pull", "pull": "publish", "push": "take_gradient", "take_gradient": "push"}
-"""What must not happen between the same two meetings, as other ranks would see it half done."""
+"""Actions that must not happen between the same two barriers: other ranks would see one half done."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +66,16 @@ class WindowSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in PUBLISHED_DTYPES:
-            raise OsdpError(
-                f"window {self.name!r} cannot publish this dtype",
-                got=str(self.dtype),
-                expected="torch.float32 or torch.bfloat16",
-                advice="set param_dtype of the unit to one of these",
-            )
+            what = f"window {self.name!r} cannot publish this dtype"
+            advice = "set param_dtype of the unit to one of these"
+            raise OsdpError(what, got=str(self.dtype), expected="torch.float32 or torch.bfloat16", advice=advice)
         if self.shard_numel < 1:
-            raise OsdpError(
-                f"window {self.name!r} is empty",
-                got=f"shards of {self.shard_numel} elements",
-                expected="at least one element",
-                advice="leave out units without parameters",
-            )
+            what = f"window {self.name!r} is empty"
+            got = f"shards of {self.shard_numel} elements"
+            raise OsdpError(what, got=got, expected="at least one element", advice="leave out units without parameters")
         if not 0 <= self.frozen_numel <= self.shard_numel:
-            raise OsdpError(
-                f"window {self.name!r} cannot have so many frozen elements",
-                got=str(self.frozen_numel),
-                expected=f"0 to {self.shard_numel}",
-            )
+            what = f"window {self.name!r} cannot have so many frozen elements"
+            raise OsdpError(what, got=str(self.frozen_numel), expected=f"0 to {self.shard_numel}")
 
     def __str__(self) -> str:
         frozen = f", {self.frozen_numel} of them frozen" if self.frozen_numel else ""
@@ -98,26 +89,25 @@ class Window:
         self.spec = spec
         self._transport, self._index = transport, index
         self._last: dict[str, int] = {}
-        """After how many meetings each thing was last done."""
+        """After how many barriers each action was last done."""
 
     @property
     def device_type(self) -> str:
-        """Of the tensors that it takes."""
+        """Device type of the tensors that it takes."""
         return self._transport.device_type
 
     def publish(self, *shards: Tensor) -> None:
-        """Pack and cast this rank's tensors, s elements together, into its window; seen after the next meeting."""
+        """Pack and cast this rank's tensors, s elements together, into its window; seen after the next barrier."""
         self._check("publish", sum(shard.numel() for shard in shards), self.spec.shard_numel, *shards)
         self._transport.publish(self._index, shards)
 
     def pull(self, out: Tensor) -> None:
         """Fill `out` (n s,), of the published dtype, with all shards in the order of ranks."""
         if "publish" not in self._last:
-            raise OsdpError(f"window {self.spec.name!r} was never published", expected="publish and meet before pull")
+            raise OsdpError(f"window {self.spec.name!r} was never published", expected="publish() and barrier() before")
         if out.dtype != self.spec.dtype:
-            raise OsdpError(
-                f"window {self.spec.name!r} is of another dtype", got=str(out.dtype), expected=str(self.spec.dtype)
-            )
+            what = f"the dtype of `out` is not that of window {self.spec.name!r}"
+            raise OsdpError(what, got=str(out.dtype), expected=str(self.spec.dtype))
         self._check("pull", out.numel(), len(self._transport.ranks) * self.spec.shard_numel, out)
         self._transport.pull(self._index, out)
 
@@ -132,31 +122,25 @@ class Window:
         return self._transport.take_gradient(self._index)
 
     def _check(self, action: str, got: int, expected: int, *tensors: Tensor) -> None:
-        """Raise OsdpError for what does not fit or comes too early; note the action."""
+        """Raise OsdpError for tensors that do not fit or a missing barrier; note the action."""
         self._transport.check_usable()
         device = self._transport.device_type
         if got != expected or not all(tensor.is_contiguous() and tensor.device.type == device for tensor in tensors):
             given = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
-            raise OsdpError(
-                f"window {self.spec.name!r} cannot {action} this",
-                got=given,
-                expected=f"{expected} contiguous elements on {device}",
-            )
+            what = f"window {self.spec.name!r} cannot {action} this"
+            raise OsdpError(what, got=given, expected=f"{expected} contiguous elements on {device}")
         opposite = OPPOSITE[action]
-        if self._last.get(opposite) == self._transport.meetings:
-            raise OsdpError(
-                f"window {self.spec.name!r}: {action} after {opposite} without a meeting",
-                expected="all ranks to meet in between",
-                advice="call meet() first",
-            )
-        self._last[action] = self._transport.meetings
+        if self._last.get(opposite) == self._transport.barriers:
+            what = f"window {self.spec.name!r}: {action} after {opposite} without a barrier"
+            raise OsdpError(what, expected="a barrier of all ranks in between", advice="call barrier() first")
+        self._last[action] = self._transport.barriers
 
 
 class Transport(ABC):
-    """The memory that a group's ranks share, and how it is reached. Making and meeting are collective."""
+    """The memory that a group's ranks share, and how it is reached. Making one and `barrier` are collective."""
 
     device_type: str
-    """Of the tensors that it takes."""
+    """Device type of the tensors that it takes."""
 
     def __init__(self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], timeout_s: float, ordered: bool) -> None:
         """Compare the windows of all ranks; raises OsdpError on every rank if they differ.
@@ -164,14 +148,14 @@ class Transport(ABC):
         Args:
             group: ranks of one machine.
             specs: the windows, in the same order on all ranks.
-            timeout_s: how long a rank waits for another, unless said otherwise.
-            ordered: whether sums are the same in every run, bit by bit.
+            timeout_s: how long a rank waits for another by default.
+            ordered: whether sums are bitwise reproducible.
         """
         if not 0 < timeout_s < math.inf:
-            raise OsdpError("a timeout must be positive", got=f"{timeout_s} s")
+            raise OsdpError("a timeout must be positive and finite", got=f"{timeout_s} s")
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        """Numbers in the world, for messages."""
-        self.rank, self.timeout_s, self.ordered, self.meetings = group.rank(), timeout_s, ordered, 0
+        """Global ranks, for messages."""
+        self.rank, self.timeout_s, self.ordered, self.barriers = group.rank(), timeout_s, ordered, 0
         self.windows = tuple(Window(self, index, spec) for index, spec in enumerate(specs))
         self.agreement = Agreement(group, dist.get_rank(), group.size())
         self._unusable = ""
@@ -191,31 +175,29 @@ class Transport(ABC):
                 advice="the same model, plan and version of OSDP on every rank",
             )
 
-    def meet(self, note: float = 0.0, timeout_s: float | None = None) -> tuple[float, ...]:
-        """Wait for all ranks; return what each had to say (a weight, a number of micro-batches), in order of rank.
+    def barrier(self, note: float = 0.0, timeout_s: float | None = None) -> tuple[float, ...]:
+        """Wait for all ranks; return the notes of all (a weight, a number of micro-batches), in order of rank.
 
-        Raises PeerLost, naming ranks, as soon as one is seen to be gone, or when one has not come within
-        `timeout_s`. The transport cannot be used after that.
+        Raises PeerLost, naming ranks, as soon as one is seen to be gone, or when one has not reached the barrier
+        within `timeout_s`. The transport cannot be used after that.
         """
         self.check_usable()
-        notes = self.wait_for_all(self.meetings + 1, note, self.timeout_s if timeout_s is None else timeout_s)
-        self.meetings += 1
+        notes = self.wait_for_all(self.barriers + 1, note, self.timeout_s if timeout_s is None else timeout_s)
+        self.barriers += 1
         return notes
 
     def check_usable(self) -> None:
-        """Raise OsdpError after `close` or a failed meeting."""
+        """Raise OsdpError after `close` or a failed barrier."""
         if self._unusable:
-            raise OsdpError(
-                f"the windows cannot be used any more: they {self._unusable}",
-                advice="see the first error, then start from the last checkpoint",
-            )
+            what = f"the windows cannot be used any more: they {self._unusable}"
+            raise OsdpError(what, advice="see the first error, then start from the last checkpoint")
 
     def give_up(self) -> None:
-        """Refuse everything from now on, and let the others know; transports call it before they raise PeerLost."""
-        self._unusable = "failed, as another rank is gone or did not come"
+        """Refuse all further use, and tell the others; transports call it before they raise PeerLost."""
+        self._unusable = "failed, as another rank is gone or did not reach a barrier"
 
     def close(self) -> None:
-        """Let go of the memory. Not collective: others that still meet will be told; may be called again."""
+        """Release the memory. Not collective: the others' next barrier raises PeerLost. May be called again."""
         self._unusable = self._unusable or "are closed"
         self.release()
 
@@ -237,7 +219,7 @@ class Transport(ABC):
 
     @abstractmethod
     def push(self, index: int, full: Tensor) -> None:
-        """Do what `Window.push` says. Raises PeerLost if a rank keeps what is needed for longer than the timeout."""
+        """Do what `Window.push` says. Raises PeerLost if a rank holds a lock for longer than the timeout."""
 
     @abstractmethod
     def take_gradient(self, index: int) -> Tensor:
@@ -245,7 +227,7 @@ class Transport(ABC):
 
     @abstractmethod
     def wait_for_all(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
-        """Do what `meet` says, for meeting `number` (the first is 1)."""
+        """Do what `barrier` says, for the barrier of this number (the first is 1)."""
 
     @abstractmethod
     def release(self) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -212,14 +213,10 @@ def _write(path: Path, state: _State, ranks: Agreement) -> None:
 
 def _write_tensors(folder: Path, tensors: dict[str, GlobalTensor], ranks: Agreement) -> Metadata:
     """Have DCP write the tensors, each part by one of the ranks that hold it."""
-    with peer_errors(f"write to {folder}"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    writer, group = FileSystemWriter(folder), ranks.group
+    with _dcp_errors(f"write to {folder}"):
         metadata: Metadata = save_tensors(
-            tensors,
-            storage_writer=FileSystemWriter(folder),
-            planner=GlobalSavePlanner(),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
+            tensors, storage_writer=writer, planner=GlobalSavePlanner(), process_group=group, no_dist=group is None
         )
     return metadata
 
@@ -272,12 +269,15 @@ def _check_share(path: Path, manifest: Manifest, ranks: Agreement) -> None:
 
 def _read(path: Path, manifest: Manifest, targets: dict[str, GlobalTensor], ranks: Agreement) -> None:
     """Have DCP read what this rank holds of the tensors, in place."""
-    with peer_errors(f"read {path}"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    reader, group = ManifestReader(path, manifest), ranks.group
+    with _dcp_errors(f"read {path}"):
         load_tensors(
-            targets,
-            storage_reader=ManifestReader(path, manifest),
-            planner=GlobalLoadPlanner(),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
+            targets, storage_reader=reader, planner=GlobalLoadPlanner(), process_group=group, no_dist=group is None
         )
+
+
+@contextmanager
+def _dcp_errors(doing: str) -> Iterator[None]:
+    with peer_errors(doing), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield

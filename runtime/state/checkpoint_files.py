@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: which are whole, which is the newest, and how they come and go.
+"""Checkpoints on the disk: which are whole, which is the newest, and how they are made and removed.
 
 A checkpoint is written to `<path>.partial` and renamed when its manifest is on the disk, so that a
 path either holds a whole checkpoint or none.  Only files of ours are ever deleted.
@@ -72,7 +72,7 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
         except OSError:
             raise OsdpError(f"its file {name} is missing") from None
         if size_bytes != file.size_bytes:
-            what = f"its file {name} has another size than when it was written"
+            what = f"the size of its file {name} differs from when it was written"
             raise OsdpError(what, got=f"{size_bytes} bytes", expected=f"{file.size_bytes} bytes")
 
 
@@ -149,7 +149,7 @@ def _check_ours(folder: Path) -> None:
     foreign = [name for name in os.listdir(folder) if not OUR_FILES.fullmatch(name)] if folder.is_dir() else [""]
     if foreign:
         got = f"it holds {foreign[0]}" if foreign[0] else "it is a file"
-        raise OsdpError(f"{folder} is not a checkpoint, so it is left alone", got=got, advice="choose another path")
+        raise OsdpError(f"{folder} is not a checkpoint, so it is not replaced", got=got, advice="choose another path")
 
 
 def _steps(folder: Path, before: int | None = None) -> list[Path]:

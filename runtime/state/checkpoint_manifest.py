@@ -70,7 +70,7 @@ class StoredTensor:
         """The dtype itself; raises OsdpError for an unknown name."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise OsdpError("the checkpoint has tensors of a kind that this PyTorch does not know", got=self.dtype)
+            raise OsdpError("the checkpoint has tensors of a dtype that this PyTorch does not have", got=self.dtype)
         return dtype
 
 
@@ -97,7 +97,7 @@ class Manifest:
     """By key: `model.<original name>` or `optimizer.<original name>.<state>`."""
     optimizer: OptimizerRecord | None
     extra: dict[str, Any]
-    """What the caller wants back, such as where the data stands."""
+    """What the caller saved along, such as the position in the data."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -124,22 +124,25 @@ def read_manifest(folder: Path) -> Manifest:
     if digest != _digest(body):
         raise damaged
     manifest, problems = validate(body, Manifest)
-    if manifest is None or problems or not _is_closed(manifest):
+    if manifest is None or problems:
+        raise damaged
+    # All files that it names must be in the checkpoint's own folder.
+    named = {part.file for tensor in manifest.tensors.values() for part in tensor.parts}
+    if not (named <= manifest.files.keys() and all(OUR_FILES.fullmatch(name) for name in manifest.files)):
         raise damaged
     return manifest
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
-    """Return what DCP says it has written, by key."""
+    """Return what DCP has written, by key."""
     tensors = {}
     for key, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
         parts = []
         for chunk in tensor.chunks:
             place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-            parts.append(
-                StoredPart(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
-            )
+            offsets, sizes, file = tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path
+            parts.append(StoredPart(offsets, sizes, file, place.offset, place.length))
         dtype = str(tensor.properties.dtype).removeprefix("torch.")
         tensors[key] = StoredTensor(dtype, tuple(tensor.size), tuple(parts))
     return tensors
@@ -172,7 +175,7 @@ class _Place:
 
 
 class ManifestReader(FileSystemReader):
-    """DCP's reader, told by the manifest what there is, instead of by the pickle."""
+    """DCP's reader with the metadata of the manifest instead of the pickle."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         super().__init__(folder)
@@ -189,12 +192,6 @@ class ManifestReader(FileSystemReader):
             for part in tensor.parts:
                 places[MetadataIndex(key, part.offsets)] = _Place(part.file, part.start_bytes, part.length_bytes)
         return Metadata(tensors, storage_data=places)
-
-
-def _is_closed(manifest: Manifest) -> bool:
-    """Whether the manifest speaks of files in the checkpoint's own folder only."""
-    named = {part.file for tensor in manifest.tensors.values() for part in tensor.parts}
-    return named <= manifest.files.keys() and all(OUR_FILES.fullmatch(name) for name in manifest.files)
 
 
 def _digest(body: Any) -> str:

@@ -48,7 +48,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         if id(value) in buffers:
             found[name] = value
         elif not isinstance(value, Tensor):
-            what = f"{name.rpartition('.')[0] or 'the model'} has extra state, which checkpoints do not hold"
+            what = f"{name.rpartition('.')[0] or 'the model'} has extra state, which checkpoints do not support"
             raise OsdpError(what, got=f"a {type(value).__name__}", advice="keep it in a buffer")
     return found
 
@@ -71,7 +71,7 @@ def check_model(manifest: Manifest, targets: Mapping[str, GlobalTensor]) -> None
     """
     saved = {key: tensor for key, tensor in manifest.tensors.items() if key.startswith("model.")}
     _refuse("it lacks parameters or buffers of the model", sorted(targets.keys() - saved.keys()))
-    _refuse("it holds parameters or buffers that the model has not", sorted(saved.keys() - targets.keys()))
+    _refuse("it has parameters or buffers that the model does not have", sorted(saved.keys() - targets.keys()))
     differing = [key for key, target in targets.items() if saved[key].shape != target.shape]
     if differing:
         expected = ", ".join(f"{_plain(key)} {targets[key].shape}" for key in differing[:NAMES_SHOWN])

@@ -22,7 +22,7 @@ from runtime.state.dcp_tensor import GlobalTensor
 from runtime.state.model_state import NAMES_SHOWN, assemble, everywhere, is_laid_out_as, new_like
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how a step is computed, not what: the optimizer at hand keeps its own."""
+"""Options of how a step is computed, not what: the optimizer that loads keeps its own."""
 _NAMES = frozenset({"params", "param_names"})
 
 
@@ -40,7 +40,7 @@ def optimizer_tensors(
     for shard, _ in _held(optimizer, shards):
         for state, value in optimizer.state.get(shard.parameter, {}).items():
             key = _key(optimizer, shard, state)
-            if _is_scalar(value, shard.parameter, state):
+            if isinstance(value, Tensor) and value.dim() == 0 and (shard.parameter.dim() > 0 or state == "step"):
                 if shard.numel:
                     scalars.setdefault(key, everywhere(local_data(value)))
             elif isinstance(value, Tensor) and is_laid_out_as(value, shard.parameter):
@@ -111,7 +111,9 @@ class Restoration:
     def finish(self) -> None:
         """Give the optimizer its state, and its groups their options."""
         for parameter, group, name, key in self.scalars:
-            self.states[parameter][name] = _scalar_for(parameter, group, self.targets[key])
+            # Where torch's optimizers want it: on the host, unless the step runs on the device.
+            home = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
+            self.states[parameter][name] = self.targets[key].parts[0][1].to(home, copy=True)
         for parameter, state in self.states.items():
             self.optimizer.state.pop(parameter, None)
             if state:
@@ -140,7 +142,7 @@ def _held(optimizer: Optimizer, shards: Sequence[LocalShard]) -> Iterator[tuple[
             if parameter not in of:
                 what = f"{type(optimizer).__name__} has a parameter that is not the model's"
                 got = f"one of shape {tuple(parameter.shape)}"
-                raise OsdpError(what, got=got, advice="make the optimizer after OSDP, from its parameters()")
+                raise OsdpError(what, got=got, advice="make the optimizer after OSDP(...), from its parameters()")
             yield of[parameter], group
 
 
@@ -152,19 +154,9 @@ def _names(group: dict[str, Any], shards: Sequence[LocalShard]) -> list[str]:
 
 def _key(optimizer: Optimizer, shard: LocalShard, state: object) -> str:
     if not isinstance(state, str) or "." in state:
-        what = f"{type(optimizer).__name__} names its state for {shard.name} in an unknown way"
-        raise OsdpError(what, got=repr(state))
+        what = f"{type(optimizer).__name__} has a state of {shard.name} whose name cannot be saved"
+        raise OsdpError(what, got=repr(state), expected="text without a dot")
     return f"optimizer.{shard.name}.{state}"
-
-
-def _is_scalar(value: object, parameter: nn.Parameter, state: str) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0 and (parameter.dim() > 0 or state == "step")
-
-
-def _scalar_for(parameter: nn.Parameter, group: dict[str, Any], scalar: GlobalTensor) -> Tensor:
-    """Return a copy where torch's optimizers want it: on the host, unless the step runs on the device."""
-    on_device = group.get("fused") or group.get("capturable")
-    return scalar.parts[0][1].to(parameter.device if on_device else "cpu", copy=True)
 
 
 def _record_group(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -174,18 +166,13 @@ def _record_group(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
             continue
         plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         plain = [float(v) if isinstance(v, Tensor) else v for v in plain] if isinstance(plain, tuple | list) else plain
-        if not all(v is None or isinstance(v, bool | int | float | str) for v in _flat(plain)):
-            raise OsdpError(
-                f"the optimizer's option `{option}` cannot be saved",
-                got=f"a {type(value).__name__}",
-                expected="a number, text, true, false, none or a list of these",
-            )
+        values = plain if isinstance(plain, list) else [plain]
+        if not all(v is None or isinstance(v, bool | int | float | str) for v in values):
+            what = f"the optimizer's option `{option}` cannot be saved"
+            got = f"a {type(value).__name__}"
+            raise OsdpError(what, got=got, expected="a number, text, true, false, none or a list of these")
         record[option] = plain
     return record
-
-
-def _flat(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -202,9 +189,6 @@ def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
 def _unknown_layout(optimizer: Optimizer, shard: LocalShard, state: str, value: object) -> OsdpError:
     name = type(optimizer).__name__
     got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    return OsdpError(
-        f"{name} keeps `{state}` for {shard.name} in a layout that checkpoints do not know",
-        got=got,
-        expected=f"tensors of the parameter's shape {shard.shape}, and numbers",
-        advice="save without the optimizer, or use another one",
-    )
+    what = f"{name} keeps `{state}` for {shard.name} in a layout that checkpoints do not support"
+    expected = f"tensors of the parameter's shape {shard.shape}, and numbers"
+    return OsdpError(what, got=got, expected=expected, advice="save without the optimizer, or use another one")

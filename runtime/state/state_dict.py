@@ -111,18 +111,15 @@ def load_state_dict(
     missing = [name for name in (*by_name, *buffers) if name not in state]
     unexpected = [name for name in state if name not in by_name and name not in buffers]
     if strict and (missing or unexpected):
-        raise OsdpError(
-            "the state dict is not of this model",
-            got=f"unknown names {', '.join(unexpected[:5])}" if unexpected else f"{len(state)} names",
-            expected=f"also {', '.join(missing[:5])}" if missing else "only names of the model",
-        )
+        got = f"unknown names {', '.join(unexpected[:5])}" if unexpected else f"{len(state)} names"
+        expected = f"also {', '.join(missing[:5])}" if missing else "only names of the model"
+        raise OsdpError("the state dict is not of this model", got=got, expected=expected)
     shapes = {name: shards[0].shape for name, shards in by_name.items()}
     shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
     for name, shape in shapes.items():
         if name in state and tuple(state[name].shape) != shape:
-            raise OsdpError(
-                f"{name} in the state dict has another shape", got=str(tuple(state[name].shape)), expected=str(shape)
-            )
+            got = str(tuple(state[name].shape))
+            raise OsdpError(f"{name} in the state dict has another shape", got=got, expected=str(shape))
     # All sources first: nothing is changed before all is known to fit.
     sources = [
         (shard, _source(name, shard, state[name]))
@@ -151,9 +148,9 @@ def _source(name: str, shard: LocalShard, value: Any) -> Tensor:
         source = value[shard.slices]
     if source is None or tuple(source.shape) != shard.sizes:
         raise OsdpError(
-            f"{name} in the state dict is sharded otherwise",
+            f"{name} in the state dict is sharded differently from the model",
             expected=f"{shard.sizes} at {shard.offsets}",
             got="nothing there" if source is None else str(tuple(source.shape)),
-            advice="full_state_dict() or a checkpoint, where the plan is another",
+            advice="use full_state_dict() or a checkpoint to change plans",
         )
     return source

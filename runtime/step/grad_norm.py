@@ -3,8 +3,8 @@
 The norm of the whole gradient is of the shards: with g_r the shards that rank r holds and c the
 number of ranks that hold the same shard,
 
-    p < inf    ( sum_r sum_pieces ||g||_p^p / c )^(1/p)        one all-reduce for the whole model
-    p = inf    max_r max_pieces ||g||_inf
+    p < inf    ( sum_r sum_shards ||g||_p^p / c )^(1/p)        one all-reduce for the whole model
+    p = inf    max_r max_shards ||g||_inf
 
 `torch.nn.utils.clip_grad_norm_` refuses gradients on different meshes.
 """
@@ -28,7 +28,7 @@ EPSILON = 1e-6
 def total_norm(shards: Sequence[LocalShard], norm_type: float, device: torch.device) -> Tensor:
     """Return the norm of the gradients of all ranks, a scalar on `device`. A collective call."""
     if norm_type <= 0:
-        raise OsdpError("the type of a norm must be positive", got=str(norm_type), expected="2.0, 1.0 or inf")
+        raise OsdpError("norm_type must be positive", got=str(norm_type), expected="2.0, 1.0 or inf")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for shard in shards:
         if shard.parameter.grad is None or not shard.numel:
@@ -51,8 +51,8 @@ def clip(
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before. A collective call."""
     norm = total_norm(shards, norm_type, device)
     if error_if_nonfinite and not torch.isfinite(norm):
-        raise OsdpError("the gradient is not finite", got=f"norm {norm.item()}", advice="a lower learning rate")
-    # Always multiplied, even by 1, so that no value has to come back from the device.
+        raise OsdpError("the gradient norm is not finite", got=str(norm.item()), advice="lower the learning rate")
+    # Always multiplied, even by 1, which needs no device-to-host copy.
     scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     for shard in shards:
         if shard.parameter.grad is not None:

@@ -1,11 +1,11 @@
 """Gradient accumulation: strategies that reduce once per step must know the step's last micro-batch.
 
-Unless the user says it with `no_sync()`, the plan's number of micro-batches does: every M-th
+Unless the user marks it with `no_sync()`, the plan's number of micro-batches decides: every M-th
 backward reduces.  A step of the optimizer in between would use gradients that differ from rank to
 rank; it is refused.
 
 Micro-batches count when their backward begins, so a forward without one (evaluation, whatever the
-mode) does not.  Only DistributedDataParallel must be told in forward already: under it the
+mode) does not.  Only DistributedDataParallel must know in forward already: under it the
 backward of a micro-batch comes before the next one's forward, or the step is refused.
 """
 
@@ -26,14 +26,14 @@ from runtime.strategies.alias_outputs import refuse_double_backward, tensors_in
 
 
 class Accumulation:
-    """Counts micro-batches of one model, tells it when to reduce, and sees to it that each forward starts clean."""
+    """Counts micro-batches of one model, tells it when to reduce, and cleans up before each forward."""
 
     def __init__(self, sharded: ShardedModel, micro_batches: int) -> None:
         self.sharded, self.micro_batches = sharded, micro_batches
         self.done = 0
         """Micro-batches of the step whose backward has begun, its last left out."""
         self.pushed = 0
-        """Micro-batches whose backward has begun since ranks last met (`odc`)."""
+        """Micro-batches whose backward has begun since ranks last synchronized (`odc`)."""
         self.once_per_step = sharded.reduces_in_last_backward
         self.explicit = False
         """Whether the user says, by `no_sync` or `sync`, when to reduce."""
@@ -44,7 +44,7 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave what is reduced once per step to a later micro-batch."""
+        """Leave the reduction of gradients to a later micro-batch."""
         before = self._postpones
         self._postpones = self.explicit = True
         try:
@@ -57,7 +57,7 @@ class Accumulation:
         self.explicit = True
 
     def discard(self) -> None:
-        """Give up the step: forget its micro-batches and what waits to be reduced."""
+        """Discard the step: its micro-batches and the gradients that wait to be reduced."""
         if self._in_backward or (self.done and self.once_per_step):
             self.sharded.reset()
         else:
@@ -68,7 +68,7 @@ class Accumulation:
         """Complete this step's gradients, before they are read. A collective call.
 
         Raises OsdpError if gradients of the model are not all reduced, and PeerLost, naming ranks, if some
-        do not come.
+        do not take part.
         """
         if self.sharded.finishes_in_optimizer_step:
             self._check_reduced()
@@ -132,16 +132,14 @@ class Accumulation:
         self._in_backward = False
 
     def before_step(self, has_closure: bool) -> None:
-        """Free what is still gathered, whose values the optimizer's step changes, and complete the gradients.
+        """Reshard parameters, whose values the optimizer's step changes, and complete the gradients.
 
         Raises OsdpError if gradients of this model are not all reduced, or a closure would make further ones.
         """
         self._check_reduced()
         if has_closure and self.sharded.finishes_in_optimizer_step:
-            raise OsdpError(
-                "an optimizer's step cannot run a closure under odc, whose ranks meet before the step",
-                advice="run forward and backward before step(), or plan without odc",
-            )
+            what = "an optimizer's step cannot run a closure under odc, whose ranks synchronize before the step"
+            raise OsdpError(what, advice="run forward and backward before step(), or plan without odc")
         self.sharded.reshard()
         self.finish_gradients()
 
@@ -149,13 +147,13 @@ class Accumulation:
         if self.done and self.once_per_step:
             count = "1 micro-batch" if self.done == 1 else f"{self.done} micro-batches"
             raise OsdpError(
-                "the optimizer steps before the step's last micro-batch",
+                "optimizer.step() was called before the last micro-batch, so gradients are not all reduced",
                 got=count,
                 expected="one outside of no_sync()" if self.explicit else f"{self.micro_batches}, as in the plan",
-                advice="say which is the last: run the others in `with model.no_sync():`, or call model.sync() "
-                "before it; model.zero_grad() gives the step up",
+                advice="mark the last one: run the others in `with model.no_sync():`, or call model.sync() "
+                "before it; model.zero_grad() discards the step",
             )
 
     def after_step(self) -> None:
-        """Let peers pull what the optimizer has made of the parameters."""
+        """Publish the parameters that the optimizer has changed."""
         self.sharded.publish()

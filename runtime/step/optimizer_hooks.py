@@ -1,4 +1,4 @@
-"""Tells models before and after the steps of the optimizers that train them."""
+"""Notifies models before and after the steps of the optimizers that train them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 
 class Trained(Protocol):
-    """What wants to know of steps."""
+    """What is notified of steps."""
 
     def before_step(self, has_closure: bool) -> None:
         """Prepare for a step; `has_closure` says that the optimizer will run forward and backward."""
 
     def after_step(self) -> None:
-        """Take note of a step."""
+        """React to a step that is done."""
 
 
 _watched: weakref.WeakKeyDictionary[Trained, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -27,13 +27,13 @@ _watched: weakref.WeakKeyDictionary[Trained, frozenset[int]] = weakref.WeakKeyDi
 
 
 def watch_optimizers(model: Trained, parameters: Iterable[nn.Parameter]) -> None:
-    """Tell a model of all steps of its parameters from now on, until it is gone or `unwatch_optimizers` is called."""
+    """Notify a model of all steps of its parameters, until it is collected or `unwatch_optimizers` is called."""
     _watched[model] = frozenset(map(id, parameters))
     _watch()
 
 
 def unwatch_optimizers(model: Trained) -> None:
-    """Tell a model of no more steps."""
+    """Stop notifying a model."""
     _watched.pop(model, None)
 
 
@@ -44,7 +44,7 @@ def _trained_by(optimizer: torch.optim.Optimizer) -> list[Trained]:
 
 @cache
 def _watch() -> None:
-    """Have every optimizer tell before and after it steps; for good, as a hook cannot be removed while hooks run."""
+    """Hook every optimizer's step, once and permanently: a hook cannot be removed while hooks run."""
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         has_closure = any(callable(argument) for argument in (*args[1:], *kwargs.values()))  # the first is itself

@@ -47,11 +47,9 @@ def _no_view(tensor: Tensor) -> Tensor:
 def refuse_double_backward() -> None:
     """Raise OsdpError in a backward that is itself differentiated: FSDP2 would crash in the second one (torch 2.13)."""
     if torch.is_grad_enabled():
-        raise OsdpError(
-            "gradients of gradients are not supported under this plan",
-            got="create_graph=True",
-            advice="replicate every operator, which DistributedDataParallel runs",
-        )
+        what = "gradients of gradients are not supported under this plan"
+        got = "create_graph=True"
+        raise OsdpError(what, got=got, advice="plan with every operator replicated, which DistributedDataParallel runs")
 
 
 class _Alias(torch.autograd.Function):

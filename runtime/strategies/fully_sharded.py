@@ -1,4 +1,4 @@
-"""Wrapping by `fully_shard`: gathered before forward and backward, reduced after backward."""
+"""Wrapping by `fully_shard`: all-gather before forward and backward, reduce-scatter after backward."""
 
 from __future__ import annotations
 
@@ -86,13 +86,9 @@ def uses_ring(unit: ScheduledUnit) -> list[bool]:
 def wrap_root(context: WrapContext) -> Root:
     """Make the model itself an FSDP2 module, if it is no unit, when all units are wrapped."""
     if not isinstance(context.model, FSDPModule):
-        mesh = context.meshes.mesh(context.schedule.world_size)
+        mesh, policy = context.meshes.mesh(context.schedule.world_size), context.mixed_precision
         fully_shard(
-            context.model,
-            mesh=mesh,
-            reshard_after_forward=True,
-            mp_policy=context.mixed_precision,
-            ignored_params=context.ignored,
+            context.model, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=context.ignored
         )
     assert isinstance(context.model, FSDPModule)
     return Root(context.model)

@@ -14,6 +14,8 @@ of a reduce-scatter is the backend's, or a ring (`runtime.strategies.ring_reduce
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -62,12 +64,7 @@ class TwoPhaseReduceScatter(_Phases, ReduceScatter):
         self.inside_nodes, self.across_nodes = (ring_reduce_scatter if ring else reduce_scatter for ring in rings)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Reduce `input_tensor` (nodes * ranks_per_node * s,) and leave this rank's part in `output_tensor` (s,).
 

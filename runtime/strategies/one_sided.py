@@ -1,4 +1,4 @@
-"""Wrapping with windows: ranks pull parameters and push gradients, and meet once per step (`runtime.odc`).
+"""Wrapping with windows: ranks pull parameters and push gradients, and synchronize once per step (`runtime.odc`).
 
 Where ranks cannot have windows, units are sharded by FSDP2's collectives before anything is wrapped: those of
 `odc:G` become `group_shard:G`, or `shard` where G is all ranks.  Pulls become all-gathers and pushes
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from planner.strategies.odc import OneSided
 from runtime.meshes import Meshes
 from runtime.odc.choose_transport import why_none_anywhere
-from runtime.odc.dry_run_windows import rehearses
+from runtime.odc.dry_run_windows import is_dry_run
 from runtime.odc.one_sided_unit import OneSidedUnit
 from runtime.odc.step_protocol import Exchange, Sharing
 from runtime.schedule import Schedule, ScheduledUnit
@@ -31,7 +31,7 @@ COLLECTIVES: dict[str, Literal["all_gather", "reduce_scatter", "all_reduce"]] = 
     "push": "reduce_scatter",
     "all_reduce": "all_reduce",
 }
-"""What is sent in place of what; meetings and publishing are left out."""
+"""What is sent in place of what; barriers and publishing are left out."""
 
 
 class WindowedUnit(FullyShardedUnit):
@@ -46,7 +46,7 @@ class WindowedUnit(FullyShardedUnit):
 
 
 def wrap(unit: ScheduledUnit, context: WrapContext) -> WindowedUnit:
-    """Shard a unit inside its group; FSDP2 is told of no replicas, as it would reduce across them in every backward."""
+    """Shard a unit inside its group only: with replicas, FSDP2 would all-reduce across them in every backward."""
     wrapped = shard(unit, context, context.meshes.group_mesh(unit.strategy.group))
     return WindowedUnit(unit, wrapped, context)
 
@@ -65,7 +65,7 @@ def substitute(schedule: Schedule, meshes: Meshes) -> Schedule:
     Rank 0 warns of that, once for a model.
     """
     mine = [unit for unit in schedule.units if isinstance(unit.strategy.spec, OneSided)]
-    if rehearses():
+    if is_dry_run():
         return schedule
     groups = sorted({unit.strategy.group for unit in mine})
     reason = why_none_anywhere([meshes.group(group) for group in groups], meshes.device_type)

@@ -1,4 +1,4 @@
-"""Owner sharding: an operator's parameters rest whole on one rank.
+"""Owner sharding: an operator's parameters are kept whole by one rank.
 
     forward     the owner broadcasts the parameters, in compute dtype, as one flat buffer; freed afterwards
     backward    broadcast again before the operator's backward; gradients reduced to the owner, in fp32
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -42,7 +41,7 @@ T = TypeVar("T")
 
 
 class OwnedParameter:
-    """One parameter: where it is registered, how it rests, and what modules compute with."""
+    """One parameter: where it is registered, its sharded form, and the one that modules compute with."""
 
     def __init__(self, places: Sequence[ParameterSite], resting: nn.Parameter, full: nn.Parameter) -> None:
         self.places, self.resting, self.full = tuple(places), resting, full
@@ -51,12 +50,6 @@ class OwnedParameter:
         """Let the modules see `parameter`."""
         for module, name in self.places:
             module.register_parameter(name, parameter)
-
-    def move_gradient(self, target: Tensor) -> None:
-        """Move the full parameter's gradient into a flat tensor (numel,)."""
-        assert self.full.grad is not None
-        target.copy_(self.full.grad.reshape(-1))
-        self.full.grad = None
 
 
 class OwnedUnit(WrappedUnit):
@@ -150,9 +143,9 @@ class OwnedUnit(WrappedUnit):
             self._release_if_idle()  # what a pass that left out some module has left gathered may be old
             self.to_run = set(self.modules)
         self.gather()
-        inputs = (args, kwargs)
-        if self.compute_dtype is not None:
-            inputs = tree_map_only(Tensor, partial(_cast, self.compute_dtype), inputs)
+        inputs, dtype = (args, kwargs), self.compute_dtype
+        if dtype is not None:
+            inputs = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
         return _mark(inputs, self.end_backward) if is_first else inputs
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -189,7 +182,9 @@ class OwnedUnit(WrappedUnit):
         reduced = torch.empty(sum(sizes), dtype=dtype, device=self.device)
         parts = torch.split(reduced, sizes)
         for parameter, part in zip(trained, parts, strict=True):
-            parameter.move_gradient(part)
+            assert parameter.full.grad is not None
+            part.copy_(parameter.full.grad.reshape(-1))
+            parameter.full.grad = None
         self.reshard()
         if not trained:
             return
@@ -248,10 +243,6 @@ def _mark(inputs: T, then: Callable[[], None]) -> T:
     marked = iter(_Marked.apply(then, *tensors))  # type: ignore[no-untyped-call]
     replaced: T = tree_map_only(Tensor, lambda tensor: next(marked) if tensor.requires_grad else tensor, inputs)
     return replaced
-
-
-def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def wrap(unit: ScheduledUnit, context: WrapContext) -> OwnedUnit:

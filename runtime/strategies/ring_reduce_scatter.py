@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,15 +42,12 @@ def ring_reduce_scatter(
     and of one dtype, to which each addition is rounded.  Raises OsdpError for an operation that is
     neither SUM nor AVG.
     """
-    # `op` goes left: the plain constants do not know that they equal an object around one.
-    is_mean = op == dist.ReduceOp.AVG
-    if not is_mean and not op == dist.ReduceOp.SUM:
-        raise OsdpError(
-            "a ring cannot reduce like this",
-            got=str(getattr(op, "op", op)),
-            expected="SUM or AVG",
-            advice="set no gradient divide factor, or leave the reduction to the backend",
-        )
+    # `op` goes left: a plain constant does not equal an object around one.
+    is_mean, is_sum = op == dist.ReduceOp.AVG, op == dist.ReduceOp.SUM
+    if not (is_mean or is_sum):
+        what = "a ring reduce-scatter does not support this operation"
+        advice = "set no gradient divide factor, or leave the reduction to the backend"
+        raise OsdpError(what, got=str(getattr(op, "op", op)), expected="SUM or AVG", advice=advice)
     ranks, rank = group.size(), group.rank()
     chunks = full.view(ranks, output.numel())
     if ranks == 1:
@@ -77,12 +75,7 @@ class RingReduceScatter(OrdinaryMemory, ReduceScatter):
     """
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Reduce `input_tensor` (n s,), which is overwritten, and leave this rank's part in `output_tensor` (s,)."""
         ring_reduce_scatter(output_tensor, input_tensor, op, group)
@@ -92,7 +85,7 @@ class RingReduceScatter(OrdinaryMemory, ReduceScatter):
 def short_rings() -> Iterator[None]:
     """Let every ring end after its first step, which computes nothing useful.
 
-    For rehearsals at a thousand ranks: no step allocates, so that one stands for all.
+    For dry runs of a thousand ranks: no step allocates, so that one stands for all.
     """
     global _one_step
     _one_step = True

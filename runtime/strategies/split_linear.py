@@ -52,16 +52,13 @@ def split_linear(model: nn.Module, path: str, count: int) -> None:
     """
     linear = model.get_submodule(path)
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-        raise OsdpError(
-            f"{path} cannot be split",
-            got=f"a {type(linear).__name__}",
-            expected="a torch.nn.Linear, or a subclass with its forward",
-        )
+        expected = "a torch.nn.Linear, or a subclass with its forward"
+        raise OsdpError(f"{path} cannot be split", got=f"a {type(linear).__name__}", expected=expected)
     if linear.in_features < count:
         raise OsdpError(f"{path} cannot be split into {count} slices", got=f"{linear.in_features} input features")
     shared = sum(module is linear for _, module in model.named_modules(remove_duplicate=False)) > 1
     tied = sum(p is linear.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1
     if shared or tied:
-        raise OsdpError(f"{path} cannot be split", got="a layer that is used or tied elsewhere too")
+        raise OsdpError(f"{path} cannot be split", got="a layer that is also used or tied elsewhere")
     parent, _, name = path.rpartition(".")
     model.get_submodule(parent).register_module(name, SplitLinear(linear, count))

@@ -8,12 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from profiler.trace.trace import PRECISIONS
 from runtime.meshes import Meshes
 from runtime.parameter_places import ParameterSite, Registration, registered_parameters
 from runtime.schedule import Schedule, ScheduledUnit
-
-COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16}
-"""What parameters and floating-point inputs are cast to; None: left as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,8 @@ class WrapContext:
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """What parameters and floating-point inputs are cast to; None: left as they are."""
-        return COMPUTE_DTYPE[self.schedule.precision]
+        dtype = PRECISIONS[self.schedule.precision]
+        return None if dtype == torch.float32 else dtype
 
     @property
     def mixed_precision(self) -> MixedPrecisionPolicy:
@@ -50,7 +49,7 @@ class WrapContext:
         return [self.model.get_submodule(path) for path in unit.modules]
 
     def materialise(self, unit: ScheduledUnit) -> dict[nn.Parameter, list[ParameterSite]]:
-        """Return the unit's parameters and where they are registered; from meta they get memory, not values.
+        """Return the unit's parameters and where they are registered; those on meta get uninitialised memory.
 
         To be called once: what is about to be sharded is not held here any longer.
         """

@@ -1,6 +1,6 @@
 """How near predictions and plans come: `python scripts/bench/fidelity.py [list] [random] [limits] [rivals] [planning]`.
 
-    list      fixed plans of the zoo's models, at 4 to 1,024 ranks: predicted peak against a rehearsed step
+    list      fixed plans of the zoo's models, at 4 to 1,024 ranks: predicted peak against a dry run
     random    plans with random strategies for every operator, fp32 and bf16, with and without recomputation,
               micro-batch 1 to 4, 4 to 1,024 ranks: the same
     limits    memory that the chosen plan uses of its limit, and what more could still buy, within it and beyond
@@ -8,7 +8,7 @@
     planning  `osdp plan --model gpt2-1.5b --mem 8GB` from process start, whole space
 
 `--seed` and `--count` change the random cases.  Error is (predicted - tracked) / tracked, without the
-reserve on both sides.  A rehearsal computes nothing, so that one process does for any number of ranks.
+reserve on both sides.  A dry run computes nothing, so that one process does for any number of ranks.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def plan_of(case: Case) -> Plan:
 
 
 def compared(case: Case) -> Verified:
-    """Return the two peaks of a case and how long the rehearsal took."""
+    """Return the two peaks of a case and how long the dry run took."""
     return verify(open_plan(plan_of(case), traced(case.model, case.precision), machine(case.grid)), on_gpus=False)
 
 

@@ -163,6 +163,6 @@ def refuse(rank: int) -> list[str]:
 def test_refuses_to_step_early() -> None:
     for said in run_ranks(refuse, 4, ranks_per_node=2):
         for words in said:
-            assert "steps before the step's last micro-batch" in words
+            assert "called before the last micro-batch" in words
             assert "no_sync" in words
         assert ["3, as in the plan" in words for words in said] == [True, False, True, False, True]

@@ -170,7 +170,7 @@ def _sleeps(rank: int, choice: str) -> tuple[tuple[Timeline, ...], dict[str, int
     ("choice", "names", "besides", "waits_at"),
     [
         ("shard", {"all_gather": "gather", "reduce_scatter": "reduce"}, {}, 3),
-        ("odc:2", {"pull": "pull", "push": "push"}, {"meet": 2, "push": 1}, 1),
+        ("odc:2", {"pull": "pull", "push": "push"}, {"barrier": 2, "push": 1}, 1),
     ],
 )
 def test_the_wait_for_a_rank_that_sleeps_is_seen(

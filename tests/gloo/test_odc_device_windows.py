@@ -76,14 +76,14 @@ def _as_collectives(rank: int, ranks: int, library: Path, prefix: str, ordered: 
             ]
             for window, shard in zip(transport.windows, shards[rank], strict=True):
                 window.publish(*torch.split(shard, max(1, shard.numel() // 3)))
-            assert transport.meet(10.0 * rank) == tuple(10.0 * other for other in range(ranks))
+            assert transport.barrier(10.0 * rank) == tuple(10.0 * other for other in range(ranks))
             for index, window in enumerate(transport.windows):
                 out = torch.full((ranks * window.spec.shard_numel,), float("nan"), dtype=window.spec.dtype)
                 window.pull(out)
                 assert torch.equal(out, torch.cat([of[index].to(window.spec.dtype) for of in shards]))
                 for dtype in (torch.float32, torch.bfloat16, torch.float64):
                     window.push(integers(ranks * window.spec.gradient_numel, rank, step, index, dtype=dtype))
-            transport.meet()
+            transport.barrier()
             for index, window in enumerate(transport.windows):
                 numel = window.spec.gradient_numel
                 pushed = sum(integers(ranks * numel, other, step, index) for other in range(ranks))
@@ -114,7 +114,7 @@ def _trains(rank: int, library: Path, prefix: str) -> int:
         (window,) = transport.windows
         for step in range(8):
             window.publish(integers(301, rank, step))
-            transport.meet()
+            transport.barrier()
             counts = [Random(f"{other} {step}").randrange(4) for other in range(2)]
             for micro_batch in range(counts[rank]):
                 time.sleep(pauses.random() * 2e-3)
@@ -123,7 +123,7 @@ def _trains(rank: int, library: Path, prefix: str) -> int:
                 assert torch.equal(out, torch.cat([integers(301, other, step) for other in range(2)]))
                 window.push(integers(602, rank, step, micro_batch))
                 pulls += 1
-            assert transport.meet(counts[rank]) == tuple(counts)
+            assert transport.barrier(counts[rank]) == tuple(counts)
             wanted = torch.zeros(602)
             for other in range(2):
                 for micro_batch in range(counts[other]):
@@ -145,7 +145,7 @@ def _ordered(rank: int, library: Path, prefix: str, seed: int) -> bytes:
         for full in given[rank]:
             time.sleep(Random(f"{rank} {seed}").random() * 5e-3)
             transport.windows[0].push(full)
-        transport.meet()
+        transport.barrier()
         gradient = transport.windows[0].take_gradient()
     first, second, third = (full[0][rank] + full[1][rank] for full in given)
     assert torch.equal(gradient, first + second + third)
@@ -184,7 +184,7 @@ def _is_told(rank: int, library: Path, prefix: str, how: str) -> tuple[str, floa
         time.sleep(30.0)
     began_s = time.monotonic()
     with pytest.raises(PeerLost) as caught:
-        transport.meet()
+        transport.barrier()
     took_s = time.monotonic() - began_s
     with pytest.raises(OsdpError, match="cannot be used any more"):
         transport.windows[0].push(torch.ones(600))
@@ -197,8 +197,8 @@ def _is_told(rank: int, library: Path, prefix: str, how: str) -> tuple[str, floa
     [
         ("dies", "rank 1 died", 1),
         ("dies on the GPU", "rank 1 died", 1),
-        ("is late", "rank 1 did not come", 0),
-        ("hangs", "rank 1 came, but its GPU did not", 0),
+        ("is late", "rank 1 did not reach the barrier", 0),
+        ("hangs", "rank 1 reached the barrier, but its GPU did not", 0),
     ],
 )
 def test_a_lost_rank_is_named(how: str, told: str, frees: int, library: Path, prefix: str) -> None:

@@ -38,11 +38,11 @@ def all_pids() -> list[int]:
 
 
 def _loses_one(rank: int, how: str) -> tuple[str, float]:
-    """Lose rank 2 between two meetings; return what the others are told, and after how long."""
+    """Lose rank 2 between two barriers; return what the others are told, and after how long."""
     transport = open_transport(ONE, timeout_s=1.0 if how == "stalls" else 30.0)
     window = transport.windows[0]
     window.publish(torch.ones(3500))
-    transport.meet()
+    transport.barrier()
     if rank == 2 and how == "dies, but not its child" and os.fork() == 0:
         time.sleep(20.0)
         os._exit(0)
@@ -57,9 +57,9 @@ def _loses_one(rank: int, how: str) -> tuple[str, float]:
     window.push(torch.ones(3 * 3500))
     started_s = time.monotonic()
     with pytest.raises(PeerLost) as caught:
-        transport.meet()
+        transport.barrier()
     waited_s = time.monotonic() - started_s
-    for action in (transport.meet, window.take_gradient):
+    for action in (transport.barrier, window.take_gradient):
         with pytest.raises(OsdpError, match="cannot be used any more"):
             action()
     transport.close()
@@ -72,14 +72,14 @@ def _loses_one(rank: int, how: str) -> tuple[str, float]:
         ("dies", "rank 2 died"),
         ("dies, but not its child", "rank 2 died"),
         ("closes", "rank 2 closed its windows"),
-        ("stalls", "rank 2 did not come"),
+        ("stalls", "rank 2 did not reach the barrier"),
     ],
 )
 def test_a_lost_rank_is_named_on_every_other(how: str, told: str) -> None:
     results = run_ranks(_loses_one, 3, how, lost=(2,))
     for rank, (message, waited_s) in enumerate(results[:2]):
-        assert message.startswith(f"the ranks could not meet: {told}\n"), message
-        assert f"rank {rank} waited at meeting 2" in message
+        assert message.startswith(f"a barrier of odc failed: {told}\n"), message
+        assert f"rank {rank} waited at barrier 2" in message
         if how == "stalls":
             assert 0.9 < waited_s < 15.0
             assert "within 1 s" in message
@@ -88,18 +88,18 @@ def test_a_lost_rank_is_named_on_every_other(how: str, told: str) -> None:
 
 
 def _comes_late(rank: int) -> str:
-    """Come to a meeting that others have given up."""
+    """Reach a barrier that others have given up."""
     with open_transport(ONE) as transport:
-        transport.meet()
+        transport.barrier()
         if rank == 0:
-            with pytest.raises(PeerLost, match="rank 1 did not come"):
-                transport.meet(timeout_s=0.2)
+            with pytest.raises(PeerLost, match="rank 1 did not reach the barrier"):
+                transport.barrier(timeout_s=0.2)
             dist.barrier()
             dist.barrier()
             return ""
         dist.barrier()
         with pytest.raises(PeerLost) as caught:
-            transport.meet()
+            transport.barrier()
         dist.barrier()
         return str(caught.value)
 
@@ -109,19 +109,19 @@ def test_who_comes_too_late_is_told_so() -> None:
 
 
 def _is_ahead(rank: int) -> None:
-    """Leave a meeting late, when a faster rank has already given up the one after it."""
+    """Leave a barrier late, when a faster rank has already given up the one after it."""
     with open_transport(ONE) as transport:
         if rank == 0:
             transport._segments[0].state = 2
-        transport.meet()
+        transport.barrier()
         dist.barrier()
         if rank == 1:
             with pytest.raises(PeerLost, match="rank 0 gave up waiting"):
-                transport.meet()
+                transport.barrier()
         dist.barrier()
 
 
-def test_a_meeting_that_all_came_to_holds_though_a_later_one_failed() -> None:
+def test_a_barrier_that_all_reached_holds_though_a_later_one_failed() -> None:
     run_ranks(_is_ahead, 2)
 
 
@@ -139,12 +139,12 @@ def _in_a_push(rank: int, kills: bool) -> str:
     with pytest.raises(PeerLost) as caught:
         transport.windows[0].push(torch.ones(7000))
     with pytest.raises(OsdpError, match="cannot be used any more"):
-        transport.meet()
+        transport.barrier()
     return str(caught.value)
 
 
 def test_a_rank_that_stops_inside_a_push_is_named() -> None:
-    assert "rank 1 stands still" in run_ranks(_in_a_push, 2, False, lost=(1,))[0]
+    assert "rank 1 is stuck" in run_ranks(_in_a_push, 2, False, lost=(1,))[0]
 
 
 def test_the_locks_of_the_dead_are_free() -> None:
@@ -223,18 +223,18 @@ def _misused(rank: int) -> None:
     with pytest.raises(OsdpError, match="never published"):
         window.pull(out)
     window.publish(out)
-    with pytest.raises(OsdpError, match="pull after publish without a meeting"):
+    with pytest.raises(OsdpError, match="pull after publish without a barrier"):
         window.pull(out)
-    transport.meet()
+    transport.barrier()
     window.pull(out)
-    with pytest.raises(OsdpError, match="publish after pull without a meeting"):
+    with pytest.raises(OsdpError, match="publish after pull without a barrier"):
         window.publish(out)
     window.push(out)
-    with pytest.raises(OsdpError, match="take_gradient after push without a meeting"):
+    with pytest.raises(OsdpError, match="take_gradient after push without a barrier"):
         window.take_gradient()
-    transport.meet()
+    transport.barrier()
     window.take_gradient()
-    with pytest.raises(OsdpError, match="push after take_gradient without a meeting"):
+    with pytest.raises(OsdpError, match="push after take_gradient without a barrier"):
         window.push(out)
     with pytest.raises(OsdpError, match="another dtype"):
         window.pull(out.bfloat16())

@@ -310,7 +310,7 @@ def _loses_one(rank: int, way: str, kind: signal.Signals) -> str:
 
 @pytest.mark.parametrize(
     ("way", "kind", "told"),
-    [("fsdp2", signal.SIGKILL, "rank 1 died"), ("fsdp1", signal.SIGSTOP, "rank 1 did not come")],
+    [("fsdp2", signal.SIGKILL, "rank 1 died"), ("fsdp1", signal.SIGSTOP, "rank 1 did not reach the barrier")],
 )
 def test_a_lost_rank_is_named(way: str, kind: signal.Signals, told: str) -> None:
     assert told in run_ranks(_loses_one, 2, way, kind, lost=(1,))[0]

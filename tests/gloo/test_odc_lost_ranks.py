@@ -98,7 +98,7 @@ def trains(rank: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("how", "choice", "ranks", "choices", "told"),
     [
-        ("stalls", "odc:4", (1, 4), {}, "rank 2 did not come"),
+        ("stalls", "odc:4", (1, 4), {}, "rank 2 did not reach the barrier"),
         ("raises", "odc:4", (1, 4), {}, "rank 2 closed its windows"),
         ("dies", "odc:2", (2, 2), {}, "rank 2 died"),
         ("stalls", "odc_ordered:2", (2, 2), {}, "rank 2 did not"),

@@ -29,7 +29,7 @@ def _gathers(rank: int, world_size: int) -> int:
         shards = [torch.randn(window.spec.shard_numel) for window in transport.windows]
         for window, shard in zip(transport.windows, shards, strict=True):
             window.publish(*shard.split(max(1, shard.numel() // 3)))
-        transport.meet()
+        transport.barrier()
         for window, shard in zip(transport.windows, shards, strict=True):
             cast = shard.to(window.spec.dtype)
             wanted, pulled = torch.empty(2, world_size * cast.numel(), dtype=cast.dtype)
@@ -58,13 +58,13 @@ def _reduces(rank: int, world_size: int, ordered: bool) -> int:
                 full = integers(world_size * window.spec.shard_numel, rank, step, index, dtype=dtype)
                 window.push(full)
                 pushed.append(full.float())
-            transport.meet()
+            transport.barrier()
             for window, full in zip(transport.windows, pushed, strict=True):
                 wanted = torch.empty(window.spec.shard_numel)
                 reduce_scatter(wanted, full, dist.ReduceOp.SUM, group)
                 assert torch.equal(window.take_gradient(), wanted)
                 compared += 1
-            transport.meet()
+            transport.barrier()
     return compared
 
 
@@ -89,7 +89,7 @@ def _trains(rank: int, world_size: int, steps: int, ordered: bool) -> int:
         for step in range(steps):
             for window in transport.windows:
                 window.publish(integers(window.spec.shard_numel, rank, step))
-            transport.meet()
+            transport.barrier()
             micro_batches = [Random(f"{other} {step}").randrange(4) for other in range(world_size)]
             for micro_batch in range(micro_batches[rank]):
                 for window in transport.windows:
@@ -100,7 +100,7 @@ def _trains(rank: int, world_size: int, steps: int, ordered: bool) -> int:
                     assert torch.equal(out, torch.cat([integers(size, other, step) for other in range(world_size)]))
                     window.push(integers(world_size * size, rank, step, micro_batch))
                     pulls += 1
-            notes = transport.meet(micro_batches[rank])
+            notes = transport.barrier(micro_batches[rank])
             assert notes == tuple(micro_batches)
             for window in transport.windows:
                 size = window.spec.shard_numel
@@ -124,7 +124,7 @@ def _sleeper(rank: int) -> tuple[float, float]:
     with open_transport((WindowSpec("a", 5000, torch.float32),)) as transport:
         window = transport.windows[0]
         window.publish(torch.ones(5000))
-        transport.meet()
+        transport.barrier()
         started_s = time.monotonic()
         if rank == 1:
             time.sleep(4.0)
@@ -132,7 +132,7 @@ def _sleeper(rank: int) -> tuple[float, float]:
             window.pull(torch.empty(10000))
             window.push(torch.ones(10000))
         worked_s = time.monotonic() - started_s
-        transport.meet()
+        transport.barrier()
         met_s = time.monotonic() - started_s - worked_s
         assert torch.equal(window.take_gradient(), torch.full((5000,), 40.0))
     return worked_s, met_s
@@ -162,7 +162,7 @@ def _ordered_bits(rank: int, seed: int) -> bytes:
             for mine in given[rank]:
                 time.sleep(pauses.random() * 5e-3)
                 window.push(mine.view(-1))
-            transport.meet()
+            transport.barrier()
             gradient = window.take_gradient()
             wanted = torch.zeros(2003)
             for other in range(4):
@@ -172,7 +172,7 @@ def _ordered_bits(rank: int, seed: int) -> bytes:
                 wanted = wanted + of_rank
             assert torch.equal(gradient, wanted)
             bits += gradient.numpy().tobytes()
-            transport.meet()
+            transport.barrier()
     return bits
 
 
@@ -185,14 +185,14 @@ def _in_groups(rank: int) -> list[float]:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with SharedMemoryTransport(groups[rank // 2], [WindowSpec("a", 1, torch.float32)], 60.0) as transport:
         transport.windows[0].publish(torch.tensor([float(rank)]))
-        transport.meet()
+        transport.barrier()
         out = torch.empty(2)
         transport.windows[0].pull(out)
         if rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 2:
             with pytest.raises(PeerLost, match="rank 3 died"):
-                transport.meet()
+                transport.barrier()
         return out.tolist()
 
 

@@ -67,14 +67,14 @@ def _as_collectives(rank: int, ranks: int, kind: str, ordered: bool) -> int:
             ]
             for window, shard in zip(transport.windows, shards[rank], strict=True):
                 window.publish(*torch.split(shard.to(kind), max(1, shard.numel() // 3)))
-            assert transport.meet(rank) == tuple(range(ranks))
+            assert transport.barrier(rank) == tuple(range(ranks))
             for index, window in enumerate(transport.windows):
                 out = torch.full((ranks * window.spec.shard_numel,), float("nan"), dtype=window.spec.dtype, device=kind)
                 window.pull(out)
                 assert torch.equal(out.cpu(), torch.cat([of[index].to(window.spec.dtype) for of in shards]))
                 for dtype in (torch.float32, torch.bfloat16):
                     window.push(integers(out.numel(), rank, step, index, dtype=dtype).to(kind))
-            transport.meet()
+            transport.barrier()
             for index, window in enumerate(transport.windows):
                 wanted = torch.zeros(window.spec.shard_numel)
                 for other in range(ranks):
@@ -97,7 +97,7 @@ def _ordered(rank: int, kind: str, seed: int) -> bytes:
             time.sleep(((rank + 1) * seed % 5) * 3e-3)
             with torch.cuda.stream(torch.cuda.Stream() if kind == "cuda" else None):  # type: ignore[no-untyped-call]
                 transport.windows[0].push(full.clone())
-        transport.meet()
+        transport.barrier()
         gradient = transport.windows[0].take_gradient().cpu()
     first, *others = (full[0][rank] + full[1][rank] + full[2][rank] for full in given)
     for other in others:
@@ -115,7 +115,7 @@ def test_ordered_sums_have_the_same_bits_in_every_run() -> None:
 
 def _is_told(rank: int, kind: str, how: str) -> str:
     transport = open_windows(kind, SPECS[:1], timeout_s=60.0 if how == "dies" else 1.0)
-    transport.meet(timeout_s=60.0)
+    transport.barrier(timeout_s=60.0)
     if rank and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank and how == "is late":
@@ -123,7 +123,7 @@ def _is_told(rank: int, kind: str, how: str) -> str:
     if rank and how == "hangs":
         torch.cuda._sleep(20 * 10**9)  # type: ignore[no-untyped-call]  # ten seconds and more of the GPU
     with pytest.raises(PeerLost) as caught:
-        transport.meet()
+        transport.barrier()
     with pytest.raises(OsdpError, match="cannot be used any more"):
         transport.windows[0].take_gradient()
     transport.close()
@@ -132,7 +132,11 @@ def _is_told(rank: int, kind: str, how: str) -> str:
 
 @pytest.mark.parametrize(
     ("how", "told"),
-    [("dies", "rank 1 died"), ("is late", "rank 1 did not come"), ("hangs", "rank 1 came, but its GPU did not")],
+    [
+        ("dies", "rank 1 died"),
+        ("is late", "rank 1 did not reach the barrier"),
+        ("hangs", "rank 1 reached the barrier, but its GPU did not"),
+    ],
 )
 def test_a_lost_rank_is_named_and_a_next_run_works(how: str, told: str) -> None:
     assert told in run_ranks(_is_told, 2, "cuda", how, lost=(1,))[0]

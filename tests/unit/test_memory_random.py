@@ -1,4 +1,4 @@
-"""Random plans, and plans that the search finds, in a rehearsed step: not more than was predicted, and not far less."""
+"""Random plans, and plans that the search finds, in a dry run: not more than was predicted, and not far less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted peak memory of models with skips against rehearsed steps: what one makes, a later one takes."""
+"""Predicted peak memory of models with skips against dry runs: what one makes, a later one takes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Predicted peak memory of uniform plans against what the runtime holds in a rehearsed step.
+"""Predicted peak memory of uniform plans against what the runtime holds in a dry run.
 
-The rehearsal runs the plan's schedule with PyTorch's own FSDP2 and DistributedDataParallel on fake tensors
+The dry run runs the plan's schedule with PyTorch's own FSDP2 and DistributedDataParallel on fake tensors
 under a fake process group and adds up live storages (`runtime.observe.dry_run`).  Seen with torch 2.13.0 in these
 cases: from -0.17 % (FSDP2 casts what all blocks are handed, which is not traced) to +0.07 %, but for one.
 """
@@ -15,7 +15,7 @@ from synthetic import cluster
 from profiler.errors import OsdpError
 from profiler.trace.metered_pass import find_loss
 from runtime.compile_plan import compile_plan
-from runtime.observe.dry_run import Script, rehearse
+from runtime.observe.dry_run import Script, dry_run
 
 
 def check(found: Compared, lowest: float, highest: float) -> None:
@@ -105,23 +105,23 @@ def test_what_rests_between_steps() -> None:
     assert found.rest_bytes == found.tracked["parameters"] + found.tracked["optimizer"]
 
 
-def test_a_rehearsal_needs_a_process_without_a_group() -> None:
+def test_a_dry_run_needs_a_process_without_a_group() -> None:
     case, model = Case("shard", shape=(1, 4), length=64), source("gpt2", 512, 64)
     script = Script(model.build, model.example_inputs, lambda out: find_loss(out)[0], "adam", 1)
     schedule = compile_plan(case.plan(), graph_of("gpt2", 512, 64, "fp32"), cluster(1, 4))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(OsdpError, match="process of its own"):
-            rehearse(script, schedule)
+            dry_run(script, schedule)
     finally:
         dist.destroy_process_group()
     # One that went through leaves none behind, and neither does one that fails.
-    assert rehearse(script, schedule).peak.total_bytes > 0
+    assert dry_run(script, schedule).peak.total_bytes > 0
     assert not dist.is_initialized()
 
     def fails() -> None:
         raise ArithmeticError("in building")
 
     with pytest.raises(ArithmeticError):
-        rehearse(Script(fails, model.example_inputs, script.find_loss, "adam", 1), schedule)  # type: ignore[arg-type]
+        dry_run(Script(fails, model.example_inputs, script.find_loss, "adam", 1), schedule)  # type: ignore[arg-type]
     assert not dist.is_initialized()

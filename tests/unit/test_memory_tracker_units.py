@@ -1,4 +1,4 @@
-"""Predicted peak memory of plans that mix strategies, and split operators, against rehearsed steps.
+"""Predicted peak memory of plans that mix strategies, and split operators, against dry runs.
 
 Blocks of several units, slices and blocks that run again unit by unit are priced from above: seen with
 torch 2.13.0 in these cases from -0.02 % to +2.5 %.

@@ -225,7 +225,7 @@ def test_gpus_that_cannot_reach_each_other(cupy: StandIn, monkeypatch: pytest.Mo
     monkeypatch.setattr(cupy_device, "native_atomics", lambda here, there: (here, there) == (0, 1))
     assert device.obstacle(other) == ""
     monkeypatch.setattr(cupy_device, "native_atomics", lambda here, there: False)
-    assert "no atomic operations" in device.obstacle(other)
+    assert "no native atomics" in device.obstacle(other)
     cupy.results["deviceCanAccessPeer"] = 0
     assert "no peer access" in device.obstacle(other)
     cupy.fails["deviceGetByPCIBusId"] = 1

@@ -1,4 +1,4 @@
-"""What `odc` is predicted to hold, against steps that the runtime rehearses."""
+"""What `odc` is predicted to hold, against dry runs of the runtime."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from profiler.cluster.measurements import RingRule
 from profiler.trace.metered_pass import find_loss
 from runtime.compile_plan import compile_plan
 from runtime.observe.collective_log import record_collectives
-from runtime.observe.dry_run import Rehearsal, Script, rehearse
+from runtime.observe.dry_run import DryRun, Script, dry_run
 from runtime.observe.live_bytes import LiveBytes
 from runtime.strategies.ring_reduce_scatter import ring_reduce_scatter
 
@@ -35,14 +35,14 @@ def test_nothing_is_allocated(world_size: int) -> None:
         dist.destroy_process_group()
 
 
-def rehearsed(case: Case, in_rings: bool) -> Rehearsal:
-    """Rehearse a case, with all reduce-scatters in rings or by the backend."""
+def run_dry(case: Case, in_rings: bool) -> DryRun:
+    """Run a case dry, with all reduce-scatters in rings or by the backend."""
     graph = graph_of(case.family, case.vocabulary, case.length, case.precision)
     model = source(case.family, case.vocabulary, case.length)
     script = Script(model.build, model.example_inputs, lambda out: find_loss(out)[0], case.optimizer, case.micro_batch)
     ranks = case.shape[0] * case.shape[1]
     rules = tuple(RingRule(n, 1, 0.0) for n in range(2, ranks + 1)) if in_rings else ()
-    return rehearse(script, compile_plan(case.plan(), graph, replace(cluster(*case.shape), ring=rules)))
+    return dry_run(script, compile_plan(case.plan(), graph, replace(cluster(*case.shape), ring=rules)))
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,20 @@ def rehearsed(case: Case, in_rings: bool) -> Rehearsal:
     ],
     ids=str,
 )
-def test_a_rehearsal_in_rings_holds_what_one_by_the_backend_holds(case: Case) -> None:
+def test_a_dry_run_in_rings_holds_what_one_by_the_backend_holds(case: Case) -> None:
     with record_collectives() as recorded:
-        found = rehearsed(case, in_rings=True)
+        found = run_dry(case, in_rings=True)
     assert any(one.operation == "send" for one in recorded)
     assert not any(one.operation == "reduce_scatter" for one in recorded)
-    assert found == rehearsed(case, in_rings=False)
+    assert found == run_dry(case, in_rings=False)
 
 
 def test_a_thousand_ranks_take_one_step() -> None:
     case = Case("shard", shape=(128, 8), length=64)
     with record_collectives() as by_backend:
-        wanted = rehearsed(case, in_rings=False)
+        wanted = run_dry(case, in_rings=False)
     with record_collectives() as by_rings:
-        assert rehearsed(case, in_rings=True) == wanted
+        assert run_dry(case, in_rings=True) == wanted
     reduced_bytes = [one.size_bytes for one in by_backend if one.operation == "reduce_scatter"]
     sent_bytes = [one.size_bytes for one in by_rings if one.operation == "send"]
     assert sent_bytes == [size_bytes // 1024 for size_bytes in reduced_bytes] != []

@@ -16,8 +16,8 @@ BOTH = (0, 1)
 
 
 def meet(start_s: float, end_s: float, ranks: tuple[int, ...] = BOTH) -> Call:
-    """Return a meeting."""
-    return Call("meet", start_s, end_s, ranks)
+    """Return a barrier."""
+    return Call("barrier", start_s, end_s, ranks)
 
 
 def test_the_first_waits_for_the_last() -> None:
@@ -67,7 +67,7 @@ def test_calls_inside_others_count_by_themselves(monkeypatch: pytest.MonkeyPatch
     clock = iter([1.0, 2.0, 5.0, 7.0, 8.0, 9.0, 10.0, 11.0])
     monkeypatch.setattr(timeline.time, "monotonic", lambda: next(clock))
     recorder = CallTimeline()
-    inner = recorder.watched("meet", BOTH, lambda: "met")
+    inner = recorder.watched("barrier", BOTH, lambda: "met")
 
     def pulls() -> str:
         return inner() + inner()

@@ -1,4 +1,4 @@
-"""What a rehearsed step holds, against PyTorch's own `FSDPMemTracker` over the same sharded model.
+"""What a dry run holds, against PyTorch's own `FSDPMemTracker` over the same sharded model.
 
 Only where that tracker is right (torch 2.13.0).  It takes `fully_shard([a, b])` for two units, so here every
 unit is one module; it does not know an owner, custom communication or DistributedDataParallel; it keeps the

@@ -33,7 +33,7 @@ CATEGORIES = {
     "optimizer_temporaries",
 }
 ENOUGH_S = 60.0
-"""Generous: a rehearsal of gpt2-tiny takes 2 s."""
+"""Generous: a dry run of gpt2-tiny takes 2 s."""
 
 
 @pytest.fixture(scope="module")
@@ -111,18 +111,18 @@ def test_the_report_has_every_category_and_the_verdict(cli: Cli, planned: Plan) 
 def test_a_prediction_that_does_not_hold_ends_with_1(
     cli: Cli, uniform: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rehearsal that finds 2 % more than was predicted, or 4 % less."""
-    rehearse = osdp.planning.verify.rehearse
+    """A dry run that finds 2 % more than was predicted, or 4 % less."""
+    dry_run = osdp.planning.verify.dry_run
     path = written(uniform("shard", micro_batch=128))  # 170 MiB, of which 1 % is more than rounding can be
     for factor, holds, *as_json in ((1.02, False, "--json"), (0.96, False), (1.001, True)):
 
         def other(*arguments: Any, factor: float = factor) -> Any:
-            found = rehearse(*arguments)
+            found = dry_run(*arguments)
             categories = {name: round(factor * size) for name, size in found.peak.categories.items()}
             peak = replace(found.peak, categories=categories, total_bytes=sum(categories.values()))
             return replace(found, peak=peak)
 
-        monkeypatch.setattr(osdp.planning.verify, "rehearse", other)
+        monkeypatch.setattr(osdp.planning.verify, "dry_run", other)
         status, out, err = cli("verify", path, *as_json)
         assert (status, err) == (0 if holds else 1, "")
         assert (json.loads(out)["holds"] if as_json else "does not hold" not in " ".join(out.split())) is holds
