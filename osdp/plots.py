@@ -54,11 +54,8 @@ def check_picture(path: Path, option: str) -> None:
     """Raise OsdpError if no picture can be drawn into `path`, which was given by `option`."""
     check_drawing(option, f"; or leave {option} out")
     if path.suffix not in FORMATS:
-        raise OsdpError(
-            f"{path} cannot be drawn: its format is not supported",
-            got=path.suffix or "no suffix",
-            expected=", ".join(FORMATS),
-        )
+        what = f"{path} cannot be drawn: its format is not supported"
+        raise OsdpError(what, got=path.suffix or "no suffix", expected=", ".join(FORMATS))
     if not path.parent.is_dir():
         raise OsdpError(f"{path} cannot be written", got="no such directory", advice=f"mkdir -p {path.parent}")
 

@@ -19,11 +19,9 @@ def resource_dir(name: Literal["configs", "cuda"]) -> Path:
     for place in places:
         if any(place.glob(_CONTENT[name])):
             return place
-    raise OsdpError(
-        f"OSDP's own folder `{name}` is missing",
-        expected=" or ".join(str(place / _CONTENT[name]) for place in places),
-        advice="install OSDP again: this installation is not complete",
-    )
+    what = f"OSDP's own folder `{name}` is missing"
+    advice = "install OSDP again: this installation is not complete"
+    raise OsdpError(what, expected=" or ".join(str(place / _CONTENT[name]) for place in places), advice=advice)
 
 
 def resource_names(kind: Literal["models", "clusters"]) -> list[str]:
@@ -41,9 +39,8 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OsdpError(
-            f"the folder {path} cannot be made", got=error.strerror or str(error), advice="another folder"
-        ) from None
+        what = f"the folder {path} cannot be made"
+        raise OsdpError(what, got=error.strerror or str(error), advice="another folder") from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise OsdpError(f"the folder {path} is not writable", got="no permission", advice="another folder")
     return path

@@ -60,11 +60,8 @@ class _UserModel:
             made = self.factory()
         module, self.inputs_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(module, nn.Module) or not (self.inputs_of is None or callable(self.inputs_of)):
-            raise OsdpError(
-                f"{self.spec} does not make a model",
-                got=_kind(made),
-                expected="an nn.Module, or an nn.Module and a function example_inputs",
-            )
+            expected = "an nn.Module, or an nn.Module and a function example_inputs"
+            raise OsdpError(f"{self.spec} does not make a model", got=_kind(made), expected=expected)
         return module
 
     def example_inputs(self, module: nn.Module, micro_batch: int) -> Inputs:
@@ -140,11 +137,9 @@ def _without_data(module: nn.Module) -> nn.Module:
     try:
         copied = copy.deepcopy(module, empty_of)
     except (TypeError, RuntimeError, AttributeError) as error:
-        raise OsdpError(
-            "the model cannot be copied, which planning needs",
-            got=f"{type(error).__name__}: {error}",
-            advice="pass a function that builds it: OSDP(lambda: Model(...), ...)",
-        ) from error
+        what = "the model cannot be copied, which planning needs"
+        advice = "pass a function that builds it: OSDP(lambda: Model(...), ...)"
+        raise OsdpError(what, got=f"{type(error).__name__}: {error}", advice=advice) from error
     assert isinstance(copied, nn.Module)
     return copied
 
@@ -153,9 +148,8 @@ def _find_factory(spec: str) -> Callable[[], Any]:
     """Import what `spec` names and check that it can be called without arguments."""
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute or "/" in module_name or module_name.endswith(".py"):
-        raise OsdpError(
-            f"{spec} does not name a factory", expected="package.module:function, with dots and without .py"
-        )
+        expected = "package.module:function, with dots and without .py"
+        raise OsdpError(f"{spec} does not name a factory", expected=expected)
     module = _import(module_name)
     try:
         factory = attrgetter(attribute)(module)

@@ -37,9 +37,8 @@ def check_output(path: Path, kind: str = "plan") -> None:
     except OsdpError:
         is_ours = False  # Not text, or nothing that we may read.
     if not is_ours:
-        raise OsdpError(
-            f"{path} exists and is not a {kind}, so it is not overwritten", advice="another -o, or move that file away"
-        )
+        what = f"{path} exists and is not a {kind}, so it is not overwritten"
+        raise OsdpError(what, advice="another -o, or move that file away")
 
 
 def write_plan(path: Path, plan: Plan, how: str = "") -> None:

@@ -119,12 +119,9 @@ def count(source: ModelSource, found: Uniform, cluster: Cluster, ranks: Ranks) -
     """Train on the ranks of the process group and return what the last step did. A collective call."""
     plan = found.plan
     if found.predicted.sent["step"]:
-        raise OsdpError(
-            f"the communication of {found.strategy} cannot be measured",
-            got="one-sided communication",
-            expected="a strategy that communicates by collectives",
-            advice="leave --measure out",
-        )
+        what = f"the communication of {found.strategy} cannot be measured"
+        expected = "a strategy that communicates by collectives"
+        raise OsdpError(what, got="one-sided communication", expected=expected, advice="leave --measure out")
     with torch.device("meta"):
         without_data = source.build()
     torch.manual_seed(0)

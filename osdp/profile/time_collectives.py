@@ -256,12 +256,10 @@ def affordable(trials: list[Trial], left_s: float, rounds: int) -> list[Trial]:
     kept = set(needed)
     round_s = sum(trial.cost_s for trial in kept)
     if rounds * round_s > left_s:
-        raise OsdpError(
-            "there is too little time to measure communication",
-            got=f"{left_s:.1f} s after a first pass",
-            advice="a larger --budget-s, or fewer --repetitions",
-            expected=f"{rounds * round_s:.1f} s for {rounds} rounds of the smallest sizes",
-        )
+        what = "there is too little time to measure communication"
+        advice = "a larger --budget-s, or fewer --repetitions"
+        expected = f"{rounds * round_s:.1f} s for {rounds} rounds of the smallest sizes"
+        raise OsdpError(what, got=f"{left_s:.1f} s after a first pass", advice=advice, expected=expected)
     for block in candidates:
         cost_s = sum(trial.cost_s for trial in block)
         has_small = block[0].index == 0 or any(one in kept for one in blocks[block[0].line])

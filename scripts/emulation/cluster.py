@@ -99,12 +99,10 @@ def environment(links: Links, node: int) -> dict[str, str]:
 def emulated(links: Links) -> Iterator[Cluster]:
     """A cluster for the time of a `with`; raises RefusalError on a machine where none can be made."""
     if os.geteuid() != 0:
-        raise RefusalError(
-            "a cluster can only be made by root",
-            got=f"user id {os.geteuid()}",
-            expected="user id 0, for network namespaces and traffic control",
-            advice="run it as root, or in a container of your own: docker run --privileged",
-        )
+        what = "a cluster can only be made by root"
+        expected = "user id 0, for network namespaces and traffic control"
+        advice = "run it as root, or in a container of your own: docker run --privileged"
+        raise RefusalError(what, got=f"user id {os.geteuid()}", expected=expected, advice=advice)
     find("ip")
     find("tc")
     answer, question = os.pipe()

@@ -67,9 +67,8 @@ def _dispatch(arguments: list[str]) -> int:
     links = Links(options.nodes, options.rate, options.intra_rate, options.delay)
     if options.verb == "run":
         if not command:
-            raise RefusalError(
-                "'run' needs a command", got="none after --", advice="emulated_cluster.py run ... -- hostname"
-            )
+            advice = "emulated_cluster.py run ... -- hostname"
+            raise RefusalError("'run' needs a command", got="none after --", advice=advice)
         return job.run(links, command, timeout_s=options.timeout, grace_s=options.grace, pin=options.pin)
     if split < len(arguments):
         raise RefusalError("'check' takes no command", got=" ".join(arguments[split:]))

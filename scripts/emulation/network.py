@@ -55,12 +55,9 @@ def parse_rate(text: str) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text.lower())
     rate = round(float(match[1]) * UNITS_BITS[match[2]]) if match else 0
     if not SLOWEST_BITS <= rate <= FASTEST_BITS:
-        raise RefusalError(
-            "not a rate that can be kept",
-            got=text,
-            expected="100kbit to 100gbit, or none",
-            advice="--rate 200mbit (bits, not bytes: 25 megabytes a second)",
-        )
+        what = "not a rate that can be kept"
+        advice = "--rate 200mbit (bits, not bytes: 25 megabytes a second)"
+        raise RefusalError(what, got=text, expected="100kbit to 100gbit, or none", advice=advice)
     return rate
 
 
@@ -118,12 +115,9 @@ def call(program: str, words: str, *files: int, lacks: str = "") -> None:
         got = (done.stderr or done.stdout).strip().replace("\n", "; ") or f"exit status {done.returncode}"
         if "not permitted" in got:
             raise PermissionError(got)
-        raise RefusalError(
-            lacks or f"could not do: {program} {words}",
-            got=got,
-            expected="a kernel with veth, bridge and sch_htb, and a delay only with sch_netem",
-            advice="another kernel, or an option less: --rate none, no --delay",
-        )
+        expected = "a kernel with veth, bridge and sch_htb, and a delay only with sch_netem"
+        advice = "another kernel, or an option less: --rate none, no --delay"
+        raise RefusalError(lacks or f"could not do: {program} {words}", got=got, expected=expected, advice=advice)
 
 
 def make_switch() -> None:

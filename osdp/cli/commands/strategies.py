@@ -84,9 +84,8 @@ def _here(ranks: int | None) -> tuple[str, int]:
 
     available = torch.cuda.device_count()
     if available and (ranks or 0) > available:
-        raise OsdpError(
-            "this machine has fewer GPUs than ranks", got=f"--gpus-per-node {ranks}", expected=f"at most {available}"
-        )
+        what = "this machine has fewer GPUs than ranks"
+        raise OsdpError(what, got=f"--gpus-per-node {ranks}", expected=f"at most {available}")
     return ("cuda", ranks or available) if available else ("cpu", ranks or CPU_RANKS)
 
 
