@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from osdp.planning.plan_file import read_plan
 from osdp.resources import make_folder
 from osdp.training.config import TrainConfig
+from osdp.training.launch import CPU_RANKS
 from osdp.training.sentence_pairs import MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import Addition, Bytes, Task
 from osdp.zoo import load_model
@@ -25,9 +26,6 @@ from profiler.model_source import Inputs, ModelSource
 
 if TYPE_CHECKING:
     from torch import nn
-
-CPU_RANKS = 2
-"""Ranks that are started where there are no GPUs and the user does not say how many."""
 
 
 @dataclass(frozen=True)

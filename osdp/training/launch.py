@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
+CPU_RANKS = 2
+"""Ranks that are started where there are no GPUs and the user gives no number."""
 LAUNCHED = "OSDP_LAUNCHED"
 """Environment variable by which a rank knows that we started it, not torchrun."""
 _BAD_INPUT, _BROKEN_PIPE = 2, 128 + signal.SIGPIPE

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+from typer import Context
 
 from osdp.cli import options
 from osdp.cli.exits import guarded
@@ -26,7 +26,7 @@ _NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
 
 @guarded
 def plan(
-    context: typer.Context,
+    context: Context,
     model: options.Model,
     cluster: options.ClusterName = None,
     nodes: options.Nodes = None,
@@ -40,7 +40,7 @@ def plan(
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
     optimizer: options.OptimizerName = "adam",
-    what_if: options.AskWhatIf = False,
+    what_if: options.WhatIf = False,
     output: options.Output = None,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
@@ -136,7 +136,7 @@ def _limit(cluster: Cluster, wanted_bytes: int | None) -> int:
     return limit_bytes
 
 
-def _how(context: typer.Context, why: str) -> str:
+def _how(context: Context, why: str) -> str:
     """Return the command that made a plan, for the plan's file."""
     import shlex
 
