@@ -88,8 +88,8 @@ def _inside(block: Block, members: Iterable[Operator], operators: Iterable[Opera
     names = [operator.name.removeprefix(f"{block.name}.") for operator in members]
     everyone = Counter(_module(operator.name.removeprefix(f"{block.name}.")) for operator in operators)
     own = Counter(map(_module, names))
-    told = (_module(name) if own[_module(name)] == everyone[_module(name)] else name for name in names)
-    return ", ".join(dict.fromkeys(told))
+    shown = (_module(name) if own[_module(name)] == everyone[_module(name)] else name for name in names)
+    return ", ".join(dict.fromkeys(shown))
 
 
 def _module(name: str) -> str:
@@ -116,10 +116,10 @@ def short_names(names: Iterable[str], longest: int = 60) -> str:
     text, shown = "", 0
     for run in runs:
         first, last = run[0][1], run[-1][1]
-        piece = first if len(run) == 1 else f"{first}-{_number(last)}" if len(run) > 2 else f"{first}, {last}"
-        if text and len(text) + len(piece) > longest:
+        label = first if len(run) == 1 else f"{first}-{_number(last)}" if len(run) > 2 else f"{first}, {last}"
+        if text and len(text) + len(label) > longest:
             return f"{text}, and {len(names) - shown} more"
-        text, shown = f"{text}, {piece}" if text else piece, shown + len(run)
+        text, shown = f"{text}, {label}" if text else label, shown + len(run)
     return text
 
 
