@@ -1,4 +1,4 @@
-"""What a user says of the training that is planned: a dict, a YAML file, a plan, or the seed's list."""
+"""What a user gives of the training that is planned: a dict, a YAML file, a plan, or the seed's list."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_description(given: Described) -> Plan | Description:
         case None:
             return Description()
         case list() | tuple():
-            return Description()  # the seed's [layers, hidden size, config]: the model says all that
+            return Description()  # the seed's [layers, hidden size, config]: the model has all that
         case str() | Path():
             path = Path(given)
             if "schema: osdp.plan" in read_text(path):

@@ -47,7 +47,7 @@ class ModelCard:
     source: str
     """Where the sizes come from."""
     sequence_length: int
-    """Tokens per sample unless the user says otherwise."""
+    """Tokens per sample unless the user gives another number."""
     config: dict[str, Any]
     """Fields of the family's config."""
     parameters: int | None = None

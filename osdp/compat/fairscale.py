@@ -199,11 +199,8 @@ def schedule_of(model: nn.Module, chosen: Mapping[nn.Module, Groups]) -> Schedul
 def _units(model: nn.Module, chosen: Mapping[nn.Module, Groups]) -> dict[tuple[str, ...], list[Registered]]:
     """Return the parameters of each unit by the paths of its modules."""
     first: dict[nn.Module, str] = {}
-    paths = {
-        path: first.setdefault(module, path)
-        for path, module in model.named_modules(remove_duplicate=False)
-        if module in chosen
-    }
+    modules = model.named_modules(remove_duplicate=False)
+    paths = {path: first.setdefault(module, path) for path, module in modules if module in chosen}
     joined = {path: {path} for path in paths.values()}
     registered = registered_parameters(model).values()
     for registration in registered:

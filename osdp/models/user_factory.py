@@ -29,8 +29,12 @@ from torch import Tensor, nn
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
 
+Model = nn.Module | Callable[[], Any]
+"""A module, or a factory of one."""
+ExampleInputs = Callable[..., Any] | None
+"""Function of a batch size that returns the arguments of forward, if the user gives one."""
 DEFAULT_LENGTH = 128
-"""Tokens per sample where neither the user nor the model says how many."""
+"""Tokens per sample where neither the user nor the model gives a length."""
 IMAGE_SIZE = 224
 """Height and width of an image for a convolution."""
 _HOW = (
@@ -106,12 +110,7 @@ def load_user_model(spec: str, sequence_length: int | None) -> ModelSource:
     return source
 
 
-def source_of(
-    model: nn.Module | Callable[[], Any],
-    name: str,
-    sequence_length: int | None,
-    example_inputs: Callable[..., Any] | None,
-) -> ModelSource:
+def source_of(model: Model, name: str, sequence_length: int | None, example_inputs: ExampleInputs) -> ModelSource:
     """Return a module or a factory, to be called `name`, for the tracer.
 
     `example_inputs(batch)` gives the arguments of forward; without it they are found as for a named
@@ -169,7 +168,7 @@ def _find_factory(spec: str) -> Callable[[], Any]:
         advice = "write a function without parameters that calls it"
         raise OsdpError(f"{spec} needs arguments", got=got, expected="none", advice=advice) from None
     except ValueError:
-        pass  # a class written in C, which does not tell its signature
+        pass  # a class written in C, which has no signature
     found: Callable[[], Any] = factory
     return found
 

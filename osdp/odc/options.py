@@ -39,20 +39,19 @@ def init(*, ordered: bool = False, timeout_s: float | None = None, accumulation:
     Args:
         ordered: whether gradients are summed up in the order of ranks: the same bits in every run, for one
             accumulator per rank in place of one.
-        timeout_s: after how long a rank that does not come to a meeting is lost; by default the process group's.
+        timeout_s: after how long a rank that does not reach a barrier is lost; by default the process group's.
         accumulation: M, if losses are divided by M, however many micro-batches a rank does in a step.  With S the
             sum of what all ranks pushed, the gradient is then the mean over all their micro-batches, S M / C where
             C is how many these were.  By default it is S / N on N ranks, as FSDP gives it.
 
     Raises:
-        OsdpError: without a process group; if ranks differ in what they say; if other options are in force,
+        OsdpError: without a process group; if ranks give different options; if other options are in force,
             before `stop`.
     """
     global _options
     check_process_group("odc.init()")
-    options = Agreement.all().together(
-        "check what odc.init() was given", lambda: Options(ordered, timeout_s, accumulation)
-    )
+    ranks = Agreement.all()
+    options = ranks.together("check what odc.init() was given", lambda: Options(ordered, timeout_s, accumulation))
     agree("what odc.init() was given", str(options), "the same options on every rank")
     if _options not in (None, options):
         what = "odc.init() was called before with other options"

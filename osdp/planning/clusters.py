@@ -50,11 +50,9 @@ def resized(cluster: Cluster, nodes: int, gpus_per_node: int) -> Cluster:
         raise OsdpError(what, got=f"{nodes} nodes", expected="1 node, or a cluster with an `inter` link", advice=advice)
     found = cluster.with_ranks(nodes, gpus_per_node)
     if cluster.measured and not found.measured:
-        warnings.warn(
-            f"{cluster.name} was measured with {cluster.gpus_per_node} ranks per node, not {gpus_per_node}: "
-            "times are derived from the links and rates that were measured so",
-            stacklevel=3,
-        )
+        how = f"{cluster.gpus_per_node} ranks per node, not {gpus_per_node}"
+        derived = "times are derived from the links and rates that were measured so"
+        warnings.warn(f"{cluster.name} was measured with {how}: {derived}", stacklevel=3)
     return found
 
 

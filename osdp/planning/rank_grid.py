@@ -66,7 +66,7 @@ def cluster_of_ranks(device_info: DeviceInfo, emulated_nodes: int = 1) -> tuple[
 def cluster_of_plan(plan: Plan, device_info: DeviceInfo) -> Cluster:
     """Return the cluster that a plan is for, or where that is not known here, the one at hand in its size.
 
-    Collectives run as the plan says, whatever the cluster's file says by now.
+    Collectives run as in the plan, also if the cluster's file has changed since.
     """
     nodes, local = plan.cluster.nodes, plan.cluster.gpus_per_node
     if isinstance(device_info, Cluster):
@@ -85,7 +85,7 @@ def _at_hand(nodes: int, local: int) -> Cluster:
 
 
 def _with_memory(cluster: Cluster, limit_bytes: int) -> Cluster:
-    """Return a CPU cluster whose ranks have the memory that the user says; a GPU's is known."""
+    """Return a CPU cluster whose ranks have the memory that the user gives; a GPU's is known."""
     device = cluster.device
     if device.kind != "cpu" or limit_bytes <= device.memory_bytes.value:
         return cluster

@@ -120,8 +120,8 @@ class TrainConfig:
 def load_config(spec: str | None, options: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration that `spec` names (a file or one of OSDP's) with `options` put in.
 
-    `options` are fields by name; None leaves what the file says. `data` alone also means the task
-    `bytes`, unless the file says `sentences`; `fsdp_type` and `fsdp_args` replace each other. Raises OsdpError.
+    `options` are fields by name; None leaves what the file has. `data` alone also means the task
+    `bytes`, unless the file has `sentences`; `fsdp_type` and `fsdp_args` replace each other. Raises OsdpError.
     """
     config = read_yaml(_path(spec or DEFAULT), TrainConfig, schema=TrainConfig.SCHEMA, check=_problems)
     given = {name: value for name, value in options.items() if value is not None}

@@ -111,15 +111,11 @@ def _device(config: TrainConfig) -> str:
 
 
 def _plan(config: TrainConfig, path: Path) -> Plan:
-    """Read a plan file and check it against what the configuration says too."""
+    """Read a plan file and check it against the configuration."""
     plan = read_plan(path)
     samples = plan.micro_batch * plan.accumulation * plan.cluster.nodes * plan.cluster.gpus_per_node
-    for name, planned in (
-        ("optimizer", plan.optimizer),
-        ("precision", plan.model.precision),
-        ("batch", plan.micro_batch),
-        ("global_batch", samples),
-    ):
+    fixed = {"optimizer": plan.optimizer, "precision": plan.model.precision, "batch": plan.micro_batch}
+    for name, planned in (fixed | {"global_batch": samples}).items():
         wanted = getattr(config, name)
         if wanted is not None and wanted != planned:
             what = f"the plan {path} is for another {name.replace('_', ' ')}"
@@ -218,7 +214,7 @@ def _fed_by(task: Task, source: ModelSource) -> ModelSource:
 
 
 def _vocabulary(module: nn.Module) -> int | None:
-    """Return how many tokens a model knows, or None if it does not say."""
+    """Return how many tokens a model knows, or None if it is not known."""
     from torch import nn
 
     config = getattr(module, "config", None)

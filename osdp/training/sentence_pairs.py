@@ -175,11 +175,8 @@ class SentencePairs:
         types = np.zeros_like(tokens)
         types[len(first) + 2 : len(whole)] = 1
         tokens, labels = self._mask(random, tokens)
-        keywords = {
-            "labels": labels,
-            "token_type_ids": types,
-            "next_sentence_labels": np.array(IS_NEXT if is_next else IS_RANDOM),
-        }
+        follows = np.array(IS_NEXT if is_next else IS_RANDOM)
+        keywords = {"labels": labels, "token_type_ids": types, "next_sentence_labels": follows}
         if self.corpus.may_pad:
             keywords["attention_mask"] = (np.arange(self.sequence_length) < len(whole)).astype(np.int64)
         return tokens, keywords

@@ -1,6 +1,6 @@
 """What each rank does when in a step: it computes, communicates or waits for others.
 
-A rank *calls* communication: a collective or a meeting, which needs all of its ranks, or a one-sided pull or
+A rank *calls* communication: a collective or a barrier, which needs all of its ranks, or a one-sided pull or
 push.  The clock that is read as a call begins and ends is the machine's, the same for all of its processes.  With
 a_p the moment at which rank p begins the k-th call of a group, rank r
 

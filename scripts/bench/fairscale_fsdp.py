@@ -232,10 +232,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU with {os.cpu_count()} cores"
     print(f"{date.today()}, torch {torch.__version__}, fairscale {version('fairscale')}; {device}")
     size = f"{options.ranks} ranks as {options.nodes} nodes, {options.batch} x {options.seq} tokens a rank"
-    print(
-        f"{options.model}, {size}, fp32, Adam; modules from {options.large:,} parameters; {options.rounds} rounds",
-        flush=True,
-    )
+    wrapped = f"modules from {options.large:,} parameters"
+    print(f"{options.model}, {size}, fp32, Adam; {wrapped}; {options.rounds} rounds", flush=True)
     spawn_ranks(rank_main, options.ranks, options, "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
 
 

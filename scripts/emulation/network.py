@@ -130,12 +130,8 @@ def make_switch() -> None:
 def connect(node: int, network: int, links: Links) -> None:
     """Join a node, given the open file of its network namespace, to the bridge of the namespace that we are in."""
     port = f"port{node}"
-    call(
-        "ip",
-        f"link add {port} type veth peer name eth0 netns /proc/self/fd/{network}",
-        network,
-        lacks="this kernel makes no veth pair",
-    )
+    words = f"link add {port} type veth peer name eth0 netns /proc/self/fd/{network}"
+    call("ip", words, network, lacks="this kernel makes no veth pair")
     _silence(port)
     call("ip", f"link set {port} master switch up")
     shape(port, links.rate_bits_per_s)
@@ -162,15 +158,9 @@ def shape(device: str, rate_bits_per_s: int | None, delay_s: float = 0.0) -> Non
     if rate_bits_per_s is not None:
         burst_bytes = max(LEAST_BURST_BYTES, round(rate_bits_per_s / 8 * BURST_S))
         call("tc", f"qdisc add dev {device} root handle 1: htb default 1", lacks="this kernel cannot shape with HTB")
-        call(
-            "tc",
-            f"class add dev {device} parent 1: classid 1:1 htb rate {rate_bits_per_s}bit "
-            f"burst {burst_bytes} cburst {burst_bytes} quantum 60000",
-        )
+        rates = f"rate {rate_bits_per_s}bit burst {burst_bytes} cburst {burst_bytes} quantum 60000"
+        call("tc", f"class add dev {device} parent 1: classid 1:1 htb {rates}")
         parent = "parent 1:1"
     if delay_s:
-        call(
-            "tc",
-            f"qdisc add dev {device} {parent} handle 10: netem delay {1e6 * delay_s:.0f}us limit 100000",
-            lacks="this kernel cannot delay: it has no netem",
-        )
+        words = f"qdisc add dev {device} {parent} handle 10: netem delay {1e6 * delay_s:.0f}us limit 100000"
+        call("tc", words, lacks="this kernel cannot delay: it has no netem")

@@ -75,18 +75,13 @@ def _header(planned: Planned, around: Circumstances) -> Table:
     note = f" ({around.cluster_note})" if around.cluster_note else ""
     table = make_table("", "")
     table.show_header = False
-    table.add_row(
-        "model",
-        f"{plan.model.name}: {graph.numel:,} parameters in {len(graph.operators)} operators, "
-        f"{len(graph.blocks)} blocks; {plan.model.precision}, {plan.optimizer}{tokens}",
-    )
+    size = f"{graph.numel:,} parameters in {len(graph.operators)} operators, {len(graph.blocks)} blocks"
+    table.add_row("model", f"{plan.model.name}: {size}; {plan.model.precision}, {plan.optimizer}{tokens}")
     table.add_row("cluster", f"{cluster.name}: {ranks}{note}")
     free = f"{format_bytes(plan.headroom_bytes)} are headroom and " if plan.headroom_bytes else ""
-    table.add_row(
-        "limit",
-        f"{format_bytes(plan.limit_bytes)} ({plan.limit_bytes / MIB:,.0f} MiB) per device, of which "
-        f"{free}{format_bytes(cluster.reserve_bytes)} are reserved for {reserve_use(device)}",
-    )
+    limit = f"{format_bytes(plan.limit_bytes)} ({plan.limit_bytes / MIB:,.0f} MiB) per device"
+    reserved = f"{free}{format_bytes(cluster.reserve_bytes)} are reserved for {reserve_use(device)}"
+    table.add_row("limit", f"{limit}, of which {reserved}")
     if plan.waits.source:
         table.add_row("imbalance", _waits(plan.waits))
     if plan.asked.pins:

@@ -82,17 +82,16 @@ def _collectives(measured: Measured) -> Table:
 
 
 def _name(one: CollectiveTimes) -> str:
-    apart = "" if one.stride == 1 else f" {one.stride} apart"
-    return f"{'ring ' * (one.algorithm == 'ring')}{one.operation.replace('_', '-')}, {one.ranks} ranks{apart}"
+    ring = "ring " * (one.algorithm == "ring")
+    return f"{ring}{one.operation.replace('_', '-')}, {_ranks(one.ranks, one.stride)}"
+
+
+def _ranks(ranks: int, stride: int) -> str:
+    return f"{ranks} ranks" if stride == 1 else f"{ranks} ranks {stride} apart"
 
 
 def _rings(cluster: Cluster) -> str:
-    rules = [
-        f"{rule.ranks} ranks"
-        + (f" {rule.stride} apart" if rule.stride > 1 else "")
-        + f" from {format_bytes(rule.from_bytes)}"
-        for rule in cluster.ring
-    ]
+    rules = [f"{_ranks(rule.ranks, rule.stride)} from {format_bytes(rule.from_bytes)}" for rule in cluster.ring]
     if not rules:
         return "Reduce-scatters are left to the backend: rings were not measured to be faster."
     return f"Reduce-scatters run as rings, which was faster, over {'; '.join(rules)}."

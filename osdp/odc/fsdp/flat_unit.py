@@ -59,7 +59,7 @@ class FlatUnit:
         self._module._comm_hook = self._module._comm_hook_state = None
 
     def publish(self) -> None:
-        """Let peers see this rank's shard after the next meeting."""
+        """Let peers see this rank's shard after the next barrier."""
         self.window.publish(self._flat._local_shard)
 
     def _gather(self, out: Tensor) -> Tensor:

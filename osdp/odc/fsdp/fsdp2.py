@@ -83,9 +83,8 @@ def pre_optimizer_step(model: nn.Module, micro_batches: int | None = None) -> No
 
 
 def _wrapped(model: nn.Module) -> Wrapped:
-    modules = {
-        name: part for name, part in model.named_modules() if isinstance(part, FSDPModule) and packed_parameters(part)
-    }
+    wrapped = ((name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule))
+    modules = {name: part for name, part in wrapped if packed_parameters(part)}
     _check(modules)
     first = next(packed_parameters(part)[0].sharded_param for part in modules.values())
     mesh = first.device_mesh

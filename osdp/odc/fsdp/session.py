@@ -5,7 +5,7 @@
     pre_optimizer_step     synchronize, and the sum of all pushes becomes the gradient
 
 Parameters are taken to have changed whenever gradients were completed or an optimizer has stepped, so the
-next pull of any rank is preceded by a meeting at which all publish: nobody pulls old values, in whatever loop
+next pull of any rank is preceded by a barrier at which all publish: no rank pulls old values, in whatever loop
 these calls stand.
 """
 
@@ -47,11 +47,11 @@ class Wrapped:
     restore: Callable[[], None]
     """Gives the model back to FSDP's own communication."""
     check: Callable[[], None]
-    """Raises OsdpError if gradients were pushed that nobody can attribute."""
+    """Raises OsdpError if gradients were pushed that cannot be attributed."""
 
 
 class Session:
-    """The meetings of the ranks of one model."""
+    """The synchronization of the ranks of one model."""
 
     def __init__(self, wrapped: Wrapped, options: Options) -> None:
         """Open windows. A collective call."""
