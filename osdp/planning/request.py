@@ -153,7 +153,5 @@ def explain_refusal(refused: NothingFits, task: Task, request: Request) -> Nothi
     remedies = list(blame(task, refusal.load, request.pins)) if request.pins else []
     if request.headroom_bytes and refusal.needed_bytes <= request.limit_bytes:
         remedies.append(Remedy("without --headroom", refusal.needed_bytes))
-    remedies += refusal.remedies
-    headroom_bytes, advised_bytes = request.headroom_bytes, request.headroom.over(refusal.needed_bytes)
-    changes = {"headroom_bytes": headroom_bytes, "advised_bytes": advised_bytes}
-    return NothingFits(replace(refusal, remedies=tuple(remedies), **changes))
+    found = replace(refusal, remedies=(*remedies, *refusal.remedies), headroom_bytes=request.headroom_bytes)
+    return NothingFits(replace(found, advised_bytes=request.headroom.over(refusal.needed_bytes)))
