@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -24,14 +25,21 @@ def resource_dir(name: Literal["configs", "cuda"]) -> Path:
     raise OsdpError(what, expected=" or ".join(str(place / _CONTENT[name]) for place in places), advice=advice)
 
 
-def resource_names(kind: Literal["models", "clusters"]) -> list[str]:
-    """Return the names of the models or clusters that come with OSDP, sorted."""
+def resource_names(kind: Literal["models", "clusters", "train"]) -> list[str]:
+    """Return the names of the models, clusters or training configurations that come with OSDP, sorted."""
     return sorted(path.stem for path in (resource_dir("configs") / kind).glob("*.yaml"))
 
 
-def resource_file(kind: Literal["models", "clusters"], name: str) -> Path:
-    """Return the file of the model or cluster `name`, which need not exist."""
+def resource_file(kind: Literal["models", "clusters", "train"], name: str) -> Path:
+    """Return the file of the model, cluster or configuration `name`, which need not exist."""
     return resource_dir("configs") / kind / f"{name}.yaml"
+
+
+def unknown(kind: str, name: str, names: list[str], otherwise: str) -> OsdpError:
+    """Return the error for a name that is not among `names`; `otherwise` is the advice if none is similar."""
+    near = get_close_matches(name.lower(), names, n=2, cutoff=0.5)
+    advice = f"did you mean {' or '.join(near)}?" if near else otherwise
+    return OsdpError(f"there is no such {kind}", got=repr(name), expected=", ".join(names), advice=advice)
 
 
 def make_folder(path: Path) -> Path:

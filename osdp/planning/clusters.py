@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from difflib import get_close_matches
 from pathlib import Path
 
-from osdp.resources import resource_file, resource_names
+from osdp.resources import resource_file, resource_names, unknown
 from profiler.byte_sizes import MIB, format_bytes
 from profiler.cluster.cluster import Cluster, Device
 from profiler.cluster.read_cluster import read_cluster
@@ -60,9 +59,7 @@ def _named(name: str) -> Path:
     names = cluster_names()
     if name in names:
         return resource_file("clusters", name)
-    near = get_close_matches(name.lower(), names, n=2, cutoff=0.5)
-    advice = f"did you mean {' or '.join(near)}?" if near else "your own cluster: path/to/cluster.yaml"
-    raise OsdpError("there is no such cluster", got=repr(name), expected=", ".join(names), advice=advice)
+    raise unknown("cluster", name, names, "your own cluster: path/to/cluster.yaml")
 
 
 def reserve_use(device: Device) -> str:

@@ -53,7 +53,7 @@ class Verified:
     how: str
     """`rehearsal` or `cuda`."""
     rank: int
-    """Rank that was rehearsed, or that held most: the fullest one."""
+    """Rank of the dry run, or that held most: the fullest one."""
     world_size: int
     predicted: Mapping[str, int]
     """Bytes at the predicted peak by category, without the reserve."""
@@ -64,7 +64,7 @@ class Verified:
     predicted_phase: str
     tracked_phase: str
     seconds: float
-    """What the rehearsal or the steps took."""
+    """What the dry run or the steps took."""
     allocatable_bytes: int
     """What the plan's limit leaves PyTorch's allocator to reserve."""
 
@@ -75,7 +75,7 @@ class Verified:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The most that the allocator of any rank had of its device; None in a rehearsal."""
+        """The most that the allocator of any rank had of its device; None in a dry run."""
         return self.tracked.get(RESERVED)
 
     @property
@@ -91,12 +91,12 @@ class Verified:
 
     @property
     def holds(self) -> bool:
-        """Whether the plan holds what it promised."""
+        """Whether the prediction is close and the plan fits."""
         return self.is_close and self.fits
 
 
 def verify(view: OpenPlan, model: str | None = None, on_gpus: bool | None = None) -> Verified:
-    """Rehearse a plan, or measure it on GPUs (None: if this process is one of the plan's ranks and has one).
+    """Run a step on fake tensors, or measure steps on GPUs (None: if this process is a rank of the plan and has one).
 
     `model` replaces the name that the plan knows its model by.  On GPUs it is a collective call of
     all ranks that torchrun started.  Raises OsdpError.
