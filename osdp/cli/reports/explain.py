@@ -9,7 +9,7 @@ from osdp.cli.reports.figures import format_count, format_seconds, name_phase
 from osdp.cli.reports.plan import WAITING, print_what_if
 from osdp.cli.reports.rows import short_names
 from osdp.cli.terminal import make_table, print_section
-from planner.analysis.explain import TIED, Alternative, OpenPlan, Part, Target, alternatives, best_of, parts
+from planner.analysis.explain import TIED, Alternative, OpenPlan, Target, alternatives, best_of, parts
 from planner.analysis.what_if import WhatIf
 from profiler.byte_sizes import format_bytes
 
@@ -38,7 +38,8 @@ def print_plan_reasons(console: Console, view: OpenPlan, more: WhatIf | None = N
     for part in parts(view):
         choice = _choice(" and ".join(part.strategies), part.recompute) + (" (pinned)" if part.pinned else "")
         why = _why(part.tempting, part.better, part.cheapest)
-        table.add_row(_label(view, part), str(len(part.stages) or 1), choice, part.binds, why)
+        label = short_names(_tied_modules(view)) if part.label == TIED else part.label
+        table.add_row(label, str(len(part.stages) or 1), choice, part.binds, why)
     print_section(console, "Each part of the model, and what one instance of it could take instead", table)
     if more is not None:
         print_what_if(console, more, view.prediction.samples_per_s)
@@ -102,10 +103,6 @@ def _together(view: OpenPlan, target: Target) -> str:
 def _tied_modules(view: OpenPlan) -> list[str]:
     model = view.space.model
     return [module for index in model.spanning for module in model.graph.operators[index].modules]
-
-
-def _label(view: OpenPlan, part: Part) -> str:
-    return short_names(_tied_modules(view)) if part.label == TIED else part.label
 
 
 def _choice(strategy: str, recompute: bool | None) -> str:
