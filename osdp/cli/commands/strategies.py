@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -152,13 +153,10 @@ def partition(
     with progress_bar(), torch.device("meta"):
         source = load_model(model)
         tensors = dict(source.build().named_parameters())
-    found = {
-        (count, priority): zero3_partition_tensors(
-            tensors, [f"rank {rank}" for rank in range(count)], priority, by_module=by_module
-        )[1]
-        for count in dict.fromkeys(ranks or range(2, 9))
-        for priority in PRIORITIES
-    }
+    found = {}
+    for count, priority in product(dict.fromkeys(ranks or range(2, 9)), PRIORITIES):
+        names = [f"rank {rank}" for rank in range(count)]
+        found[count, priority] = zero3_partition_tensors(tensors, names, priority, by_module=by_module)[1]
     if as_json:
         print(partition_json(source.name, found))
     else:
