@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from osdp.description import Described, factory_of
+from osdp.models.user_factory import Model
 from osdp.planning.rank_grid import DeviceInfo
 from osdp.prepare import prepare
 from planner.plan import Plan
@@ -85,12 +86,12 @@ class OSDP(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Leave what is reduced once per step to a later micro-batch: for all micro-batches of a step but the last.
 
-        Not needed where the loop runs as many micro-batches per step as the plan says.
+        Not needed where the loop runs as many micro-batches per step as the plan has.
         """
         return self._accumulation.no_sync()
 
     def sync(self) -> None:
-        """Make the next micro-batch the last of its step, where a step has fewer than the plan says."""
+        """Make the next micro-batch the last of its step, where a step has fewer than the plan."""
         self._accumulation.sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -102,7 +103,7 @@ class OSDP(nn.Module):
         self.module.zero_grad(set_to_none)
 
     def settle_gradients(self) -> None:
-        """Make gradients complete, for whoever reads `.grad` before the optimizer steps. A collective call.
+        """Complete this step's gradients, to read `.grad` before the optimizer steps. A collective call.
 
         Needed under `odc` only, whose ranks synchronize in the optimizer's step; `clip_grad_norm_` does it by itself.
         """
@@ -204,9 +205,7 @@ class OSDP(nn.Module):
 OptimalShardedDataParallel = OSDP
 
 
-def _apply(
-    model: nn.Module | Callable[[], Any], schedule: Schedule, compile_backend: str | None, find_unused_parameters: bool
-) -> ShardedModel:
+def _apply(model: Model, schedule: Schedule, compile_backend: str | None, find_unused_parameters: bool) -> ShardedModel:
     """Shard the model and give it its values."""
     device = default_device()
 

@@ -1,4 +1,4 @@
-"""What a user says of the training that is planned: a dict, a YAML file, a plan, or the seed's list."""
+"""What a user gives of the training that is planned: a dict, a YAML file, a plan, or the seed's list."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_description(given: Described) -> Plan | Description:
         case None:
             return Description()
         case list() | tuple():
-            return Description()  # the seed's [layers, hidden size, config]: the model says all that
+            return Description()  # the seed's [layers, hidden size, config]: the model has all that
         case str() | Path():
             path = Path(given)
             if "schema: osdp.plan" in read_text(path):
@@ -61,11 +61,8 @@ def read_description(given: Described) -> Plan | Description:
             return read_yaml(path, Description, schema=Description.SCHEMA, check=_problems)
         case Mapping():
             return _from_mapping(dict(given))
-    raise OsdpError(
-        "the description has an unsupported type",
-        got=type(given).__name__,
-        expected="a dict, the path of a YAML file, a Plan, a list [layers, hidden size, config], or None",
-    )
+    expected = "a dict, the path of a YAML file, a Plan, a list [layers, hidden size, config], or None"
+    raise OsdpError("the description has an unsupported type", got=type(given).__name__, expected=expected)
 
 
 def _from_mapping(given: dict[str, Any]) -> Plan | Description:
@@ -93,10 +90,7 @@ def factory_of(model: Any, given: Described) -> Callable[[], Any]:
     """Return the factory that a class or function is, called with the config of the seed's list if that is given."""
     if isinstance(given, list | tuple):
         if len(given) != 3:
-            raise OsdpError(
-                "a description that is a list has three entries",
-                got=f"{len(given)}",
-                expected="[layers, hidden size, config]; the model is made by model(config)",
-            )
+            expected = "[layers, hidden size, config]; the model is made by model(config)"
+            raise OsdpError("a description that is a list has three entries", got=f"{len(given)}", expected=expected)
         return lambda: model(given[2])
     return model  # type: ignore[no-any-return]

@@ -42,7 +42,7 @@ class Moment:
 
 
 def check_drawing(what: str, otherwise: str = "") -> None:
-    """Raise OsdpError, for `what`, if matplotlib is not installed; `otherwise` says what to do without."""
+    """Raise OsdpError, for `what`, if matplotlib is not installed; `otherwise` is what to do without."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -54,11 +54,8 @@ def check_picture(path: Path, option: str) -> None:
     """Raise OsdpError if no picture can be drawn into `path`, which was given by `option`."""
     check_drawing(option, f"; or leave {option} out")
     if path.suffix not in FORMATS:
-        raise OsdpError(
-            f"{path} cannot be drawn: its format is not supported",
-            got=path.suffix or "no suffix",
-            expected=", ".join(FORMATS),
-        )
+        what = f"{path} cannot be drawn: its format is not supported"
+        raise OsdpError(what, got=path.suffix or "no suffix", expected=", ".join(FORMATS))
     if not path.parent.is_dir():
         raise OsdpError(f"{path} cannot be written", got="no such directory", advice=f"mkdir -p {path.parent}")
 
@@ -70,22 +67,14 @@ def plot_frontier(path: Path, rows: Sequence[FrontierRow]) -> None:
     plans = [row.planned for row in rows if row.planned is not None]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(
-        [p.plan.limit_bytes / GIB for p in plans],
-        [p.plan.predicted.samples_per_s for p in plans],
-        marker="o",
-        label="OSDP",
-    )
+    limits, speeds = zip(*((p.plan.limit_bytes / GIB, p.plan.predicted.samples_per_s) for p in plans), strict=True)
+    axes.plot(limits, speeds, marker="o", label="OSDP")
     uniform = [(p.plan.limit_bytes / GIB, best.samples_per_s) for p in plans for best in [p.best_baseline] if best]
     if uniform:
         axes.plot(*zip(*uniform, strict=True), marker="x", linestyle="--", label="best of DDP, ZeRO-2, FSDP, HSDP")
     first = plans[0].plan
-    axes.set(
-        title=f"{first.model.name} on {first.cluster.name}, predicted",
-        xlabel="memory limit per device (GiB)",
-        ylabel="samples/s",
-        ylim=(0, None),
-    )
+    title = f"{first.model.name} on {first.cluster.name}, predicted"
+    axes.set(title=title, xlabel="memory limit per device (GiB)", ylabel="samples/s", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)
@@ -101,8 +90,8 @@ def plot_timelines(path: Path, found: Mapping[str, Sequence[Timeline]], title: s
     pictures = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, timelines) in zip(pictures, found.items(), strict=True):
         for rank, timeline in enumerate(timelines):
-            for kind, colour in COLOURS.items():
-                bars = [(span.start_s, span.end_s - span.start_s) for span in timeline.spans if span.activity == kind]
+            for what, colour in COLOURS.items():
+                bars = [(span.start_s, span.end_s - span.start_s) for span in timeline.spans if span.activity == what]
                 axes.broken_barh(bars, (rank - BAR_HEIGHT / 2, BAR_HEIGHT), facecolors=colour)
         waited = ", ".join(f"{timeline.bubble_s:.3f}" for timeline in timelines)
         axes.set_title(f"{name}: waiting {waited} s", loc="left", fontsize="medium")
@@ -110,11 +99,8 @@ def plot_timelines(path: Path, found: Mapping[str, Sequence[Timeline]], title: s
         axes.invert_yaxis()
     pictures[-1].set_xlabel("seconds since the step began")
     figure.suptitle(title)
-    figure.legend(
-        handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()],
-        ncols=len(COLOURS),
-        loc="outside lower center",
-    )
+    handles = [Patch(color=colour, label=activity) for activity, colour in COLOURS.items()]
+    figure.legend(handles=handles, ncols=len(COLOURS), loc="outside lower center")
     figure.savefig(path)
 
 
@@ -131,11 +117,8 @@ def draw_memory(path: Path, moments: Sequence[Moment], title: str, predicted_byt
     peak_mib = max(map(sum, zip(*rows, strict=True)))
     if predicted_bytes is not None:
         axes.axhline(predicted_bytes / MIB, color="black", linestyle="--", label="peak, predicted")
-    axes.set(
-        title=f"{title}: live tensors, at most {peak_mib:,.1f} MiB",
-        ylabel="MiB",
-        xlabel="ms since the start of the step, slowed down by counting",
-    )
+    xlabel = "ms since the start of the step, slowed down by counting"
+    axes.set(title=f"{title}: live tensors, at most {peak_mib:,.1f} MiB", ylabel="MiB", xlabel=xlabel)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
     whole = path.with_suffix(f".{os.getpid()}.tmp.png")
     figure.savefig(whole, dpi=110)

@@ -1,19 +1,15 @@
 """What comes before sharding: the model is traced, planned unless there is a plan, and the plan compiled.
 
-What every rank does by itself ends with all ranks telling whether it went well: if one fails, all
-raise its error, and nobody waits for it.
+What every rank does by itself ends with an agreement on whether it succeeded: if one rank fails, all
+raise its error, and none waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
 
 from osdp.description import Described, Description, read_description
-from osdp.models.user_factory import source_of
+from osdp.models.user_factory import ExampleInputs, Model, source_of
 from osdp.planning.clusters import memory_limit
 from osdp.planning.rank_grid import DeviceInfo, cluster_of_plan, cluster_of_ranks
 from osdp.planning.request import Request, plan_model
@@ -42,10 +38,7 @@ class _Traced:
 
 
 def prepare(
-    model: nn.Module | Callable[[], Any],
-    description: Described,
-    device_info: DeviceInfo,
-    example_inputs: Callable[..., Any] | None,
+    model: Model, description: Described, device_info: DeviceInfo, example_inputs: ExampleInputs
 ) -> tuple[Plan, Schedule]:
     """Return the plan and its schedule, the same on all ranks. A collective call; raises OsdpError."""
     check_process_group()
@@ -60,12 +53,7 @@ def prepare(
     return plan, schedule
 
 
-def _trace(
-    model: nn.Module | Callable[[], Any],
-    description: Described,
-    device_info: DeviceInfo,
-    example_inputs: Callable[..., Any] | None,
-) -> _Traced:
+def _trace(model: Model, description: Described, device_info: DeviceInfo, example_inputs: ExampleInputs) -> _Traced:
     """Read what was given and trace the model."""
     wish = read_description(description)
     if isinstance(wish, Plan):
@@ -76,19 +64,13 @@ def _trace(
         check_parameters(wish, graph)
         return _Traced(source, graph, cluster, wish)
     cluster, limit_bytes = cluster_of_ranks(device_info)
-    request = Request(
-        memory_limit(cluster, limit_bytes),
-        wish.precision,
-        wish.optimizer,
-        wish.micro_batch,
-        wish.global_batch,
-        pins=tuple(map(parse_pin, wish.pins)),
-    )
+    limit_bytes, pins = memory_limit(cluster, limit_bytes), tuple(map(parse_pin, wish.pins))
+    request = Request(limit_bytes, wish.precision, wish.optimizer, wish.micro_batch, wish.global_batch, pins=pins)
     source = source_of(model, _name(model, wish), wish.sequence_length, example_inputs)
     return _Traced(source, trace_model(source, wish.precision, cluster.device.kind), cluster, request)
 
 
-def _name(model: nn.Module | Callable[[], Any], description: Description) -> str:
+def _name(model: Model, description: Description) -> str:
     """Return what reports call the model."""
     return description.name or str(getattr(model, "__name__", type(model).__name__))
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from osdp.models.config import FAMILIES, STRICT, ModelConfig, check_length
 from osdp.planning.clusters import cluster_names, load_cluster
-from osdp.resources import resource_file, resource_names
+from osdp.resources import resource_file, resource_names, unknown
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
 from profiler.yaml_files import Problem, read_yaml, validate
@@ -47,7 +47,7 @@ class ModelCard:
     source: str
     """Where the sizes come from."""
     sequence_length: int
-    """Tokens per sample unless the user says otherwise."""
+    """Tokens per sample unless the user gives another number."""
     config: dict[str, Any]
     """Fields of the family's config."""
     parameters: int | None = None
@@ -132,11 +132,7 @@ def _problems(card: ModelCard) -> Iterator[Problem]:
 
 def _unknown(name: str) -> OsdpError:
     """Return the error for a name that is neither in the zoo nor anything else that we load."""
-    names = model_names()
-    if near := get_close_matches(name.lower(), names, n=2, cutoff=0.5):
-        advice = f"did you mean {' or '.join(near)}?"
-    elif name.endswith(".py"):
+    advice = "your own model: package.module:factory, path/to/model.yaml or hf:path/to/config.json"
+    if name.endswith(".py"):
         advice = f"name a function in it: {name.removesuffix('.py').replace('/', '.')}:make_model"
-    else:
-        advice = "your own model: package.module:factory, path/to/model.yaml or hf:path/to/config.json"
-    return OsdpError("there is no such model", got=repr(name), expected=", ".join(names), advice=advice)
+    return unknown("model", name, model_names(), advice)

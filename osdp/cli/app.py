@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from osdp.cli.commands.plan import plan
 from osdp.cli.commands.profile import profile
@@ -31,7 +32,7 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
+def _version(wanted: bool) -> None:
     if wanted:
         from osdp import __version__
 
@@ -41,9 +42,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Take the options that belong to no command."""
 
@@ -65,14 +64,10 @@ def _reopened(path: Path, model: str | None, cluster: str | None) -> OpenPlan:
 @guarded
 def explain(
     path: PlanPath,
-    operator: Annotated[
-        str | None, typer.Argument(help="An operator, a block, a module around them, or a pattern such as '*.mlp.*'.")
-    ] = None,
+    operator: Annotated[str | None, Argument(help="An operator, block or module, or a pattern: '*.mlp.*'.")] = None,
     model: ModelOfPlan = None,
     cluster: ClusterOfPlan = None,
-    what_if: Annotated[
-        bool, typer.Option("--what-if/--no-what-if", help="For a whole plan: search for its bottleneck.")
-    ] = True,
+    what_if: Annotated[bool, Option("--what-if/--no-what-if", help="For a whole plan: find its bottleneck.")] = True,
 ) -> None:
     """Explain a plan. Prints why each part has its choice, what alternatives would cost, and the bottleneck."""
     from osdp.cli.reports.explain import print_plan_reasons, print_target_reasons
@@ -102,7 +97,7 @@ def _what_if(view: OpenPlan) -> tuple[WhatIf | None, str]:
 @guarded
 def diff(
     before: PlanPath,
-    after: Annotated[Path, typer.Argument(metavar="OTHER", help="The plan file to compare it with.")],
+    after: Annotated[Path, Argument(metavar="OTHER", help="The plan file to compare it with.")],
     as_json: AsJson = False,
 ) -> None:
     """Compare two plan files. Prints how choices, predicted memory and predicted time differ."""
@@ -146,8 +141,8 @@ def models() -> None:
 @app.command()
 @guarded
 def clusters(
-    name: Annotated[str | None, typer.Argument(help=f"Only this one. {CLUSTER_HELP}")] = None,
-    sources: Annotated[bool, typer.Option("--sources", help="List every figure and where it comes from.")] = False,
+    name: Annotated[str | None, Argument(help=f"Only this one. {CLUSTER_HELP}")] = None,
+    sources: Annotated[bool, Option("--sources", help="List every figure and where it comes from.")] = False,
 ) -> None:
     """List the clusters that come with OSDP."""
     from osdp.cli.reports.lists import print_clusters

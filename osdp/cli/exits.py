@@ -1,10 +1,10 @@
-"""How a command ends: what is said on stderr, and the exit status.
+"""How a command ends: what it prints on stderr, and the exit status.
 
     0    done
     1    a check did not hold, or a fault of OSDP itself or of the machine
     2    bad input, or no plan fits
     130  interrupted by the user
-    141  nobody reads our output any more (`| head`), as a shell would say of SIGPIPE
+    141  stdout was closed (`| head`); a shell's status for SIGPIPE
 
 `OSDP_TRACEBACK=1` shows where an error was raised.
 """
@@ -57,10 +57,10 @@ def guarded(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
 
 
 def status_of(work: Callable[[], None]) -> int:
-    """Do the work; say on stderr what went wrong; return the exit status."""
+    """Do the work, print errors on stderr, and return the exit status."""
     try:
         work()
-        sys.stdout.flush()  # Now, while it can still be said that it fails.
+        sys.stdout.flush()  # Now, while an error can still be reported.
     except OsdpError as error:
         _say_why(f"error: {error}")
         return BAD_INPUT

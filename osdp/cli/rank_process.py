@@ -12,7 +12,7 @@ from osdp.cli.terminal import say
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """Tell which rank failed, where `osdp.training.launch.launch` runs inside."""
+    """Report which rank failed, where `osdp.training.launch.launch` runs inside."""
     from osdp.training.launch import RankError
 
     try:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 STARTED_S = time.perf_counter()
 """When the command line was loaded; what "since start" counts from."""
 PLAIN_WIDTH = 100
-"""Columns where there is no terminal that says how many it has."""
+"""Columns where stdout is no terminal."""
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction done."""
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Tell the user something beside the report, on stderr."""
+    """Print a message on stderr, where it is no part of the report."""
     print(f"osdp: {text}", file=file or sys.stderr)
 
 

@@ -168,12 +168,10 @@ def _shard(model: nn.Module, groups: Groups) -> nn.Module:
 
 def _refuse(module: nn.Module, _: tuple[Any, ...]) -> NoReturn:
     """Stop the forward of a model that fairscale's own `auto_wrap` left half wrapped."""
-    raise OsdpError(
-        "the model is marked to be sharded, but is not sharded yet",
-        got=type(module).__name__,
-        expected="FSDP(model, **fsdp_args) after the `with` block, before the optimizer is made",
-        advice="import auto_wrap from osdp.fairscale, which does that",
-    )
+    what = "the model is marked to be sharded, but is not sharded yet"
+    expected = "FSDP(model, **fsdp_args) after the `with` block, before the optimizer is made"
+    advice = "import auto_wrap from osdp.fairscale, which does that"
+    raise OsdpError(what, got=type(module).__name__, expected=expected, advice=advice)
 
 
 def schedule_of(model: nn.Module, chosen: Mapping[nn.Module, Groups]) -> Schedule:
@@ -201,11 +199,8 @@ def schedule_of(model: nn.Module, chosen: Mapping[nn.Module, Groups]) -> Schedul
 def _units(model: nn.Module, chosen: Mapping[nn.Module, Groups]) -> dict[tuple[str, ...], list[Registered]]:
     """Return the parameters of each unit by the paths of its modules."""
     first: dict[nn.Module, str] = {}
-    paths = {
-        path: first.setdefault(module, path)
-        for path, module in model.named_modules(remove_duplicate=False)
-        if module in chosen
-    }
+    modules = model.named_modules(remove_duplicate=False)
+    paths = {path: first.setdefault(module, path) for path, module in modules if module in chosen}
     joined = {path: {path} for path in paths.values()}
     registered = registered_parameters(model).values()
     for registration in registered:

@@ -21,7 +21,7 @@ def grouped_strategy(setting: str, nodes: int, ranks_per_node: int) -> Strategy:
     """Return the strategy of a setting on `nodes` nodes of `ranks_per_node` ranks.
 
     Where there are no groups, on one node or with one rank on each, the setting makes no difference,
-    or not the one that it is named for; a warning says what it comes to.  Raises OsdpError if the
+    or not the one that it is named for; a warning then names what it comes to.  Raises OsdpError if the
     setting is not known or there are no ranks.
     """
     if setting not in SETTINGS:

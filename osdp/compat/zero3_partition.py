@@ -98,12 +98,10 @@ def owner_pins(parts: Mapping[str, int]) -> list[str]:
     for name, rank in parts.items():
         module = module_of(name)
         if owners.setdefault(module, rank) != rank:
-            raise OsdpError(
-                f"parameters of {module or 'the model itself'} are on different ranks",
-                got=f"{name} on rank {rank}, another on rank {owners[module]}",
-                expected="whole modules",
-                advice="zero3_partition_tensors(..., by_module=True)",
-            )
+            what = f"parameters of {module or 'the model itself'} are on different ranks"
+            got = f"{name} on rank {rank}, another on rank {owners[module]}"
+            advice = "zero3_partition_tensors(..., by_module=True)"
+            raise OsdpError(what, got=got, expected="whole modules", advice=advice)
     return [f"{module or ITSELF}=owner@{rank}" for module, rank in owners.items()]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from osdp.models.config import BertConfig
 from osdp.models.layers import IGNORED, Embedding, Linear, merge_heads, random_tokens, split_heads, token_loss
+from profiler.model_source import Inputs
 
 EPSILON = 1e-12
 MASKED_EVERY = 7
@@ -128,9 +127,7 @@ class Bert(nn.Module):
         logits: Tensor = self.next_sentence_head(torch.tanh(self.pooler(x[:, 0])))
         return logits
 
-    def example_inputs(
-        self, batch: int, sequence_length: int | None = None
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    def example_inputs(self, batch: int, sequence_length: int | None = None) -> Inputs:
         """Return random arguments of `forward` that use both heads."""
         length = sequence_length or self.config.maximum_positions
         tokens = random_tokens(self, self.config.vocabulary_size, batch, length)

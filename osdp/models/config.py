@@ -136,9 +136,6 @@ FAMILIES = {
 def check_length(spec: str, sequence_length: int, maximum: int | None) -> None:
     """Raise OsdpError for a sequence longer than `maximum`, the positions that `spec` has (if limited)."""
     if maximum is not None and sequence_length > maximum:
-        raise OsdpError(
-            f"{spec} cannot take sequences this long",
-            got=f"{sequence_length} tokens",
-            expected=f"at most {maximum}",
-            advice="choose a shorter sequence, or a configuration with more positions",
-        )
+        what = f"{spec} cannot take sequences this long"
+        advice = "choose a shorter sequence, or a configuration with more positions"
+        raise OsdpError(what, got=f"{sequence_length} tokens", expected=f"at most {maximum}", advice=advice)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from osdp.models.config import GPT2Config
 from osdp.models.layers import Embedding, Linear, merge_heads, next_token_loss, random_tokens, split_heads
+from profiler.model_source import Inputs
 
 
 class Attention(nn.Module):
@@ -95,9 +94,7 @@ class GPT2(nn.Module):
         logits: Tensor = self.lm_head(self.norm(x))
         return logits if labels is None else next_token_loss(logits, labels)
 
-    def example_inputs(
-        self, batch: int, sequence_length: int | None = None
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    def example_inputs(self, batch: int, sequence_length: int | None = None) -> Inputs:
         """Return random arguments of `forward`, labels included."""
         length = sequence_length or self.config.maximum_positions
         tokens = random_tokens(self, self.config.vocabulary_size, batch, length)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 DEFAULT_LENGTH = 1024
-"""Tokens per sample where the user does not say how many, or fewer where the model has fewer."""
+"""Tokens per sample where the user gives no number, or fewer where the model has fewer."""
 
 _HEADS = {
     "ForCausalLM": "AutoModelForCausalLM",

@@ -1,7 +1,7 @@
 """Parts that the zoo's models share.
 
 Every module that owns parameters fills them in its own `reset_parameters`, so that a model built on
-the meta device can be materialised piece by piece with the same distribution.
+the meta device can be materialised shard by shard with the same distribution.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from osdp.models.config import LlamaConfig
 from osdp.models.layers import Embedding, Linear, merge_heads, next_token_loss, random_tokens, split_heads
+from profiler.model_source import Inputs
 
 
 def rotary_angles(length: int, head_size: int, base: float, device: torch.device) -> Tensor:
@@ -123,9 +124,7 @@ class Llama(nn.Module):
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
 
-    def example_inputs(
-        self, batch: int, sequence_length: int | None = None
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    def example_inputs(self, batch: int, sequence_length: int | None = None) -> Inputs:
         """Return random arguments of `forward`, labels included."""
         length = sequence_length or self.config.maximum_positions
         tokens = random_tokens(self, self.config.vocabulary_size, batch, length)

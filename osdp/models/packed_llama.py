@@ -52,7 +52,7 @@ class PackedBlock(Block):
 
 
 class PackedLlama(Llama):
-    """A Llama that can be told which samples a sequence is made of."""
+    """A Llama whose forward takes the lengths of the samples in a sequence."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)

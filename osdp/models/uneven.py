@@ -6,7 +6,6 @@ Planners that take all layers as alike get it wrong; it is here so that ours can
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from osdp.models.config import UnevenConfig
 from osdp.models.layers import Embedding, Linear, merge_heads, random_tokens, split_heads, token_loss
+from profiler.model_source import Inputs
 
 
 class Attention(nn.Module):
@@ -116,14 +116,10 @@ class Uneven(nn.Module):
         encoder, decoder = config.encoder_widths, config.decoder_widths
         memory = encoder[-1]
         self.encoder_stem = Stem(config, encoder[0])
-        self.encoder = nn.ModuleList(
-            EncoderLayer(before, width, config) for before, width in pairwise((encoder[0], *encoder))
-        )
+        self.encoder = nn.ModuleList(EncoderLayer(*pair, config) for pair in pairwise((encoder[0], *encoder)))
         self.encoder_norm = nn.LayerNorm(memory)
         self.decoder_stem = Stem(config, decoder[0])
-        self.decoder = nn.ModuleList(
-            DecoderLayer(before, width, memory, config) for before, width in pairwise((decoder[0], *decoder))
-        )
+        self.decoder = nn.ModuleList(DecoderLayer(*pair, memory, config) for pair in pairwise((decoder[0], *decoder)))
         self.decoder_norm = nn.LayerNorm(decoder[-1])
         self.lm_head = Linear(decoder[-1], config.vocabulary_size, bias=False)
 
@@ -148,9 +144,7 @@ class Uneven(nn.Module):
         logits: Tensor = self.lm_head(self.decoder_norm(x))
         return logits if labels is None else token_loss(logits, labels)
 
-    def example_inputs(
-        self, batch: int, sequence_length: int | None = None
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    def example_inputs(self, batch: int, sequence_length: int | None = None) -> Inputs:
         """Return random arguments of `forward`: source and labels of the same length."""
         length = sequence_length or self.config.maximum_positions
         source = random_tokens(self, self.config.vocabulary_size, batch, length)

@@ -29,8 +29,12 @@ from torch import Tensor, nn
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
 
+Model = nn.Module | Callable[[], Any]
+"""A module, or a factory of one."""
+ExampleInputs = Callable[..., Any] | None
+"""Function of a batch size that returns the arguments of forward, if the user gives one."""
 DEFAULT_LENGTH = 128
-"""Tokens per sample where neither the user nor the model says how many."""
+"""Tokens per sample where neither the user nor the model gives a length."""
 IMAGE_SIZE = 224
 """Height and width of an image for a convolution."""
 _HOW = (
@@ -60,11 +64,8 @@ class _UserModel:
             made = self.factory()
         module, self.inputs_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(module, nn.Module) or not (self.inputs_of is None or callable(self.inputs_of)):
-            raise OsdpError(
-                f"{self.spec} does not make a model",
-                got=_kind(made),
-                expected="an nn.Module, or an nn.Module and a function example_inputs",
-            )
+            expected = "an nn.Module, or an nn.Module and a function example_inputs"
+            raise OsdpError(f"{self.spec} does not make a model", got=_kind(made), expected=expected)
         return module
 
     def example_inputs(self, module: nn.Module, micro_batch: int) -> Inputs:
@@ -109,12 +110,7 @@ def load_user_model(spec: str, sequence_length: int | None) -> ModelSource:
     return source
 
 
-def source_of(
-    model: nn.Module | Callable[[], Any],
-    name: str,
-    sequence_length: int | None,
-    example_inputs: Callable[..., Any] | None,
-) -> ModelSource:
+def source_of(model: Model, name: str, sequence_length: int | None, example_inputs: ExampleInputs) -> ModelSource:
     """Return a module or a factory, to be called `name`, for the tracer.
 
     `example_inputs(batch)` gives the arguments of forward; without it they are found as for a named
@@ -140,11 +136,9 @@ def _without_data(module: nn.Module) -> nn.Module:
     try:
         copied = copy.deepcopy(module, empty_of)
     except (TypeError, RuntimeError, AttributeError) as error:
-        raise OsdpError(
-            "the model cannot be copied, which planning needs",
-            got=f"{type(error).__name__}: {error}",
-            advice="pass a function that builds it: OSDP(lambda: Model(...), ...)",
-        ) from error
+        what = "the model cannot be copied, which planning needs"
+        advice = "pass a function that builds it: OSDP(lambda: Model(...), ...)"
+        raise OsdpError(what, got=f"{type(error).__name__}: {error}", advice=advice) from error
     assert isinstance(copied, nn.Module)
     return copied
 
@@ -153,9 +147,8 @@ def _find_factory(spec: str) -> Callable[[], Any]:
     """Import what `spec` names and check that it can be called without arguments."""
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute or "/" in module_name or module_name.endswith(".py"):
-        raise OsdpError(
-            f"{spec} does not name a factory", expected="package.module:function, with dots and without .py"
-        )
+        expected = "package.module:function, with dots and without .py"
+        raise OsdpError(f"{spec} does not name a factory", expected=expected)
     module = _import(module_name)
     try:
         factory = attrgetter(attribute)(module)
@@ -175,7 +168,7 @@ def _find_factory(spec: str) -> Callable[[], Any]:
         advice = "write a function without parameters that calls it"
         raise OsdpError(f"{spec} needs arguments", got=got, expected="none", advice=advice) from None
     except ValueError:
-        pass  # a class written in C, which does not tell its signature
+        pass  # a class written in C, which has no signature
     found: Callable[[], Any] = factory
     return found
 

@@ -45,14 +45,13 @@ def init(*, ordered: bool = False, timeout_s: float | None = None, accumulation:
             C is how many these were.  By default it is S / N on N ranks, as FSDP gives it.
 
     Raises:
-        OsdpError: without a process group; if ranks differ in what they say; if other options are in force,
+        OsdpError: without a process group; if ranks give different options; if other options are in force,
             before `stop`.
     """
     global _options
     check_process_group("odc.init()")
-    options = Agreement.all().together(
-        "check what odc.init() was given", lambda: Options(ordered, timeout_s, accumulation)
-    )
+    ranks = Agreement.all()
+    options = ranks.together("check what odc.init() was given", lambda: Options(ordered, timeout_s, accumulation))
     agree("what odc.init() was given", str(options), "the same options on every rank")
     if _options not in (None, options):
         what = "odc.init() was called before with other options"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from difflib import get_close_matches
 from pathlib import Path
 
-from osdp.resources import resource_file, resource_names
+from osdp.resources import resource_file, resource_names, unknown
 from profiler.byte_sizes import MIB, format_bytes
 from profiler.cluster.cluster import Cluster, Device
 from profiler.cluster.read_cluster import read_cluster
@@ -41,25 +40,18 @@ def load_cluster(spec: str, nodes: int | None = None, gpus_per_node: int | None 
 def resized(cluster: Cluster, nodes: int, gpus_per_node: int) -> Cluster:
     """Return a cluster with another number of ranks; raises OsdpError."""
     if nodes < 1 or gpus_per_node < 1:
-        raise OsdpError(
-            "a cluster has at least one node, and a node at least one device",
-            got=f"{nodes} nodes with {gpus_per_node} devices each",
-        )
+        what = "a cluster has at least one node, and a node at least one device"
+        raise OsdpError(what, got=f"{nodes} nodes with {gpus_per_node} devices each")
     if nodes > 1 and cluster.inter is None:
         linked = [name for name in cluster_names() if read_cluster(_named(name)).inter is not None]
-        raise OsdpError(
-            f"the cluster {cluster.name} has no link between nodes",
-            got=f"{nodes} nodes",
-            expected="1 node, or a cluster with an `inter` link",
-            advice=f"a cluster that has it: {', '.join(linked)}; or copy the file and add `inter`",
-        )
+        what = f"the cluster {cluster.name} has no link between nodes"
+        advice = f"a cluster that has it: {', '.join(linked)}; or copy the file and add `inter`"
+        raise OsdpError(what, got=f"{nodes} nodes", expected="1 node, or a cluster with an `inter` link", advice=advice)
     found = cluster.with_ranks(nodes, gpus_per_node)
     if cluster.measured and not found.measured:
-        warnings.warn(
-            f"{cluster.name} was measured with {cluster.gpus_per_node} ranks per node, not {gpus_per_node}: "
-            "times are derived from the links and rates that were measured so",
-            stacklevel=3,
-        )
+        how = f"{cluster.gpus_per_node} ranks per node, not {gpus_per_node}"
+        derived = "times are derived from the links and rates that were measured so"
+        warnings.warn(f"{cluster.name} was measured with {how}: {derived}", stacklevel=3)
     return found
 
 
@@ -67,9 +59,7 @@ def _named(name: str) -> Path:
     names = cluster_names()
     if name in names:
         return resource_file("clusters", name)
-    near = get_close_matches(name.lower(), names, n=2, cutoff=0.5)
-    advice = f"did you mean {' or '.join(near)}?" if near else "your own cluster: path/to/cluster.yaml"
-    raise OsdpError("there is no such cluster", got=repr(name), expected=", ".join(names), advice=advice)
+    raise unknown("cluster", name, names, "your own cluster: path/to/cluster.yaml")
 
 
 def reserve_use(device: Device) -> str:
@@ -85,12 +75,11 @@ def memory_limit(cluster: Cluster, limit_bytes: int | None) -> int:
     device = cluster.device
     available, nominal = int(device.memory_bytes.value), int(device.nominal_bytes.value)
     if limit_bytes is not None and limit_bytes > max(available, nominal):
-        raise OsdpError(
-            f"the memory limit is larger than the memory of {device.name} ({cluster.name})",
-            got=f"{format_bytes(limit_bytes)} ({limit_bytes / MIB:,.0f} MiB)",
-            expected=f"at most {format_bytes(nominal)}; its driver leaves {available // MIB:,} MiB to programs",
-            advice=f"--mem {available // MIB}MB, no --mem at all, or another --cluster",
-        )
+        what = f"the memory limit is larger than the memory of {device.name} ({cluster.name})"
+        got = f"{format_bytes(limit_bytes)} ({limit_bytes / MIB:,.0f} MiB)"
+        expected = f"at most {format_bytes(nominal)}; its driver leaves {available // MIB:,} MiB to programs"
+        advice = f"--mem {available // MIB}MB, no --mem at all, or another --cluster"
+        raise OsdpError(what, got=got, expected=expected, advice=advice)
     return available if limit_bytes is None else min(limit_bytes, available)
 
 

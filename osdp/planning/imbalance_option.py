@@ -61,9 +61,6 @@ def lengths_in(path: Path) -> Iterator[float]:
         except ValueError:
             length = math.nan
         if not 0 < length < math.inf:
-            raise OsdpError(
-                f"line {number} of {path} is not a length",
-                got=line.strip()[:40],
-                expected="one positive number in each line",
-            )
+            what = f"line {number} of {path} is not a length"
+            raise OsdpError(what, got=line.strip()[:40], expected="one positive number in each line")
         yield length

@@ -54,17 +54,12 @@ def _range(text: str) -> range:
         raise OsdpError("this is not a range of memory limits", got=repr(text), expected=_FORMS)
     start, stop, step = (parse_bytes(end) for end in ends)
     if stop < start:
-        raise OsdpError(
-            "the range of memory limits ends below its start", got=repr(text), expected=f"{ends[1]}:{ends[0]}:{ends[2]}"
-        )
+        what = "the range of memory limits ends below its start"
+        raise OsdpError(what, got=repr(text), expected=f"{ends[1]}:{ends[0]}:{ends[2]}")
     limits = range(start, stop + 1, step)
     if len(limits) > MOST_LIMITS:
-        raise OsdpError(
-            "too many memory limits",
-            got=f"{len(limits)} in {text!r}",
-            expected=f"at most {MOST_LIMITS}",
-            advice="a larger step",
-        )
+        got = f"{len(limits)} in {text!r}"
+        raise OsdpError("too many memory limits", got=got, expected=f"at most {MOST_LIMITS}", advice="a larger step")
     return limits
 
 
@@ -98,11 +93,8 @@ def parse_headroom(text: str) -> Headroom:
         try:
             return Headroom(size_bytes=parse_bytes(text))
         except OsdpError as error:
-            raise OsdpError(
-                "this is not a headroom",
-                got=error.got,
-                expected=f"a share of the limit such as 5%, or {error.expected}",
-            ) from None
+            expected = f"a share of the limit such as 5%, or {error.expected}"
+            raise OsdpError("this is not a headroom", got=error.got, expected=expected) from None
     share = float(percent.group(1)) / 100
     if share >= 1:
         raise OsdpError("the headroom must be less than the memory limit", got=text, expected="less than 100%")

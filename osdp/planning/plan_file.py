@@ -37,13 +37,12 @@ def check_output(path: Path, kind: str = "plan") -> None:
     except OsdpError:
         is_ours = False  # Not text, or nothing that we may read.
     if not is_ours:
-        raise OsdpError(
-            f"{path} exists and is not a {kind}, so it is not overwritten", advice="another -o, or move that file away"
-        )
+        what = f"{path} exists and is not a {kind}, so it is not overwritten"
+        raise OsdpError(what, advice="another -o, or move that file away")
 
 
 def write_plan(path: Path, plan: Plan, how: str = "") -> None:
-    """Write a plan as YAML, whole or not at all; `how` says in a comment how it was made.
+    """Write a plan as YAML, whole or not at all; `how` is a comment on how it was made.
 
     Raises OsdpError.
     """
@@ -73,10 +72,8 @@ def reopen(plan: Plan, model: str | None = None, cluster: str | None = None) -> 
     source = _load("model", model, plan.model.name, lambda spec: load_model(spec, sequence_length=length))
     target = _load("cluster", cluster, plan.cluster.name, lambda spec: load_cluster(spec, *ranks))
     if cluster_fingerprint(target) != plan.cluster.fingerprint:
-        warnings.warn(
-            f"the figures of the cluster {target.name} have changed since the plan was made, so predictions differ",
-            stacklevel=2,
-        )
+        text = f"the figures of the cluster {target.name} have changed since the plan was made, so predictions differ"
+        warnings.warn(text, stacklevel=2)
     from profiler.trace.trace import trace_model
 
     graph = trace_model(source, plan.model.precision, target.device.kind)
@@ -84,15 +81,12 @@ def reopen(plan: Plan, model: str | None = None, cluster: str | None = None) -> 
 
 
 def _load(what: str, given: str | None, known: str, load: Callable[[str], Loaded]) -> Loaded:
-    """Load what was given, or by the name in the plan, and say then how to give another."""
+    """Load what was given, or by the name in the plan; its errors then advise how to give another."""
     if given is not None:
         return load(given)
     try:
         return load(known)
     except OsdpError as error:
-        raise OsdpError(
-            f"the plan's {what} cannot be loaded by its name: {error.what}",
-            got=error.got or repr(known),
-            expected=error.expected,
-            advice=f"--{what} with its present name or path" + (f"; {error.advice}" if error.advice else ""),
-        ) from error
+        advice = f"--{what} with its present name or path" + (f"; {error.advice}" if error.advice else "")
+        complaint = f"the plan's {what} cannot be loaded by its name: {error.what}"
+        raise OsdpError(complaint, got=error.got or repr(known), expected=error.expected, advice=advice) from error

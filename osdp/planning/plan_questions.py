@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from osdp.planning.imbalance_option import read_imbalance
 from osdp.planning.request import Planned, Request, explain_refusal, pins_of, task_of, trace, written
 from planner.analysis.explain import OpenPlan
-from planner.analysis.frontier import FrontierPoint, frontier
+from planner.analysis.frontier import frontier
 from planner.analysis.what_if import WhatIf, what_if
 from planner.cost.stragglers import BALANCED
 from planner.problem import Progress, Task
 from planner.search.infeasible import NothingFits
 from planner.search.search import search
 from profiler.cluster.cluster import Cluster
-from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 
 
@@ -51,20 +50,14 @@ def plan_frontier(
     found = frontier(tasks[0], [task.limit_bytes for task in tasks], progress)
     points = {point.limit_bytes: point for point in found}
     asked = {wanted.usable_bytes: wanted.limit_bytes for wanted in requests}
-    return tuple(
-        _row(points[task.limit_bytes], wanted, task, graph, trace_s, asked)
-        for wanted, task in zip(requests, tasks, strict=True)
-    )
-
-
-def _row(
-    point: FrontierPoint, request: Request, task: Task, graph: ModelGraph, trace_s: float, asked: dict[int, int]
-) -> FrontierRow:
-    """Return a point in the terms of the user's limits."""
-    planned = Planned(written(point.found, request), graph, point.found, trace_s) if point.found else None
-    refusal = explain_refusal(point.refusal, task, request) if point.refusal else None
-    taken_from_bytes = None if point.taken_from_bytes is None else asked[point.taken_from_bytes]
-    return FrontierRow(request, planned, refusal, taken_from_bytes)
+    rows = []
+    for wanted, task in zip(requests, tasks, strict=True):
+        point = points[task.limit_bytes]
+        planned = Planned(written(point.found, wanted), graph, point.found, trace_s) if point.found else None
+        refusal = explain_refusal(point.refusal, task, wanted) if point.refusal else None
+        taken_from_bytes = None if point.taken_from_bytes is None else asked[point.taken_from_bytes]
+        rows.append(FrontierRow(wanted, planned, refusal, taken_from_bytes))
+    return tuple(rows)
 
 
 def what_if_planned(planned: Planned, request: Request, progress: Progress = lambda what, fraction: None) -> WhatIf:
@@ -78,14 +71,8 @@ def what_if_open(view: OpenPlan, progress: Progress = lambda what, fraction: Non
     Raises OsdpError if nothing fits any more.
     """
     plan, graph, cluster = view.plan, view.space.graph, view.load.cluster
-    task = Task(
-        graph,
-        cluster,
-        plan.usable_bytes,
-        plan.optimizer,
-        plan.asked.global_batch,
-        plan.asked.micro_batch,
-        pins=pins_of(plan, graph, cluster),
-        imbalance=read_imbalance(plan.asked.imbalance) if plan.asked.imbalance else BALANCED,
-    )
+    asked, pins = plan.asked, pins_of(plan, graph, cluster)
+    imbalance = read_imbalance(asked.imbalance) if asked.imbalance else BALANCED
+    batches = asked.global_batch, asked.micro_batch
+    task = Task(graph, cluster, plan.usable_bytes, plan.optimizer, *batches, pins=pins, imbalance=imbalance)
     return what_if(task, search(task, progress), progress)

@@ -33,17 +33,11 @@ def grid(emulated_nodes: int = 1) -> tuple[int, int]:
     text = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
     local = int(text) if text.isdecimal() else 0
     if not local or world_size % local:
-        raise OsdpError(
-            "the ranks do not divide evenly into nodes",
-            got=f"{world_size} ranks, {text} on this node",
-            expected="as many ranks on every node",
-        )
+        what = "the ranks do not divide evenly into nodes"
+        raise OsdpError(what, got=f"{world_size} ranks, {text} on this node", expected="as many ranks on every node")
     if local % emulated_nodes:
-        raise OsdpError(
-            "the ranks of a machine do not divide evenly into the emulated nodes",
-            got=f"{local} ranks",
-            expected=f"a multiple of {emulated_nodes}",
-        )
+        what = "the ranks of a machine do not divide evenly into the emulated nodes"
+        raise OsdpError(what, got=f"{local} ranks", expected=f"a multiple of {emulated_nodes}")
     return world_size // local * emulated_nodes, local // emulated_nodes
 
 
@@ -54,11 +48,8 @@ def cluster_of_ranks(device_info: DeviceInfo, emulated_nodes: int = 1) -> tuple[
     """
     nodes, local = grid(emulated_nodes)
     if isinstance(device_info, bool) or not isinstance(device_info, None | str | Path | int | Cluster):
-        raise OsdpError(
-            "device_info has an unsupported form",
-            got=repr(device_info),
-            expected='a cluster, its name or file, a memory limit such as "8GB", or a number of MB',
-        )
+        expected = 'a cluster, its name or file, a memory limit such as "8GB", or a number of MB'
+        raise OsdpError("device_info has an unsupported form", got=repr(device_info), expected=expected)
     if isinstance(device_info, Cluster):
         return resized(device_info, nodes, local), None
     if isinstance(device_info, int):
@@ -75,7 +66,7 @@ def cluster_of_ranks(device_info: DeviceInfo, emulated_nodes: int = 1) -> tuple[
 def cluster_of_plan(plan: Plan, device_info: DeviceInfo) -> Cluster:
     """Return the cluster that a plan is for, or where that is not known here, the one at hand in its size.
 
-    Collectives run as the plan says, whatever the cluster's file says by now.
+    Collectives run as in the plan, also if the cluster's file has changed since.
     """
     nodes, local = plan.cluster.nodes, plan.cluster.gpus_per_node
     if isinstance(device_info, Cluster):
@@ -94,7 +85,7 @@ def _at_hand(nodes: int, local: int) -> Cluster:
 
 
 def _with_memory(cluster: Cluster, limit_bytes: int) -> Cluster:
-    """Return a CPU cluster whose ranks have the memory that the user says; a GPU's is known."""
+    """Return a CPU cluster whose ranks have the memory that the user gives; a GPU's is known."""
     device = cluster.device
     if device.kind != "cpu" or limit_bytes <= device.memory_bytes.value:
         return cluster

@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and all that a report says of how it came about."""
+    """A plan and how it was found, for reports."""
 
     plan: Plan
     graph: ModelGraph
@@ -109,7 +109,7 @@ def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Pro
     Raises OsdpError for what cannot be asked, and for a model that cannot be traced.
     """
     check_headroom(request.headroom, request.limit_bytes, cluster)
-    # Says at once what is wrong with precision or optimizer, before the trace takes its seconds.
+    # Raises for an unknown precision or optimizer before the trace takes its seconds.
     Workload(cluster, request.optimizer, request.precision, micro_batch=1)
     from profiler.trace.trace import trace_model  # imports torch, which takes longer than all the rest
 
@@ -121,16 +121,9 @@ def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Pro
 
 def task_of(request: Request, graph: ModelGraph, cluster: Cluster) -> Task:
     """Return what the search is asked; raises OsdpError for pins that cannot be honoured."""
-    return Task(
-        graph,
-        cluster,
-        request.usable_bytes,
-        request.optimizer,
-        request.global_batch,
-        request.micro_batch,
-        pins=resolve(request.pins, graph, cluster),
-        imbalance=request.imbalance,
-    )
+    usable_bytes, optimizer, imbalance = request.usable_bytes, request.optimizer, request.imbalance
+    batches, pins = (request.global_batch, request.micro_batch), resolve(request.pins, graph, cluster)
+    return Task(graph, cluster, usable_bytes, optimizer, *batches, pins=pins, imbalance=imbalance)
 
 
 def pins_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Pins:
@@ -140,12 +133,8 @@ def pins_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Pins:
 
 def written(found: Found, request: Request) -> Plan:
     """Return the plan that was found for a request."""
-    asked = Asked(
-        request.micro_batch,
-        request.global_batch,
-        [str(pin) for pin in request.pins],
-        lasting(request.imbalance_as_given),
-    )
+    pins, imbalance = [str(pin) for pin in request.pins], lasting(request.imbalance_as_given)
+    asked = Asked(request.micro_batch, request.global_batch, pins, imbalance)
     return make_plan(
         found.options,
         found.spanning,
@@ -164,11 +153,5 @@ def explain_refusal(refused: NothingFits, task: Task, request: Request) -> Nothi
     remedies = list(blame(task, refusal.load, request.pins)) if request.pins else []
     if request.headroom_bytes and refusal.needed_bytes <= request.limit_bytes:
         remedies.append(Remedy("without --headroom", refusal.needed_bytes))
-    return NothingFits(
-        replace(
-            refusal,
-            remedies=(*remedies, *refusal.remedies),
-            headroom_bytes=request.headroom_bytes,
-            advised_bytes=request.headroom.over(refusal.needed_bytes),
-        )
-    )
+    found = replace(refusal, remedies=(*remedies, *refusal.remedies), headroom_bytes=request.headroom_bytes)
+    return NothingFits(replace(found, advised_bytes=request.headroom.over(refusal.needed_bytes)))

@@ -88,28 +88,25 @@ def predict(graph: ModelGraph, cluster: Cluster, strategy: str, request: Request
     view = open_plan(plan, graph, cluster)
     options = view.decided.fullest(view.space, load)[1]
     ends = optimizer_moment(options, load).categories
-    schedule = compile_plan(plan, graph, cluster)
-    return Uniform(
-        strategy,
-        plan,
-        Footprint(
-            {name: round(ends[name]) for name in KEPT}, plan.predicted.tensors_bytes, _scheduled(schedule.collectives())
-        ),
+    kept, sent = (
+        {name: round(ends[name]) for name in KEPT},
+        _scheduled(compile_plan(plan, graph, cluster).collectives()),
     )
+    return Uniform(strategy, plan, Footprint(kept, plan.predicted.tensors_bytes, sent))
 
 
 def _scheduled(collectives: Mapping[Collective, int]) -> Sent:
     """Return what a schedule sends, by when: what is reduced once per step is so in the last backward."""
     sent: dict[str, Counter[str]] = {moment: Counter() for moment in MOMENTS}
     for one, count in collectives.items():
-        at_meeting = one.operation in ("barrier", "publish")
-        moment = "forward" if one.phase == "forward" else "step" if at_meeting else "backward"
+        is_of_step = one.operation in ("barrier", "publish")
+        moment = "forward" if one.phase == "forward" else "step" if is_of_step else "backward"
         sent[moment][one.operation] += one.size_bytes * count
     return _plain(sent)
 
 
 def _plain(sent: Mapping[str, Counter[str]]) -> Sent:
-    return {moment: {kind: size for kind, size in sorted(kinds.items()) if size} for moment, kinds in sent.items()}
+    return {moment: {name: size for name, size in sorted(sizes.items()) if size} for moment, sizes in sent.items()}
 
 
 # --- counted ---------------------------------------------------------------------------------
@@ -119,12 +116,9 @@ def count(source: ModelSource, found: Uniform, cluster: Cluster, ranks: Ranks) -
     """Train on the ranks of the process group and return what the last step did. A collective call."""
     plan = found.plan
     if found.predicted.sent["step"]:
-        raise OsdpError(
-            f"the communication of {found.strategy} cannot be measured",
-            got="one-sided communication",
-            expected="a strategy that communicates by collectives",
-            advice="leave --measure out",
-        )
+        what = f"the communication of {found.strategy} cannot be measured"
+        expected = "a strategy that communicates by collectives"
+        raise OsdpError(what, got="one-sided communication", expected=expected, advice="leave --measure out")
     with torch.device("meta"):
         without_data = source.build()
     torch.manual_seed(0)

@@ -91,7 +91,7 @@ class Verified:
 
     @property
     def holds(self) -> bool:
-        """Whether the plan holds what it promised."""
+        """Whether the prediction is close and the plan fits."""
         return self.is_close and self.fits
 
 
@@ -166,12 +166,9 @@ def _check_ranks(view: OpenPlan) -> None:
         raise OsdpError("there is no GPU to measure on", advice="leave --device out to check on fake tensors")
     wanted = view.load.cluster.world_size
     if _ranks() != wanted:
-        raise OsdpError(
-            "the plan is for another number of ranks",
-            got=str(_ranks()),
-            expected=str(wanted),
-            advice=f"torchrun --nproc-per-node {view.load.cluster.gpus_per_node} -m osdp verify PLAN",
-        )
+        what = "the plan is for another number of ranks"
+        advice = f"torchrun --nproc-per-node {view.load.cluster.gpus_per_node} -m osdp verify PLAN"
+        raise OsdpError(what, got=str(_ranks()), expected=str(wanted), advice=advice)
 
 
 def _measure(view: OpenPlan, source: ModelSource) -> _Held:

@@ -1,4 +1,4 @@
-"""From what was measured to a cluster file, with what does not fit together said in it.
+"""From what was measured to a cluster file, which notes what does not fit together.
 
 Where rings are faster, and the links for what was not measured, follow from the timings of collectives.  The links
 invert `planner.collectives`: an all-gather over n ranks takes (n - 1) alpha + (n - 1) / n S / beta, so from its line
@@ -32,7 +32,7 @@ RING_GAIN = 0.05
 MOST_DISAGREEMENT = 0.15
 """Between the sum of calls and whole passes."""
 MOST_SAVED_ERROR = 0.02
-"""Between what the trace says that a call keeps for backward and what was kept."""
+"""Between what a call keeps for backward in the trace and what it kept."""
 SAVED_ROUNDING_BYTES = 4096
 """Beside that: the trace rounds every tensor up to 512 bytes."""
 TAKEN = {
@@ -98,22 +98,17 @@ def _device(found: Findings) -> Device:
     memory, rates, times = found.memory, found.rates, f"median of {found.repetitions}, all ranks at once"
     on_cuda = found.device_type == "cuda"
     total = "measured: what the driver has" if on_cuda else "derived: the machine's memory over its ranks"
-    nominal_bytes = -(-memory.total_bytes // GIB) * GIB
+    nominal_bytes, products = -(-memory.total_bytes // GIB) * GIB, f"measured: large products, {times}"
+    taken = {name: Figure(float(memory.taken_bytes), source) for name, source in TAKEN[found.device_type].items()}
     return Device(
         name=memory.name,
         kind=found.device_type,
         nominal_bytes=Figure(float(nominal_bytes), "derived: memory_bytes, rounded up to whole GiB"),
         memory_bytes=Figure(float(memory.total_bytes), total),
-        matmul_flops_per_s={
-            precision: Figure(rate, f"measured: large products, {times}")
-            for precision, rate in rates.matmul_flops_per_s.items()
-        },
+        matmul_flops_per_s={name: Figure(rate, products) for name, rate in rates.matmul_flops_per_s.items()},
         matmul_efficiency=Figure(1.0, "derived: the rates are of large products already"),
         memory_bytes_per_s=Figure(rates.memory_bytes_per_s, f"measured: mean of additions and GELU, {times}"),
-        reserve_bytes={
-            name: Figure(float(memory.taken_bytes), source) for name, source in TAKEN[found.device_type].items()
-        }
-        | ALLOCATED[found.device_type],
+        reserve_bytes=taken | ALLOCATED[found.device_type],
     )
 
 
@@ -125,8 +120,7 @@ def _notes(found: Findings) -> Iterator[str]:
         more = "less" if disagreement < 0 else "more"
         yield (
             f"the medians of the model's calls add up to {abs(disagreement):.0%} {more} than whole passes take, "
-            "and were scaled so that they do not: profile again on an idle machine, or with more "
-            "repetitions"
+            "and were scaled so that they do not: profile again on an idle machine, or with more repetitions"
         )
     if not found.model.cut:
         yield (
@@ -138,7 +132,7 @@ def _notes(found: Findings) -> Iterator[str]:
 
 
 def _memory_notes(graph: ModelGraph, calls: tuple[CallTimes, ...]) -> Iterator[str]:
-    """Yield the kinds of calls that keep other bytes for backward than the trace says."""
+    """Yield the calls that keep other bytes for backward than in the trace."""
     traced = {call_key(graph, call): call for call in graph.calls}
     for times in calls:
         for micro_batch, kept in zip(times.micro_batches, times.saved_bytes, strict=True):
@@ -166,7 +160,7 @@ def ring_rules(times: Sequence[CollectiveTimes]) -> tuple[RingRule, ...]:
 def derived_links(times: Sequence[CollectiveTimes], nodes: int, ranks_per_node: int) -> tuple[Link, Link | None]:
     """Return the links inside a node and between nodes; None on one node.
 
-    With one rank per node there is nothing inside: `intra` is then as `inter`, and says so.  Raises
+    With one rank per node there is nothing inside: `intra` is then as `inter`, with that as its source.  Raises
     OsdpError if the all-gathers that they come from were not measured.
     """
     inter = _link(times, nodes, ranks_per_node) if nodes > 1 else None
@@ -183,11 +177,11 @@ def _link(times: Sequence[CollectiveTimes], ranks: int, stride: int) -> Link:
     line = Line("all_gather", "native", ranks, stride)
     for one in times:
         if (one.operation, one.ranks, one.stride) == ("all_gather", ranks, stride) and len(one.points) >= MIN_POINTS:
-            (piece,), residual = fit(one.points, max_pieces=1)
+            (segment,), residual = fit(one.points, max_pieces=1)
             largest_bytes, largest_s = one.points[-1]
             # Where larger tensors took no longer, the rate of the largest is one that was reached.
-            slope = piece.s_per_byte or largest_s / largest_bytes
+            slope = segment.s_per_byte or largest_s / largest_bytes
             source = f"derived: the line of {line}, {describe(residual)}"
-            latency_s, bytes_per_s = piece.latency_s / (ranks - 1), (ranks - 1) / ranks / slope
+            latency_s, bytes_per_s = segment.latency_s / (ranks - 1), (ranks - 1) / ranks / slope
             return Link(Figure(latency_s, source), Figure(bytes_per_s, source))
     raise OsdpError(f"{line} was not measured", expected="it, as the link is derived from it")

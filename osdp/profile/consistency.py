@@ -1,11 +1,11 @@
-"""Finds what in the timings of collectives does not fit together, and says it with the figures.
+"""Finds what in the timings of collectives does not fit together, and reports it with the figures.
 
     ranks of one node that are slower than ranks of several, which would turn the choice of groups round
     fits that are far off
     repetitions that disagree
 
 Something is slower at a size if its median is so by a tenth and the middle halves of both sets of repetitions lie
-apart.  It is said once per pair of lines, if that is so at a third of the sizes: less happens by chance.
+apart.  It is reported once per pair of lines, if that is so at a third of the sizes: less happens by chance.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ SPREAD = 0.30
 """Largest range of the middle half of the repetitions, relative to their median."""
 
 
-def contradictions(
-    times: Sequence[CollectiveTimes], timings: Sequence[Timings], ranks_per_node: int
-) -> tuple[str, ...]:
+def contradictions(times: Sequence[CollectiveTimes], timings: Sequence[Timings], node_ranks: int) -> tuple[str, ...]:
     """Return sentences for the user about timings and their fits; none if all is well."""
-    return (*_slower_inside(timings, ranks_per_node), *_bad_fits(times), *_disagreeing(timings))
+    return (*_slower_inside(timings, node_ranks), *_bad_fits(times), *_disagreeing(timings))
 
 
 def _slower_inside(timings: Sequence[Timings], ranks_per_node: int) -> Iterator[str]:

@@ -77,11 +77,8 @@ def measure_units(
 ) -> UnitTimes:
     """Return the overheads. A collective call."""
     rows, meshes, world_size = ROWS[device.type], Meshes(device.type, nodes, ranks_per_node), nodes * ranks_per_node
-    collective_s = {
-        (one.operation, one.ranks): one.time_s(4 * TENSORS * ELEMENTS)
-        for one in times
-        if (one.stride, one.algorithm) == (1, "native")
-    }
+    native = (one for one in times if (one.stride, one.algorithm) == (1, "native"))
+    collective_s = {(one.operation, one.ranks): one.time_s(4 * TENSORS * ELEMENTS) for one in native}
     stacks = [_Stack(rows, device), _Stack(rows, device, meshes.mesh(world_size))]
     if ("pull", ranks_per_node) in collective_s:
         stacks.append(_Stack(rows, device, meshes.group_mesh(ranks_per_node), meshes))

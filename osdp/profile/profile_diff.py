@@ -71,14 +71,8 @@ def _name(one: CollectiveTimes) -> str:
 
 
 def _calls(before: Cluster, after: Cluster) -> Iterator[Row]:
-    known = [
-        {
-            (one.key, size): (one, index)
-            for one in _measured(cluster).calls
-            for index, size in enumerate(one.micro_batches)
-        }
-        for cluster in (before, after)
-    ]
+    sides = [_measured(cluster).calls for cluster in (before, after)]
+    known = [{(one.key, size): (one, i) for one in side for i, size in enumerate(one.micro_batches)} for side in sides]
     for key in dict.fromkeys((*known[0], *known[1])):
         both = [found.get(key) for found in known]
         name = next(one[0].name for one in both if one is not None)

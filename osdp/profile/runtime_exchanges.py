@@ -81,9 +81,10 @@ class _Exchanges:
         return self._gathering(lambda flat, mine: all_gather(flat, mine, self.group))
 
     def pull(self) -> Exchange:
-        return self._through_window(
-            lambda window: self._gathering(lambda flat, mine: window.pull(flat)), self.numel // self.ranks
-        )
+        def make(window: Window) -> Exchange:
+            return self._gathering(lambda flat, mine: window.pull(flat))
+
+        return self._through_window(make, self.numel // self.ranks)
 
     def _gathering(self, gather: Callable[[Tensor, Tensor], None]) -> Exchange:
         """Return what FSDP2 does around a gather of (the flat tensor, this rank's part of it)."""
@@ -109,7 +110,7 @@ class _Exchanges:
     def push(self) -> Exchange:
         def make(window: Window) -> Exchange:
             def push(mine: Tensor, flat: Tensor) -> None:
-                mine.zero_()  # FSDP2 gets zeros until the ranks have met
+                mine.zero_()  # FSDP2 gets zeros until the ranks have synchronized
                 window.push(flat)
 
             return self._reducing(push)

@@ -3,7 +3,7 @@
     memory -> communication -> rates -> overlap -> units -> the model's calls and optimizers -> memory -> Findings
 
 Times are those of the slowest rank, except of calls, where the ranks' medians are averaged: a collective waits for
-whoever is slowest at that moment, which is another rank each time.
+the rank that is slowest at that moment, which is another one each time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -176,36 +177,24 @@ def measure_model(
     progress(f"tracing {source.name}", 0.75)
     graph = trace_model(source, wanted.precision, wanted.device)
     progress("measuring model", start)
-    mine = measure_calls(
-        source,
-        graph,
-        device,
-        wanted.micro_batches,
-        repetitions=repetitions,
-        barrier=lambda: meet(device),
-        progress=pass_is_done,
-    )
+    barrier, sizes = partial(meet, device), wanted.micro_batches
+    mine = measure_calls(source, graph, device, sizes, repetitions=repetitions, barrier=barrier, progress=pass_is_done)
     progress("measuring optimizers", end)
     trained = [parameter for operator in graph.operators for parameter in operator.parameters if parameter.trainable]
     shapes = [padded_rows(parameter, dist.get_world_size()) for parameter in trained]
     size_bytes = sum(4 * rows * rest for rows, rest in shapes)
-    steps = optimizer_times(shapes, OPTIMIZERS, device, repetitions, lambda: meet(device))
+    steps = optimizer_times(shapes, OPTIMIZERS, device, repetitions, barrier)
     everyone = Agreement.all().gather("measure the model", lambda: (mine, steps))
-    slowest = [
-        max(of_ranks, key=lambda one: one.step_s(len(shapes), size_bytes))
-        for of_ranks in zip(*(steps for _, steps in everyone), strict=True)
-    ]
+    by_optimizer = zip(*(steps for _, steps in everyone), strict=True)
+    slowest = [max(of_ranks, key=lambda one: one.step_s(len(shapes), size_bytes)) for of_ranks in by_optimizer]
     calls = [of_calls for of_calls, _ in everyone]
-    return graph, ModelTimes(
-        calls=mean_calls(calls),
-        optimizers=tuple(slowest),
-        disagreement=max((one for of_rank in calls for one in of_rank.disagreement), key=abs),
-        cut=all(of_rank.cut for of_rank in calls),
-    )
+    disagreement = max((one for of_rank in calls for one in of_rank.disagreement), key=abs)
+    cut = all(of_rank.cut for of_rank in calls)
+    return graph, ModelTimes(mean_calls(calls), tuple(slowest), disagreement, cut)
 
 
 def mean_calls(found: Sequence[ComputeTimes]) -> tuple[CallTimes, ...]:
-    """Return each kind of call with the means over ranks, in the proportion that makes whole passes of them.
+    """Return each call with the means over ranks, in the proportion that makes whole passes of them.
 
     With more ranks than cores a rank is put aside now and then: the median of a short call does not see that,
     the median of a whole pass does.

@@ -1,11 +1,11 @@
-"""Times every collective that a strategy can send, in every kind of group, at many sizes, and fits their times.
+"""Times every collective that a strategy can send, in every group of ranks, at many sizes, and fits their times.
 
 What is measured is read from the registry (`planner.strategies.registry`), so that it is what can be planned.
 
 A first pass runs each point once, from small to large, and stops a line where the next size would take too
 long; of what is left, as much is kept as the budget allows.  Then come rounds: each times every point once,
 in the same order on all ranks, so that what disturbs the machine for a while disturbs all points alike.
-All ranks meet before a point, all groups of its kind work at once, and its time is that of the slowest rank.
+All ranks synchronize before a point, all groups of a line work at once, and its time is that of the slowest rank.
 
 Times include the copies around a collective (`osdp.profile.runtime_exchanges`).  The same code serves gloo on CPUs and
 NCCL on GPUs, where the device is synchronized before a clock is read.
@@ -40,7 +40,7 @@ ORDER = (*COLLECTIVES, *ONE_SIDED)
 SIZES_BYTES = (*(4096 * 4**power for power in range(3)), *(MIB // 4 * 2**power for power in range(9)))
 """4 KiB to 64 MiB, denser where the units of models lie."""
 POINT_S = 2.0
-"""Longest that one timing may take, as far as the first pass can tell; less if the budget is small."""
+"""Longest that one timing may take, as estimated in the first pass; less if the budget is small."""
 TIMING_S = 0.02
 """Faster collectives are timed several in a row: starting together is then a small part."""
 LOOK_AGAIN_S = 0.1
@@ -55,7 +55,7 @@ ELEMENT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A collective in one kind of group, at any size: one line of a diagram."""
+    """A collective over groups of one size and stride, at any size: one line of a diagram."""
 
     operation: str
     algorithm: str
@@ -122,7 +122,7 @@ class Trial:
     seconds: float
     """Of one collective."""
     overhead_s: float
-    """Of making the tensors and meeting."""
+    """Of making the tensors and synchronizing."""
 
     @property
     def cost_s(self) -> float:
@@ -164,11 +164,11 @@ def collective_times(timings: Sequence[Timings]) -> tuple[CollectiveTimes, ...]:
     for line, of_line in by_line(timings).items():
         points = tuple((float(one.size_bytes), one.median_s) for one in of_line)
         try:
-            pieces, residual = fit(points)
+            fitted, residual = fit(points)
         except OsdpError as error:
             what = f"{line}: {error.what}"
             raise OsdpError(what, got=error.got, expected=error.expected, advice=error.advice) from None
-        found.append(CollectiveTimes(line.operation, line.algorithm, line.ranks, line.stride, pieces, residual, points))
+        found.append(CollectiveTimes(line.operation, line.algorithm, line.ranks, line.stride, fitted, residual, points))
     return tuple(found)
 
 
@@ -256,12 +256,10 @@ def affordable(trials: list[Trial], left_s: float, rounds: int) -> list[Trial]:
     kept = set(needed)
     round_s = sum(trial.cost_s for trial in kept)
     if rounds * round_s > left_s:
-        raise OsdpError(
-            "there is too little time to measure communication",
-            got=f"{left_s:.1f} s after a first pass",
-            advice="a larger --budget-s, or fewer --repetitions",
-            expected=f"{rounds * round_s:.1f} s for {rounds} rounds of the smallest sizes",
-        )
+        what = "there is too little time to measure communication"
+        advice = "a larger --budget-s, or fewer --repetitions"
+        expected = f"{rounds * round_s:.1f} s for {rounds} rounds of the smallest sizes"
+        raise OsdpError(what, got=f"{left_s:.1f} s after a first pass", advice=advice, expected=expected)
     for block in candidates:
         cost_s = sum(trial.cost_s for trial in block)
         has_small = block[0].index == 0 or any(one in kept for one in blocks[block[0].line])

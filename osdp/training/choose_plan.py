@@ -1,7 +1,7 @@
 """Which plan a run takes: the one in a file, the fastest that fits, or one strategy for everything.
 
 `FSDP`, with groups or without, and `DDP` take the micro-batch that OSDP would take unless the user gives one, so that
-runs compare like with like; the memory limit does not bind them, and the report says if they exceed it.
+runs compare like with like; the memory limit does not bind them, and the report notes if they exceed it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def choose_plan(job: Job) -> Chosen:
         check_ranks(plan, *grid(config.emulated_nodes))
         for name in ("mem", "cluster"):
             if getattr(config, name) is not None:
-                warnings.warn(f"{name} has no effect: the plan file says it", stacklevel=2)
+                warnings.warn(f"{name} has no effect: the plan file has it", stacklevel=2)
     seconds = 0.0 if plan is job.plan else time.perf_counter() - started
     return Chosen(plan, plan.predicted.peak_memory_bytes <= plan.usable_bytes, seconds)
 
@@ -82,10 +82,8 @@ def _planned(job: Job) -> Plan:
 
 def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:
     """Return the workload of a micro-batch that the user gave."""
-    optimizer, imbalance = request.optimizer, request.imbalance
-    task = Task(
-        graph, cluster, request.limit_bytes, optimizer, request.global_batch, request.micro_batch, imbalance=imbalance
-    )
+    optimizer, batches = request.optimizer, (request.global_batch, request.micro_batch)
+    task = Task(graph, cluster, request.limit_bytes, optimizer, *batches, imbalance=request.imbalance)
     ((micro_batch, accumulation),) = micro_batches(task)
     waits = task.waits(micro_batch, accumulation)
     return Workload(cluster, optimizer, request.precision, micro_batch, accumulation, waits)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from osdp.compat.seed_groups import SETTINGS
-from osdp.resources import resource_dir
+from osdp.resources import resource_file, resource_names, unknown
 from planner.cost.unit_memory import OPTIMIZERS
 from profiler.byte_sizes import parse_bytes
 from profiler.errors import OsdpError
@@ -120,8 +119,8 @@ class TrainConfig:
 def load_config(spec: str | None, options: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration that `spec` names (a file or one of OSDP's) with `options` put in.
 
-    `options` are fields by name; None leaves what the file says. `data` alone also means the task
-    `bytes`, unless the file says `sentences`; `fsdp_type` and `fsdp_args` replace each other. Raises OsdpError.
+    `options` are fields by name; None leaves what the file has. `data` alone also means the task
+    `bytes`, unless the file has `sentences`; `fsdp_type` and `fsdp_args` replace each other. Raises OsdpError.
     """
     config = read_yaml(_path(spec or DEFAULT), TrainConfig, schema=TrainConfig.SCHEMA, check=_problems)
     given = {name: value for name, value in options.items() if value is not None}
@@ -141,20 +140,16 @@ def load_config(spec: str | None, options: Mapping[str, Any]) -> TrainConfig:
 
 def config_names() -> list[str]:
     """Return the names of the configurations that come with OSDP, sorted."""
-    return sorted(path.stem for path in (resource_dir("configs") / "train").glob("*.yaml"))
+    return resource_names("train")
 
 
 def _path(spec: str) -> Path:
     """Return the file that `spec` means."""
     if spec.endswith((".yaml", ".yml")) or "/" in spec:
         return Path(spec)
-    names = config_names()
-    if spec not in names:
-        near = get_close_matches(spec, names, n=1)
-        advice = f"did you mean {near[0]}?" if near else "your own file: path/to/config.yaml"
-        what = "there is no such training configuration"
-        raise OsdpError(what, got=repr(spec), expected=", ".join(names), advice=advice)
-    return resource_dir("configs") / "train" / f"{spec}.yaml"
+    if spec not in config_names():
+        raise unknown("training configuration", spec, config_names(), "your own file: path/to/config.yaml")
+    return resource_file("train", spec)
 
 
 def _problems(config: TrainConfig) -> Iterator[Problem]:

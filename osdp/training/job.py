@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from osdp.planning.plan_file import read_plan
 from osdp.resources import make_folder
 from osdp.training.config import TrainConfig
+from osdp.training.launch import CPU_RANKS
 from osdp.training.sentence_pairs import MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import Addition, Bytes, Task
 from osdp.zoo import load_model
@@ -25,9 +26,6 @@ from profiler.model_source import Inputs, ModelSource
 
 if TYPE_CHECKING:
     from torch import nn
-
-CPU_RANKS = 2
-"""Ranks that are started where there are no GPUs and the user does not say how many."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +51,10 @@ def prepare(config: TrainConfig) -> Job:
     plan = None if config.plan is None else _plan(config, Path(config.plan))
     source, task, without_data = model_and_task(config)
     if plan is not None and plan.model.sequence_length != task.sequence_length:
-        raise OsdpError(
-            "the plan is for samples of another length",
-            got=f"{plan.model.sequence_length} tokens",
-            expected=f"{task.sequence_length}, as the task {task.name} has",
-            advice=f"--seq {plan.model.sequence_length}, or another plan",
-        )
+        what = "the plan is for samples of another length"
+        expected = f"{task.sequence_length}, as the task {task.name} has"
+        advice = f"--seq {plan.model.sequence_length}, or another plan"
+        raise OsdpError(what, got=f"{plan.model.sequence_length} tokens", expected=expected, advice=advice)
     resume = _checkpoint(config)
     if config.trace is not None:
         from osdp.training.trace_step import ready_folder
@@ -84,12 +80,10 @@ def ranks_to_start(config: TrainConfig) -> int:
         return (config.ranks_per_node or CPU_RANKS) * nodes
     available = torch.cuda.device_count()
     if config.ranks_per_node is None and available % nodes:
-        raise OsdpError(
-            "the GPUs do not divide evenly into nodes",
-            got=f"{available} GPUs",
-            expected=f"a multiple of {nodes}, the emulated nodes",
-            advice="--ranks-per-node says how many each node gets",
-        )
+        what = "the GPUs do not divide evenly into nodes"
+        expected = f"a multiple of {nodes}, the emulated nodes"
+        advice = "--ranks-per-node says how many each node gets"
+        raise OsdpError(what, got=f"{available} GPUs", expected=expected, advice=advice)
     ranks = available if config.ranks_per_node is None else config.ranks_per_node * nodes
     if ranks > available:
         expected = f"at most {available}, one for each GPU"
@@ -101,12 +95,10 @@ def check_ranks(plan: Plan, nodes: int, ranks_per_node: int) -> None:
     """Raise OsdpError if a plan is for another number of ranks."""
     wanted = plan.cluster
     if (wanted.nodes, wanted.gpus_per_node) != (nodes, ranks_per_node):
-        raise OsdpError(
-            "the plan is for another number of ranks",
-            got=f"{nodes} nodes with {ranks_per_node} ranks each",
-            expected=f"{wanted.nodes} with {wanted.gpus_per_node} each",
-            advice=f"--ranks-per-node {wanted.gpus_per_node} on {wanted.nodes} nodes, or plan for what is there",
-        )
+        got = f"{nodes} nodes with {ranks_per_node} ranks each"
+        expected = f"{wanted.nodes} with {wanted.gpus_per_node} each"
+        advice = f"--ranks-per-node {wanted.gpus_per_node} on {wanted.nodes} nodes, or plan for what is there"
+        raise OsdpError("the plan is for another number of ranks", got=got, expected=expected, advice=advice)
 
 
 def _device(config: TrainConfig) -> str:
@@ -119,15 +111,11 @@ def _device(config: TrainConfig) -> str:
 
 
 def _plan(config: TrainConfig, path: Path) -> Plan:
-    """Read a plan file and check it against what the configuration says too."""
+    """Read a plan file and check it against the configuration."""
     plan = read_plan(path)
     samples = plan.micro_batch * plan.accumulation * plan.cluster.nodes * plan.cluster.gpus_per_node
-    for name, planned in (
-        ("optimizer", plan.optimizer),
-        ("precision", plan.model.precision),
-        ("batch", plan.micro_batch),
-        ("global_batch", samples),
-    ):
+    fixed = {"optimizer": plan.optimizer, "precision": plan.model.precision, "batch": plan.micro_batch}
+    for name, planned in (fixed | {"global_batch": samples}).items():
         wanted = getattr(config, name)
         if wanted is not None and wanted != planned:
             what = f"the plan {path} is for another {name.replace('_', ' ')}"
@@ -177,12 +165,9 @@ def model_and_task(config: TrainConfig) -> tuple[ModelSource, Task, nn.Module]:
         is_fitting = fed in ({"labels"}, {"input_ids", "labels"})
         advice = "--task sentences for a BERT, or osdp.OSDP(your model) in your own loop"
     if not takes_tokens or not is_fitting:
-        raise OsdpError(
-            f"{config.model} cannot learn the task {task.name}",
-            got=f"forward({', '.join(forward)})",
-            expected=f"forward(tokens, {', '.join(f'{name}=...' for name in needed)}) that returns the loss",
-            advice=advice,
-        )
+        what = f"{config.model} cannot learn the task {task.name}"
+        expected = f"forward(tokens, {', '.join(f'{name}=...' for name in needed)}) that returns the loss"
+        raise OsdpError(what, got=f"forward({', '.join(forward)})", expected=expected, advice=advice)
     size = _vocabulary(module)
     if size is not None and size < task.vocabulary_size:
         what = f"{config.model} knows too few tokens for the task {task.name}"
@@ -195,12 +180,9 @@ def _source_and_task(config: TrainConfig) -> tuple[ModelSource, Task]:
         of_one_sum = 3 * config.digits + 1
         length = config.seq or of_one_sum
         if length < of_one_sum:
-            raise OsdpError(
-                "a sum does not go into a sample",
-                got=f"{length} tokens",
-                expected=f"at least {of_one_sum} for numbers of {config.digits} digits",
-                advice="a larger --seq, or fewer --digits",
-            )
+            expected = f"at least {of_one_sum} for numbers of {config.digits} digits"
+            advice = "a larger --seq, or fewer --digits"
+            raise OsdpError("a sum does not go into a sample", got=f"{length} tokens", expected=expected, advice=advice)
         return load_model(config.model, sequence_length=length), Addition(config.digits, length, config.seed)
     source = load_model(config.model, sequence_length=config.seq)
     length = source.sequence_length
@@ -232,7 +214,7 @@ def _fed_by(task: Task, source: ModelSource) -> ModelSource:
 
 
 def _vocabulary(module: nn.Module) -> int | None:
-    """Return how many tokens a model knows, or None if it does not say."""
+    """Return how many tokens a model knows, or None if it is not known."""
     from torch import nn
 
     config = getattr(module, "config", None)

@@ -28,10 +28,13 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
+CPU_RANKS = 2
+"""Ranks that are started where there are no GPUs and the user gives no number."""
+PROGRAM = ("-m", "osdp")
 LAUNCHED = "OSDP_LAUNCHED"
 """Environment variable by which a rank knows that we started it, not torchrun."""
 _BAD_INPUT, _BROKEN_PIPE = 2, 128 + signal.SIGPIPE
-"""Exit status of a rank that was asked for what cannot be, and of one whose output nobody reads any more."""
+"""Exit status of a rank that was asked for what cannot be, and of one whose stdout was closed."""
 _SHUTDOWN_S = 10
 """How long ranks have to end before they are killed."""
 
@@ -68,16 +71,11 @@ def is_rank() -> bool:
 
 
 def launch(
-    command: Sequence[str],
-    ranks: int,
-    nodes: Nodes,
-    device: str,
-    timeout_s: float,
-    program: Sequence[str] = ("-m", "osdp"),
+    command: Sequence[str], ranks: int, nodes: Nodes, device: str, timeout_s: float, program: Sequence[str] = PROGRAM
 ) -> None:
     """Run `command`, the arguments of `osdp`, as `ranks` ranks on this node until all are done.
 
-    `program` is what Python runs in place of `osdp`: a script that ends as `osdp.cli.rank_process` says.
+    `program` is what Python runs in place of `osdp`: a script that ends as in `osdp.cli.rank_process`.
 
     Raises OsdpError as a rank did, RankError if one died, BrokenPipeError where nobody reads the output,
     and KeyboardInterrupt on SIGINT or SIGTERM; no rank is left then.
@@ -107,8 +105,8 @@ def launch(
 def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[None]:
     """Keep the store of several nodes, which is in the process of node 0, until all have left it.
 
-    The agent of node 0 would close it once all have come to the end, while another may still wait to be told
-    so, and be answered by a warning with a stack trace (seen with torch 2.13).
+    The agent of node 0 would close it once all have come to the end, while another may still wait for
+    its answer, and get a warning with a stack trace (seen with torch 2.13).
     """
     if nodes.count == 1:
         yield

@@ -97,12 +97,10 @@ class TextFile:
         self._documents = parts if self.has_held_out else {False: documents}
         self._starts = {held_out: _starts(part) for held_out, part in self._documents.items()}
         if len(documents) < 2 or not self._starts[False]:
-            raise OsdpError(
-                f"{path} has no pairs of sentences",
-                got=f"{len(documents)} documents, {len(lines)} lines",
-                expected="two documents or more, with blank lines between them, and a sentence on each line",
-                advice="a blank line between paragraphs, or another --data",
-            )
+            got = f"{len(documents)} documents, {len(lines)} lines"
+            expected = "two documents or more, with blank lines between them, and a sentence on each line"
+            advice = "a blank line between paragraphs, or another --data"
+            raise OsdpError(f"{path} has no pairs of sentences", got=got, expected=expected, advice=advice)
 
     def pair(self, random: np.random.Generator, room: int, is_next: bool, held_out: bool) -> tuple[Tokens, Tokens]:
         """Return two sentences; the first takes half of the room at most."""
@@ -177,11 +175,8 @@ class SentencePairs:
         types = np.zeros_like(tokens)
         types[len(first) + 2 : len(whole)] = 1
         tokens, labels = self._mask(random, tokens)
-        keywords = {
-            "labels": labels,
-            "token_type_ids": types,
-            "next_sentence_labels": np.array(IS_NEXT if is_next else IS_RANDOM),
-        }
+        follows = np.array(IS_NEXT if is_next else IS_RANDOM)
+        keywords = {"labels": labels, "token_type_ids": types, "next_sentence_labels": follows}
         if self.corpus.may_pad:
             keywords["attention_mask"] = (np.arange(self.sequence_length) < len(whole)).astype(np.int64)
         return tokens, keywords

@@ -29,7 +29,7 @@ TRAINING, HELD_OUT = 0, 1
 """Second word of the generator's key."""
 _HELD_OUT_SHARE = 0.1
 _LOOKED_AT_BYTES = 1 << 20
-"""How much of a file is looked at to tell text from binary data."""
+"""How much of a file is read to distinguish text from binary data."""
 
 
 class Task(Protocol):

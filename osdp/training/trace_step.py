@@ -66,7 +66,7 @@ class Tracer:
 
     @contextmanager
     def _trace(self, path: Path) -> Iterator[None]:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says when it starts and stops, on every rank
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs when it starts and stops, on every rank
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)

@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 def take_turns(number: int, contestants: Sequence[T], step: Callable[..., R], *args: Any) -> list[R]:
-    """Return each contestant's `step(contestant, *args)`; every second round goes backwards: nobody is always first."""
+    """Return each contestant's `step(contestant, *args)`; every second round goes backwards: none is always first."""
     order = range(len(contestants))
     results = {index: step(contestants[index], *args) for index in (order if number % 2 else reversed(order))}
     return [results[index] for index in order]
@@ -173,16 +173,14 @@ def spawn_ranks(body: Callable[[int, Any], None], ranks: int, options: Any, back
     from torch.multiprocessing.spawn import spawn
 
     with tempfile.TemporaryDirectory() as folder:
-        meeting = f"file://{Path(folder, 'meeting')}"
-        spawn(_rank_main, (body, ranks, options, backend, meeting), nprocs=ranks)  # type: ignore[no-untyped-call]
+        store = f"file://{Path(folder, 'store')}"
+        spawn(_rank_main, (body, ranks, options, backend, store), nprocs=ranks)  # type: ignore[no-untyped-call]
 
 
-def _rank_main(
-    rank: int, body: Callable[[int, Any], None], ranks: int, options: Any, backend: str, meeting: str
-) -> None:
+def _rank_main(rank: int, body: Callable[[int, Any], None], ranks: int, options: Any, backend: str, store: str) -> None:
     import torch.distributed as dist
 
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
     body(rank, options)
     dist.barrier()
     dist.destroy_process_group()

@@ -29,21 +29,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from _shared import (
-    MIB,
-    ROOT,
-    OsdpTraining,
-    add_run_options,
-    check_losses,
-    machine,
-    measured_cluster,
-    measured_machine,
-    output_folder,
-    panels,
-    rank_command,
-    take_turns,
-    with_quartiles,
-)
+import _shared as bench
 
 SCRIPT = Path(__file__).resolve()
 UNIFORM = {
@@ -99,7 +85,7 @@ def run_ranks(options: argparse.Namespace) -> None:
 
     source = load_model(options.model)
     with joined("cpu", timeout_s=600) as ranks:
-        cluster = measured_cluster(measured_machine(options), source, f"emulated-{options.rates[0]}")
+        cluster = bench.measured_cluster(bench.measured_machine(options), source, f"emulated-{options.rates[0]}")
         plans = from_rank_0("plan", lambda: make_plans(options, cluster))
         results = train_all(options, source, cluster, plans)
         if ranks.rank == 0:
@@ -121,7 +107,7 @@ def make_plans(options: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     source, plans = load_model(options.model), {}
     graph = trace_model(source, "fp32", "cpu")
     everything = Request(int(cluster.device.memory_bytes.value), "fp32", "adamw", micro_batch=1)
-    cap_bytes = int(options.cap_mib * MIB + cluster.reserve_bytes)
+    cap_bytes = int(options.cap_mib * bench.MIB + cluster.reserve_bytes)
     for ring in (False, True) if cluster.ring else (False,):
         machine = cluster if ring else replace(cluster, ring=())
         load = Workload(machine, "adamw", "fp32", 1)
@@ -141,17 +127,17 @@ def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict
     import torch
     import torch.distributed as dist
 
-    plans, hollow = made["plans"], source.build()
-    runners = [OsdpTraining(source, hollow, plan, cluster) for plan in plans.values()]
+    plans, without_data = made["plans"], source.build()
+    runners = [bench.OsdpTraining(source, without_data, plan, cluster) for plan in plans.values()]
     torch.manual_seed(1 + dist.get_rank())
     seconds = torch.zeros(options.rounds, len(runners), dtype=torch.float64)
     peaks = torch.zeros(len(runners), dtype=torch.float64)
     for number in range(-options.warm_up, options.rounds):
         # In the last round that warms up, so that the optimizer's states are there.
         track = number == -1
-        found = take_turns(number, runners, timed_step, source.example_inputs(hollow, 1), track)
+        found = bench.take_turns(number, runners, timed_step, source.example_inputs(without_data, 1), track)
         results = torch.tensor(found, dtype=torch.float64)
-        check_losses(results[:, 1], LOSS_TOLERANCE)
+        bench.check_losses(results[:, 1], LOSS_TOLERANCE)
         if track:
             peaks[:] = results[:, 2]
         if number >= 0:
@@ -175,7 +161,7 @@ def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict
     ]
 
 
-def timed_step(runner: OsdpTraining, inputs: Any, track: bool) -> tuple[float, float, int]:
+def timed_step(runner: bench.OsdpTraining, inputs: Any, track: bool) -> tuple[float, float, int]:
     """Return this rank's seconds of a step, its loss, and where tracked the peak of live bytes."""
     from osdp.training.measure import held_tensors
     from runtime.observe.live_bytes import LiveBytes
@@ -205,7 +191,7 @@ class Case:
 
     def ratio(self, one: Contestant, over: Contestant) -> str:
         """Return how many times as fast `one` is, and the quartiles of the rounds' ratios."""
-        return with_quartiles([b / a for a, b in zip(one.seconds, over.seconds, strict=True)])
+        return bench.with_quartiles([b / a for a, b in zip(one.seconds, over.seconds, strict=True)])
 
     def best_uniform(self, ring: bool, cap_bytes: float) -> Contestant | None:
         """Return the fastest of those with one strategy for everything that stay under a cap."""
@@ -216,11 +202,11 @@ class Case:
 
 def run_case(options: argparse.Namespace, rate: str, folder: Path) -> Case:
     """Run one rate in a cluster of its own."""
-    ranks = rank_command(SCRIPT, options, "--nproc_per_node=2", rates=[rate], output=folder)
+    ranks = bench.rank_command(SCRIPT, options, "--nproc_per_node=2", rates=[rate], output=folder)
     tool = SCRIPT.parents[1] / "emulated_cluster.py"
     cluster = [sys.executable, str(tool), "run", "--nodes", "2", "--rate", rate]
     # The agent of a node that is not first complains when the first is gone, which is how a run ends.
-    subprocess.run([*cluster, "--", *ranks], check=True, cwd=ROOT, env=os.environ | {"LOGLEVEL": "ERROR"})
+    subprocess.run([*cluster, "--", *ranks], check=True, cwd=bench.ROOT, env=os.environ | {"LOGLEVEL": "ERROR"})
     data = json.loads((folder / f"results-{rate}.json").read_text())
     return Case(rate, data["cap_bytes"], tuple(Contestant(**one) for one in data["contestants"]))
 
@@ -228,7 +214,7 @@ def run_case(options: argparse.Namespace, rate: str, folder: Path) -> Case:
 def report(case: Case) -> Iterator[str]:
     """Yield the lines of one rate."""
     rings = sorted({one.ring for one in case.contestants})
-    yield f"\n== {case.rate} between nodes; cap {case.cap_bytes / MIB:.1f} MiB of live tensors"
+    yield f"\n== {case.rate} between nodes; cap {case.cap_bytes / bench.MIB:.1f} MiB of live tensors"
     yield (
         f"{'plan':13s} {'reduces':7s} {'predicted':>9s} {'measured (quartiles)':>24s} {'error':>7s} "
         f"{'compute':>7s} {'comm.':>6s} {'optim.':>6s} {'pred. MiB':>9s} {'tracked':>7s}  {'x FSDP, native':18s} "
@@ -238,9 +224,9 @@ def report(case: Case) -> Iterator[str]:
         mark = " " if one.tracked_bytes <= case.cap_bytes else "*"
         yield (
             f"{one.name:13s} {'ring' if one.ring else 'native':7s} {one.predicted_s:9.3f} "
-            f"{with_quartiles(one.seconds, 3):>23s} {one.error:+7.1%} {one.terms['compute_s']:7.3f} "
+            f"{bench.with_quartiles(one.seconds, 3):>23s} {one.error:+7.1%} {one.terms['compute_s']:7.3f} "
             f"{one.terms['exposed_communication_s']:6.3f} {one.terms['optimizer_s']:6.3f} "
-            f"{one.predicted_bytes / MIB:9.1f} {one.tracked_bytes / MIB:6.1f}{mark}  "
+            f"{one.predicted_bytes / bench.MIB:9.1f} {one.tracked_bytes / bench.MIB:6.1f}{mark}  "
             f"{case.ratio(one, case.of('FSDP', False)):18s} "
             f"{case.ratio(one, case.of('FSDP', one.ring)):18s}"
         )
@@ -283,7 +269,7 @@ def rank_correlation(one: list[float], other: list[float]) -> float:
 
 def draw(cases: list[Case], path: Path) -> None:
     """Draw measured steps as bars and predicted ones as marks, one panel for each rate."""
-    figure, axes = panels(len(cases), (6.5 * len(cases), 5.5))
+    figure, axes = bench.panels(len(cases), (6.5 * len(cases), 5.5))
     for panel, case in zip(axes, cases, strict=True):
         found = sorted(case.contestants, key=lambda one: one.step_s)
         names = [f"{one.name}{', ring' if one.ring else ''}" for one in found]
@@ -297,7 +283,7 @@ def draw(cases: list[Case], path: Path) -> None:
         panel.errorbar(middle, names, xerr=spread, fmt="none", ecolor="black", capsize=2, label=label)
         panel.plot([one.predicted_s for one in found], names, "D", color="tab:orange", label="predicted")
         panel.set_xlabel("seconds a step (bars: median measured; pale: beyond the memory cap)")
-        panel.set_title(f"{case.rate} between nodes, cap {case.cap_bytes / MIB:.0f} MiB")
+        panel.set_title(f"{case.rate} between nodes, cap {case.cap_bytes / bench.MIB:.0f} MiB")
         panel.legend(loc="lower right")
     figure.savefig(path, dpi=110)
 
@@ -308,14 +294,14 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"], help="of the link between nodes")
     parser.add_argument("--model", default="gpt2-mini", help="as `osdp plan --model`")
     parser.add_argument("--cap-mib", type=float, default=64.0, help="cap on live tensors of a rank")
-    add_run_options(parser, rounds=7, warm_up=3, budget_s=150.0)
+    bench.add_run_options(parser, rounds=7, warm_up=3, budget_s=150.0)
     options = parser.parse_args()
     if options.as_rank:
         run_ranks(options)
         return
-    with output_folder(parser, options.output) as folder:
+    with bench.output_folder(parser, options.output) as folder:
         cases = [run_case(options, rate, folder) for rate in options.rates]
-        print(f"{machine()}, 2 nodes x 2 ranks, gloo; {options.model}, 1 sample a rank, AdamW, fp32")
+        print(f"{bench.machine()}, 2 nodes x 2 ranks, gloo; {options.model}, 1 sample a rank, AdamW, fp32")
         for case in cases:
             print("\n".join(report(case)))
         print(accuracy(cases))

@@ -209,21 +209,17 @@ def read_options() -> Options:
     )
     options = Options(**vars(parser.parse_args()))
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise OsdpError(
-            "fairscale's own FSDP needs GPUs, and torch sees none",
-            expected="one GPU or more",
-            advice="--device cpu tries the program without fairscale's own",
-        )
+        what = "fairscale's own FSDP needs GPUs, and torch sees none"
+        advice = "--device cpu tries the program without fairscale's own"
+        raise OsdpError(what, expected="one GPU or more", advice=advice)
     ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 4)
     if options.device == "cuda" and ranks > torch.cuda.device_count():
-        raise OsdpError(
-            "there are fewer GPUs than ranks", got=f"{ranks} ranks", expected=f"{torch.cuda.device_count()} at most"
-        )
+        expected = f"{torch.cuda.device_count()} at most"
+        raise OsdpError("there are fewer GPUs than ranks", got=f"{ranks} ranks", expected=expected)
     for name, least in (("nodes", 1), ("ranks", 0), ("batch", 1), ("large", 1), ("rounds", 2), ("warm_up", 1)):
         if getattr(options, name) < least:
-            raise OsdpError(
-                f"--{name.replace('_', '-')} is too small", got=str(getattr(options, name)), expected=f"{least} or more"
-            )
+            what = f"--{name.replace('_', '-')} is too small"
+            raise OsdpError(what, got=str(getattr(options, name)), expected=f"{least} or more")
     if ranks % options.nodes:
         raise OsdpError("the ranks do not divide evenly into nodes", got=f"{ranks} ranks, {options.nodes} nodes")
     return replace(options, ranks=ranks)
@@ -236,10 +232,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU with {os.cpu_count()} cores"
     print(f"{date.today()}, torch {torch.__version__}, fairscale {version('fairscale')}; {device}")
     size = f"{options.ranks} ranks as {options.nodes} nodes, {options.batch} x {options.seq} tokens a rank"
-    print(
-        f"{options.model}, {size}, fp32, Adam; modules from {options.large:,} parameters; {options.rounds} rounds",
-        flush=True,
-    )
+    wrapped = f"modules from {options.large:,} parameters"
+    print(f"{options.model}, {size}, fp32, Adam; {wrapped}; {options.rounds} rounds", flush=True)
     spawn_ranks(rank_main, options.ranks, options, "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
 
 

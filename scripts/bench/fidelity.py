@@ -50,7 +50,7 @@ from profiler.model_graph import ModelGraph
 from profiler.trace.trace import trace_model
 
 MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-1.5b", "bert-large", "llama-1b", "uneven")
-"""Of the zoo; llama-7b is in the fixed list only, gpt2-tiny is too small to say anything."""
+"""Of the zoo; llama-7b is in the fixed list only, gpt2-tiny is too small to be of use."""
 GRIDS = ((1, 4), (1, 8), (2, 8), (8, 8), (32, 8), (128, 8))
 """Nodes x ranks of a node, for random plans."""
 REPEATS = 3
@@ -141,7 +141,9 @@ def compare_all(cases: Sequence[Case]) -> None:
     with get_context("forkserver").Pool(PROCESSES, maxtasksperchild=8) as pool:
         for case, found in zip(cases, pool.imap(compared, cases), strict=True):
             errors.append(found.error)
-            if not found.predicted_phase.endswith(f" {head_of(case)}"):
+            graph = traced(case.model, case.precision)
+            head = graph.operators[graph.calls[-1].operator].name
+            if not found.predicted_phase.endswith(f" {head}"):
                 elsewhere.append(found.error)
             ranks = case.grid[0] * case.grid[1]
             what = case.label or ", ".join(case.choices.values())
@@ -153,17 +155,8 @@ def compare_all(cases: Sequence[Case]) -> None:
             )
     for values, which in ((errors, "plans"), (elsewhere, "of them peak elsewhere than at the head and its loss")):
         if values:
-            print(
-                f"{len(values)} {which}: mean absolute error {mean(map(abs, values)):.3%}, "
-                f"highest {max(values):+.3%}, lowest {min(values):+.3%}",
-                flush=True,
-            )
-
-
-def head_of(case: Case) -> str:
-    """Return the operator that runs last."""
-    graph = traced(case.model, case.precision)
-    return graph.operators[graph.calls[-1].operator].name
+            extremes = f"highest {max(values):+.3%}, lowest {min(values):+.3%}"
+            print(f"{len(values)} {which}: mean absolute error {mean(map(abs, values)):.3%}, {extremes}", flush=True)
 
 
 def random_cases(seed: int, count: int) -> Iterator[Case]:
@@ -214,11 +207,8 @@ def bench_limits(options: argparse.Namespace) -> None:
             used = peak_memory(found.options, found.load).total_bytes / (8 * GIB)
             gain = more.samples_per_s / found.samples_per_s - 1
             most = 1.0 / (1.0 - found.gap) - 1.0
-            print(
-                f"{model:12s}  {name:12s}  {precision}  {used:12.2%}  {found.samples_per_s:9.2f}  {most:+14.2%}  "
-                f"{gain:+9.2%}",
-                flush=True,
-            )
+            figures = f"{used:12.2%}  {found.samples_per_s:9.2f}  {most:+14.2%}  {gain:+9.2%}"
+            print(f"{model:12s}  {name:12s}  {precision}  {figures}", flush=True)
 
 
 def _problem(number: int) -> tuple[str, float, float, float] | None:
@@ -300,10 +290,8 @@ def main() -> None:
         parser.error(f"unknown benchmark: got {', '.join(sorted(unknown))}, expected {', '.join(BENCHES)}")
     import torch
 
-    print(
-        f"python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} CPU cores, "
-        f"{Path(__file__).name} {' '.join(sys.argv[1:])}"
-    )
+    command = f"{Path(__file__).name} {' '.join(sys.argv[1:])}"
+    print(f"python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} CPU cores, {command}")
     for name in options.names or BENCHES:
         started = time.perf_counter()
         print(f"\n== {name}", flush=True)

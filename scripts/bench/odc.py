@@ -13,7 +13,7 @@ to the end on the slowest rank; every second round goes backwards.  Ratios are o
 of a round must be equal to 1e-4, or the benchmark fails.
 
 Each step is predicted: the machine is measured first, as by `osdp profile`, and how a sample's seconds depend on its
-length by passes of the whole model at some lengths.  `predicted` is what the planner says of the distribution, before
+length by passes of the whole model at some lengths.  `predicted` is for the distribution, before
 any length is drawn; `of these` is the same cost model's answer for the lengths that were drawn.  The planner is also
 asked for a plan in hardly more memory than `odc` needs with every block recomputed: copies of everything do not fit.
 """
@@ -34,21 +34,7 @@ from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
 
-from _shared import (
-    MIB,
-    ROOT,
-    OsdpTraining,
-    add_run_options,
-    check_losses,
-    machine,
-    measured_cluster,
-    measured_machine,
-    output_folder,
-    panels,
-    rank_command,
-    take_turns,
-    with_quartiles,
-)
+import _shared as bench
 
 SCRIPT = Path(__file__).resolve()
 FSDP, RING, ODC = "FSDP", "FSDP, ring", "ODC"
@@ -56,7 +42,7 @@ LOSS_TOLERANCE = 1e-4
 COST_LENGTHS = 8
 """At which a sample's seconds are measured, in equal steps up to the longest."""
 DRAWS = 20_000
-"""Lengths that the planner is told."""
+"""Lengths that the planner is given."""
 HEADROOM = 1.03
 """Memory that the planner is given, over what `odc` needs with every block recomputed."""
 
@@ -67,9 +53,9 @@ class Contestant:
 
     name: str
     predicted_s: float
-    """What the planner says of the distribution."""
+    """What the planner predicts of the distribution."""
     of_these_s: float
-    """What the same cost model says of the lengths that were drawn."""
+    """What the same cost model predicts of the lengths that were drawn."""
     terms: dict[str, float]
     """Of `predicted_s`."""
     seconds: list[float]
@@ -119,7 +105,7 @@ class Bench:
 
         self.options, self.device = options, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.machine = measured_machine(options)
+        self.machine = bench.measured_machine(options)
         """What was measured of the machine, so that it is measured once."""
 
     def source(self, length: int) -> Any:
@@ -185,15 +171,15 @@ class Bench:
         options = self.options
         distribution = LogNormal(options.median, sigma, options.maximum)
         longest = options.maximum if sigma else math.ceil(options.median)
-        cluster = measured_cluster(self.machine, self.source(longest), "this machine")
+        cluster = bench.measured_cluster(self.machine, self.source(longest), "this machine")
         count = options.rounds + options.warm_up
         rng = np.random.default_rng(options.seed)
         drawn = np.array(draw_lengths(distribution, count * self.ranks * options.micro_batches, rng))
         drawn = drawn.reshape(count, self.ranks, options.micro_batches)
         imbalance = BALANCED
         if sigma:
-            told = self.cost(draw_lengths(distribution, DRAWS, np.random.default_rng(options.seed + 1)))
-            imbalance = Imbalance(lengths=histogram([*told, 1.0]), source=f"log-normal, sigma {sigma:g}")
+            given = self.cost(draw_lengths(distribution, DRAWS, np.random.default_rng(options.seed + 1)))
+            imbalance = Imbalance(lengths=histogram([*given, 1.0]), source=f"log-normal, sigma {sigma:g}")
         waits = imbalance.waits(self.ranks, 1, options.micro_batches)
         scale = self.cost(longest)
         of_these = waits_of(self.cost(drawn[options.warm_up :]) / scale) if sigma else Waits()
@@ -249,18 +235,18 @@ class Bench:
 
         source = self.source(self.options.maximum)
         module = source.build()
-        runners = [OsdpTraining(source, module, plan, cluster) for plan in plans.values()]
+        runners = [bench.OsdpTraining(source, module, plan, cluster) for plan in plans.values()]
         rng = torch.Generator().manual_seed(1 + self.rank)
         seconds = torch.zeros(len(drawn), len(runners), dtype=torch.float64)
         worst = 0.0
         for number, lengths in enumerate(drawn):
             samples = [torch.randint(512, (1, int(length)), generator=rng) for length in lengths[self.rank]]
             micro_batches = [((tokens,), {"labels": tokens}) for tokens in samples]
-            found = take_turns(number, runners, OsdpTraining.timed_step, micro_batches)
+            found = bench.take_turns(number, runners, bench.OsdpTraining.timed_step, micro_batches)
             seconds[number] = torch.tensor([took_s for took_s, _ in found])
             losses = torch.tensor([loss for _, loss in found], dtype=torch.float64)
             dist.all_reduce(losses)
-            check_losses(losses, LOSS_TOLERANCE)
+            bench.check_losses(losses, LOSS_TOLERANCE)
             worst = max(worst, float((losses / losses[0] - 1).abs().max()))
             if self.rank == 0:
                 took = ", ".join(f"{one:.2f} s" for one in seconds[number])
@@ -283,9 +269,9 @@ def run_ranks(options: argparse.Namespace) -> None:
     from osdp.training.process_group import joined
 
     with joined("cpu", timeout_s=600) as ranks:
-        bench = Bench(options, ranks.device)
-        cases = [bench.case(sigma) for sigma in options.sigmas]
-        lengths, seconds = bench.costs
+        run_here = Bench(options, ranks.device)
+        cases = [run_here.case(sigma) for sigma in options.sigmas]
+        lengths, seconds = run_here.costs
         if ranks.rank == 0:
             data = {"cases": [asdict(case) for case in cases], "costs": list(zip(lengths, seconds, strict=True))}
             (Path(options.output) / "odc.json").write_text(json.dumps(data, indent=1))
@@ -296,9 +282,9 @@ def run_ranks(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, folder: Path) -> tuple[list[Case], list[tuple[int, float]]]:
     """Run the ranks; return their cases, and the seconds of samples by length."""
-    command = rank_command(SCRIPT, options, "--standalone", f"--nproc_per_node={options.ranks}", output=folder)
+    command = bench.rank_command(SCRIPT, options, "--standalone", f"--nproc_per_node={options.ranks}", output=folder)
     threads = str(max(1, (os.cpu_count() or 1) // options.ranks))
-    subprocess.run(command, check=True, cwd=ROOT, env={"OMP_NUM_THREADS": threads} | os.environ)
+    subprocess.run(command, check=True, cwd=bench.ROOT, env={"OMP_NUM_THREADS": threads} | os.environ)
     data = json.loads((folder / "odc.json").read_text())
     cases = [
         Case(**{**case, "contestants": [Contestant(**one) for one in case["contestants"]]}) for case in data["cases"]
@@ -320,7 +306,7 @@ def report(case: Case) -> Iterator[str]:
     for one in case.contestants:
         terms, error = one.terms, one.of_these_s / fmean(one.seconds) - 1
         yield (
-            f"{one.name:11s} {with_quartiles(one.seconds):>23s} {one.predicted_s:9.2f} {one.of_these_s:8.2f} "
+            f"{one.name:11s} {bench.with_quartiles(one.seconds):>23s} {one.predicted_s:9.2f} {one.of_these_s:8.2f} "
             f"{error:+7.1%} {terms['compute_s']:8.2f} {terms['exposed_communication_s']:6.2f} "
             f"{terms['waiting_s']:7.2f} {terms['optimizer_s']:6.2f}"
         )
@@ -328,17 +314,17 @@ def report(case: Case) -> Iterator[str]:
         predicted, of_these = case.predicted(over)
         whole = sum(case.of(over).seconds) / sum(case.of(ODC).seconds)
         yield (
-            f"ODC is {with_quartiles(case.ratios(over))} times as fast as {over}, over all rounds {whole:.2f}; "
+            f"ODC is {bench.with_quartiles(case.ratios(over))} times as fast as {over}, over all rounds {whole:.2f}; "
             f"predicted {predicted:.2f} ({whole / predicted - 1:+.1%}), of these lengths {of_these:.2f} "
             f"({whole / of_these - 1:+.1%})"
         )
     yield f"losses of a round differ by {case.loss_difference:.1e} at most"
-    yield f"in {case.limit_bytes / MIB:.0f} MiB the planner takes {case.picked}"
+    yield f"in {case.limit_bytes / bench.MIB:.0f} MiB the planner takes {case.picked}"
 
 
 def draw(cases: Sequence[Case], path: Path) -> None:
     """Draw the speed-up against sigma: measured with its quartiles, and predicted."""
-    figure, (panel,) = panels(1, (7.5, 5))
+    figure, (panel,) = bench.panels(1, (7.5, 5))
     sigmas = [case.sigma for case in cases]
     for over, colour in ((FSDP, "tab:blue"), (RING, "tab:green")):
         if all(case.of(over).name == FSDP for case in cases) and over != FSDP:
@@ -368,15 +354,15 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0, help="of lengths")
-    add_run_options(parser, rounds=10, warm_up=2, budget_s=60.0)
+    bench.add_run_options(parser, rounds=10, warm_up=2, budget_s=60.0)
     options = parser.parse_args()
     if options.as_rank:
         run_ranks(options)
         return
-    with output_folder(parser, options.output) as folder:
+    with bench.output_folder(parser, options.output) as folder:
         cases, costs = run(options, folder)
         print(
-            f"{machine()}, {options.ranks} ranks, gloo; GPT-2 with {options.layers} blocks of {options.hidden}, "
+            f"{bench.machine()}, {options.ranks} ranks, gloo; GPT-2 with {options.layers} blocks of {options.hidden}, "
             f"{options.micro_batches} micro-batches of one sample a step, AdamW, fp32"
         )
         shown = ", ".join(f"{length}: {1e3 * seconds:.0f}" for length, seconds in costs)

@@ -166,10 +166,8 @@ def main() -> int:
     print(f"{'shard':>8}  {'':<8}{'GB/s':>8}   share of a copy (quartiles)")
     for one in results:
         low, middle, high = one.share
-        print(
-            f"{one.shard_bytes / 1e6:>5.0f} MB  {one.contestant:<8}{one.gb_per_s:>8.0f}   "
-            f"{middle:.1%} ({low:.1%} to {high:.1%})"
-        )
+        share = f"{middle:.1%} ({low:.1%} to {high:.1%})"
+        print(f"{one.shard_bytes / 1e6:>5.0f} MB  {one.contestant:<8}{one.gb_per_s:>8.0f}   {share}")
     return 0
 
 

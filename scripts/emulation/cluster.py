@@ -99,23 +99,21 @@ def environment(links: Links, node: int) -> dict[str, str]:
 def emulated(links: Links) -> Iterator[Cluster]:
     """A cluster for the time of a `with`; raises RefusalError on a machine where none can be made."""
     if os.geteuid() != 0:
-        raise RefusalError(
-            "a cluster can only be made by root",
-            got=f"user id {os.geteuid()}",
-            expected="user id 0, for network namespaces and traffic control",
-            advice="run it as root, or in a container of your own: docker run --privileged",
-        )
+        what = "a cluster can only be made by root"
+        expected = "user id 0, for network namespaces and traffic control"
+        advice = "run it as root, or in a container of your own: docker run --privileged"
+        raise RefusalError(what, got=f"user id {os.geteuid()}", expected=expected, advice=advice)
     find("ip")
     find("tc")
-    answer, question = os.pipe()
+    reader, writer = os.pipe()
     try:
-        keeper = linux.fork_namespace(lambda: _keep(links, question))
+        keeper = linux.fork_namespace(lambda: _keep(links, writer))
     except OSError as error:
         raise _not_allowed(error) from None
     finally:
-        os.close(question)
+        os.close(writer)
     try:
-        with os.fdopen(answer) as pipe:
+        with os.fdopen(reader) as pipe:
             message = json.loads(pipe.read() or '{"refusal": ["the keeper of the cluster died", "", "", ""]}')
         if "refusal" in message:
             what, got, expected, advice = message["refusal"]
@@ -137,7 +135,7 @@ def _not_allowed(error: OSError) -> RefusalError:
     )
 
 
-def _keep(links: Links, question: int) -> int:
+def _keep(links: Links, writer: int) -> int:
     """Be the keeper: make the nodes, report their files or a refusal, and sleep until killed."""
     os.setsid()
     message: dict[str, object]
@@ -148,8 +146,8 @@ def _keep(links: Links, question: int) -> int:
     except OSError as error:
         message = {"refusal": _not_allowed(error).parts}
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans that become ours leave no zombies
-    os.write(question, json.dumps(message).encode())
-    os.close(question)
+    os.write(writer, json.dumps(message).encode())
+    os.close(writer)
     while "files" in message:
         signal.pause()
     return 0

@@ -67,9 +67,8 @@ def _dispatch(arguments: list[str]) -> int:
     links = Links(options.nodes, options.rate, options.intra_rate, options.delay)
     if options.verb == "run":
         if not command:
-            raise RefusalError(
-                "'run' needs a command", got="none after --", advice="emulated_cluster.py run ... -- hostname"
-            )
+            advice = "emulated_cluster.py run ... -- hostname"
+            raise RefusalError("'run' needs a command", got="none after --", advice=advice)
         return job.run(links, command, timeout_s=options.timeout, grace_s=options.grace, pin=options.pin)
     if split < len(arguments):
         raise RefusalError("'check' takes no command", got=" ".join(arguments[split:]))
@@ -85,15 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     check = verbs.add_parser("check", help="measure bandwidth and latency", usage="%(prog)s [OPTION]...")
     for one in (run, check):
         one.add_argument("--nodes", type=parse_nodes, default=2, help="how many (default: 2)")
-        one.add_argument(
-            "--rate", type=parse_rate, default="200mbit", help="between nodes, each way, or none (default: 200mbit)"
-        )
-        one.add_argument(
-            "--intra-rate", type=parse_rate, default="none", metavar="RATE", help="inside a node (default: none)"
-        )
-        one.add_argument(
-            "--delay", type=parse_delay, default=0.0, help="added to each way between nodes, e.g. 0.5ms; needs netem"
-        )
+        text = "between nodes, each way, or none (default: 200mbit)"
+        one.add_argument("--rate", type=parse_rate, default="200mbit", help=text)
+        text = "inside a node (default: none)"
+        one.add_argument("--intra-rate", type=parse_rate, default="none", metavar="RATE", help=text)
+        text = "added to each way between nodes, e.g. 0.5ms; needs netem"
+        one.add_argument("--delay", type=parse_delay, default=0.0, help=text)
     run.add_argument("--pin", action="store_true", help="give each node cores of its own")
     run.add_argument("--timeout", type=_seconds, metavar="S", default=inf, help="stop all nodes after S seconds")
     text = "how long the other nodes may run on after the first failed (default: 10 seconds)"
@@ -115,12 +111,11 @@ def _check(links: Links) -> None:
     """Measure node 0 with itself, and with each other node in both directions."""
     with emulated(links) as cluster:
         print(f"{'from':6} {'to':6} {'link':6} {'measured':>15} {'set':>13} {'round trip':>12}")
+        intra, inter = ("intra", links.intra_rate_bits_per_s), ("inter", links.rate_bits_per_s)
         others = range(1, links.nodes)
         for source, target in ((0, 0), *((node, 0) for node in others), *((0, node) for node in others)):
             bits_per_s, round_trip_s = _measure(cluster, source, target)
-            link, rate = (
-                ("intra", links.intra_rate_bits_per_s) if source == target else ("inter", links.rate_bits_per_s)
-            )
+            link, rate = intra if source == target else inter
             print(
                 f"node{source:<2} node{target:<2} {link:6} {bits_per_s / 1e6:8.1f} Mbit/s {format_rate(rate):>13} "
                 f"{1e6 * round_trip_s:9.0f} us",

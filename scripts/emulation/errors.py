@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RefusalError(Exception):
-    """Bad input or a machine that cannot do it, told in four parts; printed without a traceback, exit status 2."""
+    """Bad input or a machine that cannot do it, in four parts; printed without a traceback, exit status 2."""
 
     def __init__(self, what: str, *, got: str = "", expected: str = "", advice: str = "") -> None:
         self.parts = (what, got, expected, advice)

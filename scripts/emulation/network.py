@@ -55,12 +55,9 @@ def parse_rate(text: str) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text.lower())
     rate = round(float(match[1]) * UNITS_BITS[match[2]]) if match else 0
     if not SLOWEST_BITS <= rate <= FASTEST_BITS:
-        raise RefusalError(
-            "not a rate that can be kept",
-            got=text,
-            expected="100kbit to 100gbit, or none",
-            advice="--rate 200mbit (bits, not bytes: 25 megabytes a second)",
-        )
+        what = "not a rate that can be kept"
+        advice = "--rate 200mbit (bits, not bytes: 25 megabytes a second)"
+        raise RefusalError(what, got=text, expected="100kbit to 100gbit, or none", advice=advice)
     return rate
 
 
@@ -118,12 +115,9 @@ def call(program: str, words: str, *files: int, lacks: str = "") -> None:
         got = (done.stderr or done.stdout).strip().replace("\n", "; ") or f"exit status {done.returncode}"
         if "not permitted" in got:
             raise PermissionError(got)
-        raise RefusalError(
-            lacks or f"could not do: {program} {words}",
-            got=got,
-            expected="a kernel with veth, bridge and sch_htb, and a delay only with sch_netem",
-            advice="another kernel, or an option less: --rate none, no --delay",
-        )
+        expected = "a kernel with veth, bridge and sch_htb, and a delay only with sch_netem"
+        advice = "another kernel, or an option less: --rate none, no --delay"
+        raise RefusalError(lacks or f"could not do: {program} {words}", got=got, expected=expected, advice=advice)
 
 
 def make_switch() -> None:
@@ -136,12 +130,8 @@ def make_switch() -> None:
 def connect(node: int, network: int, links: Links) -> None:
     """Join a node, given the open file of its network namespace, to the bridge of the namespace that we are in."""
     port = f"port{node}"
-    call(
-        "ip",
-        f"link add {port} type veth peer name eth0 netns /proc/self/fd/{network}",
-        network,
-        lacks="this kernel makes no veth pair",
-    )
+    words = f"link add {port} type veth peer name eth0 netns /proc/self/fd/{network}"
+    call("ip", words, network, lacks="this kernel makes no veth pair")
     _silence(port)
     call("ip", f"link set {port} master switch up")
     shape(port, links.rate_bits_per_s)
@@ -168,15 +158,9 @@ def shape(device: str, rate_bits_per_s: int | None, delay_s: float = 0.0) -> Non
     if rate_bits_per_s is not None:
         burst_bytes = max(LEAST_BURST_BYTES, round(rate_bits_per_s / 8 * BURST_S))
         call("tc", f"qdisc add dev {device} root handle 1: htb default 1", lacks="this kernel cannot shape with HTB")
-        call(
-            "tc",
-            f"class add dev {device} parent 1: classid 1:1 htb rate {rate_bits_per_s}bit "
-            f"burst {burst_bytes} cburst {burst_bytes} quantum 60000",
-        )
+        rates = f"rate {rate_bits_per_s}bit burst {burst_bytes} cburst {burst_bytes} quantum 60000"
+        call("tc", f"class add dev {device} parent 1: classid 1:1 htb {rates}")
         parent = "parent 1:1"
     if delay_s:
-        call(
-            "tc",
-            f"qdisc add dev {device} {parent} handle 10: netem delay {1e6 * delay_s:.0f}us limit 100000",
-            lacks="this kernel cannot delay: it has no netem",
-        )
+        words = f"qdisc add dev {device} {parent} handle 10: netem delay {1e6 * delay_s:.0f}us limit 100000"
+        call("tc", words, lacks="this kernel cannot delay: it has no netem")

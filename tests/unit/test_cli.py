@@ -365,7 +365,7 @@ def test_explain_unknown_operator(cli: Cli, tiny_plan: Path) -> None:
 
 
 def test_explain_knows_a_tied_module(cli: Cli, tiny_plan: Path) -> None:
-    assert "all of wte, lm_head." in cli("explain", tiny_plan, "lm_head").out
+    assert "These change together: wte, lm_head." in cli("explain", tiny_plan, "lm_head").out
 
 
 def test_a_plan_for_another_model_is_refused(cli: Cli, tiny_plan: Path) -> None:

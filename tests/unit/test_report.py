@@ -17,15 +17,7 @@ from rich.console import Console
 from synthetic import chain, cluster, transformer
 
 from osdp.cli.reports.explain import print_plan_reasons, print_target_reasons
-from osdp.cli.reports.figures import (
-    bar,
-    count_sources,
-    figures_of,
-    format_count,
-    format_parameters,
-    format_seconds,
-    rates,
-)
+from osdp.cli.reports.figures import bar, figures_of, format_count, format_parameters, format_seconds, rates, sources_of
 from osdp.cli.reports.plan import Circumstances, print_plan
 from osdp.cli.reports.plan_json import plan_json
 from osdp.cli.reports.rows import plan_rows, short_names
@@ -385,8 +377,8 @@ def sourced(nodes: int = 1) -> Cluster:
 
 def test_every_figure_of_a_cluster_is_counted() -> None:
     # memory, fp32, bf16, efficiency, memory rate, context, 2 of the link, overlap; 2 more between nodes.
-    assert count_sources(sourced()) == "1 measured, 1 datasheet, 7 assumed"
-    assert count_sources(sourced(nodes=2)) == "1 measured, 1 datasheet, 9 assumed"
+    assert sources_of(sourced()) == "1 measured, 1 datasheet, 7 assumed"
+    assert sources_of(sourced(nodes=2)) == "1 measured, 1 datasheet, 9 assumed"
     assert [value for name, value, _ in figures_of(sourced()) if name == "reserve: cuda context"] == ["300.0 MiB"]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+from typer import Context
 
 from osdp.cli import options
 from osdp.cli.exits import guarded
@@ -26,7 +26,7 @@ _NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
 
 @guarded
 def plan(
-    context: typer.Context,
+    context: Context,
     model: options.Model,
     cluster: options.ClusterName = None,
     nodes: options.Nodes = None,
@@ -40,7 +40,7 @@ def plan(
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
     optimizer: options.OptimizerName = "adam",
-    what_if: options.AskWhatIf = False,
+    what_if: options.WhatIf = False,
     output: options.Output = None,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
@@ -74,11 +74,11 @@ def plan(
     )
     with progress_bar():
         source = load_model(model, sequence_length=seq)
-    question = _Question(source, target, request, why, _how(context, why))
+    task = _PlanTask(source, target, request, why, _how(context, why))
     if several:
-        _answer_several(question, sorted(set(limits_bytes)), to)
+        _plan_several(task, sorted(set(limits_bytes)), to)
     else:
-        _answer_one(question, to)
+        _plan_one(task, to)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _Outputs:
 
 
 @dataclass(frozen=True)
-class _Question:
+class _PlanTask:
     """What is planned."""
 
     source: ModelSource
@@ -136,7 +136,7 @@ def _limit(cluster: Cluster, wanted_bytes: int | None) -> int:
     return limit_bytes
 
 
-def _how(context: typer.Context, why: str) -> str:
+def _how(context: Context, why: str) -> str:
     """Return the command that made a plan, for the plan's file."""
     import shlex
 
@@ -152,17 +152,17 @@ def _how(context: typer.Context, why: str) -> str:
     return f"Made by osdp {__version__}; every figure is predicted.\n{shlex.join(words)}{cluster}"
 
 
-def _answer_one(question: _Question, to: _Outputs) -> None:
+def _plan_one(task: _PlanTask, to: _Outputs) -> None:
     """Find one plan; write it and print it."""
     from osdp.planning.plan_file import write_plan
     from osdp.planning.plan_questions import what_if_planned
     from osdp.planning.request import plan_model
 
     with progress_bar() as progress:
-        planned = plan_model(question.source, question.cluster, question.request, progress)
-        more = what_if_planned(planned, question.request, progress) if to.what_if else None
+        planned = plan_model(task.source, task.cluster, task.request, progress)
+        more = what_if_planned(planned, task.request, progress) if to.what_if else None
     if to.output is not None:
-        write_plan(to.output, planned.plan, question.how)
+        write_plan(to.output, planned.plan, task.how)
     total_s = time.perf_counter() - STARTED_S
     if to.as_json:
         from osdp.cli.reports.plan_json import plan_json
@@ -171,24 +171,24 @@ def _answer_one(question: _Question, to: _Outputs) -> None:
         return
     from osdp.cli.reports.plan import Circumstances, print_plan
 
-    print_plan(make_console(), planned, Circumstances(total_s, question.why, str(to.output or ""), more))
+    print_plan(make_console(), planned, Circumstances(total_s, task.why, str(to.output or ""), more))
 
 
 # --- several limits --------------------------------------------------------------------------
 
 
-def _answer_several(question: _Question, limits: Sequence[int], to: _Outputs) -> None:
+def _plan_several(task: _PlanTask, limits: Sequence[int], to: _Outputs) -> None:
     """Find the plans of several limits; write and print them.  Raises OsdpError if none fits."""
     from osdp.planning.plan_questions import plan_frontier
 
     if to.output is not None:
         _check_folder(to.output, limits)
     with progress_bar() as progress:
-        rows = plan_frontier(question.source, question.cluster, question.request, limits, progress)
+        rows = plan_frontier(task.source, task.cluster, task.request, limits, progress)
     if rows[-1].refusal is not None and not any(row.planned for row in rows):
         raise rows[-1].refusal
     if to.output is not None:
-        _write_several(to.output, rows, question.how)
+        _write_several(to.output, rows, task.how)
     if to.plot is not None:
         from osdp.plots import plot_frontier
 
@@ -203,7 +203,7 @@ def _answer_several(question: _Question, limits: Sequence[int], to: _Outputs) ->
     from osdp.cli.reports.frontier import print_frontier
     from osdp.cli.reports.plan import Circumstances
 
-    print_frontier(make_console(), rows, Circumstances(total_s, question.why, str(to.output or "")))
+    print_frontier(make_console(), rows, Circumstances(total_s, task.why, str(to.output or "")))
 
 
 def _file_name(limit_bytes: int) -> str:

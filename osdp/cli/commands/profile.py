@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from osdp.cli import options
 from osdp.cli.exits import guarded
@@ -19,32 +19,25 @@ from osdp.cli.terminal import Progress, make_console, progress_bar
 if TYPE_CHECKING:
     from osdp.profile.session import Wanted
 
-CPU_RANKS = 2
-"""Ranks on a node without GPUs, unless the user says otherwise."""
 BUDGET_HELP = "Time for measuring, in seconds; collectives get at most about 60 % of it, the rest is not cut short."
 
 
 @guarded
 def profile(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Cluster file to write.")] = Path("profile.yaml"),
-    model: Annotated[
-        str | None, typer.Option(help=f"Also time the operators of this model. {options.MODEL_HELP}")
-    ] = None,
-    batch: Annotated[str, typer.Option(help="Micro-batch sizes at which operators are timed, such as 1,2,4.")] = "1",
+    output: Annotated[Path, Option("--output", "-o", help="Cluster file to write.")] = Path("profile.yaml"),
+    model: Annotated[str | None, Option(help=f"Also time the operators of this model. {options.MODEL_HELP}")] = None,
+    batch: Annotated[str, Option(help="Micro-batch sizes at which operators are timed, such as 1,2,4.")] = "1",
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
-    repetitions: Annotated[int, typer.Option(min=1, help="Timings of each point, of which the median is taken.")] = 5,
-    budget_s: Annotated[float, typer.Option("--budget-s", min=1.0, help=BUDGET_HELP)] = 120.0,
+    repetitions: Annotated[int, Option(min=1, help="Timings of each point, of which the median is taken.")] = 5,
+    budget_s: Annotated[float, Option("--budget-s", min=1.0, help=BUDGET_HELP)] = 120.0,
     device: options.DeviceType = "auto",
     ranks_per_node: options.RanksPerNode = None,
     nnodes: options.NodeCount = 1,
     node_rank: options.NodeRank = 0,
     rdzv_endpoint: options.RendezvousEndpoint = "",
-    timeout_s: Annotated[float, typer.Option(help="Seconds that a rank waits for the others.")] = 300.0,
-    restart: Annotated[bool, typer.Option("--restart", hidden=True, help="Has no effect: nothing is resumed.")] = False,
-    compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare two cluster files instead of measuring.")
-    ] = None,
+    timeout_s: Annotated[float, Option(help="Seconds that a rank waits for the others.")] = 300.0,
+    compare: Annotated[tuple[Path, Path] | None, Option(metavar="A B", help="Only compare two cluster files.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure a machine. Writes a cluster file for `osdp plan --cluster`, also of several nodes.
@@ -57,7 +50,7 @@ def profile(
     import torch
 
     from osdp.planning.plan_file import check_output
-    from osdp.training.launch import Nodes, is_rank, launch
+    from osdp.training.launch import CPU_RANKS, Nodes, is_rank, launch
 
     asked = model, batch, seq, precision, repetitions, budget_s, device
     if is_rank():
@@ -133,15 +126,15 @@ def _progress(is_first: bool) -> Iterator[Progress]:
         with progress_bar() as progress:
             yield progress
         return
-    told: list[str] = []
+    printed: list[str] = []
 
-    def tell(what: str, fraction: float) -> None:
+    def print_stage(what: str, fraction: float) -> None:
         stage = what.partition(":")[0]
-        if stage not in told:
-            told.append(stage)
+        if stage not in printed:
+            printed.append(stage)
             print(f"osdp: {fraction:4.0%}  {stage}", file=sys.stderr, flush=True)
 
-    yield tell
+    yield print_stage
 
 
 def _compare(before: Path, after: Path, as_json: bool) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from osdp.cli import options
 from osdp.cli.exits import guarded
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("replicate", "owner", "shard")
 """Those that are shown where the user names none: DDP, ZeRO-3 by whole tensors, FSDP."""
-CPU_RANKS = 2
-"""Ranks that are started where there are no GPUs and the user does not say how many."""
 PRIORITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Values of `evenness_priority` in the table."""
 TIMEOUT_S = 300.0
@@ -38,15 +37,13 @@ def strategies(
     gpus_per_node: options.GpusPerNode = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="A strategy as plan files name it; repeatable. Default: replicate, owner and shard."),
+        Option(help="A strategy as plan files name it; repeatable. Default: replicate, owner and shard."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Micro-batch size of a rank.")] = 1,
+    batch: Annotated[int, Option(min=1, help="Micro-batch size of a rank.")] = 1,
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
     optimizer: options.OptimizerName = "adam",
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Also train a few steps on this machine's GPUs or CPUs and measure.")
-    ] = False,
+    measure: Annotated[bool, Option("--measure", help="Also train a few steps on this machine and measure.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare strategies for a whole model. Prints memory and communication of a step with one micro-batch."""
@@ -77,16 +74,16 @@ def strategies(
 
 
 def _here(ranks: int | None) -> tuple[str, int]:
-    """Return the kind of device and the number of ranks to start."""
+    """Return the device type and the number of ranks to start."""
     import torch
 
+    from osdp.training.launch import CPU_RANKS
     from profiler.errors import OsdpError
 
     available = torch.cuda.device_count()
     if available and (ranks or 0) > available:
-        raise OsdpError(
-            "this machine has fewer GPUs than ranks", got=f"--gpus-per-node {ranks}", expected=f"at most {available}"
-        )
+        what = "this machine has fewer GPUs than ranks"
+        raise OsdpError(what, got=f"--gpus-per-node {ranks}", expected=f"at most {available}")
     return ("cuda", ranks or available) if available else ("cpu", ranks or CPU_RANKS)
 
 
@@ -140,11 +137,9 @@ def _report(found: Sequence[Uniform], cluster: Cluster, as_json: bool) -> None:
 @guarded
 def partition(
     model: options.Model,
-    ranks: Annotated[
-        list[int] | None, typer.Option(min=1, help="Number of ranks; repeatable. Default: 2 to 8.")
-    ] = None,
+    ranks: Annotated[list[int] | None, Option(min=1, help="Number of ranks; repeatable. Default: 2 to 8.")] = None,
     by_module: Annotated[
-        bool, typer.Option("--by-module", help="Keep a module's parameters on one rank, as the strategy `owner` does.")
+        bool, Option("--by-module", help="Keep a module's parameters on one rank, as the strategy `owner` does.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -158,13 +153,10 @@ def partition(
     with progress_bar(), torch.device("meta"):
         source = load_model(model)
         tensors = dict(source.build().named_parameters())
-    found = {
-        (count, priority): zero3_partition_tensors(
-            tensors, [f"rank {rank}" for rank in range(count)], priority, by_module=by_module
-        )[1]
-        for count in dict.fromkeys(ranks or range(2, 9))
-        for priority in PRIORITIES
-    }
+    found = {}
+    for count, priority in product(dict.fromkeys(ranks or range(2, 9)), PRIORITIES):
+        names = [f"rank {rank}" for rank in range(count)]
+        found[count, priority] = zero3_partition_tensors(tensors, names, priority, by_module=by_module)[1]
     if as_json:
         print(partition_json(source.name, found))
     else:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Context, Option
 
 from osdp.cli import options
 from osdp.cli.exits import guarded
@@ -23,55 +23,49 @@ _LAUNCH_ONLY = ("context", "config", "nnodes", "node_rank", "rdzv_endpoint")
 
 @guarded
 def train(
-    context: typer.Context,
+    context: Context,
     config: Annotated[
         str | None,
-        typer.Argument(metavar="[CONFIG]", help="A YAML file, or the name of one in configs/train. Default: gpt2."),
+        Argument(metavar="[CONFIG]", help="A YAML file, or the name of one in configs/train. Default: gpt2."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="As in `osdp plan`.")] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Optimizer steps, including those before a resumed checkpoint.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="addition, bytes or sentences.")] = None,
-    digits: Annotated[int | None, typer.Option(help="Task addition: digits of each number.")] = None,
-    data: Annotated[str | None, typer.Option(help="Text file, whose bytes are the tokens of task bytes.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per sample.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed of parameters, sample order and dropout.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adam, adamw or sgd.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Weight decay of the optimizer.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="Learning rate schedule: constant or cosine.")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(help="Steps of learning rate warm-up.")] = None,
-    clip: Annotated[float | None, typer.Option(help="Clip the norm of all gradients to this.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Compute dtype: fp32 or bf16.")] = None,
-    mem: Annotated[str | None, typer.Option(help="Memory limit per rank; 8GB means 8 GiB.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="As in `osdp plan`. Default: this machine.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Micro-batch size of a rank. Default: planned.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Samples per optimizer step, over all ranks.")] = None,
-    plan: Annotated[str | None, typer.Option(help="Run this plan file instead of planning.")] = None,
-    fsdp_type: Annotated[
-        str | None, typer.Option("--fsdp-type", "--fsdp_type", help="OSDP; or a baseline, FSDP or DDP.")
-    ] = None,
+    model: Annotated[str | None, Option(help="As in `osdp plan`.")] = None,
+    steps: Annotated[int | None, Option(help="Optimizer steps, including those before a resumed checkpoint.")] = None,
+    task: Annotated[str | None, Option(help="addition, bytes or sentences.")] = None,
+    digits: Annotated[int | None, Option(help="Task addition: digits of each number.")] = None,
+    data: Annotated[str | None, Option(help="Text file, whose bytes are the tokens of task bytes.")] = None,
+    seq: Annotated[int | None, Option(help="Tokens per sample.")] = None,
+    seed: Annotated[int | None, Option(help="Random seed of parameters, sample order and dropout.")] = None,
+    optimizer: Annotated[str | None, Option(help="adam, adamw or sgd.")] = None,
+    lr: Annotated[float | None, Option(help="Learning rate.")] = None,
+    weight_decay: Annotated[float | None, Option(help="Weight decay of the optimizer.")] = None,
+    schedule: Annotated[str | None, Option(help="Learning rate schedule: constant or cosine.")] = None,
+    warmup_steps: Annotated[int | None, Option(help="Steps of learning rate warm-up.")] = None,
+    clip: Annotated[float | None, Option(help="Clip the norm of all gradients to this.")] = None,
+    precision: Annotated[str | None, Option(help="Compute dtype: fp32 or bf16.")] = None,
+    mem: Annotated[str | None, Option(help="Memory limit per rank; 8GB means 8 GiB.")] = None,
+    cluster: Annotated[str | None, Option(help="As in `osdp plan`. Default: this machine.")] = None,
+    batch: Annotated[int | None, Option(help="Micro-batch size of a rank. Default: planned.")] = None,
+    global_batch: Annotated[int | None, Option(help="Samples per optimizer step, over all ranks.")] = None,
+    plan: Annotated[str | None, Option(help="Run this plan file instead of planning.")] = None,
+    fsdp_type: Annotated[str | None, Option("--fsdp-type", "--fsdp_type", help="OSDP; baselines: FSDP, DDP.")] = None,
     fsdp_args: Annotated[
         str | None,
-        typer.Option("--fsdp-args", "--fsdp_args", help="FSDP with group_sharding, communication_with_groups or none."),
+        Option("--fsdp-args", "--fsdp_args", help="FSDP with group_sharding, communication_with_groups or none."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Default: one per GPU, or 2 on CPUs.")] = None,
-    emulated_nodes: Annotated[int | None, typer.Option(help="Nodes to emulate with the ranks of one machine.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Seconds that a rank waits for the others.")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="Folder for checkpoints.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
-    checkpoint_keep: Annotated[int | None, typer.Option(help="Number of newest checkpoints to keep.")] = None,
+    device: Annotated[str | None, Option(help="cpu, cuda or auto.")] = None,
+    ranks_per_node: Annotated[int | None, Option(help="Default: one per GPU, or 2 on CPUs.")] = None,
+    emulated_nodes: Annotated[int | None, Option(help="Nodes to emulate with the ranks of one machine.")] = None,
+    timeout_s: Annotated[float | None, Option(help="Seconds that a rank waits for the others.")] = None,
+    checkpoint: Annotated[str | None, Option(help="Folder for checkpoints.")] = None,
+    checkpoint_every: Annotated[int | None, Option(help="Steps between checkpoints.")] = None,
+    checkpoint_keep: Annotated[int | None, Option(help="Number of newest checkpoints to keep.")] = None,
     checkpoint_async: Annotated[
-        bool | None, typer.Option("--checkpoint-async/--no-checkpoint-async", help="Write while training continues.")
+        bool | None, Option("--checkpoint-async/--no-checkpoint-async", help="Write while training continues.")
     ] = None,
-    resume: Annotated[str | None, typer.Option(help="auto, never, or the path of a checkpoint.")] = None,
-    tensorboard: Annotated[str | None, typer.Option(help="Folder for TensorBoard event files.")] = None,
-    trace: Annotated[
-        str | None, typer.Option(help="Folder for each rank's memory plot of step 3 and profiler trace of step 4.")
-    ] = None,
-    log_every: Annotated[int | None, typer.Option(help="Steps between progress lines.")] = None,
+    resume: Annotated[str | None, Option(help="auto, never, or the path of a checkpoint.")] = None,
+    tensorboard: Annotated[str | None, Option(help="Folder for TensorBoard event files.")] = None,
+    trace: Annotated[str | None, Option(help="Folder for each rank's memory plot (step 3) and trace (step 4).")] = None,
+    log_every: Annotated[int | None, Option(help="Steps between progress lines.")] = None,
     nnodes: options.NodeCount = 1,
     node_rank: options.NodeRank = 0,
     rdzv_endpoint: options.RendezvousEndpoint = "",

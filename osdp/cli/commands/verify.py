@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-import typer
+from typer import Option
 
 from osdp.cli.exits import FAULT, guarded
 from osdp.cli.options import AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
@@ -19,7 +19,7 @@ def verify(
     cluster: ClusterOfPlan = None,
     device: Annotated[
         Literal["auto", "fake", "cuda"],
-        typer.Option(
+        Option(
             help="fake: one rank's step on fake tensors, without computing; cuda: steps on GPUs, under torchrun with "
             "as many ranks as the plan has; auto: cuda if possible, else fake."
         ),

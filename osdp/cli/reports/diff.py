@@ -23,7 +23,7 @@ SCHEMA = "osdp.plan_diff/1"
 def diff_json(found: Comparison, before: str, after: str) -> str:
     """Return the comparison of two files as one JSON object; numbers in bytes and seconds."""
 
-    def told(deltas: tuple[Delta, ...]) -> dict[str, dict[str, float]]:
+    def by_name(deltas: tuple[Delta, ...]) -> dict[str, dict[str, float]]:
         return {delta.name: _figures(delta) for delta in deltas}
 
     return json.dumps(
@@ -38,9 +38,9 @@ def diff_json(found: Comparison, before: str, after: str) -> str:
             "choices": [asdict(change) for change in found.choices],
             "predicted": {
                 "peak_memory_bytes": _figures(found.peak_bytes),
-                "memory_by_category": told(found.memory),
+                "memory_by_category": by_name(found.memory),
                 "step_time_s": _figures(found.step_time_s),
-                "time_by_term": told(found.time),
+                "time_by_term": by_name(found.time),
                 "samples_per_s": _figures(found.samples_per_s),
             },
         },
@@ -77,8 +77,8 @@ def print_diff(console: Console, found: Comparison, before: str, after: str) -> 
 def _settings(changes: tuple[SettingChange, ...]) -> Table:
     table = make_table("", "before", "after")
     for change in changes:
-        told = [_setting(change.setting, value) for value in (change.before, change.after)]
-        table.add_row(change.setting.removesuffix("_bytes").replace("_", " "), *told)
+        values = [_setting(change.setting, value) for value in (change.before, change.after)]
+        table.add_row(change.setting.removesuffix("_bytes").replace("_", " "), *values)
     return table
 
 
@@ -106,23 +106,21 @@ def _memory(found: Comparison) -> Table:
     for delta in (*found.memory, found.peak_bytes):
         if delta.before or delta.after:
             sign = "+" if delta.change > 0 else ""
-            told = (format_bytes(delta.before), format_bytes(delta.after), sign + format_bytes(delta.change))
-            table.add_row(delta.name.replace("_", " "), *told)
+            sizes = (format_bytes(delta.before), format_bytes(delta.after), sign + format_bytes(delta.change))
+            table.add_row(delta.name.replace("_", " "), *sizes)
     return table
 
 
 def _time_title(found: Comparison) -> str:
     speed = found.samples_per_s
-    return (
-        f"Time: {format_count(speed.before)} to {format_count(speed.after)} samples/s, "
-        f"{speed.after / speed.before:.3f} x as fast"
-    )
+    before, after = format_count(speed.before), format_count(speed.after)
+    return f"Time: {before} to {after} samples/s, {speed.after / speed.before:.3f} x as fast"
 
 
 def _time(found: Comparison) -> Table:
     table = make_table("per step", ">before", ">after", ">change")
     for delta in (*found.time, found.step_time_s):
         if delta.before or delta.after:
-            told = [format_seconds(value) for value in (delta.before, delta.after)]
-            table.add_row(TERMS.get(delta.name, delta.name), *told, format_seconds(delta.change, signed=True))
+            seconds = [format_seconds(value) for value in (delta.before, delta.after)]
+            table.add_row(TERMS.get(delta.name, delta.name), *seconds, format_seconds(delta.change, signed=True))
     return table

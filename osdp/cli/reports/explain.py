@@ -6,14 +6,12 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from osdp.cli.reports.figures import format_count, format_seconds, name_phase
-from osdp.cli.reports.plan import WAITING
+from osdp.cli.reports.plan import WAITING, print_what_if
 from osdp.cli.reports.rows import short_names
-from osdp.cli.reports.what_if import print_what_if
 from osdp.cli.terminal import make_table, print_section
-from planner.analysis.explain import TIED, Alternative, OpenPlan, Part, Target, alternatives, best_of, parts
+from planner.analysis.explain import TIED, Alternative, OpenPlan, Target, alternatives, best_of, parts
 from planner.analysis.what_if import WhatIf
 from profiler.byte_sizes import format_bytes
-from profiler.model_graph import Operator
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +38,8 @@ def print_plan_reasons(console: Console, view: OpenPlan, more: WhatIf | None = N
     for part in parts(view):
         choice = _choice(" and ".join(part.strategies), part.recompute) + (" (pinned)" if part.pinned else "")
         why = _why(part.tempting, part.better, part.cheapest)
-        table.add_row(_label(view, part), str(len(part.stages) or 1), choice, part.binds, why)
+        label = short_names(_tied_modules(view)) if part.label == TIED else part.label
+        table.add_row(label, str(len(part.stages) or 1), choice, part.binds, why)
     print_section(console, "Each part of the model, and what one instance of it could take instead", table)
     if more is not None:
         print_what_if(console, more, view.prediction.samples_per_s)
@@ -62,7 +61,7 @@ def print_target_reasons(console: Console, view: OpenPlan, name: str, target: Ta
 
 
 def _summary(view: OpenPlan) -> str:
-    """Return what the plan is predicted to do, and whether its file says so too."""
+    """Return the predictions of the plan, and whether its file has the same."""
     plan, made = view.plan, view.prediction
     free = f" ({format_bytes(plan.headroom_bytes)} of it headroom)" if plan.headroom_bytes else ""
     text = (
@@ -71,11 +70,11 @@ def _summary(view: OpenPlan) -> str:
         f"{format_bytes(made.peak_memory_bytes)} of {format_bytes(plan.limit_bytes)}{free} in "
         f"{name_phase(made.peak_phase)}."
     )
-    told = plan.predicted
-    pairs = ((told.step_time_s, made.step_time_s), (told.peak_memory_bytes, made.peak_memory_bytes))
+    file = plan.predicted
+    pairs = ((file.step_time_s, made.step_time_s), (file.peak_memory_bytes, made.peak_memory_bytes))
     if any(abs(old - new) > SAME * new for old, new in pairs):
         text += (
-            f"\nThe plan file predicts {format_seconds(told.step_time_s)} and {format_bytes(told.peak_memory_bytes)}: "
+            f"\nThe plan file predicts {format_seconds(file.step_time_s)} and {format_bytes(file.peak_memory_bytes)}: "
             "its choices, the cluster or the cost model have changed since."
         )
     return text
@@ -84,9 +83,7 @@ def _summary(view: OpenPlan) -> str:
 def _current(view: OpenPlan, target: Target) -> str:
     """Return what a target takes now."""
     choices = [view.decided.choices[index] for index in sorted(target.stages)]
-    taken = Counter(
-        _choice(" and ".join(dict.fromkeys(map(str, choice.strategies))), choice.recompute) for choice in choices
-    )
+    taken = Counter(_choice(" and ".join(dict.fromkeys(map(str, one.strategies))), one.recompute) for one in choices)
     if target.spanning:
         taken[str(view.spanning)] += 1
     if sum(taken.values()) == 1:
@@ -99,45 +96,38 @@ def _together(view: OpenPlan, target: Target) -> str:
     model = view.space.model
     stages = [(index, model.stages[index]) for index in sorted(target.stages)]
     names = [view.label_of(index) if stage.block is None else stage.name for index, stage in stages]
-    names += [module for operator in _tied(view) for module in operator.modules] if target.spanning else []
+    names += _tied_modules(view) if target.spanning else []
     return f"These change together: {short_names(names)}."
 
 
-def _tied(view: OpenPlan) -> list[Operator]:
+def _tied_modules(view: OpenPlan) -> list[str]:
     model = view.space.model
-    return [model.graph.operators[index] for index in model.spanning]
-
-
-def _label(view: OpenPlan, part: Part) -> str:
-    if part.label != TIED:
-        return part.label
-    modules = [module for operator in _tied(view) for module in operator.modules]
-    return short_names(modules)
+    return [module for index in model.spanning for module in model.graph.operators[index].modules]
 
 
 def _choice(strategy: str, recompute: bool | None) -> str:
     return f"{strategy} + recompute" if recompute else strategy
 
 
-def _told(change: Alternative) -> str:
+def _name(change: Alternative) -> str:
     return _choice(change.strategy, change.recompute)
 
 
 def _why(tempting: Alternative | None, better: Alternative | None, cheapest: Alternative | None) -> str:
     """Return the reason in words; the three are those of `planner.analysis.explain.best_of`."""
-    said = []
+    sentences = []
     if better:
-        said.append(f"{_told(better)} would save {format_seconds(-better.delta_s)} per step and fits.")
+        sentences.append(f"{_name(better)} would save {format_seconds(-better.delta_s)} per step and fits.")
     if tempting:
-        said.append(
-            f"{_told(tempting)} would save {format_seconds(-tempting.delta_s)} per step, but exceeds the limit by "
+        sentences.append(
+            f"{_name(tempting)} would save {format_seconds(-tempting.delta_s)} per step, but exceeds the limit by "
             f"{format_bytes(tempting.excess_bytes)} in {name_phase(tempting.phase)}."
         )
-    if not said:
-        said.append("Nothing is faster.")
+    if not sentences:
+        sentences.append("Nothing is faster.")
     if cheapest:
-        said.append(f"The cheapest alternative that fits is {_told(cheapest)}, {_cost(cheapest)}.")
-    return " ".join(said)
+        sentences.append(f"The cheapest alternative that fits is {_name(cheapest)}, {_cost(cheapest)}.")
+    return " ".join(sentences)
 
 
 def _cost(change: Alternative) -> str:
@@ -157,12 +147,12 @@ def _table(changes: list[Alternative]) -> Table:
         terms = [format_seconds(change.delta_by_term_s[term], signed=True) for term in columns]
         peak = ("+" if change.delta_bytes > 0 else "") + format_bytes(change.delta_bytes)
         over = "fits" if change.fits else format_bytes(change.excess_bytes)
-        table.add_row(_told(change), format_seconds(change.delta_s, signed=True), *terms, peak, over)
+        table.add_row(_name(change), format_seconds(change.delta_s, signed=True), *terms, peak, over)
     return table
 
 
 def _elsewhere(view: OpenPlan, changes: list[Alternative]) -> str:
     """Return in which phases the plan and the alternatives have their peaks."""
     here = view.prediction.peak_phase
-    moved = [f"{_told(change)}, in {name_phase(change.phase)}" for change in changes if change.phase != here]
+    moved = [f"{_name(change)}, in {name_phase(change.phase)}" for change in changes if change.phase != here]
     return f"The plan's peak is in {name_phase(here)}" + (f"; with {'; with '.join(moved)}." if moved else ".")

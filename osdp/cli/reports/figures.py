@@ -59,7 +59,7 @@ def source_kind(source: str) -> str:
     return source.partition(":")[0]
 
 
-def count_sources(cluster: Cluster) -> str:
+def sources_of(cluster: Cluster) -> str:
     """Return how many of a cluster's figures have which kind of source."""
     counts = Counter(source_kind(source) for _, _, source in figures_of(cluster))
     return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
@@ -69,19 +69,19 @@ def rates(cluster: Cluster, precision: str) -> str:
     """Return the rates that the predicted times rest on, each with the kind of its source."""
     device = cluster.device
 
-    def told(text: str, figure: Figure) -> str:
+    def sourced(text: str, figure: Figure) -> str:
         return f"{text} ({source_kind(figure.source)})"
 
     peak, efficiency = device.matmul_flops_per_s[precision], device.matmul_efficiency
+    matmul = sourced(f"{precision} {format_rate(peak.value, 'FLOP/s')}", peak)
     parts = [
-        told(f"{precision} {format_rate(peak.value, 'FLOP/s')}", peak)
-        + told(f" at {efficiency.value:.0%}", efficiency),
-        told(f"memory {format_rate(device.memory_bytes_per_s.value, 'B/s')}", device.memory_bytes_per_s),
-        told(f"link {format_rate(cluster.intra.bytes_per_s.value, 'B/s')}", cluster.intra.bytes_per_s),
+        matmul + sourced(f" at {efficiency.value:.0%}", efficiency),
+        sourced(f"memory {format_rate(device.memory_bytes_per_s.value, 'B/s')}", device.memory_bytes_per_s),
+        sourced(f"link {format_rate(cluster.intra.bytes_per_s.value, 'B/s')}", cluster.intra.bytes_per_s),
     ]
     if cluster.inter is not None and cluster.nodes > 1:
         inter = cluster.inter.bytes_per_s
-        parts.append(told(f"between nodes {format_rate(inter.value, 'B/s')}", inter))
+        parts.append(sourced(f"between nodes {format_rate(inter.value, 'B/s')}", inter))
     overlap = "communication overlaps" if cluster.overlaps else "communication does not overlap"
     parts.append(f"{overlap} ({source_kind(cluster.overlap_source)})")
     if (found := cluster.measured) is not None:
@@ -123,7 +123,7 @@ def format_parameters(count: int) -> str:
 
 
 def name_phase(phase: str) -> str:
-    """Return a plan's `peak_phase` as reports say it after "in"."""
+    """Return a plan's `peak_phase` as reports print it after "in"."""
     return "the optimizer step" if phase == "optimizer" else phase
 
 

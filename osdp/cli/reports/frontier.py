@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from osdp.cli.reports.figures import bar, format_count, rates
@@ -41,17 +40,14 @@ def print_frontier(console: Console, rows: Sequence[FrontierRow], around: Circum
     for limit, text in _changes(rows):
         changes.add_row(limit, text)
     print_section(console, "What changes from one limit to the next", changes)
-    searched_s = sum(planned.found.search_s for planned in plans)
-    console.print(
-        f"Tracing took {plans[0].trace_s:.2f} s, the searches {searched_s:.2f} s, the command {around.total_s:.2f} s."
-    )
+    trace_s, searches_s = plans[0].trace_s, sum(planned.found.search_s for planned in plans)
+    console.print(f"Tracing took {trace_s:.2f} s, the searches {searches_s:.2f} s, the command {around.total_s:.2f} s.")
     if around.written_to:
         console.print(f"Written to {around.written_to}")
 
 
 def _table(rows: Sequence[FrontierRow]) -> Table:
-    columns = (">limit", ">used", ">samples/s", ">gap", ">micro-batch", "", "best uniform", ">the plan is")
-    table = make_table(*columns)
+    table = make_table(">limit", ">used", ">samples/s", ">gap", ">micro-batch", "", "best uniform", ">the plan is")
     top = max(row.planned.plan.predicted.samples_per_s for row in rows if row.planned)
     for row in rows:
         limit = format_bytes(row.request.limit_bytes)
@@ -62,9 +58,8 @@ def _table(rows: Sequence[FrontierRow]) -> Table:
         speed = plan.predicted.samples_per_s
         rival = ("none fits", "") if best is None else (_name(best), f"{speed / best.samples_per_s:.3f} x")
         used = f"{plan.predicted.peak_memory_bytes / plan.limit_bytes:.1%}"
-        table.add_row(
-            limit, used, format_count(speed), f"{plan.gap:.2%}", str(plan.micro_batch), bar(speed / top, BAR), *rival
-        )
+        figures = (used, format_count(speed), f"{plan.gap:.2%}", str(plan.micro_batch), bar(speed / top, BAR))
+        table.add_row(limit, *figures, *rival)
     return table
 
 
@@ -84,10 +79,8 @@ def _taken_over(rows: Sequence[FrontierRow]) -> Iterator[str]:
 
 def _changes(rows: Sequence[FrontierRow]) -> Iterator[tuple[str, str]]:
     """Yield (limit, what changes from the limit before, or why nothing fits)."""
-    for before, row in pairwise((None, *rows)):
-        limit = format_bytes(row.request.limit_bytes) if row else ""
-        if row is None:
-            continue
+    for before, row in zip((None, *rows[:-1]), rows, strict=True):
+        limit = format_bytes(row.request.limit_bytes)
         if row.planned is None:
             assert row.refusal is not None, "set where no plan fits"
             yield limit, f"does not fit: needs {row.refusal.expected}"
@@ -115,9 +108,7 @@ def _difference(before: Plan, after: Plan) -> str:
     if again:
         blocks = "block" if abs(again) == 1 else "blocks"
         parts.append(f"{abs(again)} {blocks} {'more' if again > 0 else 'fewer'} recomputed")
-    moved = Counter(
-        (before.choices[name], choice) for name, choice in after.choices.items() if before.choices[name] != choice
-    )
+    moved = Counter((before.choices[name], new) for name, new in after.choices.items() if before.choices[name] != new)
     parts += [f"{count} operators from {old} to {new}" for (old, new), count in moved.most_common(SHOWN_CHANGES)]
     if len(moved) > SHOWN_CHANGES:
         parts.append(f"and {len(moved) - SHOWN_CHANGES} more")

@@ -5,23 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from osdp.cli.reports.figures import (
-    bar,
-    count_sources,
-    format_count,
-    format_parameters,
-    format_seconds,
-    name_phase,
-    rates,
-)
+from osdp.cli.reports.figures import bar, format_count, format_parameters, format_seconds, name_phase, rates, sources_of
 from osdp.cli.reports.rows import plan_rows, short_names
 from osdp.cli.terminal import make_table, print_section
 from osdp.planning.clusters import reserve_use
 from osdp.planning.request import Planned
 from planner.analysis.plan_diff import HIDDEN
-from planner.analysis.what_if import WhatIf
+from planner.analysis.what_if import MATERIAL, WhatIf
 from planner.cost.stragglers import Waits
-from planner.plan import Prediction
 from planner.search.baselines import Baseline
 from planner.search.candidates import DIVERSE_STRATEGIES, LIGHT, MIXED_STRATEGIES, SPLIT_STRATEGIES
 from profiler.byte_sizes import MIB, format_bytes
@@ -42,13 +33,14 @@ TERMS = {
 """Terms that sum to the step time, as printed."""
 HEADLINE = "Plan: all times and memory figures below are predicted, none was measured in a run"
 BASELINES_HEADLINE = "Compared with one strategy for the whole model, each at its best micro-batch size"
+WHAT_IF_HEADLINE = "What if: predicted by a new search for each change"
 PINNED = ", pinned"
 """Marks what the user decided."""
 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the report says beside the plan."""
+    """What the report prints beside the plan."""
 
     total_s: float
     """Seconds since the command started."""
@@ -65,11 +57,11 @@ def print_plan(console: Console, planned: Planned, around: Circumstances) -> Non
     print_section(console, HEADLINE, _header(planned, around))
     print_section(console, _choices_title(planned), _choices(planned))
     print_section(console, _memory_title(planned), _memory(planned))
-    print_section(console, _time_title(planned), _time(planned), _hidden(planned))
+    hidden = format_seconds(planned.plan.predicted.time_by_term[HIDDEN])
+    overlapped = f"Another {hidden} of communication overlaps with computation and is not part of the sum."
+    print_section(console, _time_title(planned), _time(planned), overlapped)
     print_section(console, BASELINES_HEADLINE, baseline_table(planned))
     if around.more is not None:
-        from osdp.cli.reports.what_if import print_what_if
-
         print_what_if(console, around.more)
     console.print(_footer(planned, around))
 
@@ -83,43 +75,35 @@ def _header(planned: Planned, around: Circumstances) -> Table:
     note = f" ({around.cluster_note})" if around.cluster_note else ""
     table = make_table("", "")
     table.show_header = False
-    table.add_row(
-        "model",
-        f"{plan.model.name}: {graph.numel:,} parameters in {len(graph.operators)} operators, "
-        f"{len(graph.blocks)} blocks; {plan.model.precision}, {plan.optimizer}{tokens}",
-    )
+    size = f"{graph.numel:,} parameters in {len(graph.operators)} operators, {len(graph.blocks)} blocks"
+    table.add_row("model", f"{plan.model.name}: {size}; {plan.model.precision}, {plan.optimizer}{tokens}")
     table.add_row("cluster", f"{cluster.name}: {ranks}{note}")
     free = f"{format_bytes(plan.headroom_bytes)} are headroom and " if plan.headroom_bytes else ""
-    table.add_row(
-        "limit",
-        f"{format_bytes(plan.limit_bytes)} ({plan.limit_bytes / MIB:,.0f} MiB) per device, of which "
-        f"{free}{format_bytes(cluster.reserve_bytes)} are reserved for {reserve_use(device)}",
-    )
+    limit = f"{format_bytes(plan.limit_bytes)} ({plan.limit_bytes / MIB:,.0f} MiB) per device"
+    reserved = f"{free}{format_bytes(cluster.reserve_bytes)} are reserved for {reserve_use(device)}"
+    table.add_row("limit", f"{limit}, of which {reserved}")
     if plan.waits.source:
         table.add_row("imbalance", _waits(plan.waits))
     if plan.asked.pins:
         table.add_row("pinned", ", ".join(plan.asked.pins))
     table.add_row("rates", rates(cluster, plan.model.precision))
-    table.add_row("sources", f"cluster: {count_sources(cluster)}; model: counted while tracing it")
+    table.add_row("sources", f"cluster: {sources_of(cluster)}; model: counted while tracing it")
     return table
 
 
 def _waits(waits: Waits) -> str:
     """Say how uneven micro-batches are, and what the slowest rank then takes."""
-    each, once = (f"{waits.factor(meets) - 1:.1%}" for meets in (True, False))
+    each, once = (f"{waits.factor(per_micro_batch) - 1:.1%}" for per_micro_batch in (True, False))
     fill = f"the mean sample is {waits.fill:.0%} as long as the longest, " if waits.fill < 1 else ""
-    return (
-        f"{waits.source}: {fill}the slowest rank computes {each} longer than the mean per micro-batch, {once} per step"
-    )
+    slowest = f"the slowest rank computes {each} longer than the mean per micro-batch, {once} per step"
+    return f"{waits.source}: {fill}{slowest}"
 
 
 def _choices_title(planned: Planned) -> str:
     plan, world = planned.plan, planned.cluster.world_size
     samples = world * plan.micro_batch * plan.accumulation
-    return (
-        f"Micro-batch {plan.micro_batch} x {world} ranks x accumulation {plan.accumulation} "
-        f"= {samples:,} samples per step"
-    )
+    factors = f"Micro-batch {plan.micro_batch} x {world} ranks x accumulation {plan.accumulation}"
+    return f"{factors} = {samples:,} samples per step"
 
 
 def _choices(planned: Planned) -> Table:
@@ -128,9 +112,8 @@ def _choices(planned: Planned) -> Table:
     for row in plan_rows(planned.plan, planned.graph, planned.pins):
         recompute = "" if row.recompute is None else "yes" if row.recompute else "no"
         strategy, recompute = row.strategy + PINNED * row.pinned, recompute + PINNED * row.pinned_recompute
-        table.add_row(
-            row.part, str(row.count), strategy, recompute, format_parameters(row.parameters), short_names(row.names)
-        )
+        size, names = format_parameters(row.parameters), short_names(row.names)
+        table.add_row(row.part, str(row.count), strategy, recompute, size, names)
     return table
 
 
@@ -152,8 +135,10 @@ def _memory(planned: Planned) -> Table:
 
 
 def _time_title(planned: Planned) -> str:
-    predicted = planned.plan.predicted
-    return f"Time: {format_seconds(predicted.step_time_s)} per step, {_speed(predicted, planned.graph.sequence_length)}"
+    predicted, length = planned.plan.predicted, planned.graph.sequence_length
+    tokens = f", {format_count(predicted.samples_per_s * length)} tokens/s" if length > 1 else ""
+    speed = f"{format_count(predicted.samples_per_s)} samples/s{tokens}"
+    return f"Time: {format_seconds(predicted.step_time_s)} per step, {speed}"
 
 
 def _time(planned: Planned) -> Table:
@@ -169,23 +154,10 @@ def _time(planned: Planned) -> Table:
     return table
 
 
-def _hidden(planned: Planned) -> str:
-    hidden = format_seconds(planned.plan.predicted.time_by_term[HIDDEN])
-    return f"Another {hidden} of communication overlaps with computation and is not part of the sum."
-
-
-def _speed(predicted: Prediction, sequence_length: int) -> str:
-    text = f"{format_count(predicted.samples_per_s)} samples/s"
-    if sequence_length > 1:
-        text += f", {format_count(predicted.samples_per_s * sequence_length)} tokens/s"
-    return text
-
-
 def baseline_table(planned: Planned) -> Table:
     """Return the uniform configurations under the same limit, and how many times as fast the plan is."""
     speed = planned.plan.predicted.samples_per_s
-    columns = ("baseline", "recompute", ">micro-batch", ">peak memory", ">samples/s", ">the plan is")
-    table = make_table(*columns)
+    table = make_table("baseline", "recompute", ">micro-batch", ">peak memory", ">samples/s", ">the plan is")
     for baseline in planned.found.baselines:
         needs = format_bytes(baseline.peak_memory_bytes)
         row = (baseline_name(baseline), "yes" if baseline.recompute else "no")
@@ -231,3 +203,32 @@ def _footer(planned: Planned, around: Circumstances) -> str:
     if around.written_to:
         lines.append(f"Written to {around.written_to}")
     return "\n".join(lines)
+
+
+# --- what-if, also for `osdp explain` --------------------------------------------------------
+
+
+def print_what_if(console: Console, more: WhatIf, plan_samples_per_s: float | None = None) -> None:
+    """Print the answers and what binds; `plan_samples_per_s` is a plan's that was made before."""
+    table = make_table("change", ">samples/s", ">speed-up", ">gap", "")
+    for answer in more.answers:
+        if answer.samples_per_s is None or answer.ratio is None or answer.gap is None:
+            table.add_row(answer.change, "", "", "", answer.why_not)
+            continue
+        figures = (format_count(answer.samples_per_s), f"{answer.ratio:.3f} x", f"{answer.gap:.2%}")
+        table.add_row(answer.change, *figures, "bottleneck" if answer.resource in more.binds else "")
+    text = [_bottlenecks(more)]
+    if plan_samples_per_s is not None and more.samples_per_s > plan_samples_per_s * (1 + MATERIAL):
+        speed = format_count(plan_samples_per_s)
+        text.append(f"This starts from the plan that a new search finds now; the plan file's has {speed} samples/s.")
+    print_section(console, WHAT_IF_HEADLINE, table, *text)
+
+
+def _bottlenecks(more: WhatIf) -> str:
+    """Return the bottlenecks in words."""
+    now = f"{format_count(more.samples_per_s)} samples/s now, at most {format_count(more.bound_samples_per_s)}"
+    if not more.binds:
+        return f"None of these is a bottleneck: no change alone gives more than is possible without it ({now})."
+    first, *others = more.binds
+    then = f", then {', '.join(others)}" if others else ""
+    return f"The main bottleneck is {first}{then}: more of it alone gives more than is possible without ({now})."

@@ -18,8 +18,8 @@ FRONTIER_SCHEMA = "osdp.frontier/1"
 
 def plan_json(planned: Planned, total_s: float, more: WhatIf | None = None) -> str:
     """Return the report as one JSON object; `total_s` is seconds since the command started."""
-    told = plan_object(planned, total_s) | ({} if more is None else {"what_if": what_if_object(more)})
-    return json.dumps(told, indent=2, allow_nan=False)
+    report = plan_object(planned, total_s) | ({} if more is None else {"what_if": what_if_object(more)})
+    return json.dumps(report, indent=2, allow_nan=False)
 
 
 def plan_object(planned: Planned, total_s: float) -> dict[str, Any]:
@@ -79,20 +79,20 @@ def what_if_object(more: WhatIf) -> dict[str, Any]:
 def frontier_json(rows: Sequence[FrontierRow], total_s: float) -> str:
     """Return a frontier as one JSON object; at least one limit has a plan."""
     plan = next(row.planned.plan for row in rows if row.planned)
-    told = {
+    report = {
         "schema": FRONTIER_SCHEMA,
         "model": plan.model.name,
         "cluster": plan.cluster.name,
         "frontier": [_frontier_object(row, total_s) for row in rows],
     }
-    return json.dumps(told, indent=2, allow_nan=False)
+    return json.dumps(report, indent=2, allow_nan=False)
 
 
 def _frontier_object(row: FrontierRow, total_s: float) -> dict[str, Any]:
     """Return one limit: the plan's object, or what the smallest plan needs."""
-    told: dict[str, Any] = {"limit_bytes": row.request.limit_bytes, "feasible": row.planned is not None}
+    found: dict[str, Any] = {"limit_bytes": row.request.limit_bytes, "feasible": row.planned is not None}
     if row.planned is not None:
-        return told | plan_object(row.planned, total_s) | {"taken_from_limit_bytes": row.taken_from_bytes}
+        return found | plan_object(row.planned, total_s) | {"taken_from_limit_bytes": row.taken_from_bytes}
     assert row.refusal is not None, "set where no plan fits"
     refusal = row.refusal.refusal
-    return told | {"needed_bytes": refusal.advised_bytes or refusal.needed_bytes, "why": row.refusal.expected}
+    return found | {"needed_bytes": refusal.advised_bytes or refusal.needed_bytes, "why": row.refusal.expected}

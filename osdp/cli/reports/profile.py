@@ -38,12 +38,8 @@ def print_profile(console: Console, cluster: Cluster, graph: ModelGraph | None, 
     assert measured is not None, "`osdp profile` measures it"
     title = f"{cluster.nodes} x {cluster.gpus_per_node} ranks, measured on {measured.date}: {measured.versions}; "
     print_section(console, title + f"medians of {measured.repetitions}, all ranks at once", _rates(cluster))
-    print_section(
-        console,
-        "Collectives, including the copies that FSDP2 makes before and after them",
-        _collectives(measured),
-        _rings(cluster),
-    )
+    headline = "Collectives, including the copies that FSDP2 makes before and after them"
+    print_section(console, headline, _collectives(measured), _rings(cluster))
     if graph is not None:
         print_section(console, f"Operators of {graph.name}, {graph.precision}", _calls(cluster, graph))
     for note in measured.notes:
@@ -58,19 +54,13 @@ def _rates(cluster: Cluster) -> Table:
     for precision, rate in device.matmul_flops_per_s.items():
         table.add_row(f"matrix products, {precision}", format_rate(rate.value, "FLOP/s"), "")
     table.add_row("memory-bound kernels", format_rate(device.memory_bytes_per_s.value, "B/s"), "")
-    table.add_row(
-        "memory per rank",
-        format_bytes(device.memory_bytes.value),
-        f"{format_bytes(cluster.reserve_bytes)} of it reserved for {reserve_use(device)}",
-    )
+    reserved = f"{format_bytes(cluster.reserve_bytes)} of it reserved for {reserve_use(device)}"
+    table.add_row("memory per rank", format_bytes(device.memory_bytes.value), reserved)
     longer = f"computation then takes {measured.overlapped_slowdown:.2f} times as long"
     table.add_row("communication overlaps computation", *(("yes", longer) if measured.asynchronous else ("no", "")))
     table.add_row("FSDP2 overlaps them", "yes" if cluster.overlaps else "no", "")
-    table.add_row(
-        "overhead per collective of an FSDP unit",
-        format_seconds(measured.unit_overhead_s),
-        "hook overhead and straggler wait",
-    )
+    unit = format_seconds(measured.unit_overhead_s)
+    table.add_row("overhead per collective of an FSDP unit", unit, "hook overhead and straggler wait")
     if measured.one_sided_overhead_s is not None:
         table.add_row("overhead per pull or push of an ODC unit", format_seconds(measured.one_sided_overhead_s), "")
     for one in measured.optimizers:
@@ -92,17 +82,16 @@ def _collectives(measured: Measured) -> Table:
 
 
 def _name(one: CollectiveTimes) -> str:
-    apart = "" if one.stride == 1 else f" {one.stride} apart"
-    return f"{'ring ' * (one.algorithm == 'ring')}{one.operation.replace('_', '-')}, {one.ranks} ranks{apart}"
+    ring = "ring " * (one.algorithm == "ring")
+    return f"{ring}{one.operation.replace('_', '-')}, {_ranks(one.ranks, one.stride)}"
+
+
+def _ranks(ranks: int, stride: int) -> str:
+    return f"{ranks} ranks" if stride == 1 else f"{ranks} ranks {stride} apart"
 
 
 def _rings(cluster: Cluster) -> str:
-    rules = [
-        f"{rule.ranks} ranks"
-        + (f" {rule.stride} apart" if rule.stride > 1 else "")
-        + f" from {format_bytes(rule.from_bytes)}"
-        for rule in cluster.ring
-    ]
+    rules = [f"{_ranks(rule.ranks, rule.stride)} from {format_bytes(rule.from_bytes)}" for rule in cluster.ring]
     if not rules:
         return "Reduce-scatters are left to the backend: rings were not measured to be faster."
     return f"Reduce-scatters run as rings, which was faster, over {'; '.join(rules)}."
@@ -115,19 +104,13 @@ def _calls(cluster: Cluster, graph: ModelGraph) -> Table:
     by_key = {call_key(graph, call): call for call in graph.calls}
     counts = {key: sum(call_key(graph, call) == key for call in graph.calls) for key in by_key}
     for one in cluster.measured.calls:
+        call, name = by_key[one.key], (one.name.removeprefix(f"{graph.name} "), str(counts[one.key]))
         for index, micro_batch in enumerate(one.micro_batches):
             load = Workload(cluster, "adam", graph.precision, micro_batch)
-            call = by_key[one.key]
-            table.add_row(
-                one.name.removeprefix(f"{graph.name} ") if not index else "",
-                str(counts[one.key]) if not index else "",
-                str(micro_batch),
-                format_seconds(one.forward_s[index]),
-                format_seconds(load.compute_s(call.forward)),
-                format_seconds(one.backward_s[index]),
-                format_seconds(load.compute_s(call.backward)),
-                format_bytes(one.saved_bytes[index]),
-            )
+            forward = one.forward_s[index], load.compute_s(call.forward)
+            backward = one.backward_s[index], load.compute_s(call.backward)
+            times, saved = map(format_seconds, (*forward, *backward)), format_bytes(one.saved_bytes[index])
+            table.add_row(*(("", "") if index else name), str(micro_batch), *times, saved)
     return table
 
 

@@ -45,7 +45,7 @@ def plan_rows(plan: Plan, graph: ModelGraph, pins: Pins = NO_PINS) -> list[Row]:
     for operator in graph.operators:
         if operator.block is not None:
             inside.setdefault(operator.block, []).append(operator)
-    found: dict[tuple[object, ...], list[tuple[str, int]]] = {}
+    found: dict[tuple[str, str, bool | None, bool, bool], list[tuple[str, int]]] = {}
     for operator in graph.operators:
         if operator.block is None:
             outside = (operator.kind, plan.choices[operator.name], None, operator.name in pinned, False)
@@ -55,19 +55,11 @@ def plan_rows(plan: Plan, graph: ModelGraph, pins: Pins = NO_PINS) -> list[Row]:
             for part, strategy, numel, is_pinned in _parts(block, inside[operator.block], plan, pinned):
                 key = (part, strategy, block.name in recomputed, is_pinned, operator.block in pins.recompute)
                 found.setdefault(key, []).append((block.name, numel))
-    return [
-        Row(
-            str(part),
-            len(members),
-            str(strategy),
-            None if recompute is None else bool(recompute),
-            sum(numel for _, numel in members),
-            tuple(name for name, _ in members),
-            bool(is_pinned),
-            bool(is_fixed),
-        )
-        for (part, strategy, recompute, is_pinned, is_fixed), members in found.items()
-    ]
+    rows = []
+    for (part, strategy, recompute, is_pinned, is_fixed), members in found.items():
+        names, numels = zip(*members, strict=True)
+        rows.append(Row(part, len(names), strategy, recompute, sum(numels), names, is_pinned, is_fixed))
+    return rows
 
 
 def _parts(block: Block, operators: list[Operator], plan: Plan, pinned: set[str]) -> list[tuple[str, str, int, bool]]:
@@ -88,8 +80,8 @@ def _inside(block: Block, members: Iterable[Operator], operators: Iterable[Opera
     names = [operator.name.removeprefix(f"{block.name}.") for operator in members]
     everyone = Counter(_module(operator.name.removeprefix(f"{block.name}.")) for operator in operators)
     own = Counter(map(_module, names))
-    told = (_module(name) if own[_module(name)] == everyone[_module(name)] else name for name in names)
-    return ", ".join(dict.fromkeys(told))
+    shown = (_module(name) if own[_module(name)] == everyone[_module(name)] else name for name in names)
+    return ", ".join(dict.fromkeys(shown))
 
 
 def _module(name: str) -> str:
@@ -116,10 +108,10 @@ def short_names(names: Iterable[str], longest: int = 60) -> str:
     text, shown = "", 0
     for run in runs:
         first, last = run[0][1], run[-1][1]
-        piece = first if len(run) == 1 else f"{first}-{_number(last)}" if len(run) > 2 else f"{first}, {last}"
-        if text and len(text) + len(piece) > longest:
+        label = first if len(run) == 1 else f"{first}-{_number(last)}" if len(run) > 2 else f"{first}, {last}"
+        if text and len(text) + len(label) > longest:
             return f"{text}, and {len(names) - shown} more"
-        text, shown = f"{text}, {piece}" if text else piece, shown + len(run)
+        text, shown = f"{text}, {label}" if text else label, shown + len(run)
     return text
 
 

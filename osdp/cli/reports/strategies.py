@@ -64,16 +64,12 @@ def print_strategies(console: Console, found: Sequence[Uniform], cluster: Cluste
         f"{plan.model.parameters:,} parameters, {plan.model.precision}, {plan.optimizer}, "
         f"micro-batch {plan.micro_batch}",
     )
-    print_section(
-        console,
-        "Memory of the fullest rank between backward and the optimizer step, and its peak",
-        _kept_table(found, whole),
-    )
+    headline = "Memory of the fullest rank between backward and the optimizer step, and its peak"
+    print_section(console, headline, _kept_table(found, whole))
     print_section(console, "Communication per step, in bytes of whole (unsharded) tensors", _sent_table(found))
-    P = format_bytes(whole)  # noqa: N806
     console.print(
-        f"P: all parameters in fp32, {P}. Peaks count tensors only. Backward includes its all-gathers and the "
-        "reduction of gradients."
+        f"P: all parameters in fp32, {format_bytes(whole)}. Peaks count tensors only. Backward includes its "
+        "all-gathers and the reduction of gradients."
     )
     if found[0].counted is not None:
         console.print(f"Measured: collectives and live tensors of training step {STEPS} on these ranks.")
@@ -92,25 +88,21 @@ def _rows(found: Sequence[Uniform]) -> list[tuple[str, str, Footprint]]:
 def _kept_table(found: Sequence[Uniform], whole_bytes: int) -> Table:
     table = make_table("strategy", "", ">parameters", ">gradients", ">optimizer states", ">peak")
     for name, how, footprint in _rows(found):
-        kept = [footprint.kept_bytes[category] for category in KEPT]
-        table.add_row(
-            name,
-            how,
-            *(f"{format_bytes(size)} ({size / whole_bytes:.2f} P)" for size in kept),
-            format_bytes(footprint.peak_bytes),
-        )
+        sizes = (footprint.kept_bytes[category] for category in KEPT)
+        kept = [f"{format_bytes(size)} ({size / whole_bytes:.2f} P)" for size in sizes]
+        table.add_row(name, how, *kept, format_bytes(footprint.peak_bytes))
     return table
 
 
 def _sent_table(found: Sequence[Uniform]) -> Table:
     table = make_table("strategy", "", "forward", "backward", "optimizer step")
     for name, how, footprint in _rows(found):
-        table.add_row(name, how, *(_told(footprint.sent[moment]) for moment in MOMENTS))
+        table.add_row(name, how, *(_sizes(footprint.sent[moment]) for moment in MOMENTS))
     return table
 
 
-def _told(kinds: Mapping[str, int]) -> str:
-    return ", ".join(f"{kind.replace('_', '-')} {format_bytes(size)}" for kind, size in kinds.items()) or "-"
+def _sizes(sent: Mapping[str, int]) -> str:
+    return ", ".join(f"{operation.replace('_', '-')} {format_bytes(size)}" for operation, size in sent.items()) or "-"
 
 
 # --- partition -------------------------------------------------------------------------------

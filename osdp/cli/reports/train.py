@@ -65,7 +65,7 @@ class TrainReport:
 
 
 def start_lines(start: Start) -> list[str]:
-    """Return what is said before the first step."""
+    """Return what is printed before the first step."""
     plan, predicted = start.plan, start.plan.predicted
     ranks = plan.cluster.nodes * plan.cluster.gpus_per_node
     counts = Counter(plan.choices.values())
@@ -98,7 +98,7 @@ def step_line(step: Step, steps: int) -> str:
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    """Return what is said at the end. MB are 2^20 bytes, as in the limit."""
+    """Return what is printed at the end. MB are 2^20 bytes, as in the limit."""
     plan, lines = summary.plan, [f"done: {summary.steps} steps in this run"]
     predicted_bytes = plan.predicted.tensors_bytes
     if summary.memory is not None:

@@ -53,9 +53,8 @@ def print_verified(console: Console, found: Verified, plan: Plan) -> None:
             name = category.replace("_", " ")
             table.add_row(name, _bytes(before, measured), _bytes(after, measured), difference)
     gap = found.predicted_peak_bytes - found.tracked_peak_bytes
-    table.add_row(
-        "peak", format_bytes(found.predicted_peak_bytes), format_bytes(found.tracked_peak_bytes), _difference(gap)
-    )
+    peaks = format_bytes(found.predicted_peak_bytes), format_bytes(found.tracked_peak_bytes)
+    table.add_row("peak", *peaks, _difference(gap))
     phases = f"Peak predicted in {name_phase(found.predicted_phase)}; found in {name_phase(found.tracked_phase)}."
     print_section(console, "Memory of tensors (without CUDA context, NCCL and cuBLAS)", table, phases)
     console.print(_verdict(found))

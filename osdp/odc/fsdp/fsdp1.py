@@ -52,11 +52,8 @@ def pre_optimizer_step(model: nn.Module, micro_batches: int | None = None) -> No
 def _wrapped(model: nn.Module) -> Wrapped:
     if not isinstance(model, FullyShardedDataParallel):
         raise OsdpError("this model is not wrapped", got=type(model).__name__, expected="FullyShardedDataParallel(...)")
-    modules = {
-        name: part
-        for name, part in model.named_modules()
-        if isinstance(part, FullyShardedDataParallel) and part._handle is not None
-    }
+    wrapped = ((name, part) for name, part in model.named_modules() if isinstance(part, FullyShardedDataParallel))
+    modules = {name: part for name, part in wrapped if part._handle is not None}
     _check(modules)
     if not model.check_is_root():  # which initialises the model, if its first forward has not
         raise OsdpError("this is a part of a model", expected="the outermost FullyShardedDataParallel")

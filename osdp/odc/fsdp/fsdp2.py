@@ -83,9 +83,8 @@ def pre_optimizer_step(model: nn.Module, micro_batches: int | None = None) -> No
 
 
 def _wrapped(model: nn.Module) -> Wrapped:
-    modules = {
-        name: part for name, part in model.named_modules() if isinstance(part, FSDPModule) and packed_parameters(part)
-    }
+    wrapped = ((name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule))
+    modules = {name: part for name, part in wrapped if packed_parameters(part)}
     _check(modules)
     first = next(packed_parameters(part)[0].sharded_param for part in modules.values())
     mesh = first.device_mesh
@@ -131,11 +130,9 @@ def _check(modules: Mapping[str, FSDPModule]) -> None:
         parameters = [one.sharded_param for one in packed_parameters(part)]
         ways = {(parameter.device_mesh.shape, parameter.placements) for parameter in parameters}
         if len(compute_dtypes(part)) > 1 or len(ways) > 1 or next(iter(ways))[1] not in PLACEMENTS:
-            raise OsdpError(
-                "on-demand communication needs parameters cut along their first dimension, over one mesh",
-                got=f"{where}: {', '.join(str(way) for _, way in sorted(ways, key=str))}",
-                expected="Shard(0), or Replicate() and Shard(0)",
-            )
+            what = "on-demand communication needs parameters cut along their first dimension, over one mesh"
+            got = f"{where}: {', '.join(str(way) for _, way in sorted(ways, key=str))}"
+            raise OsdpError(what, got=got, expected="Shard(0), or Replicate() and Shard(0)")
         if any(parameter.device.type != parameter.device_mesh.device_type for parameter in parameters):
             what = "on-demand communication cannot be combined with offload"
             raise OsdpError(what, got=where, expected="no CPUOffloadPolicy")

@@ -47,7 +47,7 @@ class Wrapped:
     restore: Callable[[], None]
     """Gives the model back to FSDP's own communication."""
     check: Callable[[], None]
-    """Raises OsdpError if gradients were pushed that nobody can attribute."""
+    """Raises OsdpError if gradients were pushed that cannot be attributed."""
 
 
 class Session:
@@ -182,11 +182,10 @@ def check_neighbours(ranks: Sequence[int], world_size: int) -> None:
     first = ranks[0] - ranks[0] % len(ranks)
     is_whole = len(ranks) == 1 < world_size
     if is_whole or world_size != dist.get_world_size() or tuple(ranks) != tuple(range(first, first + len(ranks))):
-        raise OsdpError(
-            "on-demand communication needs a model on all ranks, split over neighbours",
-            got=f"split over ranks {', '.join(map(str, ranks))}; {world_size} ranks in its mesh",
-            expected=f"{dist.get_world_size()} ranks; groups of two or more consecutive ones",
-        )
+        what = "on-demand communication needs a model on all ranks, split over neighbours"
+        got = f"split over ranks {', '.join(map(str, ranks))}; {world_size} ranks in its mesh"
+        expected = f"{dist.get_world_size()} ranks; groups of two or more consecutive ones"
+        raise OsdpError(what, got=got, expected=expected)
 
 
 def finish(face: str, model: nn.Module, micro_batches: int | None) -> None:
