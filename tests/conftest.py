@@ -27,7 +27,6 @@ WORKERS, CORES = 4, 2
 LONGEST = (
     "gloo/test_parity.py",
     "gloo/test_seed_commands.py",
-    "gloo/test_profile_command.py",
     "gloo/test_api.py",
     "gloo/test_train_command.py",
     "gloo/test_ring.py",
@@ -47,6 +46,8 @@ LONGEST = (
     "unit/test_models.py",
 )
 """Files that take longest, of those in gloo/ and of the others: a long one that starts last runs alone."""
+TIMED = ("gloo/test_profile_command.py", "gloo/test_communication_times.py")
+"""Files that time what the machine can do within a budget of seconds: after the other files of ranks."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,7 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files of ranks first, and the longest of them and of the others before the rest."""
     folder = Path(__file__).parent
     order = {folder / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (item.path.parent.name != "gloo", order.get(item.path, len(order))))
+    order |= {folder / name: len(LONGEST) + 1 for name in TIMED}
+    items.sort(key=lambda item: (item.path.parent.name != "gloo", order.get(item.path, len(LONGEST))))
 
 
 @pytest.hookimpl(wrapper=True)

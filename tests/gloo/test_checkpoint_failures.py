@@ -123,7 +123,7 @@ def load_damaged(rank: int, folder: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("how", "what", "newest"),
     [
-        ("truncated", "__1_0.distcp has another size", "step-1"),
+        ("truncated", "the size of its file __1_0.distcp differs", "step-1"),
         ("flipped", "__1_0.distcp does not hold what was written", "step-2"),
         ("lost", "__1_0.distcp is missing", "step-1"),
         ("no manifest", "it was never finished", "step-1"),

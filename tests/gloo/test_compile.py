@@ -29,8 +29,11 @@ def test_compiled_blocks_train_the_same() -> None:
 
 def train_by_inductor(rank: int) -> None:
     """Compare two steps of a model whose second block is compiled with two of the model as it is."""
+    import torch._inductor.config
+
     from osdp import OSDP
 
+    torch._inductor.config.cpp_cache_precompile_headers = False  # for two kernels they take longer than they save
     model = OSDP(
         seeded(Blocks),
         plan_of(Blocks(), "shard", {"blocks.0.up": "replicate"}, ranks=(1, 2)),

@@ -248,7 +248,7 @@ def _out_of_order(rank: int, way: str) -> None:
     if way == "fsdp2":
         model = started(way)
         model.set_gradient_divide_factor(3.0)
-        assert "divide factor" in refusal(partial(micro_batch, model, rank, 0))
+        assert "set_gradient_divide_factor" in refusal(partial(micro_batch, model, rank, 0))
         face.stop()
     model = started(way, accumulation=2)
     assert "not known" in refusal(partial(face.pre_optimizer_step, model, -1))

@@ -163,7 +163,7 @@ def test_an_interrupted_profile_leaves_no_file(tmp_path: Path) -> None:
     command = [python(), "-m", "osdp", "profile", *QUICK, "-o", "mine.yaml"]
     started = subprocess.Popen(command, env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert started.stderr is not None
-    assert any("measuring overlap" in line for line in started.stderr)
+    assert any("measuring communication" in line for line in started.stderr)
     # The ranks are in sessions of their own.
     program = process_of(started.pid)
     for pid in (*children(program), program):

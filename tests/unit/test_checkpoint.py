@@ -147,7 +147,7 @@ class Named(nn.Module):
     ("saved", "here", "told"),
     [
         (Named(1), Named(8), "it lacks parameters or buffers of the model\n  got: p1, p2, p3, p4, p5 and 2 more"),
-        (Named(3), Named(1), "it holds parameters or buffers that the model has not\n  got: p1, p2\n"),
+        (Named(3), Named(1), "it has parameters or buffers that the model does not have\n  got: p1, p2\n"),
         (Named(1), Named(1, width=3), "shapes differ from the model's\n  got: p0 (2,)\n  expected: p0 (3,)"),
     ],
 )
