@@ -236,7 +236,7 @@ def _misused(rank: int) -> None:
     window.take_gradient()
     with pytest.raises(OsdpError, match="push after take_gradient without a barrier"):
         window.push(out)
-    with pytest.raises(OsdpError, match="the dtype of .out. is not that of window"):
+    with pytest.raises(OsdpError, match="is not that of window"):
         window.pull(out.bfloat16())
     for wrong in (torch.empty(3501), torch.empty(7000)[::2], torch.empty(3500, device="meta")):
         with pytest.raises(OsdpError, match="3500 contiguous elements on cpu"):
