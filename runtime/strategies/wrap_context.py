@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from profiler.trace.trace import PRECISIONS
 from runtime.meshes import Meshes
 from runtime.parameter_places import ParameterSite, Registration, registered_parameters
 from runtime.schedule import Schedule, ScheduledUnit
+
+COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16}
+"""What parameters and floating-point inputs are cast to; None: left as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,7 @@ class WrapContext:
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """What parameters and floating-point inputs are cast to; None: left as they are."""
-        dtype = PRECISIONS[self.schedule.precision]
-        return None if dtype == torch.float32 else dtype
+        return COMPUTE_DTYPE[self.schedule.precision]
 
     @property
     def mixed_precision(self) -> MixedPrecisionPolicy:

@@ -424,7 +424,7 @@ def test_names_that_no_longer_load_can_be_replaced(cli: Cli, tiny_plan: Path) ->
 def test_another_cluster_is_warned_of(cli: Cli, tiny_plan: Path) -> None:
     done = cli("explain", tiny_plan, "--cluster", "h100-8")
     assert done.status == 0
-    assert "osdp: warning: the figures of the cluster h100-8 are not those" in done.err
+    assert "osdp: warning: the figures of the cluster h100-8 have changed since" in done.err
     assert "The plan file predicts" in done.out
 
 
@@ -460,7 +460,7 @@ def test_version(cli: Cli) -> None:
 
 def test_help_says_what_8gb_is(cli: Cli) -> None:
     text = " ".join(cli("plan", "--help").out.split())
-    assert "8GB means 8 GiB, that is 8192 MiB" in text
+    assert "8GB means 8 GiB (8192 MiB)" in text
 
 
 def test_schedule_prints_the_units_of_a_plan(cli: Cli, tmp_path: Path) -> None:

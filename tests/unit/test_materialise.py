@@ -369,7 +369,7 @@ def test_random_plain_attributes_are_refused() -> None:
 def test_reset_names_what_nothing_fills() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), parameter(lambda: torch.ones(3))())
-    with pytest.raises(OsdpError, match=r"nothing fills 1\.weight[\s\S]*got: Model with no"):
+    with pytest.raises(OsdpError, match=r"nothing fills 1\.weight[\s\S]*got: a Model without"):
         reset(model)
 
 
