@@ -24,12 +24,16 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
 from profiler.errors import OsdpError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
@@ -130,13 +134,21 @@ def read_yaml(path: Path, type_: type[T], *, schema: str, check: Callable[[T], I
 
 def validate(data: object, type_: type[T], at: Location = ()) -> tuple[T | None, list[Problem]]:
     """Return `data` as `type_`, or None and its problems; `at` is the location of `data`."""
-    from pydantic import TypeAdapter, ValidationError  # here, because it costs 0.15 s
+    from pydantic import ValidationError  # here, because it costs 0.15 s
 
     try:
-        return TypeAdapter(type_).validate_json(json.dumps(data), strict=True), []
+        return _adapter(type_).validate_json(json.dumps(data), strict=True), []
     except ValidationError as error:
         details = error.errors(include_url=False)
     return None, [_problem(detail, type_, at) for detail in details]
+
+
+@cache
+def _adapter(type_: type[T]) -> TypeAdapter[T]:
+    """Return what validates a type; making it costs more than using it."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(type_)
 
 
 def read_text(path: Path) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import programs
 import pytest
+import thoroughness
 from command_line import cli
 from hypothesis import settings
 
@@ -50,8 +51,14 @@ TIMED = ("gloo/test_profile_command.py", "gloo/test_communication_times.py")
 """Files that time what the machine can do within a budget of seconds: after the other files of ranks."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="draw ten times as much, and run every combination")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
+        if config.getoption("--thorough"):
+            os.environ[thoroughness.VARIABLE] = "1"
         os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on busy cores take most of a test's time
         os.environ[programs.FOLDER] = programs.make_folder()
 
@@ -61,6 +68,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ[programs.FOLDER], ignore_errors=True)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Start no more workers than there are files."""
     files = [argument for argument in config.args if ".py" in argument]

@@ -24,10 +24,12 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,7 @@ PRELOADED = (
     "hypothesis",
     "osdp.api",
     "osdp.training.rank_main",
+    "warm_ranks",
 )
 """What every rank imports, and would for 0.6 s each time."""
 GRACE_S = 0.3
@@ -117,8 +120,7 @@ def run_ranks(
         RankError: at the first failure, with that rank's traceback.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context = _server()
     processes: list[ForkServerProcess] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -150,6 +152,17 @@ def run_ranks(
                 process.join()
                 pipe.close()
     return [outcomes[rank].value if rank in outcomes else None for rank in range(world_size)]
+
+
+def _server() -> multiprocessing.context.ForkServerContext:
+    """Start what ranks fork from, unless it runs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    # Python 3.11 does not give it sys.path, and skips what it cannot import without a word.
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
+        forkserver.ensure_running()
+    return context
 
 
 def _environment(rank: int, world_size: int, ranks_per_node: int, port: int) -> dict[str, str]:

@@ -1,0 +1,25 @@
+"""Imported by the server that ranks fork from: does once, without a process group, what every rank would do first.
+
+A rank's first trace, first sharded parameter, first step of an optimizer and first cluster file take 0.5 s of
+processor time, nearly all of it in PyTorch's and pydantic's caches, which forks inherit.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from parity import Case, build, cluster_of, graph_of, inputs
+
+from runtime.compile_plan import compile_plan
+from runtime.observe.dry_run import Script, dry_run
+
+torch.set_num_threads(1)  # threads of the server would not be in its forks
+for strategy in ("replicate", "shard", "group_shard:2", "owner"):
+    case = Case("gpt2", {}, strategy, recomputed=("blocks.0",))
+    dry_run(
+        Script(lambda: build("gpt2"), lambda module, batch: inputs(module, batch), lambda loss: loss, "adam", 2),
+        compile_plan(case.plan(), graph_of("gpt2"), cluster_of(2, 2)),
+    )
+gc.collect()
+gc.freeze()  # a collection in a fork would go through all that was imported, and copy its pages
