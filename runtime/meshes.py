@@ -39,16 +39,16 @@ def check_world(nodes: int, ranks_per_node: int) -> None:
         )
 
 
-@lru_cache(maxsize=1)
-def _groups_of(world: dist.ProcessGroup) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return the process groups besides the default one, by their ranks; all models share them."""
-    return {}
+Groups = dict[tuple[int, ...], dist.ProcessGroup]
+"""By their ranks."""
+MeshesByShape = dict[tuple[str | int, ...], DeviceMesh]
+"""By device type, shape and stride."""
 
 
 @lru_cache(maxsize=1)
-def _meshes_of(world: dist.ProcessGroup) -> dict[tuple[str | int, ...], DeviceMesh]:
-    """Return the meshes that were made, by device type, shape and stride; all models share them."""
-    return {}
+def _made_in(world: dist.ProcessGroup) -> tuple[Groups, MeshesByShape]:
+    """Return the process groups besides the default one, and the meshes, that were made; all models share them."""
+    return {}, {}
 
 
 class Meshes:
@@ -57,8 +57,7 @@ class Meshes:
     def __init__(self, device_type: str, nodes: int, ranks_per_node: int) -> None:
         check_world(nodes, ranks_per_node)
         self.device_type, self.world_size = device_type, nodes * ranks_per_node
-        self._groups = _groups_of(dist.group.WORLD)
-        self._meshes = _meshes_of(dist.group.WORLD)
+        self._groups, self._meshes = _made_in(dist.group.WORLD)
 
     def _rows(self, ranks: int, stride: int) -> list[tuple[int, ...]]:
         """Return all groups of `ranks` ranks that are `stride` apart."""

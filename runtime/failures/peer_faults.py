@@ -102,13 +102,11 @@ def naming_peers(what: str, timeout_s: float) -> Iterator[None]:
     except Exception as error:
         if not is_lost_peer(error):
             raise
-        rank, lost = dist.get_rank(), find_lost(min(ANSWER_S, timeout_s))
-        raise PeerLost(
-            f"rank {rank} failed in {failed_collective(error)} during {what}: {_describe(lost)}",
-            got=f"{type(error).__name__}: {first_line(error)}",
-            expected=f"every rank to take part within {timeout_s:g} s",
-            advice=_advice(lost),
-        ) from error
+        fates, advice = _describe(find_lost(min(ANSWER_S, timeout_s)))
+        failed = f"rank {dist.get_rank()} failed in {failed_collective(error)} during {what}: {fates}"
+        got = f"{type(error).__name__}: {first_line(error)}"
+        expected = f"every rank to take part within {timeout_s:g} s"
+        raise PeerLost(failed, got=got, expected=expected, advice=advice) from error
 
 
 def check_finite(loss: Tensor, step: int) -> None:
@@ -172,22 +170,15 @@ def _unit(error: BaseException) -> str | None:
     return unit
 
 
-def _describe(lost: tuple[Lost, ...] | None) -> str:
-    """Say in words what is known about the others."""
+def _describe(lost: tuple[Lost, ...] | None) -> tuple[str, str]:
+    """Say in words what is known about the others, and what to look at."""
     if lost is None:
-        return "the store of the process group is gone too, with the process or machine that hosted it"
+        what = "the store of the process group is gone too, with the process or machine that hosted it"
+        return what, "the log of rank 0's machine; launch by torchrun, whose store outlives the ranks"
     if not lost:
-        return "every rank answered, so the network failed or ranks disagree on what they exchange"
-    return "; ".join(
-        f"rank {one.rank} {one.how}{f' (last seen in {one.last_seen})' if one.last_seen else ''}" for one in lost
-    )
-
-
-def _advice(lost: tuple[Lost, ...] | None) -> str:
-    """Say what to look at."""
-    if lost is None:
-        return "the log of rank 0's machine; launch by torchrun, whose store outlives the ranks"
-    if not lost:
-        return "the same model, plan and data sizes on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL shows which differ"
+        what = "every rank answered, so the network failed or ranks disagree on what they exchange"
+        shown = "TORCH_DISTRIBUTED_DEBUG=DETAIL shows which differ"
+        return what, f"the same model, plan and data sizes on every rank; {shown}"
+    fates = (f"rank {one.rank} {one.how}{f' (last seen in {one.last_seen})' if one.last_seen else ''}" for one in lost)
     ranks = format_ranks([one.rank for one in lost])
-    return f"the log of {ranks} (out of memory? killed?), then resume the last checkpoint"
+    return "; ".join(fates), f"the log of {ranks} (out of memory? killed?), then resume the last checkpoint"
