@@ -96,7 +96,7 @@ def report_failure(error: BaseException) -> None:
 def answer() -> None:
     """Tell the others that this rank is fine, and stops because it has lost another."""
     store, rank = _store(), dist.get_rank()
-    _bounded(lambda: _answer(store, rank), STORE_S)
+    _bounded(lambda: store.set(f"{PREFIX}/answered/{rank}", "1"), STORE_S)
 
 
 def find_lost(answer_s: float) -> tuple[Lost, ...] | None:
@@ -125,13 +125,9 @@ def _bounded(ask: Callable[[], Result], limit_s: float) -> Result | None:
     return found[0] if found else None
 
 
-def _answer(store: c10d.Store, rank: int) -> None:
-    store.set(f"{PREFIX}/answered/{rank}", "1")
-
-
 def _ask(store: c10d.Store, rank: int, world_size: int, answer_s: float) -> tuple[Lost, ...]:
     """Do what `find_lost` says."""
-    _answer(store, rank)
+    store.set(f"{PREFIX}/answered/{rank}", "1")
     own, end_s = Process.own(), time.monotonic() + answer_s
     others = [other for other in range(world_size) if other != rank]
     known = {other: _announced(store, other) for other in others}

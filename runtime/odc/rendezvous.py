@@ -35,23 +35,23 @@ class Rendezvous:
         """Of all ranks, in order of rank."""
         mine: list[Segment] = []
 
-        def make() -> tuple[str, int]:
+        def make() -> tuple[Path, int]:
             mine.append(Segment.create(size_bytes))
-            return str(mine[0].path), os.getpid()
+            return mine[0].path, os.getpid()
 
         def attach() -> None:
             for other, (path, _) in enumerate(made):
-                self.segments.append(mine[0] if other == rank else Segment.attach(Path(path), size_bytes))
+                self.segments.append(mine[0] if other == rank else Segment(path, size_bytes))
 
         try:
             made = agreement.gather("make shared memory", make)
             agreement.together("map the shared memory of the others", attach)
         except BaseException:
             for segment in {*mine, *self.segments}:
-                segment.unlink()
+                segment.path.unlink(missing_ok=True)
                 segment.close()
             raise
-        mine[0].unlink()
+        mine[0].path.unlink()
         self._pids = [pid for _, pid in made]
 
     def others_first(self) -> list[int]:
