@@ -74,12 +74,10 @@ def is_meta(module: nn.Module) -> bool:
     meta = {name: parameter.is_meta for name, parameter in module.named_parameters()}
     if any(meta.values()) and not all(meta.values()):
         without, with_data = (next(name for name, is_meta in meta.items() if is_meta == kind) for kind in (True, False))
-        raise OsdpError(
-            "only a part of the model is on the meta device",
-            got=f"{without} has no data, {with_data} has",
-            expected="all parameters on the meta device, or none",
-            advice="build the whole model under torch.device('meta'), or pass a factory",
-        )
+        what, got = "only a part of the model is on the meta device", f"{without} has no data, {with_data} has"
+        expected = "all parameters on the meta device, or none"
+        advice = "build the whole model under torch.device('meta'), or pass a factory"
+        raise OsdpError(what, got=got, expected=expected, advice=advice)
     return any(meta.values())
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ META = torch.device("meta")
 CPU = torch.device("cpu")
 ADVICE = "build the model on the CPU and pass the module itself"
 
+Inputs = tuple[list[Any], dict[str, Any]]
+Outputs = tuple[Ref | None, ...]
 _aten = torch.ops.aten
 _FILLS = {
     _aten.bernoulli_,
@@ -94,12 +96,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what a tensor is on the tape."""
         number = self._numbers.get(id(tensor.untyped_storage()))
         if number is None and tensor.is_meta:
-            raise OsdpError(
-                "the factory uses a tensor on the meta device, which has no data",
-                got=f"shape {tuple(tensor.shape)} in {user_frame()}",
-                expected="tensors without a device, on the CPU, or with data",
-                advice="make the whole model within the factory, and leave the device out",
-            )
+            what = "the factory uses a tensor on the meta device, which has no data"
+            got = f"shape {tuple(tensor.shape)} in {user_frame()}"
+            expected = "tensors without a device, on the CPU, or with data"
+            advice = "make the whole model within the factory, and leave the device out"
+            raise OsdpError(what, got=got, expected=expected, advice=advice)
         if number is None:
             return self.adopt(tensor)
         return Ref(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
@@ -146,20 +147,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fills_nothing = func.overloadpacket.__name__.removeprefix("new_").startswith("empty")
         if not fills_nothing and (changed or any(outputs)):
             is_whole = func.overloadpacket in _FILLS or any(argument.is_out for argument in func._schema.arguments)
-            is_random = torch.Tag.nondeterministic_seeded in func.tags
-            self.append(func, (list(args), kwargs), changed, outputs, is_whole=is_whole, is_random=is_random)
+            self.append(func, (list(args), kwargs), changed, outputs, is_whole)
         return result
 
-    def append(
-        self,
-        call: Callable[..., Any],
-        inputs: tuple[list[Any], dict[str, Any]],
-        changed: Sequence[Ref],
-        outputs: tuple[Ref | None, ...],
-        *,
-        is_whole: bool,
-        is_random: bool,
-    ) -> None:
+    def append(self, call: Any, inputs: Inputs, changed: Sequence[Ref], outputs: Outputs, is_whole: bool) -> None:
         """Put a call on the tape: what it changes, as a whole or in part, and the new storages that it returns."""
         args, kwargs = tree_map_only(Tensor, self.ref, inputs)
         refs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
@@ -169,7 +160,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = frozenset(ref.storage for ref in refs) - whole
         writes = frozenset(ref.storage for ref in (*changed, *outputs) if ref)
         draw = None
-        if is_random:
+        # What is no op is a function that draws, and has no tags.
+        if torch.Tag.nondeterministic_seeded in getattr(call, "tags", [torch.Tag.nondeterministic_seeded]):
             generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
             draw = self._random.draw(generators[0] if generators else torch.default_generator)
         self.tape.steps.append(Step(call, args, kwargs, outputs, reads, writes, torch.get_default_dtype(), draw))
@@ -291,12 +283,9 @@ class _Appearances(TorchFunctionMode):
             with self._recorder.paused():
                 args = (args[0], self._recorder.as_meta(args[1]))
         elif func in _OUT_OF_SIGHT:
-            raise OsdpError(
-                "the model's constructor passes a tensor's memory to code outside PyTorch, which cannot be recorded",
-                got=f"{func.__name__} in {user_frame()}",
-                expected="PyTorch ops only",
-                advice=ADVICE,
-            )
+            what = "the model's constructor passes a tensor's memory to code outside PyTorch, which cannot be recorded"
+            got = f"{func.__name__} in {user_frame()}"
+            raise OsdpError(what, got=got, expected="PyTorch ops only", advice=ADVICE)
         return func(*args, **kwargs)
 
 
@@ -327,8 +316,7 @@ def _whole_trunc_normal(recorder: OpRecorder) -> Iterator[None]:
         if not recorder.knows(tensor) and tensor.is_meta:
             return original(tensor, *args, **kwargs)
         with recorder.paused():
-            whole, inputs = [recorder.ref(tensor)], ([tensor, *args], kwargs)
-            recorder.append(original, inputs, whole, (None,), is_whole=True, is_random=True)
+            recorder.append(original, ([tensor, *args], kwargs), [recorder.ref(tensor)], (None,), is_whole=True)
         return tensor
 
     with patch.object(torch.nn.init, "_no_grad_trunc_normal_", recorded):

@@ -92,12 +92,9 @@ class CupyDevice:
             return int(self._runtime.malloc(size_bytes))
         except failure as error:
             free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
-            raise OsdpError(
-                "the GPU has too little free memory for the windows of odc",
-                got=f"{format_bytes(free_bytes)} free",
-                expected=format_bytes(size_bytes),
-                advice="plan with a smaller memory limit, or another strategy",
-            ) from error
+            what, got = "the GPU has too little free memory for the windows of odc", f"{format_bytes(free_bytes)} free"
+            advice = "plan with a smaller memory limit, or another strategy"
+            raise OsdpError(what, got=got, expected=format_bytes(size_bytes), advice=advice) from error
 
     def free(self, address: int) -> None:
         """Free what `allocate` gave."""

@@ -206,9 +206,6 @@ def _no_room(size_bytes: int, error: OSError) -> OsdpError:
     if error.errno != errno.ENOSPC:
         return OsdpError("no shared memory can be made", got=str(error))
     space = os.statvfs(FOLDER)
-    return OsdpError(
-        f"{FOLDER} is too small for the windows",
-        got=f"{format_bytes(space.f_bavail * space.f_frsize)} free",
-        expected=f"{format_bytes(size_bytes)} for each rank",
-        advice="a larger one (docker run --shm-size=..., mount -o remount,size=... /dev/shm), or another strategy",
-    )
+    what, got = f"{FOLDER} is too small for the windows", f"{format_bytes(space.f_bavail * space.f_frsize)} free"
+    advice = "a larger one (docker run --shm-size=..., mount -o remount,size=... /dev/shm), or another strategy"
+    return OsdpError(what, got=got, expected=f"{format_bytes(size_bytes)} for each rank", advice=advice)

@@ -203,12 +203,9 @@ class Transport(ABC):
         if odd:
             theirs = layouts[self.ranks.index(odd[0])]
             first = next(i for i in range(len(theirs)) if theirs[i : i + 1] != layouts[0][i : i + 1])
-            raise OsdpError(
-                f"the windows of {format_ranks(odd)} differ from those of rank {self.ranks[0]}",
-                got=f"{theirs[first]} on rank {odd[0]}",
-                expected=f"{layouts[0][first]}",
-                advice="the same model, plan and version of OSDP on every rank",
-            )
+            what = f"the windows of {format_ranks(odd)} differ from those of rank {self.ranks[0]}"
+            got, advice = f"{theirs[first]} on rank {odd[0]}", "the same model, plan and version of OSDP on every rank"
+            raise OsdpError(what, got=got, expected=layouts[0][first], advice=advice)
 
     def _lay_out(self, header_bytes: int) -> int:
         """Set where windows lie in a rank's memory behind its first bytes; return its size."""

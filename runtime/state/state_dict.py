@@ -138,10 +138,8 @@ def _source(name: str, shard: LocalShard, value: Any) -> Tensor:
     else:
         source = value[shard.slices]
     if source is None or tuple(source.shape) != shard.sizes:
-        raise OsdpError(
-            f"{name} in the state dict is sharded differently from the model",
-            expected=f"{shard.sizes} at {shard.offsets}",
-            got="nothing there" if source is None else str(tuple(source.shape)),
-            advice="use full_state_dict() or a checkpoint to change plans",
-        )
+        what = f"{name} in the state dict is sharded differently from the model"
+        got = "nothing there" if source is None else str(tuple(source.shape))
+        expected, advice = f"{shard.sizes} at {shard.offsets}", "use full_state_dict() or a checkpoint to change plans"
+        raise OsdpError(what, got=got, expected=expected, advice=advice)
     return source

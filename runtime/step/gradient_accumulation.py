@@ -149,13 +149,11 @@ class Accumulation:
     def _check_reduced(self) -> None:
         if self.done and self.once_per_step:
             count = "1 micro-batch" if self.done == 1 else f"{self.done} micro-batches"
-            raise OsdpError(
-                "optimizer.step() was called before the last micro-batch, so gradients are not all reduced",
-                got=count,
-                expected="one outside of no_sync()" if self.explicit else f"{self.micro_batches}, as in the plan",
-                advice="mark the last one: run the others in `with model.no_sync():`, or call model.sync() "
-                "before it; model.zero_grad() discards the step",
-            )
+            what = "optimizer.step() was called before the last micro-batch, so gradients are not all reduced"
+            expected = "one outside of no_sync()" if self.explicit else f"{self.micro_batches}, as in the plan"
+            mark = "mark the last one: run the others in `with model.no_sync():`, or call model.sync() before it"
+            advice = f"{mark}; model.zero_grad() discards the step"
+            raise OsdpError(what, got=count, expected=expected, advice=advice)
 
     def after_step(self) -> None:
         """Publish the parameters that the optimizer has changed."""
