@@ -40,7 +40,6 @@ class Script:
     """A model and how it trains."""
 
     build: Callable[[], nn.Module]
-    """Makes the model."""
     feed: Callable[[nn.Module, int], tuple[Sequence[Any], dict[str, Any]]]
     """(module, micro-batch) -> arguments of its forward."""
     find_loss: Callable[[Any], Tensor]

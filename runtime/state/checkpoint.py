@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -80,7 +80,7 @@ class _State:
 
     tensors: dict[str, GlobalTensor]
     optimizer: OptimizerRecord | None
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any]
 
 
 def save(
