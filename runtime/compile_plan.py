@@ -7,13 +7,13 @@ they get module paths, parameters, owners and collectives.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from planner.model.fsdp_units import Unit, owners_of, split_bounds, unit_parameters, units_of
-from planner.model.stages import StagedModel, cut
+from planner.model.stages import cut
 from planner.plan import Plan, read_choices
 from planner.pricing import runs_by_ddp
-from planner.strategies.spec import Strategy
+from planner.strategies.spec import Collective
 from planner.strategies.unit_collectives import unit_collectives
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
@@ -29,73 +29,60 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
     Raises `OsdpError` if the plan's operators, blocks or strategies are not the model's or the cluster's.
     """
     choices = dict(enumerate(read_choices(plan, graph, cluster)))
-    staged = cut(graph)
-    recomputed = tuple(block.name for block in graph.blocks if block.name in set(plan.recomputed_blocks))
-    units = _Units(staged, choices, plan.model.precision, cluster)
+    precision, units = plan.model.precision, units_of(cut(graph), choices)
+    owners = owners_of(units, graph, cluster.world_size)
+    called = {call.operator for call in graph.calls}
+    scheduled = []
+    for index, unit in enumerate(units):
+        collectives = unit_collectives(unit_parameters(unit, graph), unit.strategy, precision, cluster)
+        idle = not called.intersection(unit.operators)
+        scheduled.append(_scheduled(unit, graph, collectives, owners.get(index), idle))
     splits = tuple(
         Split(graph.operators[index].modules[0], len(slices)) for index, slices in choices.items() if len(slices) > 1
     )
     schedule = Schedule(
         nodes=cluster.nodes,
         ranks_per_node=cluster.gpus_per_node,
-        precision=plan.model.precision,
+        precision=precision,
         accumulation=plan.accumulation,
-        units=units.scheduled(),
+        units=tuple(scheduled),
         splits=splits,
-        recomputed=recomputed,
+        recomputed=tuple(block.name for block in graph.blocks if block.name in set(plan.recomputed_blocks)),
         by_ddp=runs_by_ddp(plan, graph, cluster),
     )
     verify(schedule, graph)
     return schedule
 
 
-class _Units:
-    """Turns the planner's units into scheduled ones."""
-
-    def __init__(
-        self, staged: StagedModel, choices: Mapping[int, tuple[Strategy, ...]], precision: str, cluster: Cluster
-    ) -> None:
-        self.graph, self.precision, self.cluster = staged.graph, precision, cluster
-        self.units = units_of(staged, choices)
-        self.called = {call.operator for call in staged.graph.calls}
-        self.owners = owners_of(self.units, staged.graph, cluster.world_size)
-
-    def _operators(self, unit: Unit) -> tuple[Operator, ...]:
-        return tuple(self.graph.operators[index] for index in unit.operators)
-
-    def scheduled(self) -> tuple[ScheduledUnit, ...]:
-        """Return the units as the runtime applies them."""
-        return tuple(self._scheduled(index, unit) for index, unit in enumerate(self.units))
-
-    def _scheduled(self, index: int, unit: Unit) -> ScheduledUnit:
-        operators, parameters = self._operators(unit), unit_parameters(unit, self.graph)
-        block = None if unit.whole_block is None else self.graph.blocks[unit.whole_block].name
-        paths = tuple(dict.fromkeys(path for operator in operators for path in operator.modules))
+def _scheduled(
+    unit: Unit, graph: ModelGraph, collectives: tuple[Collective, ...], owner: int | None, idle: bool
+) -> ScheduledUnit:
+    """Return one of the planner's units with the modules to wrap and their parameters."""
+    operators = [graph.operators[index] for index in unit.operators]
+    if unit.slice is not None:
+        index, count = unit.slice
+        paths: tuple[str, ...] = (Split(operators[0].modules[0], count).slice_path(index),)
+        name = f"{operators[0].name} slice {index + 1} of {count}"
+    else:
+        block = None if unit.whole_block is None else graph.blocks[unit.whole_block].name
         name = block or operators[0].name or "the model itself"
-        if unit.slice is not None:
-            paths = (Split(operators[0].modules[0], unit.slice[1]).slice_path(unit.slice[0]),)
-            name = f"{operators[0].name} slice {unit.slice[0] + 1} of {unit.slice[1]}"
-        return ScheduledUnit(
-            name=name,
-            operators=tuple(operator.name for operator in operators),
-            modules=(block,) if block is not None else outermost(paths),
-            parameters=tuple(self._parameter(parameter, unit, paths) for parameter in parameters),
-            strategy=unit.strategy,
-            collectives=unit_collectives(parameters, unit.strategy, self.precision, self.cluster),
-            owner=self.owners.get(index),
-            idle=not self.called.intersection(unit.operators),
-        )
+        every = tuple(dict.fromkeys(path for operator in operators for path in operator.modules))
+        paths = outermost(every) if block is None else (block,)
+    parameters = tuple(_parameter(parameter, unit, operators, paths[0]) for parameter in unit_parameters(unit, graph))
+    names = tuple(operator.name for operator in operators)
+    return ScheduledUnit(name, names, paths, parameters, unit.strategy, collectives, owner, idle)
 
-    def _parameter(self, parameter: Parameter, unit: Unit, paths: Sequence[str]) -> ScheduledParameter:
-        """Return a parameter with the place that it, or the slice of it, has in the original."""
-        if unit.slice is None:
-            return ScheduledParameter(parameter.name, whole(parameter.name, parameter.shape), parameter.trainable)
-        shape, offsets = parameter.shape, (0,) * len(parameter.shape)
-        if len(shape) == 2:
-            (weight,) = (p for op in self._operators(unit) for p in op.parameters if p.name == parameter.name)
-            shape, offsets = weight.shape, (0, split_bounds(weight.shape[1], unit.slice[1])[unit.slice[0]])
-        path = f"{paths[0]}.{parameter.name.rpartition('.')[2]}"
-        return ScheduledParameter(path, Origin(parameter.name, shape, offsets, parameter.shape), parameter.trainable)
+
+def _parameter(parameter: Parameter, unit: Unit, operators: Sequence[Operator], path: str) -> ScheduledParameter:
+    """Return a parameter with the place that it, or the slice of it in the module at `path`, has in the original."""
+    if unit.slice is None:
+        return ScheduledParameter(parameter.name, whole(parameter.name, parameter.shape), parameter.trainable)
+    shape, offsets = parameter.shape, (0,) * len(parameter.shape)
+    if len(shape) == 2:
+        (weight,) = (p for operator in operators for p in operator.parameters if p.name == parameter.name)
+        shape, offsets = weight.shape, (0, split_bounds(weight.shape[1], unit.slice[1])[unit.slice[0]])
+    origin = Origin(parameter.name, shape, offsets, parameter.shape)
+    return ScheduledParameter(f"{path}.{parameter.name.rpartition('.')[2]}", origin, parameter.trainable)
 
 
 def verify(schedule: Schedule, graph: ModelGraph) -> None:

@@ -23,19 +23,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from runtime.torch_compat import uneven_dtensor
+
 
 @dataclass(frozen=True)
-class LocalShard:
-    """What this rank holds of one parameter of the original model."""
+class Origin:
+    """A part of a parameter of the original model: that from which a registered parameter is made, before sharding."""
 
     name: str
     """Fully qualified name in the original model."""
     shape: tuple[int, ...]
     """Unsharded shape of the original parameter."""
     offsets: tuple[int, ...]
-    """Where this rank's part starts, one number per dimension."""
+    """Where the part starts, one number per dimension."""
     sizes: tuple[int, ...]
-    """Extent of the part; with a zero where this rank holds nothing."""
+    """Extent of the part; with a zero where there is nothing."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the part."""
+        return prod(self.sizes, start=1)
+
+
+@dataclass(frozen=True)
+class LocalShard(Origin):
+    """The part of a parameter that this rank holds."""
+
     replicas: int
     """Number of ranks that hold this very part."""
     parameter: nn.Parameter
@@ -44,11 +57,6 @@ class LocalShard:
     """Whether this rank is the first of those that hold this very part."""
     is_uneven: bool = False
     """Whether ranks share the rows of its DTensor in another way than its placements say."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the part."""
-        return prod(self.sizes, start=1)
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -64,29 +72,23 @@ class LocalShard:
         return local_data(tensor).detach().view(self.sizes)
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Which part of which original parameter a registered parameter is, before it is sharded."""
-
-    name: str
-    """Fully qualified name in the original model."""
-    shape: tuple[int, ...]
-    """Shape of the original parameter."""
-    offsets: tuple[int, ...]
-    """Where the part starts."""
-    sizes: tuple[int, ...]
-    """Extent of the part."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the part."""
-        return prod(self.sizes, start=1)
-
-
 def local_data(tensor: Tensor) -> Tensor:
     """Return this rank's data of a DTensor, or a plain tensor itself."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def add_gradient(parameter: nn.Parameter, flat: Tensor) -> None:
+    """Add to the gradient of a DTensor this rank's part, with which `flat` begins; the rest of that is padding."""
+    local = local_data(parameter)
+    part = flat[: local.numel()].view(local.shape)
+    if parameter.grad is None:
+        assert isinstance(parameter, DTensor)
+        # A copy, because `flat` is a part of a buffer that holds the other parameters' gradients too.
+        own = part.to(local.device, local.dtype, copy=True)
+        parameter.grad = uneven_dtensor(own, parameter.device_mesh, parameter.shape)
+    else:
+        local_data(parameter.grad).add_(part.to(local.device, local.dtype))
 
 
 def whole(name: str, shape: Iterable[int]) -> Origin:

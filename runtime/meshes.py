@@ -31,24 +31,22 @@ def check_world(nodes: int, ranks_per_node: int) -> None:
     """Raise OsdpError if there is no process group, or one of another size than a plan's."""
     check_process_group()
     if dist.get_world_size() != nodes * ranks_per_node:
-        raise OsdpError(
-            "the plan is for another number of ranks",
-            got=f"{dist.get_world_size()} in the process group",
-            expected=f"{nodes * ranks_per_node}: {nodes} x {ranks_per_node}, as in the plan",
-            advice="start that many ranks, or make a plan for these",
-        )
+        what, advice = "the plan is for another number of ranks", "start that many ranks, or make a plan for these"
+        got = f"{dist.get_world_size()} in the process group"
+        expected = f"{nodes * ranks_per_node}: {nodes} x {ranks_per_node}, as in the plan"
+        raise OsdpError(what, got=got, expected=expected, advice=advice)
+
+
+Groups = dict[tuple[int, ...], dist.ProcessGroup]
+"""By their ranks."""
+MeshesByShape = dict[tuple[str | int, ...], DeviceMesh]
+"""By device type, shape and stride."""
 
 
 @lru_cache(maxsize=1)
-def _groups_of(world: dist.ProcessGroup) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return the process groups besides the default one, by their ranks; all models share them."""
-    return {}
-
-
-@lru_cache(maxsize=1)
-def _meshes_of(world: dist.ProcessGroup) -> dict[tuple[str | int, ...], DeviceMesh]:
-    """Return the meshes that were made, by device type, shape and stride; all models share them."""
-    return {}
+def _made_in(world: dist.ProcessGroup) -> tuple[Groups, MeshesByShape]:
+    """Return the process groups besides the default one, and the meshes, that were made; all models share them."""
+    return {}, {}
 
 
 class Meshes:
@@ -57,18 +55,15 @@ class Meshes:
     def __init__(self, device_type: str, nodes: int, ranks_per_node: int) -> None:
         check_world(nodes, ranks_per_node)
         self.device_type, self.world_size = device_type, nodes * ranks_per_node
-        self._groups = _groups_of(dist.group.WORLD)
-        self._meshes = _meshes_of(dist.group.WORLD)
+        self._groups, self._meshes = _made_in(dist.group.WORLD)
 
     def _rows(self, ranks: int, stride: int) -> list[tuple[int, ...]]:
         """Return all groups of `ranks` ranks that are `stride` apart."""
         if ranks < 1 or stride < 1 or self.world_size % (ranks * stride):
-            raise OsdpError(
-                "the groups of a strategy do not divide the world size",
-                got=f"groups of {ranks} ranks that are {stride} apart, among {self.world_size}",
-                expected=f"a divisor of {self.world_size}",
-                advice="plan again for this number of ranks",
-            )
+            what = "the groups of a strategy do not divide the world size"
+            got = f"groups of {ranks} ranks that are {stride} apart, among {self.world_size}"
+            expected, advice = f"a divisor of {self.world_size}", "plan again for this number of ranks"
+            raise OsdpError(what, got=got, expected=expected, advice=advice)
         span = ranks * stride
         firsts = [start + offset for start in range(0, self.world_size, span) for offset in range(stride)]
         return [tuple(range(first, first + span, stride)) for first in firsts]

@@ -27,7 +27,6 @@ class ScheduledParameter:
     origin: Origin
     """Which part of which parameter of the original model it is."""
     trainable: bool
-    """Whether it gets a gradient."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,11 @@ class ScheduledUnit:
     name: str
     """The block, or the first operator."""
     operators: tuple[str, ...]
-    """Names of its operators."""
     modules: tuple[str, ...]
     """Paths of the modules that are wrapped, after splitting."""
     parameters: tuple[ScheduledParameter, ...]
     """Every parameter that it gathers, in the order of its operators."""
     strategy: Strategy
-    """How it is sharded."""
     collectives: tuple[Collective, ...]
     """What it communicates in a micro-batch and in a step."""
     owner: int | None = None
@@ -64,10 +61,9 @@ class Split:
     module: str
     """Path of the linear layer."""
     count: int
-    """Number of slices."""
 
     def slice_path(self, index: int) -> str:
-        """Return the path of the module of one slice."""
+        """Return the path of one slice's module."""
         return f"{self.module}.slices.{index}"
 
 

@@ -49,7 +49,10 @@ class WrappedUnit:
         """Reshard the parameters that a forward left unsharded; a later backward gathers them again."""
 
     def reset(self) -> None:
-        """Clean up after a failed forward or backward, and discard the gradients of an abandoned step. Collective."""
+        """Clean up after a failed forward or backward, and discard the gradients of an abandoned step. Collective.
+
+        A failure on one rank only cannot be recovered from.
+        """
 
     def discard_gradients(self, pending: bool) -> None:
         """Discard gradients that wait for `finish_gradients`; `pending`: whether this rank made any. Collective."""
@@ -92,37 +95,14 @@ class ShardedModel:
         return next((unit.runner for unit in self.units if unit.runner is not None), None)
 
     @property
-    def reduces_in_last_backward(self) -> bool:
-        """Whether a reduction waits for the backward of a step's last micro-batch."""
-        return any(unit.reduces_in_last_backward for unit in self.units)
-
-    @property
     def finishes_in_optimizer_step(self) -> bool:
         """Whether gradients are complete only after `finish_gradients`, which the optimizer's step calls."""
         return any(unit.finishes_in_optimizer_step for unit in self.units)
-
-    def set_requires_all_reduce(self, required: bool) -> None:
-        """Say whether the next reductions are the last of their step."""
-        for unit in self.units:
-            unit.set_requires_all_reduce(required)
 
     def reshard(self) -> None:
         """Reshard the parameters that a forward left unsharded; a later backward gathers them again."""
         for unit in self.units:
             unit.reshard()
-
-    def reset(self) -> None:
-        """Clean up after a failed backward, and discard the gradients of an abandoned step.
-
-        A collective call: a failure on one rank only cannot be recovered from.
-        """
-        for unit in self.units:
-            unit.reset()
-
-    def discard_gradients(self, pending: bool) -> None:
-        """Discard gradients that wait for `finish_gradients`; `pending`: whether this rank made any. Collective."""
-        for unit in self.units:
-            unit.discard_gradients(pending)
 
     def finish_gradients(self, micro_batches: int) -> None:
         """Complete the gradients of this many micro-batches of this rank. A collective call."""
@@ -132,11 +112,6 @@ class ShardedModel:
             for shard in self.local_shards if scale != 1.0 else ():
                 if shard.parameter.grad is not None and id(shard.parameter) not in finished:
                     shard.local(shard.parameter.grad).mul_(scale)
-
-    def publish(self) -> None:
-        """Make the parameters that the optimizer has changed visible to other ranks. A collective call."""
-        for unit in self.units:
-            unit.publish()
 
     def expire(self) -> None:
         """Note that parameters were changed by other means than an optimizer."""

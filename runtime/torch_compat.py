@@ -22,10 +22,11 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from inspect import signature
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -107,29 +108,19 @@ def reset_iteration(root: FSDPModule) -> None:
                     parameter._unsharded_param.grad = None
 
 
-@contextmanager
-def share_secondary_mesh(mesh: DeviceMesh) -> Iterator[None]:
+def share_secondary_mesh(mesh: DeviceMesh) -> AbstractContextManager[object]:
     """Let `fully_shard(reshard_after_forward=K)` use `mesh`, of shape (N / K, K), instead of a new one."""
-    original = vars(_fsdp_init)["DeviceMesh"]
-    vars(_fsdp_init)["DeviceMesh"] = lambda device_type, ranks: mesh
-    try:
-        yield
-    finally:
-        vars(_fsdp_init)["DeviceMesh"] = original
+    return patch.object(_fsdp_init, "DeviceMesh", lambda device_type, ranks: mesh)
 
 
 @contextmanager
-def keep_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Keep the parameters of these units unsharded after a forward: their backward follows at once."""
-    groups = [group for module in modules for group in _param_groups(module)]
-    for group in groups:
-        vars(group).update(reshard=lambda: None, _record_post_forward=lambda: None)
-    try:
+def keep_after_forward(module: FSDPModule) -> Iterator[None]:
+    """Keep the parameters of a unit unsharded after a forward: their backward follows at once."""
+    with ExitStack() as stack:
+        for group in _param_groups(module):
+            kept = patch.multiple(group, reshard=lambda: None, _record_post_forward=lambda: None)
+            stack.enter_context(kept)
         yield
-    finally:
-        for group in groups:
-            for name in ("reshard", "_record_post_forward"):
-                vars(group).pop(name, None)
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
@@ -182,18 +173,12 @@ def no_modes() -> AbstractContextManager[None]:
     return cast(AbstractContextManager[None], _python_dispatch._disable_current_modes())
 
 
-@contextmanager
-def few_chunks() -> Iterator[None]:
+def few_chunks() -> AbstractContextManager[object]:
     """Let `fully_shard` chunk a parameter lazily: only the chunks that it looks at, not one for every rank.
 
     For dry runs of a thousand ranks, where cutting fake tensors would take minutes.
     """
-    original = vars(_fsdp_param)["_chunk_with_empty"]
-    vars(_fsdp_param)["_chunk_with_empty"] = _Chunks
-    try:
-        yield
-    finally:
-        vars(_fsdp_param)["_chunk_with_empty"] = original
+    return patch.object(_fsdp_param, "_chunk_with_empty", _Chunks)
 
 
 class _Chunks(Sequence[Tensor]):
@@ -214,16 +199,11 @@ class _Chunks(Sequence[Tensor]):
         return self.tensor.narrow(self.dim, start, min(self.rows, size - start))
 
 
-@contextmanager
-def data_parallel_of_fakes() -> Iterator[None]:
+def data_parallel_of_fakes() -> AbstractContextManager[object]:
     """Let DistributedDataParallel wrap fake tensors: it compares no shapes and sends no values."""
     names = ("_verify_param_shape_across_processes", "_sync_module_states")
-    originals = {name: vars(_data_parallel)[name] for name in names}
-    vars(_data_parallel).update(dict.fromkeys(names, lambda *_, **__: True))
-    try:
-        yield
-    finally:
-        vars(_data_parallel).update(originals)
+    replaced: dict[str, Any] = dict.fromkeys(names, lambda *_, **__: True)
+    return cast(AbstractContextManager[object], patch.multiple(_data_parallel, **replaced))
 
 
 def reduce_fake_buckets(runner: DistributedDataParallel) -> None:

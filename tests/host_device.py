@@ -14,7 +14,7 @@ import torch
 from host_kernels import build
 
 from profiler.errors import OsdpError
-from runtime.odc.gpu_device import Device
+from runtime.odc.cupy_device import CupyDevice
 from runtime.odc.kernels import SOURCES
 
 HARNESS = """
@@ -58,7 +58,7 @@ def build_kernels(folder: Path) -> Path:
     return folder / "harness.so"
 
 
-class HostDevice(Device):
+class HostDevice:
     """Memory in /dev/shm under a name of the test's, so that what is left behind can be seen."""
 
     torch_device = torch.device("cpu")
@@ -136,6 +136,6 @@ class HostDevice(Device):
         """Launches are done when they return."""
 
 
-def no_device(*_: object) -> Device:
+def no_device(*_: object) -> CupyDevice:
     """Find no GPU."""
     raise OsdpError("CuPy cannot be loaded", got="No module named 'cupy'", advice="pip install")

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from osdp.api import OSDP
 from osdp.plots import Moment, check_drawing, draw_memory
 from osdp.resources import make_folder
-from runtime.observe.live_bytes_by_category import ACTIVATIONS, LabelledBytes
+from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes
 
 MEMORY_STEP, TRACE_STEP = 3, 4
 """Steps that are traced; in the first ones memory is allocated and kernels are chosen."""
@@ -111,11 +111,11 @@ def recorded(model: nn.Module, optimizer: Optimizer) -> Iterator[list[Moment]]:
             handle.remove()
 
 
-class MemoryTimeline(LabelledBytes):  # type: ignore[no-untyped-call]
+class MemoryTimeline(LiveBytes):  # type: ignore[no-untyped-call]
     """The live bytes after every change since `begin`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(ACTIVATIONS)
         self.moments: list[Moment] = []
         self._start_s = 0.0
 

@@ -9,8 +9,9 @@ modules' own `reset_parameters`. Both use up the default CPU generator exactly a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from inspect import Parameter, signature
+from inspect import signature
 from itertools import chain
 from typing import cast
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.errors import OsdpError
-from runtime.deferred_init.op_recorder import OpRecorder, recording
+from runtime.deferred_init.op_recorder import OpRecorder
 from runtime.deferred_init.op_tape import Ref, Tape
 
 
@@ -58,7 +59,7 @@ def record(build: Callable[[], nn.Module]) -> Recording:
     memory to NumPy, or runs an op that the meta device does not support.
     """
     recorder = OpRecorder()
-    with recording(recorder):
+    with recorder.recording():
         module = build()
     parameters = [parameter.detach() for parameter in module.parameters()]
     if parameters and all(tensor.is_meta and not recorder.knows(tensor) for tensor in parameters):
@@ -73,12 +74,10 @@ def is_meta(module: nn.Module) -> bool:
     meta = {name: parameter.is_meta for name, parameter in module.named_parameters()}
     if any(meta.values()) and not all(meta.values()):
         without, with_data = (next(name for name, is_meta in meta.items() if is_meta == kind) for kind in (True, False))
-        raise OsdpError(
-            "only a part of the model is on the meta device",
-            got=f"{without} has no data, {with_data} has",
-            expected="all parameters on the meta device, or none",
-            advice="build the whole model under torch.device('meta'), or pass a factory",
-        )
+        what, got = "only a part of the model is on the meta device", f"{without} has no data, {with_data} has"
+        expected = "all parameters on the meta device, or none"
+        advice = "build the whole model under torch.device('meta'), or pass a factory"
+        raise OsdpError(what, got=got, expected=expected, advice=advice)
     return any(meta.values())
 
 
@@ -147,7 +146,7 @@ def _record_reset(module: nn.Module) -> Recording:
         _untie(module)
         for _, tensor in _named_tensors(module):
             recorder.adopt(tensor.detach())
-        with recording(recorder):
+        with recorder.recording():
             for owner in _children_first(module, set()):
                 if method := _reset_method(owner):
                     method()
@@ -185,14 +184,11 @@ def _reset_method(module: nn.Module) -> Callable[[], object] | None:
     owns = any(tensor is not None for tensor in chain(module._parameters.values(), module._buffers.values()))
     for name in ("reset_parameters", "_reset_parameters", "init_weights") if owns else ("_reset_parameters",):
         method = getattr(module, name, None)
-        if callable(method) and not any(map(_is_required, signature(method).parameters.values())):
-            return cast(Callable[[], object], method)
+        if callable(method):
+            with suppress(TypeError):
+                signature(method).bind()
+                return cast(Callable[[], object], method)
     return None
-
-
-def _is_required(argument: Parameter) -> bool:
-    is_variable = argument.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    return argument.default is Parameter.empty and not is_variable
 
 
 def _check_filled(module: nn.Module, tape: Tape, finals: Mapping[str, Ref]) -> None:

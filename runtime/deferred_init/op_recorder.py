@@ -1,7 +1,7 @@
 """Puts ops on a tape, running them on the meta device: code that makes tensors runs without making them.
 
-Two modes are active while it runs. The dispatch mode sees every op below autograd and hands it to the
-recorder, which runs it on the meta device. The function mode keeps up appearances: the code believes
+Two modes are active while it runs. The recorder itself is a dispatch mode: it sees every op below autograd and
+runs it on the meta device. The function mode keeps up appearances: the code believes
 that its tensors are on the CPU, which is where the tape will be played.
 
 Tensors are known by their storage, so that views, `.data`, `nn.Parameter` and ties need no entries.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,9 @@ META = torch.device("meta")
 CPU = torch.device("cpu")
 ADVICE = "build the model on the CPU and pass the module itself"
 
+Inputs = tuple[list[Any], dict[str, Any]]
+Outputs = tuple[Ref | None, ...]
 _aten = torch.ops.aten
-_EMPTY = {
-    _aten.empty,
-    _aten.empty_like,
-    _aten.empty_permuted,
-    _aten.empty_strided,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-}
-"""They make storages and fill nothing."""
 _FILLS = {
     _aten.bernoulli_,
     _aten.cauchy_,
@@ -60,10 +53,11 @@ _FILLS = {
 _LOOKS_AT_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class OpRecorder:
-    """Writes a tape; `recording` brings it the ops."""
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes a tape."""
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.is_paused = False
         """Whether ops are the recorder's own and none of the tape's."""
@@ -72,10 +66,11 @@ class OpRecorder:
         self._storages: list[torch.UntypedStorage] = []
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Follow the random generators within; the default one is afterwards as it was before."""
+    def recording(self) -> Iterator[None]:
+        """Record what runs within. The default generator is afterwards as it was before."""
         with self._random.watching():
-            yield
+            with _Appearances(self), self, _whole_trunc_normal(self):
+                yield
             end = self._random.look(torch.default_generator)
             self.tape.end = end if end.jump is not None else None
 
@@ -101,12 +96,11 @@ class OpRecorder:
         """Return what a tensor is on the tape."""
         number = self._numbers.get(id(tensor.untyped_storage()))
         if number is None and tensor.is_meta:
-            raise OsdpError(
-                "the factory uses a tensor on the meta device, which has no data",
-                got=f"shape {tuple(tensor.shape)} in {user_frame()}",
-                expected="tensors without a device, on the CPU, or with data",
-                advice="make the whole model within the factory, and leave the device out",
-            )
+            what = "the factory uses a tensor on the meta device, which has no data"
+            got = f"shape {tuple(tensor.shape)} in {user_frame()}"
+            expected = "tensors without a device, on the CPU, or with data"
+            advice = "make the whole model within the factory, and leave the device out"
+            raise OsdpError(what, got=got, expected=expected, advice=advice)
         if number is None:
             return self.adopt(tensor)
         return Ref(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
@@ -131,7 +125,13 @@ class OpRecorder:
             raise OsdpError(what, got=f"{op} in {user_frame()}", advice=ADVICE)
         return value
 
-    def op(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_paused:
+            return func(*args, **(kwargs or {}))
+        with self.paused():
+            return self._op(func, args, dict(kwargs or {}))
+
+    def _op(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op on the meta device and put it on the tape."""
         if self._is_meant_for_meta(args, kwargs):
             return func(*args, **kwargs)
@@ -144,29 +144,15 @@ class OpRecorder:
             return result
         changed = [self.ref(tensor) for tensor in _changed(func, args, kwargs)]
         outputs = tuple(self._new(tensor) for tensor in tensors_of(result))
-        if func.overloadpacket not in _EMPTY and (changed or any(outputs)):
-            stored_args, stored_kwargs = tree_map_only(Tensor, self.ref, (list(args), kwargs))
+        fills_nothing = func.overloadpacket.__name__.removeprefix("new_").startswith("empty")
+        if not fills_nothing and (changed or any(outputs)):
             is_whole = func.overloadpacket in _FILLS or any(argument.is_out for argument in func._schema.arguments)
-            self._append(func, stored_args, stored_kwargs, changed, outputs, is_whole)
+            self.append(func, (list(args), kwargs), changed, outputs, is_whole)
         return result
 
-    def append_whole(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Put a random function that fills its first argument on the tape, as one step."""
-        with self.paused():
-            stored_args, stored_kwargs = tree_map_only(Tensor, self.ref, (list(args), kwargs))
-            outputs = (None,)
-            self._append(call, stored_args, stored_kwargs, [stored_args[0]], outputs, True, is_random=True)
-
-    def _append(
-        self,
-        call: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        changed: Sequence[Ref],
-        outputs: tuple[Ref | None, ...],
-        is_whole: bool,
-        is_random: bool = False,
-    ) -> None:
+    def append(self, call: Any, inputs: Inputs, changed: Sequence[Ref], outputs: Outputs, is_whole: bool) -> None:
+        """Put a call on the tape: what it changes, as a whole or in part, and the new storages that it returns."""
+        args, kwargs = tree_map_only(Tensor, self.ref, inputs)
         refs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
         whole = {ref.storage for ref in changed if is_whole and _covers(ref, self.tape.storages[ref.storage])}
         # A storage that is replaced and read by the same op is among the Refs twice.
@@ -174,11 +160,11 @@ class OpRecorder:
         reads = frozenset(ref.storage for ref in refs) - whole
         writes = frozenset(ref.storage for ref in (*changed, *outputs) if ref)
         draw = None
-        if is_random or torch.Tag.nondeterministic_seeded in getattr(call, "tags", ()):
+        # What is no op is a function that draws, and has no tags.
+        if torch.Tag.nondeterministic_seeded in getattr(call, "tags", [torch.Tag.nondeterministic_seeded]):
             generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
             draw = self._random.draw(generators[0] if generators else torch.default_generator)
-        step = Step(call, args, kwargs, outputs, reads, writes, torch.get_default_dtype(), draw)
-        self.tape.steps.append(step)
+        self.tape.steps.append(Step(call, args, kwargs, outputs, reads, writes, torch.get_default_dtype(), draw))
 
     def _is_meant_for_meta(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Return whether an op works on a tensor that the code itself put on the meta device."""
@@ -247,13 +233,10 @@ def user_frame() -> str:
 
 def _changed(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments that an op writes to, by its schema."""
-    values = list(args)
-    written = []
-    for position, argument in enumerate(func._schema.arguments):
-        value = values[position] if position < len(values) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.extend(tensors_of(value))
-    return written
+    arguments = func._schema.arguments
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tensors_of([values.get(name) for name in written])
 
 
 def _covers(ref: Ref, storage: torch.UntypedStorage) -> bool:
@@ -264,27 +247,6 @@ def _covers(ref: Ref, storage: torch.UntypedStorage) -> bool:
             return False
         expected *= size
     return expected * ref.dtype.itemsize == storage.nbytes()
-
-
-@contextmanager
-def recording(recorder: OpRecorder) -> Iterator[None]:
-    """Record what runs within. The default generator is afterwards as it was before."""
-    with recorder.watching(), _Appearances(recorder), _Dispatch(recorder), _whole_trunc_normal(recorder):
-        yield
-
-
-class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands every op to the recorder."""
-
-    def __init__(self, recorder: OpRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._recorder.is_paused:
-            return func(*args, **(kwargs or {}))
-        with self._recorder.paused():
-            return self._recorder.op(func, args, dict(kwargs or {}))
 
 
 class _Appearances(TorchFunctionMode):
@@ -321,12 +283,9 @@ class _Appearances(TorchFunctionMode):
             with self._recorder.paused():
                 args = (args[0], self._recorder.as_meta(args[1]))
         elif func in _OUT_OF_SIGHT:
-            raise OsdpError(
-                "the model's constructor passes a tensor's memory to code outside PyTorch, which cannot be recorded",
-                got=f"{func.__name__} in {user_frame()}",
-                expected="PyTorch ops only",
-                advice=ADVICE,
-            )
+            what = "the model's constructor passes a tensor's memory to code outside PyTorch, which cannot be recorded"
+            got = f"{func.__name__} in {user_frame()}"
+            raise OsdpError(what, got=got, expected="PyTorch ops only", advice=ADVICE)
         return func(*args, **kwargs)
 
 
@@ -356,7 +315,8 @@ def _whole_trunc_normal(recorder: OpRecorder) -> Iterator[None]:
     def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not recorder.knows(tensor) and tensor.is_meta:
             return original(tensor, *args, **kwargs)
-        recorder.append_whole(original, (tensor, *args), kwargs)
+        with recorder.paused():
+            recorder.append(original, ([tensor, *args], kwargs), [recorder.ref(tensor)], (None,), is_whole=True)
         return tensor
 
     with patch.object(torch.nn.init, "_no_grad_trunc_normal_", recorded):

@@ -33,19 +33,15 @@ class Ref:
     storage: int
     """Number of its storage on the tape."""
     dtype: torch.dtype
-    """Type of its elements."""
     sizes: tuple[int, ...]
-    """Its shape."""
     strides: tuple[int, ...]
-    """Elements to skip, one number per dimension."""
     offset: int
     """Elements of the storage before its first one."""
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor that this is in a storage."""
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
-            storage, self.offset, self.sizes, self.strides
-        )
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.sizes, self.strides)
 
 
 @dataclass(frozen=True)
@@ -53,11 +49,9 @@ class Step:
     """One op."""
 
     call: Callable[..., Any]
-    """The op."""
     args: Sequence[Any]
-    """Its arguments, with a Ref for every tensor."""
+    """Its arguments, with a Ref for every tensor; `kwargs` likewise."""
     kwargs: Mapping[str, Any]
-    """Its named arguments, likewise."""
     outputs: tuple[Ref | None, ...]
     """For each tensor of its result, in order, the new storage that it fills; None for one that it was given."""
     reads: frozenset[int]
@@ -99,16 +93,24 @@ class Tape:
             names.setdefault(ref.storage, []).append(name)
         memory = Memory(self)
         turns = _turns(_ordered(self.steps), frozenset(names))
-        draws = [turn.step.draw for turn in turns if turn.step.draw] + ([self.end] if self.end else [])
+        draws = [step.draw for step, _, _ in turns if step.draw] + ([self.end] if self.end else [])
         random = RandomReplay(draws)
-        untouched = frozenset(names).difference(*(turn.finished for turn in turns))
-        yield from memory.release(untouched, names, finals)
-        for turn in turns:
-            if turn.step.draw:
-                random.arrive(turn.step.draw)
-            memory.run(turn.step)
-            memory.drop(turn.drops)
-            yield from memory.release(turn.finished, names, finals)
+
+        def release(numbers: frozenset[int]) -> Iterator[tuple[str, Tensor]]:
+            """Yield the finals in some storages, and keep nothing of one that was taken."""
+            for number in sorted(numbers):
+                tensors = [(name, memory.view(finals[name])) for name in names[number]]
+                memory.drop(frozenset({number}))
+                while tensors:
+                    yield tensors.pop(0)
+
+        yield from release(frozenset(names).difference(*(finished for _, finished, _ in turns)))
+        for step, finished, drops in turns:
+            if step.draw:
+                random.arrive(step.draw)
+            memory.run(step)
+            memory.drop(drops)
+            yield from release(finished)
         if self.end:
             random.arrive(self.end)
 
@@ -167,16 +169,6 @@ class Memory:
         for number in numbers:
             self._held.pop(number, None)
 
-    def release(
-        self, numbers: frozenset[int], names: Mapping[int, list[str]], finals: Mapping[str, Ref]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the finals in some storages, and keep nothing of one that was taken."""
-        for number in sorted(numbers):
-            tensors = [(name, self.view(finals[name])) for name in names[number]]
-            self.drop(frozenset({number}))
-            while tensors:
-                yield tensors.pop(0)
-
     def _keep(self, ref: Ref, tensor: Tensor) -> None:
         """Hold an op's new tensor, laid out as the program saw it: kernels of CPU and meta may differ."""
         storage = tensor.untyped_storage()
@@ -196,17 +188,6 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """A step, and what ends with it."""
-
-    step: Step
-    finished: frozenset[int]
-    """Storages of finals that no later step uses."""
-    drops: frozenset[int]
-    """Storages whose content nobody needs any more."""
-
-
 def _ordered(steps: Sequence[Step]) -> list[Step]:
     """Return the steps, each right behind the last draw that it depends on."""
     levels: list[int] = []
@@ -223,8 +204,11 @@ def _ordered(steps: Sequence[Step]) -> list[Step]:
     return [steps[place] for place in sorted(range(len(steps)), key=lambda place: (levels[place], place))]
 
 
-def _turns(steps: Sequence[Step], finals: frozenset[int]) -> list[_Turn]:
-    """Return the steps that matter, each with what ends there."""
+def _turns(steps: Sequence[Step], finals: frozenset[int]) -> list[tuple[Step, frozenset[int], frozenset[int]]]:
+    """Return the steps that matter, each with what ends there.
+
+    That is the storages of finals that no later step uses, and those whose content nobody needs any more.
+    """
     turns = []
     needed, waiting = finals, finals
     for step in reversed(steps):
@@ -232,7 +216,7 @@ def _turns(steps: Sequence[Step], finals: frozenset[int]) -> list[_Turn]:
             continue
         touched = step.reads | step.writes
         finished = touched & waiting
-        turns.append(_Turn(step, finished, touched - needed))
+        turns.append((step, finished, touched - needed))
         waiting -= finished
         needed = (needed - step.overwrites) | step.reads
     return turns[::-1]

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -35,14 +35,6 @@ POLL_S = 0.05
 STORE_S = 2.0
 """How long we wait for the store itself."""
 Result = TypeVar("Result")
-
-
-class Store(Protocol):
-    """What we need of `torch.distributed.Store`."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ def report_failure(error: BaseException) -> None:
 def answer() -> None:
     """Tell the others that this rank is fine, and stops because it has lost another."""
     store, rank = _store(), dist.get_rank()
-    _bounded(lambda: _answer(store, rank), STORE_S)
+    _bounded(lambda: store.set(f"{PREFIX}/answered/{rank}", "1"), STORE_S)
 
 
 def find_lost(answer_s: float) -> tuple[Lost, ...] | None:
@@ -133,13 +125,9 @@ def _bounded(ask: Callable[[], Result], limit_s: float) -> Result | None:
     return found[0] if found else None
 
 
-def _answer(store: Store, rank: int) -> None:
-    store.set(f"{PREFIX}/answered/{rank}", "1")
-
-
-def _ask(store: Store, rank: int, world_size: int, answer_s: float) -> tuple[Lost, ...]:
+def _ask(store: c10d.Store, rank: int, world_size: int, answer_s: float) -> tuple[Lost, ...]:
     """Do what `find_lost` says."""
-    _answer(store, rank)
+    store.set(f"{PREFIX}/answered/{rank}", "1")
     own, end_s = Process.own(), time.monotonic() + answer_s
     others = [other for other in range(world_size) if other != rank]
     known = {other: _announced(store, other) for other in others}
@@ -153,7 +141,7 @@ def _ask(store: Store, rank: int, world_size: int, answer_s: float) -> tuple[Los
         time.sleep(POLL_S)
 
 
-def _fate(store: Store, rank: int, announced: tuple[Process, str] | None, observer: Process) -> str:
+def _fate(store: c10d.Store, rank: int, announced: tuple[Process, str] | None, observer: Process) -> str:
     """Return what became of a rank that did not answer; empty if that is not known yet."""
     raised, dead = f"{PREFIX}/raised/{rank}", f"{PREFIX}/dead/{rank}"
     if store.check([raised]):
@@ -165,7 +153,7 @@ def _fate(store: Store, rank: int, announced: tuple[Process, str] | None, observ
     return "died"
 
 
-def _announced(store: Store, rank: int) -> tuple[Process, str] | None:
+def _announced(store: c10d.Store, rank: int) -> tuple[Process, str] | None:
     """Return a rank's process and what it was about to do; None if it never announced itself."""
     key = f"{PREFIX}/process/{rank}"
     if not store.check([key]):
@@ -183,10 +171,10 @@ def _status_and_start(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-def _store() -> Store:
+def _store() -> c10d.Store:
     """Return the store of the default process group.
 
     Private, as torch has no public way to it; the same in torch 2.11 (read) and 2.13 (run).
     """
-    store: Store = c10d._get_default_store()
+    store: c10d.Store = c10d._get_default_store()
     return store

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -44,22 +43,6 @@ class PeerLost(OsdpError):  # noqa: N818 - a condition to catch, not a mistake o
 
     The process group cannot be used any more.
     """
-
-
-@dataclass(frozen=True)
-class FailedCollective:
-    """Where a collective failed, as far as the traceback tells."""
-
-    collective: str = "a collective"
-    """all_gather, reduce_scatter, ..."""
-    ranks: tuple[int, ...] = ()
-    """Ranks of its group."""
-    unit: str | None = None
-    """Name of the FSDP2 unit; empty for the root."""
-
-    def __str__(self) -> str:
-        unit = "" if self.unit is None else f" of unit {self.unit}" if self.unit else " of the root unit"
-        return f"{self.collective}{unit}{f' among {format_ranks(self.ranks)}' if self.ranks else ''}"
 
 
 @contextmanager
@@ -102,13 +85,11 @@ def naming_peers(what: str, timeout_s: float) -> Iterator[None]:
     except Exception as error:
         if not is_lost_peer(error):
             raise
-        rank, lost = dist.get_rank(), find_lost(min(ANSWER_S, timeout_s))
-        raise PeerLost(
-            f"rank {rank} failed in {failed_collective(error)} during {what}: {_describe(lost)}",
-            got=f"{type(error).__name__}: {first_line(error)}",
-            expected=f"every rank to take part within {timeout_s:g} s",
-            advice=_advice(lost),
-        ) from error
+        fates, advice = _describe(find_lost(min(ANSWER_S, timeout_s)))
+        failed = f"rank {dist.get_rank()} failed in {_failed_collective(error)} during {what}: {fates}"
+        got = f"{type(error).__name__}: {first_line(error)}"
+        expected = f"every rank to take part within {timeout_s:g} s"
+        raise PeerLost(failed, got=got, expected=expected, advice=advice) from error
 
 
 def check_finite(loss: Tensor, step: int) -> None:
@@ -140,16 +121,18 @@ def is_lost_peer(error: Exception) -> bool:
     return _frame_of_collective(error) is not None and LOST.search(str(error)) is not None
 
 
-def failed_collective(error: BaseException) -> FailedCollective:
-    """Read from an error's traceback in which collective, among whom and for which unit it failed."""
-    frame = _frame_of_collective(error)
+def _failed_collective(error: BaseException) -> str:
+    """Say in which collective, of which unit and among whom an error came, as far as its traceback tells."""
+    unit, frame = _unit(error), _frame_of_collective(error)
+    of_unit = "" if unit is None else f" of unit {unit}" if unit else " of the root unit"
     if frame is None:
-        return FailedCollective(unit=_unit(error))
+        return f"a collective{of_unit}"
+    name = LIBRARY_SUFFIX.sub("", frame.f_code.co_name)
     try:
-        ranks = tuple(dist.get_process_group_ranks(frame.f_locals.get("group")))
+        ranks = dist.get_process_group_ranks(frame.f_locals.get("group"))
     except (KeyError, ValueError, TypeError):  # the group is gone, or the local is no group
-        ranks = ()
-    return FailedCollective(LIBRARY_SUFFIX.sub("", frame.f_code.co_name), ranks, _unit(error))
+        return f"{name}{of_unit}"
+    return f"{name}{of_unit} among {format_ranks(ranks)}"
 
 
 def _frame_of_collective(error: BaseException) -> FrameType | None:
@@ -160,7 +143,7 @@ def _frame_of_collective(error: BaseException) -> FrameType | None:
 
 
 def _unit(error: BaseException) -> str | None:
-    """Return the name of the innermost FSDP2 unit in a traceback; None if there is none.
+    """Return the name of the innermost FSDP2 unit in a traceback, empty for the root; None if there is none.
 
     `FSDPParamGroup._module_fqn` is private (the same in torch 2.11, read, and 2.13, run); without it no unit is named.
     """
@@ -172,22 +155,15 @@ def _unit(error: BaseException) -> str | None:
     return unit
 
 
-def _describe(lost: tuple[Lost, ...] | None) -> str:
-    """Say in words what is known about the others."""
+def _describe(lost: tuple[Lost, ...] | None) -> tuple[str, str]:
+    """Say in words what is known about the others, and what to look at."""
     if lost is None:
-        return "the store of the process group is gone too, with the process or machine that hosted it"
+        what = "the store of the process group is gone too, with the process or machine that hosted it"
+        return what, "the log of rank 0's machine; launch by torchrun, whose store outlives the ranks"
     if not lost:
-        return "every rank answered, so the network failed or ranks disagree on what they exchange"
-    return "; ".join(
-        f"rank {one.rank} {one.how}{f' (last seen in {one.last_seen})' if one.last_seen else ''}" for one in lost
-    )
-
-
-def _advice(lost: tuple[Lost, ...] | None) -> str:
-    """Say what to look at."""
-    if lost is None:
-        return "the log of rank 0's machine; launch by torchrun, whose store outlives the ranks"
-    if not lost:
-        return "the same model, plan and data sizes on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL shows which differ"
+        what = "every rank answered, so the network failed or ranks disagree on what they exchange"
+        shown = "TORCH_DISTRIBUTED_DEBUG=DETAIL shows which differ"
+        return what, f"the same model, plan and data sizes on every rank; {shown}"
+    fates = (f"rank {one.rank} {one.how}{f' (last seen in {one.last_seen})' if one.last_seen else ''}" for one in lost)
     ranks = format_ranks([one.rank for one in lost])
-    return f"the log of {ranks} (out of memory? killed?), then resume the last checkpoint"
+    return "; ".join(fates), f"the log of {ranks} (out of memory? killed?), then resume the last checkpoint"

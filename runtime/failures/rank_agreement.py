@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -15,14 +15,6 @@ from profiler.errors import OsdpError, first_line
 from runtime.torch_compat import default_timeout
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Outcome(Generic[T]):
-    """What a rank sends the others."""
-
-    value: T | None
-    error: OsdpError | None
 
 
 @dataclass(frozen=True)
@@ -48,22 +40,22 @@ class Agreement:
         action fails on one: the error of the lowest rank that has one.
         """
         cause: Exception | None = None
-        outcome: _Outcome[T]
+        outcome: tuple[T | None, OsdpError | None]
         try:
-            outcome = _Outcome(action(), None)
+            outcome = action(), None
         except OsdpError as error:
-            outcome = _Outcome(None, error)
+            outcome = None, error
         except Exception as error:
-            cause, outcome = error, _Outcome(None, _failure(self.rank, doing, error))
+            cause, outcome = error, (None, _failure(self.rank, doing, error))
         outcomes = [outcome]
         if self.group is not None:
             outcomes = [outcome] * self.count
             with peer_errors(doing):
                 dist.all_gather_object(outcomes, outcome, group=self.group)
-        for each in outcomes:
-            if each.error is not None:
-                raise each.error from cause
-        return [cast(T, each.value) for each in outcomes]
+        for _, raised in outcomes:
+            if raised is not None:
+                raise raised from cause
+        return [cast(T, value) for value, _ in outcomes]
 
     def together(self, doing: str, action: Callable[[], T]) -> T:
         """Like `gather`, but each rank keeps its result to itself."""

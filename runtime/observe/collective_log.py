@@ -14,7 +14,7 @@ not their groups or sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,28 +31,15 @@ NAMESPACES = ("c10d", "_c10d_functional")
 
 OPERATIONS = {
     "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
     "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
     "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "isend": "send",
     "irecv": "recv",
-    "recv_any_source": "recv",
-    "monitored_barrier": "barrier",
+    "isend": "send",
+    "monitoredbarrier": "barrier",
+    "recv": "recv",
+    "reducescatter": "reduce_scatter",
 }
-"""By an operator's name in torch without outer underscores; one that is not listed keeps its name."""
+"""By how an operator's name in torch begins, without underscores; one that is not listed keeps its name."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +53,6 @@ class Recorded:
     size_bytes: int
     """Size of the whole tensor: what an all-gather makes, what a reduce-scatter takes."""
     dtype: torch.dtype
-    """Type of its elements."""
 
 
 @contextmanager
@@ -84,9 +70,7 @@ class CollectiveLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(tensor_class, DTensor) for tensor_class in types):
             return NotImplemented  # DTensor unwraps itself; the collectives that it needs come back here
         out = func(*args, **kwargs or {})
@@ -102,7 +86,8 @@ class CollectiveLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _recorded(name: str, ranks: tuple[int, ...], arguments: Mapping[str, Any], out: Any) -> Recorded:
     """Describe a collective by its operator's name, arguments and result."""
-    operation = OPERATIONS.get(name, name)
+    begins = name.replace("_", "")
+    operation = next((operation for prefix, operation in OPERATIONS.items() if begins.startswith(prefix)), name)
     totals = []
     dtype = torch.uint8
     for value in (*arguments.values(), out):

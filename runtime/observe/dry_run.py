@@ -5,7 +5,7 @@ nothing is computed, sent or allocated; but it is this runtime and FSDP2 that wr
 reduce, and autograd that decides when to free.  `LiveBytes` adds up.
 
 The second step is what counts: in the first, the optimizer makes its states, and DTensor looks at
-tensors of global size.  Categories are those of `runtime.observe.live_bytes_by_category`; what else is made in the
+tensors of global size.  Categories are those of `runtime.observe.live_bytes`; what else is made in the
 optimizer's step is `optimizer_temporaries`.
 """
 
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from profiler.errors import OsdpError
 from runtime.apply_schedule import apply_schedule
-from runtime.observe.live_bytes import LiveBytes, Peak
-from runtime.observe.live_bytes_by_category import ACTIVATIONS, LabelledBytes
-from runtime.odc.dry_run_windows import dry_run_windows
+from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
 from runtime.optimizers import OPTIMIZERS
 from runtime.schedule import Schedule
 from runtime.step.gradient_accumulation import Accumulation
-from runtime.strategies.ring_reduce_scatter import short_rings
+from runtime.strategies import ring_reduce_scatter
 from runtime.torch_compat import data_parallel_of_fakes, few_chunks, forget_meshes, reduce_fake_buckets
 
 
@@ -41,7 +40,6 @@ class Script:
     """A model and how it trains."""
 
     build: Callable[[], nn.Module]
-    """Makes the model."""
     feed: Callable[[nn.Module, int], tuple[Sequence[Any], dict[str, Any]]]
     """(module, micro-batch) -> arguments of its forward."""
     find_loss: Callable[[Any], Tensor]
@@ -74,10 +72,11 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
         raise OsdpError(what, got=got, advice="call it before init_process_group, or in another process")
     with _fake_world(schedule.world_size, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        live = LabelledBytes()
-        with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings():
+        live = LiveBytes(ACTIVATIONS)
+        short_rings = patch.object(ring_reduce_scatter, "end_after_one_step", True)
+        with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings:
             model = script.build()
-            with data_parallel_of_fakes(), dry_run_windows():
+            with data_parallel_of_fakes():
                 sharded = apply_schedule(model, schedule, torch.device("cpu"))
             if sharded.runner is not None:
                 reduce_fake_buckets(sharded.runner)
@@ -87,7 +86,10 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
                 live.hold(unit.communication_tensors(), "communication_buffers")
             # On a GPU optimizers step through all tensors together unless told not to, and so they do here.
             make = OPTIMIZERS[script.optimizer]
-            optimizers = [make(parameters, foreach=True) for parameters in live.by_home() if parameters]
+            optimizers = {
+                home: make([parameter for parameter in live.homes if live.homes[parameter] == home], foreach=True)
+                for home in sorted(set(live.homes.values()))
+            }
             run = Accumulation(sharded, schedule.accumulation).run
             for _ in range(2):
                 gc.collect()
@@ -122,16 +124,14 @@ def _fake_world(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _step(live: LabelledBytes, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def _step(live: LiveBytes, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
     """Run the optimizers' steps and drop the gradients."""
     live.phase = "optimizer"
-    for optimizer in optimizers:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        home = live.homes[parameters[0]]
+    for home, optimizer in optimizers.items():
         live.category = home or "optimizer_temporaries"
-        live.label_gradients(parameters)
+        live.label_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
         optimizer.step()
         live.hold_states(optimizer, home)
     live.phase, live.category = "zero", ACTIVATIONS
-    for optimizer in optimizers:
+    for optimizer in optimizers.values():
         optimizer.zero_grad()

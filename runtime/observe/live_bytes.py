@@ -11,25 +11,38 @@ fake tensors too: it sees every tensor that an operator returns, every `resize_`
 is how FSDP2 allocates and frees unsharded parameters), and every storage's death.  Views share their
 storage, which counts once; tensors on the meta device do not count.  What a kernel or a communication
 library allocates for itself is invisible to it.
+
+Every storage is of a category.  Of a module that is watched (`watch`) the running program tells them:
+
+    parameters             of the module, local parts
+    optimizer              states that the optimizer keeps
+    gradients              of local parameters, and of unsharded ones once autograd has accumulated them
+    unsharded_parameters   those that modules compute with, where they are not the local ones
+    communication_buffers  arguments of collectives that are none of these
+    activations            all the rest, unless `category` says otherwise
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.byte_sizes import allocated_bytes
 from runtime.local_shards import local_data
 
+ACTIVATIONS = "activations"
 HOST = "host"
 """Category of host memory: it is tracked, but not part of any total."""
 
@@ -39,7 +52,6 @@ class Peak:
     """The allocation after which most was live."""
 
     total_bytes: int
-    """Live bytes after it."""
     phase: str
     """`LiveBytes.phase` at that time."""
     op: str
@@ -65,19 +77,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     says otherwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, category: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total_bytes = 0
         """Live now."""
         self.phase = ""
         """Name of what runs now; set by the user, recorded with the peak."""
-        self.category = ""
+        self.category = category
         """Of what is allocated from now on; set by the user."""
+        self.homes: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+        """Of each parameter that is watched: HOST if its shard is offloaded, else empty."""
         self.peak = Peak(0, "", "")
         self._live: dict[int, _Storage] = {}
         self._categories: Counter[str] = Counter()
         self._at_peak = False
         """Whether nothing has changed since the peak."""
+        self._hooked: MutableMapping[Tensor, RemovableHandle] = WeakIdKeyDictionary()
+        self._handles: list[RemovableHandle] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -131,6 +147,42 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._live.get(_storage(tensor)._cdata)
         return known.category if known else ""
 
+    def watch(self, module: nn.Module, offloaded: Collection[str] = ()) -> None:
+        """Label parameters, and from now on unsharded ones and gradients.
+
+        `offloaded` names parameters whose shards, gradients and states are in the host's memory.
+        """
+        for name, parameter in module.named_parameters():
+            self.homes[parameter] = HOST if name in offloaded else ""
+            self.hold([parameter], self.homes[parameter] or "parameters")
+            if parameter.grad is not None:
+                self.hold([parameter.grad], self.homes[parameter] or "gradients")
+            self._watch_gradient(parameter)
+        self.hold(module.buffers())
+        for part in module.modules():
+            if part._parameters:
+                self._handles.append(part.register_forward_pre_hook(self._label_used))
+            if isinstance(part, FSDPModule):
+                self._handles.append(part.register_forward_hook(self._label_kept))
+
+    def unwatch(self) -> None:
+        """Remove all hooks."""
+        for handle in (*self._handles, *self._hooked.values()):
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+
+    def label_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Label the gradients of parameters; DDP's buckets call no hook."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.label(parameter.grad, self.homes.get(parameter, "") or "gradients")
+
+    def hold_states(self, optimizer: torch.optim.Optimizer, home: str = "") -> None:
+        """Count and label what an optimizer keeps."""
+        states = tree_leaves(list(optimizer.state.values()))
+        self.hold((state for state in states if isinstance(state, Tensor)), home or "optimizer")
+
     def __enter__(self) -> LiveBytes:
         tracker, resize = self, torch.UntypedStorage.resize_
         self._resize = resize
@@ -148,16 +200,35 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # DTensor and its like unwrap themselves; their inner ops come back here
         out = func(*args, **kwargs or {})
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
                 self._count(leaf.untyped_storage(), str(func))
+        for leaf in tree_leaves((args, kwargs, out)) if func.namespace in ("c10d", "fsdp") else ():
+            if isinstance(leaf, Tensor) and self.category_of(leaf) == ACTIVATIONS:
+                self.label(leaf, "communication_buffers")
         return out
+
+    def _label_used(self, module: nn.Module, *_: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and self.category_of(parameter) not in ("parameters", HOST):
+                self.label(parameter, "unsharded_parameters")
+                self._watch_gradient(parameter)
+
+    def _label_kept(self, module: nn.Module, *_: Any) -> None:
+        """Label what a unit keeps from forward to backward: a secondary copy."""
+        for parameter in module.parameters():
+            if self.category_of(parameter) == ACTIVATIONS:
+                self.label(parameter, "unsharded_parameters")
+
+    def _watch_gradient(self, parameter: Tensor) -> None:
+        # What FSDP1 computes with is a view of what it gathered, to which autograd adds nothing up.
+        if parameter.requires_grad and parameter.is_leaf and parameter not in self._hooked:
+            hook: Any = parameter.register_post_accumulate_grad_hook
+            self._hooked[parameter] = hook(lambda trained: self.label_gradients([trained]))
 
     def _count(self, storage: torch.UntypedStorage, op: str) -> None:
         """Count a storage with its present size."""

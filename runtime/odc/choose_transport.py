@@ -21,7 +21,6 @@ from runtime.failures.peer_faults import PeerLost
 from runtime.failures.rank_agreement import Agreement
 from runtime.odc.cupy_device import CupyDevice
 from runtime.odc.dry_run_windows import DryRunTransport, is_dry_run
-from runtime.odc.gpu_device import Device
 from runtime.odc.gpu_windows import DeviceTransport
 from runtime.odc.shared_memory import SharedMemoryTransport, can_share
 from runtime.odc.windows import Transport, WindowSpec
@@ -69,14 +68,14 @@ def why_none_anywhere(groups: Sequence[dist.ProcessGroup], device_type: str) -> 
     return next(filter(None, Agreement.all().gather("look for windows", look)), "")
 
 
-def why_no_windows(group: dist.ProcessGroup, find: Callable[[], Device]) -> str:
+def why_no_windows(group: dist.ProcessGroup, find: Callable[[], CupyDevice]) -> str:
     """Return why GPUs of one machine cannot have windows, the same on all ranks; empty if they can. Collective.
 
     `find` returns this rank's GPU or raises OsdpError.
     """
     agreement = Agreement(group, dist.get_rank(), group.size())
     ranks = dist.get_process_group_ranks(group)
-    found: list[Device] = []
+    found: list[CupyDevice] = []
 
     def agreed(doing: str, reason: Callable[[], str]) -> str:
         reasons = zip(ranks, agreement.gather(doing, reason), strict=True)
@@ -99,7 +98,7 @@ def why_no_windows(group: dist.ProcessGroup, find: Callable[[], Device]) -> str:
     return agreed("try windows", partial(_trial, group, device))
 
 
-def _trial(group: dist.ProcessGroup, device: Device) -> str:
+def _trial(group: dist.ProcessGroup, device: CupyDevice) -> str:
     """Publish, pull, push and take once; return what went wrong. Collective."""
     specs = [WindowSpec("trial", TRIAL_NUMEL, torch.bfloat16)]
     numbers = torch.arange(TRIAL_NUMEL * group.size(), device=device.torch_device).float() % 128

@@ -26,7 +26,6 @@ import torch
 
 from profiler.byte_sizes import format_bytes
 from profiler.errors import OsdpError, first_line, install_advice
-from runtime.odc.gpu_device import Device
 from runtime.odc.kernels import SOURCES, source_of
 
 BLOCK_BYTES = 2 << 20
@@ -38,8 +37,11 @@ NATIVE_ATOMICS = 3
 """CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuda.h; CuPy has no call for it."""
 
 
-class CupyDevice(Device):
-    """The GPU that is PyTorch's current one when it is made."""
+class CupyDevice:
+    """One rank's GPU: PyTorch's current one when it is made. Addresses are numbers, as kernels take them.
+
+    It is all that windows need of a GPU, so that tests can run what is above it on other memory.
+    """
 
     def __init__(self) -> None:
         """Load CuPy and compile the kernels. Raises OsdpError, saying why, if that cannot be."""
@@ -51,6 +53,7 @@ class CupyDevice(Device):
         self._streams: dict[int, torch.cuda.Stream] = {}
         """Those on which something was launched since the last `join`, by their handles."""
         try:
+            # Tells it from the other GPUs of the machine; two ranks may have the same.
             self.identity: str = self._cupy.cuda.runtime.deviceGetPCIBusId(index)
             with self._here():
                 modules = {
@@ -62,6 +65,7 @@ class CupyDevice(Device):
             raise OsdpError("CuPy cannot compile and load the kernels", got=first_line(error), advice=advice) from error
         properties = torch.cuda.get_device_properties(index)
         self.room = BLOCKS_AT_ONCE * properties.multi_processor_count
+        """Blocks of 256 threads that it runs at once."""
 
     def _here(self) -> Any:
         return self._cupy.cuda.Device(self.torch_device.index)
@@ -71,6 +75,7 @@ class CupyDevice(Device):
         return self._cupy.cuda.runtime
 
     def allocate(self, size_bytes: int) -> int:
+        """Return the address of new zeros that can be exported. Raises OsdpError if there is no room."""
         size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         with self._here():
             address = self._malloc(size_bytes)
@@ -87,30 +92,32 @@ class CupyDevice(Device):
             return int(self._runtime.malloc(size_bytes))
         except failure as error:
             free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
-            raise OsdpError(
-                "the GPU has too little free memory for the windows of odc",
-                got=f"{format_bytes(free_bytes)} free",
-                expected=format_bytes(size_bytes),
-                advice="plan with a smaller memory limit, or another strategy",
-            ) from error
+            what, got = "the GPU has too little free memory for the windows of odc", f"{format_bytes(free_bytes)} free"
+            advice = "plan with a smaller memory limit, or another strategy"
+            raise OsdpError(what, got=got, expected=format_bytes(size_bytes), advice=advice) from error
 
     def free(self, address: int) -> None:
+        """Free what `allocate` gave."""
         with suppress(self._runtime.CUDARuntimeError), self._here():  # after a fault the driver frees all
             self._runtime.free(address)
 
     def export(self, address: int) -> bytes:
+        """Return a handle by which another process can open what `allocate` gave."""
         with self._here():
             return bytes(self._runtime.ipcGetMemHandle(address))
 
     def open(self, handle: bytes) -> int:
+        """Return where another process's memory is in this one."""
         with self._here():
             return int(self._runtime.ipcOpenMemHandle(handle))
 
     def close(self, address: int) -> None:
+        """Close what `open` gave."""
         with suppress(self._runtime.CUDARuntimeError), self._here():
             self._runtime.ipcCloseMemHandle(address)
 
     def obstacle(self, identity: str) -> str:
+        """Return why kernels here cannot add into the memory of another GPU of the machine; empty if they can."""
         if identity == self.identity:
             return ""
         try:
@@ -125,6 +132,7 @@ class CupyDevice(Device):
         return ""
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, arguments: Sequence[int]) -> None:
+        """Launch a kernel of `runtime.odc.kernels.SOURCES` on the current stream; all arguments are 8 bytes wide."""
         stream = torch.cuda.current_stream(self.torch_device)
         self._streams[stream.cuda_stream] = stream
         with self._here(), self._on(stream):
@@ -138,12 +146,14 @@ class CupyDevice(Device):
         return streams.ExternalStream(stream.cuda_stream, self.torch_device.index)
 
     def join(self) -> None:
+        """Have the current stream wait for all that was launched so far, on whatever stream."""
         current = torch.cuda.current_stream(self.torch_device)
         for stream in self._streams.values():
             current.wait_stream(stream)
         self._streams.clear()
 
     def synchronise(self) -> None:
+        """Wait until all that was launched is done."""
         # After a fault every call fails, with an error that was raised already.
         with suppress(RuntimeError):
             for stream in self._streams.values():

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from runtime.odc.windows import Transport, WindowSpec
-
-_is_dry_run = False
 
 
 class DryRunTransport(Transport):
@@ -24,8 +21,7 @@ class DryRunTransport(Transport):
     ) -> None:
         super().__init__(group, specs, timeout_s, ordered)
         self.published = [torch.empty(spec.shard_numel, dtype=spec.dtype) for spec in specs]
-        accumulators = len(self.ranks) if ordered else 1
-        self.sums = [torch.zeros(accumulators, spec.gradient_numel) for spec in specs]
+        self.sums = [torch.zeros(self.accumulators, spec.gradient_numel) for spec in specs]
 
     def _check_same(self, specs: Sequence[WindowSpec]) -> None:
         """Ask no other rank."""
@@ -51,16 +47,5 @@ class DryRunTransport(Transport):
 
 
 def is_dry_run() -> bool:
-    """Whether windows are for a dry run."""
-    return _is_dry_run
-
-
-@contextmanager
-def dry_run_windows() -> Iterator[None]:
-    """Open windows for a dry run within."""
-    global _is_dry_run
-    _is_dry_run = True
-    try:
-        yield
-    finally:
-        _is_dry_run = False
+    """Whether the process group is that of a dry run (`runtime.observe.dry_run`)."""
+    return dist.get_backend() == "fake"

@@ -4,7 +4,7 @@ Every rank has one allocation for all windows, laid out alike, and opens those o
 
     flags | published 0 | accumulators 0 | published 1 | accumulators 1 | ..
 
-with every part at a multiple of 256 bytes.  So one table of n addresses and an offset is all that the
+So one table of n addresses and an offset is all that the
 kernels of `cuda/` take, and a window costs no handles of its own.  An ordered transport has an accumulator
 for each rank in every window, a multiple of 256 bytes apart.
 
@@ -22,21 +22,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.failures.peer_faults import PeerLost
-from runtime.odc.gpu_device import Device
+from runtime.odc.cupy_device import CupyDevice
 from runtime.odc.kernels import MOST_BLOCKS, THREADS, grid_for
 from runtime.odc.rendezvous import Rendezvous
-from runtime.odc.windows import Transport, WindowSpec
+from runtime.odc.windows import FP32_BYTES, Transport, WindowSpec
 
-ALIGNMENT_BYTES = 256
-"""Of every part, as of what CUDA allocates: more than any vector access needs."""
-FP32_BYTES = torch.float32.itemsize
 FLAG_BYTES = 8
 SLICE_S = 0.2
 """How long a barrier waits on the GPU before the host looks whether all ranks live."""
@@ -46,35 +41,16 @@ KERNEL_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """Parts of kernels' names."""
 
 
-@dataclass(frozen=True)
-class Region:
-    """Where a window lies in every rank's memory, in bytes from its start."""
-
-    published: int
-    """A shard in the window's dtype."""
-    accumulators: int
-    """Parts of the gradient in fp32: one, or one for each rank."""
-    stride_numel: int
-    """Elements from one accumulator to the next."""
-    end: int
-    """Start of the next window."""
-
-    @classmethod
-    def at(cls, start: int, spec: WindowSpec, accumulators: int) -> Region:
-        """Lay out a window from `start` on."""
-        first = start + _aligned(spec.shard_numel * spec.dtype.itemsize)
-        stride_bytes = _aligned(spec.gradient_numel * FP32_BYTES)
-        return cls(start, first, stride_bytes // FP32_BYTES, first + accumulators * stride_bytes)
-
-
 class DeviceTransport(Transport):
     """Windows in the memory of GPUs."""
+
+    _place: Rendezvous
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         specs: Sequence[WindowSpec],
-        device: Device,
+        device: CupyDevice,
         timeout_s: float = 600.0,
         ordered: bool = False,
     ) -> None:
@@ -84,12 +60,7 @@ class DeviceTransport(Transport):
         """
         super().__init__(group, specs, timeout_s, ordered)
         self._device, self.device_type = device, device.torch_device.type
-        self._accumulators = len(self.ranks) if ordered else 1
-        self._regions: list[Region] = []
-        size_bytes = _aligned(FLAG_BYTES * len(self.ranks))
-        for spec in specs:
-            self._regions.append(Region.at(size_bytes, spec, self._accumulators))
-            size_bytes = self._regions[-1].end
+        size_bytes = self._lay_out(FLAG_BYTES * len(self.ranks))
         self._place = Rendezvous(self.agreement, self.ranks, self.rank)
         self._starts: list[int] = []
         """Addresses of all ranks' memory, in order of rank."""
@@ -157,18 +128,14 @@ class DeviceTransport(Transport):
         if count:
             slots = self._starts[self.rank] + region.accumulators
             grid, out = grid_for(count, 4 * THREADS, 1, self._device.room), gradient.data_ptr()
-            self._launch("take_gradient", grid, slots, region.stride_numel, self._accumulators, count, out)
+            self._launch("take_gradient", grid, slots, region.stride_numel, self.accumulators, count, out)
         return gradient
 
     def wait_for_all(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
         end_s = time.monotonic() + timeout_s
-        try:
-            notes = self._place.wait(number, note, timeout_s)
-            self._device.join()
-            self._wait_for_gpus(number, timeout_s, end_s)
-        except PeerLost:
-            self.give_up()
-            raise
+        notes = self._place.wait(number, note, timeout_s)
+        self._device.join()
+        self._wait_for_gpus(number, timeout_s, end_s)
         return notes
 
     def _wait_for_gpus(self, number: int, timeout_s: float, end_s: float) -> None:
@@ -192,10 +159,6 @@ class DeviceTransport(Transport):
         *seen_at, failed = self._seen.tolist()  # waits for the barrier
         return [rank for rank, barrier in enumerate(seen_at) if barrier < number] if failed else []
 
-    def give_up(self) -> None:
-        super().give_up()
-        self._place.give_up(self.barriers + 1)
-
     def release(self) -> None:
         if self._starts:
             self._let_go([self._starts[self.rank]])
@@ -214,7 +177,3 @@ class DeviceTransport(Transport):
 
     def _launch(self, kernel: str, grid: tuple[int, int], *arguments: int, threads: int = THREADS) -> None:
         self._device.launch(kernel, grid, threads, arguments)
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

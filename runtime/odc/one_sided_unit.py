@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from profiler.errors import OsdpError
-from runtime.local_shards import local_data
+from runtime.local_shards import add_gradient
 from runtime.odc.windows import Window, WindowSpec
-from runtime.torch_compat import AllGather, OrdinaryMemory, ReduceScatter, packed_parameters, uneven_dtensor
+from runtime.torch_compat import AllGather, OrdinaryMemory, ReduceScatter, packed_parameters
 
 
 class OneSidedUnit:
@@ -142,24 +141,13 @@ class OneSidedUnit:
         parts = torch.split(gradient, self._sizes)
         for parameter, part, is_wanted in zip(self.trained, parts, wanted, strict=True):
             if is_wanted:
-                _add_gradient(parameter, part)
+                add_gradient(parameter, part)
 
 
 def _find(unit: ref[OneSidedUnit], parameter: nn.Parameter) -> None:
     found = unit()
     if found is not None:
         found.find(parameter)
-
-
-def _add_gradient(parameter: nn.Parameter, part: Tensor) -> None:
-    local = local_data(parameter)
-    found = part[: local.numel()].view(local.shape).to(local.device, local.dtype)
-    if parameter.grad is None:
-        assert isinstance(parameter, DTensor)
-        # A copy, because the flat tensor holds the other parameters' gradients too.
-        parameter.grad = uneven_dtensor(found.clone(), parameter.device_mesh, parameter.shape)
-    else:
-        local_data(parameter.grad).add_(found)
 
 
 class _Pull(OrdinaryMemory, AllGather):

@@ -35,23 +35,23 @@ class Rendezvous:
         """Of all ranks, in order of rank."""
         mine: list[Segment] = []
 
-        def make() -> tuple[str, int]:
+        def make() -> tuple[Path, int]:
             mine.append(Segment.create(size_bytes))
-            return str(mine[0].path), os.getpid()
+            return mine[0].path, os.getpid()
 
         def attach() -> None:
             for other, (path, _) in enumerate(made):
-                self.segments.append(mine[0] if other == rank else Segment.attach(Path(path), size_bytes))
+                self.segments.append(mine[0] if other == rank else Segment(path, size_bytes))
 
         try:
             made = agreement.gather("make shared memory", make)
             agreement.together("map the shared memory of the others", attach)
         except BaseException:
             for segment in {*mine, *self.segments}:
-                segment.unlink()
+                segment.path.unlink(missing_ok=True)
                 segment.close()
             raise
-        mine[0].unlink()
+        mine[0].path.unlink()
         self._pids = [pid for _, pid in made]
 
     def others_first(self) -> list[int]:
@@ -97,25 +97,20 @@ class Rendezvous:
     def lost(self, lost: dict[int, str], number: int, timeout_s: float) -> PeerLost:
         """Return what to raise when ranks are lost; each with what became of it."""
         fates = "; ".join(f"rank {self.ranks[rank]} {how}" for rank, how in sorted(lost.items()))
-        here = f"rank {self.ranks[self.rank]} waited at barrier {number}"
-        return PeerLost(
-            f"a barrier of odc failed: {fates}",
-            got=here,
-            expected=f"{format_ranks(self.ranks)} within {timeout_s:g} s",
-            advice=f"the log of {format_ranks([self.ranks[rank] for rank in sorted(lost)])} (out of memory? "
-            "killed? a step longer than the timeout?), then resume the last checkpoint",
-        )
+        got = f"rank {self.ranks[self.rank]} waited at barrier {number}"
+        expected = f"{format_ranks(self.ranks)} within {timeout_s:g} s"
+        logs = f"the log of {format_ranks([self.ranks[rank] for rank in sorted(lost)])}"
+        advice = f"{logs} (out of memory? killed? a step longer than the timeout?), then resume the last checkpoint"
+        return PeerLost(f"a barrier of odc failed: {fates}", got=got, expected=expected, advice=advice)
 
     def held(self, rank: int, place: tuple[int, int], timeout_s: float) -> PeerLost:
         """Return what to raise when bytes of a rank's segment stay locked."""
         pid = self.segments[rank].holder(*place)
         who = f"rank {self.ranks[self._pids.index(pid)]}" if pid in self._pids else "another rank"
-        return PeerLost(
-            f"{who} is stuck in the middle of a push or a barrier",
-            got=f"memory of rank {self.ranks[rank]} locked for {timeout_s:g} s",
-            expected="a fraction of a millisecond",
-            advice=f"the log of {who} (stopped? swapping?), then resume the last checkpoint",
-        )
+        what = f"{who} is stuck in the middle of a push or a barrier"
+        got = f"memory of rank {self.ranks[rank]} locked for {timeout_s:g} s"
+        advice = f"the log of {who} (stopped? swapping?), then resume the last checkpoint"
+        return PeerLost(what, got=got, expected="a fraction of a millisecond", advice=advice)
 
     def give_up(self, number: int) -> None:
         """Let the others know that this rank gave up a barrier."""

@@ -4,7 +4,7 @@ Every rank has one file for all windows, each peer maps all of them (`runtime.od
 
     header | published 0 | accumulators 0 | published 1 | accumulators 1 | ..
 
-with every part at the start of a page.  A push adds chunk by chunk, each under a lock of its own, begins
+A push adds chunk by chunk, each under a lock of its own, begins
 with the rank after its own and leaves chunks that another rank has locked for later, so that ranks
 hardly wait for each other.  An ordered transport has an accumulator per source, which only that one
 writes, and needs no locks.
@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,39 +23,20 @@ from torch import Tensor
 
 from profiler.errors import OsdpError
 from runtime.failures.liveness import boot_id
-from runtime.failures.peer_faults import PeerLost
 from runtime.failures.rank_agreement import Agreement
 from runtime.odc.rendezvous import Rendezvous
 from runtime.odc.shared_segment import FOLDER, HEADER_BYTES, Patience
-from runtime.odc.windows import Transport, WindowSpec
+from runtime.odc.windows import FP32_BYTES, Transport, WindowSpec
 
 CHUNK_NUMEL = 1 << 18
 """Elements that are added under one lock: 1 MiB of fp32, some twenty times the time of the lock itself."""
-FP32_BYTES = torch.float32.itemsize
-
-
-@dataclass(frozen=True)
-class Region:
-    """Where a window lies in every rank's segment, in bytes from its start."""
-
-    published: int
-    """A shard in the window's dtype."""
-    accumulators: int
-    """Shards in fp32: one, or one for each rank."""
-    end: int
-    """Start of the next window."""
-
-    @classmethod
-    def at(cls, start: int, spec: WindowSpec, accumulators: int) -> Region:
-        """Lay out a window from `start` on."""
-        first = start + _whole_pages(spec.shard_numel * spec.dtype.itemsize)
-        return cls(start, first, first + _whole_pages(accumulators * spec.gradient_numel * FP32_BYTES))
 
 
 class SharedMemoryTransport(Transport):
     """Windows in the shared memory of one machine."""
 
     device_type = "cpu"
+    _place: Rendezvous
 
     def __init__(
         self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], timeout_s: float = 600.0, ordered: bool = False
@@ -71,30 +51,18 @@ class SharedMemoryTransport(Transport):
         if reason:
             what = f"these ranks cannot share memory: {reason}"
             raise OsdpError(what, advice="keep an ODC group inside one machine, or choose another strategy")
-        self._regions: list[Region] = []
-        size_bytes = HEADER_BYTES
-        for spec in specs:
-            self._regions.append(Region.at(size_bytes, spec, self._accumulators))
-            size_bytes = self._regions[-1].end
+        size_bytes = self._lay_out(HEADER_BYTES)
         self._place = Rendezvous(self.agreement, self.ranks, self.rank, size_bytes)
         self._segments = self._place.segments
-        self._published = [
-            [segment.tensor(region.published, spec.shard_numel, spec.dtype) for segment in self._segments]
-            for region, spec in zip(self._regions, specs, strict=True)
-        ]
-        self._sums = [
-            [
-                segment.tensor(region.accumulators, self._accumulators * spec.gradient_numel, torch.float32).view(
-                    self._accumulators, spec.gradient_numel
-                )
-                for segment in self._segments
-            ]
-            for region, spec in zip(self._regions, specs, strict=True)
-        ]
-
-    @property
-    def _accumulators(self) -> int:
-        return len(self.ranks) if self.ordered else 1
+        self._published: list[list[Tensor]] = []
+        self._sums: list[list[Tensor]] = []
+        """(accumulators, s) of each window and rank."""
+        for region, spec in zip(self._regions, specs, strict=True):
+            shape, padded_numel = (self.accumulators, region.stride_numel), self.accumulators * region.stride_numel
+            shards = [segment.tensor(region.published, spec.shard_numel, spec.dtype) for segment in self._segments]
+            sums = [segment.tensor(region.accumulators, padded_numel, torch.float32) for segment in self._segments]
+            self._published.append(shards)
+            self._sums.append([padded.view(shape)[:, : spec.gradient_numel] for padded in sums])
 
     def publish(self, index: int, shards: Sequence[Tensor]) -> None:
         target = self._published[index][self.rank]
@@ -138,15 +106,7 @@ class SharedMemoryTransport(Transport):
         return gradient
 
     def wait_for_all(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
-        try:
-            return self._place.wait(number, note, timeout_s)
-        except PeerLost:
-            self.give_up()
-            raise
-
-    def give_up(self) -> None:
-        super().give_up()
-        self._place.give_up(self.barriers + 1)
+        return self._place.wait(number, note, timeout_s)
 
     def release(self) -> None:
         self._published.clear()
@@ -197,7 +157,3 @@ def _shared_place() -> tuple[tuple[str, ...], str]:
         if os.access(FOLDER, os.R_OK | os.W_OK | os.X_OK):
             return (boot, str(found.st_dev), str(found.st_ino)), ""
     return (), f"has no {FOLDER} that it may write to"
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // HEADER_BYTES) * HEADER_BYTES

@@ -59,7 +59,7 @@ class Patience:
     """Sleeps longer and longer, 20 microseconds to 1 ms, up to a deadline."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.timeout_s, self.end_s, self.pause_s = timeout_s, time.monotonic() + timeout_s, 2e-5
+        self.end_s, self.pause_s = time.monotonic() + timeout_s, 2e-5
 
     def sleep(self) -> bool:
         """Sleep; return False if the time is over."""
@@ -71,9 +71,10 @@ class Patience:
 class Segment:
     """A file that is mapped: its own by the rank that made it, or a peer's."""
 
-    def __init__(self, path: Path, descriptor: int, size_bytes: int) -> None:
-        self.path, self._descriptor = path, descriptor
-        self._map = mmap.mmap(descriptor, size_bytes)
+    def __init__(self, path: Path, size_bytes: int, descriptor: int | None = None) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC) if descriptor is None else descriptor
+        self._map = mmap.mmap(self._descriptor, size_bytes)
         view = memoryview(self._map)[:HEADER_BYTES]
         self._integers, self._doubles = view.cast("q"), view.cast("d")
 
@@ -91,20 +92,11 @@ class Segment:
         try:
             # Without this, a full /dev/shm would kill the process at the first access to a page.
             os.posix_fallocate(descriptor, 0, size_bytes)
-            return cls(path, descriptor, size_bytes)
+            return cls(path, size_bytes, descriptor)
         except OSError as error:
             path.unlink()
             os.close(descriptor)
             raise _no_room(size_bytes, error) from error
-
-    @classmethod
-    def attach(cls, path: Path, size_bytes: int) -> Segment:
-        """Map a peer's file."""
-        return cls(path, os.open(path, os.O_RDWR | os.O_CLOEXEC), size_bytes)
-
-    def unlink(self) -> None:
-        """Take away the file's name, if it still has it."""
-        self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the memory and all locks; tensors in it must not be used any more."""
@@ -214,9 +206,6 @@ def _no_room(size_bytes: int, error: OSError) -> OsdpError:
     if error.errno != errno.ENOSPC:
         return OsdpError("no shared memory can be made", got=str(error))
     space = os.statvfs(FOLDER)
-    return OsdpError(
-        f"{FOLDER} is too small for the windows",
-        got=f"{format_bytes(space.f_bavail * space.f_frsize)} free",
-        expected=f"{format_bytes(size_bytes)} for each rank",
-        advice="a larger one (docker run --shm-size=..., mount -o remount,size=... /dev/shm), or another strategy",
-    )
+    what, got = f"{FOLDER} is too small for the windows", f"{format_bytes(space.f_bavail * space.f_frsize)} free"
+    advice = "a larger one (docker run --shm-size=..., mount -o remount,size=... /dev/shm), or another strategy"
+    return OsdpError(what, got=got, expected=f"{format_bytes(size_bytes)} for each rank", advice=advice)

@@ -21,6 +21,8 @@ and likewise for push and take.
 An accumulator adds pushes in the order in which they arrive.  An *ordered*
 transport keeps an accumulator for every rank's pushes and adds them up in the order of ranks, which
 gives the same bits in every run for n - 1 times more fp32 shards of memory.
+
+In a rank's memory windows lie one behind the other, and every part at a multiple of 256 bytes (`Region`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -37,8 +38,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
+from runtime.failures.peer_faults import PeerLost
 from runtime.failures.rank_agreement import Agreement, format_ranks
+from runtime.odc.rendezvous import Rendezvous
 
+ALIGNMENT_BYTES = 256
+"""Of every part of the memory, as of what CUDA allocates: more than any vector access needs."""
+FP32_BYTES = torch.float32.itemsize
 FORMAT = 1
 """Of the shared memory; ranks must have the same."""
 PUBLISHED_DTYPES = (torch.float32, torch.bfloat16)
@@ -80,6 +86,31 @@ class WindowSpec:
     def __str__(self) -> str:
         frozen = f", {self.frozen_numel} of them frozen" if self.frozen_numel else ""
         return f"{self.name!r}: shards of {self.shard_numel} x {self.dtype}{frozen}"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a window lies in every rank's memory, in bytes from its start."""
+
+    published: int
+    """A shard in the window's dtype."""
+    accumulators: int
+    """Parts of the gradient in fp32: one, or one for each rank."""
+    stride_numel: int
+    """Elements from one accumulator to the next."""
+    end: int
+    """Start of the next window."""
+
+    @classmethod
+    def at(cls, start: int, spec: WindowSpec, accumulators: int) -> Region:
+        """Lay out a window from `start` on."""
+        first = start + _aligned(spec.shard_numel * spec.dtype.itemsize)
+        stride_bytes = _aligned(spec.gradient_numel * FP32_BYTES)
+        return cls(start, first, stride_bytes // FP32_BYTES, first + accumulators * stride_bytes)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Window:
@@ -141,6 +172,8 @@ class Transport(ABC):
 
     device_type: str
     """Device type of the tensors that it takes."""
+    _place: Rendezvous | None = None
+    """Where its ranks synchronize; nowhere in a dry run."""
 
     def __init__(self, group: dist.ProcessGroup, specs: Sequence[WindowSpec], timeout_s: float, ordered: bool) -> None:
         """Compare the windows of all ranks; raises OsdpError on every rank if they differ.
@@ -158,6 +191,8 @@ class Transport(ABC):
         self.rank, self.timeout_s, self.ordered, self.barriers = group.rank(), timeout_s, ordered, 0
         self.windows = tuple(Window(self, index, spec) for index, spec in enumerate(specs))
         self.agreement = Agreement(group, dist.get_rank(), group.size())
+        self.accumulators = len(self.ranks) if ordered else 1
+        """In each window of a rank."""
         self._unusable = ""
         self._check_same(specs)
 
@@ -168,12 +203,18 @@ class Transport(ABC):
         if odd:
             theirs = layouts[self.ranks.index(odd[0])]
             first = next(i for i in range(len(theirs)) if theirs[i : i + 1] != layouts[0][i : i + 1])
-            raise OsdpError(
-                f"the windows of {format_ranks(odd)} differ from those of rank {self.ranks[0]}",
-                got=f"{theirs[first]} on rank {odd[0]}",
-                expected=f"{layouts[0][first]}",
-                advice="the same model, plan and version of OSDP on every rank",
-            )
+            what = f"the windows of {format_ranks(odd)} differ from those of rank {self.ranks[0]}"
+            got, advice = f"{theirs[first]} on rank {odd[0]}", "the same model, plan and version of OSDP on every rank"
+            raise OsdpError(what, got=got, expected=layouts[0][first], advice=advice)
+
+    def _lay_out(self, header_bytes: int) -> int:
+        """Set where windows lie in a rank's memory behind its first bytes; return its size."""
+        self._regions: list[Region] = []
+        size_bytes = _aligned(header_bytes)
+        for window in self.windows:
+            self._regions.append(Region.at(size_bytes, window.spec, self.accumulators))
+            size_bytes = self._regions[-1].end
+        return size_bytes
 
     def barrier(self, note: float = 0.0, timeout_s: float | None = None) -> tuple[float, ...]:
         """Wait for all ranks; return the notes of all (a weight, a number of micro-batches), in order of rank.
@@ -182,7 +223,11 @@ class Transport(ABC):
         within `timeout_s`. The transport cannot be used after that.
         """
         self.check_usable()
-        notes = self.wait_for_all(self.barriers + 1, note, self.timeout_s if timeout_s is None else timeout_s)
+        try:
+            notes = self.wait_for_all(self.barriers + 1, note, self.timeout_s if timeout_s is None else timeout_s)
+        except PeerLost:
+            self.give_up()
+            raise
         self.barriers += 1
         return notes
 
@@ -193,8 +238,10 @@ class Transport(ABC):
             raise OsdpError(what, advice="see the first error, then start from the last checkpoint")
 
     def give_up(self) -> None:
-        """Refuse all further use, and tell the others; transports call it before they raise PeerLost."""
+        """Refuse all further use, and tell the others; to be called before PeerLost is raised."""
         self._unusable = "failed, as another rank is gone or did not reach a barrier"
+        if self._place is not None:
+            self._place.give_up(self.barriers + 1)
 
     def close(self) -> None:
         """Release the memory. Not collective: the others' next barrier raises PeerLost. May be called again."""
@@ -204,9 +251,7 @@ class Transport(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @abstractmethod

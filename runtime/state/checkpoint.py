@@ -15,8 +15,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class _State:
 
     tensors: dict[str, GlobalTensor]
     optimizer: OptimizerRecord | None
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any]
 
 
 def save(
@@ -141,8 +142,9 @@ def load(
     ranks = Agreement.all()
     targets = model_tensors(module, shards)
     manifest = ranks.together(f"load {path}", lambda: _checked_manifest(path, targets, shards, optimizer))
-    ranks.together(f"check {path}", lambda: _check_share(path, manifest, ranks))
-    restoration = Restoration.prepare(optimizer, shards, manifest) if optimizer is not None else None
+    share = sorted(manifest.files)[ranks.rank :: ranks.count]
+    ranks.together(f"check {path}", lambda: folders.check_contents(path, manifest, share))
+    restoration = Restoration(optimizer, shards, manifest) if optimizer is not None else None
     _read(path, manifest, targets | (restoration.targets if restoration else {}), ranks)
     if restoration is not None:
         restoration.finish()
@@ -189,7 +191,7 @@ def _check_plain(value: object, at: str) -> None:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             _check_plain(item, f"{at}[{index}]")
-    elif not (value is None or type(value) in (bool, int, float, str)):
+    elif type(value) not in (bool, int, float, str, NoneType):
         expected = "numbers, text, true, false, none, lists and dicts of these"
         raise OsdpError(f"{at} cannot be saved", got=f"a {type(value).__name__}", expected=expected)
 
@@ -244,11 +246,9 @@ def _checked_manifest(
     path: Path, targets: Mapping[str, GlobalTensor], shards: Sequence[LocalShard], optimizer: Optimizer | None
 ) -> Manifest:
     """Read the manifest, and check by it that the checkpoint is whole and of this model."""
-    try:
+    with folders.refusing(path):
         manifest = read_manifest(path)
         folders.check_sizes(path, manifest)
-    except OsdpError as fault:
-        raise folders.refusal(path, fault) from fault
     try:
         check_model(manifest, targets)
         if optimizer is not None:
@@ -257,14 +257,6 @@ def _checked_manifest(
         what = f"{path} cannot be loaded: {fault.what}"
         raise OsdpError(what, got=fault.got, expected=fault.expected, advice=fault.advice) from fault
     return manifest
-
-
-def _check_share(path: Path, manifest: Manifest, ranks: Agreement) -> None:
-    """Check the contents of every `count`-th file."""
-    try:
-        folders.check_contents(path, manifest, sorted(manifest.files)[ranks.rank :: ranks.count])
-    except OsdpError as fault:
-        raise folders.refusal(path, fault) from fault
 
 
 def _read(path: Path, manifest: Manifest, targets: dict[str, GlobalTensor], ranks: Agreement) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from profiler.errors import OsdpError
@@ -78,19 +78,24 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
 
 def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Read files and check that they hold what was written; raises OsdpError."""
-    for name in names:
-        if describe_file(path / name) != manifest.files[name]:
-            raise OsdpError(f"its file {name} does not hold what was written: the checksums differ")
+    with refusing(path):
+        for name in names:
+            if describe_file(path / name) != manifest.files[name]:
+                raise OsdpError(f"its file {name} does not hold what was written: the checksums differ")
 
 
-def refusal(path: Path, fault: OsdpError) -> OsdpError:
-    """Return the error for a checkpoint that cannot be loaded, with an earlier one that is whole."""
-    step = _STEP.fullmatch(path.name)
-    number = int(step[1]) if step else None
-    earlier = next((p for p in _steps(path.parent, number) if p != path and is_whole(p)), None)
-    what = f"{path} cannot be loaded: {fault.what}" if path.exists() else f"{path} does not exist"
-    advice = f"the newest whole checkpoint before it is {earlier}" if earlier else "no earlier one there is whole"
-    return OsdpError(what, got=fault.got, expected=fault.expected, advice=advice)
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Say in errors which checkpoint cannot be loaded, and name an earlier one that is whole."""
+    try:
+        yield
+    except OsdpError as fault:
+        step = _STEP.fullmatch(path.name)
+        number = int(step[1]) if step else None
+        earlier = next((p for p in _steps(path.parent, number) if p != path and is_whole(p)), None)
+        what = f"{path} cannot be loaded: {fault.what}" if path.exists() else f"{path} does not exist"
+        advice = f"the newest whole checkpoint before it is {earlier}" if earlier else "no earlier one there is whole"
+        raise OsdpError(what, got=fault.got, expected=fault.expected, advice=advice) from fault
 
 
 def begin(path: Path) -> None:

@@ -17,6 +17,7 @@ import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -164,16 +165,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a part lies, by the names under which DCP's reader asks (the same in torch 2.11, read, and 2.13, run)."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: None = None
-
-
 class ManifestReader(FileSystemReader):
     """DCP's reader with the metadata of the manifest instead of the pickle."""
 
@@ -190,7 +181,9 @@ class ManifestReader(FileSystemReader):
             properties = TensorProperties(dtype=tensor.torch_dtype)
             tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
             for part in tensor.parts:
-                places[MetadataIndex(key, part.offsets)] = _Place(part.file, part.start_bytes, part.length_bytes)
+                # By the names under which DCP's reader asks (the same in torch 2.11, read, and 2.13, run).
+                place = {"relative_path": part.file, "offset": part.start_bytes, "length": part.length_bytes}
+                places[MetadataIndex(key, part.offsets)] = SimpleNamespace(**place, transform_descriptors=None)
         return Metadata(tensors, storage_data=places)
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-import torch
 from torch import Tensor, nn
 
 from profiler.errors import OsdpError
-from runtime.local_shards import LocalShard, local_data
-from runtime.state.checkpoint_manifest import Manifest, StoredTensor
+from runtime.local_shards import LocalShard
+from runtime.state.checkpoint_manifest import Manifest
 from runtime.state.dcp_tensor import GlobalTensor
 
 NAMES_SHOWN = 5
@@ -88,17 +87,3 @@ def _refuse(what: str, keys: Sequence[str]) -> None:
 
 def _plain(key: str) -> str:
     return key.removeprefix("model.")
-
-
-def new_like(parameter: nn.Parameter, stored: StoredTensor, old: object = None) -> Tensor:
-    """Return a tensor of the stored dtype laid out as the parameter is; `old` if it is one."""
-    dtype = stored.torch_dtype
-    if isinstance(old, Tensor) and old.dtype == dtype and is_laid_out_as(old, parameter):
-        return old
-    with torch.no_grad():
-        return torch.zeros_like(parameter, dtype=dtype)
-
-
-def is_laid_out_as(tensor: Tensor, parameter: nn.Parameter) -> bool:
-    """Whether this rank's data of the tensor has the extent of the parameter's."""
-    return local_data(tensor).shape == local_data(parameter).shape

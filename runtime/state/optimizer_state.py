@@ -7,7 +7,6 @@ tensors (`step`), and plain values.  So it fits an optimizer over any sharding o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -19,11 +18,13 @@ from profiler.errors import OsdpError
 from runtime.local_shards import LocalShard, local_data
 from runtime.state.checkpoint_manifest import Manifest, OptimizerRecord, StoredTensor
 from runtime.state.dcp_tensor import GlobalTensor
-from runtime.state.model_state import NAMES_SHOWN, assemble, everywhere, is_laid_out_as, new_like
+from runtime.state.model_state import NAMES_SHOWN, assemble, everywhere
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options of how a step is computed, not what: the optimizer that loads keeps its own."""
 _NAMES = frozenset({"params", "param_names"})
+PLAIN = bool | int | float | str | None
+"""What JSON gives back as it was."""
 
 
 def optimizer_tensors(
@@ -45,10 +46,14 @@ def optimizer_tensors(
                     scalars.setdefault(key, everywhere(local_data(value)))
             elif isinstance(value, Tensor) and is_laid_out_as(value, shard.parameter):
                 moments.setdefault(key, []).append((shard, value))
-            elif value is None or isinstance(value, bool | int | float | str):
+            elif isinstance(value, PLAIN):
                 values.setdefault(shard.name, {})[state] = value
             else:
-                raise _unknown_layout(optimizer, shard, state, value)
+                what = f"{type(optimizer).__name__} keeps `{state}` for {shard.name} in a layout that"
+                got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                expected = f"tensors of the parameter's shape {shard.shape}, and numbers"
+                advice = "save without the optimizer, or use another one"
+                raise OsdpError(f"{what} checkpoints do not support", got=got, expected=expected, advice=advice)
     groups = tuple(_record_group(group, _names(group, shards)) for group in optimizer.param_groups)
     tensors = {key: assemble(parts) for key, parts in moments.items() if prod(parts[0][0].shape)}
     return tensors | scalars, OptimizerRecord(type(optimizer).__name__, groups, values)
@@ -73,25 +78,19 @@ def check_optimizer(manifest: Manifest, optimizer: Optimizer, shards: Sequence[L
             raise OsdpError(what, expected="parameters of a group that were in one group when saved")
 
 
-@dataclass
 class Restoration:
     """An optimizer's state on its way in: `targets` are filled, then `finish` hands all over."""
 
-    optimizer: Optimizer
-    shards: Sequence[LocalShard]
-    record: OptimizerRecord
-    targets: dict[str, GlobalTensor] = field(default_factory=dict)
-    """What to load, by key."""
-    states: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
-    """The optimizer's future state; tensors laid out as the parameter are parts of `targets`."""
-    scalars: list[tuple[nn.Parameter, dict[str, Any], str, str]] = field(default_factory=list)
-    """Parameter, its group, state and key of the others, of which `targets` has one for all slices."""
-
-    @classmethod
-    def prepare(cls, optimizer: Optimizer, shards: Sequence[LocalShard], manifest: Manifest) -> Restoration:
+    def __init__(self, optimizer: Optimizer, shards: Sequence[LocalShard], manifest: Manifest) -> None:
         """Find or make the tensors to load into; the optimizer is not changed yet, but for their contents."""
         assert manifest.optimizer is not None
-        self = cls(optimizer, shards, manifest.optimizer)
+        self.optimizer, self.shards, self.record = optimizer, shards, manifest.optimizer
+        self.targets: dict[str, GlobalTensor] = {}
+        """What to load, by key."""
+        self.states: dict[nn.Parameter, dict[str, Any]] = {}
+        """The optimizer's future state; tensors laid out as the parameter are parts of `targets`."""
+        self.scalars: list[tuple[nn.Parameter, dict[str, Any], str, str]] = []
+        """Parameter, its group, state and key of the others, of which `targets` has one for all slices."""
         stored = _stored_states(manifest)
         moments: dict[str, list[tuple[LocalShard, Tensor]]] = {}
         for shard, group in _held(optimizer, shards):
@@ -102,11 +101,12 @@ class Restoration:
                     self.targets[key] = everywhere(torch.zeros((), dtype=tensor.torch_dtype))
                     self.scalars.append((shard.parameter, group, name, key))
                 else:
-                    old = optimizer.state.get(shard.parameter, {}).get(name)
-                    state[name] = new_like(shard.parameter, tensor, old)
-                    moments.setdefault(key, []).append((shard, state[name]))
+                    old, dtype = optimizer.state.get(shard.parameter, {}).get(name), tensor.torch_dtype
+                    if not (isinstance(old, Tensor) and old.dtype == dtype and is_laid_out_as(old, shard.parameter)):
+                        old = torch.zeros_like(shard.parameter, dtype=dtype)
+                    state[name] = old
+                    moments.setdefault(key, []).append((shard, old))
         self.targets |= {key: assemble(parts) for key, parts in moments.items()}
-        return self
 
     def finish(self) -> None:
         """Give the optimizer its state, and its groups their options."""
@@ -122,6 +122,11 @@ class Restoration:
         for group in self.optimizer.param_groups:
             for name in _names(group, self.shards)[:1]:
                 _restore_group(group, saved[name])
+
+
+def is_laid_out_as(tensor: Tensor, parameter: nn.Parameter) -> bool:
+    """Whether this rank's data of the tensor has the extent of the parameter's."""
+    return local_data(tensor).shape == local_data(parameter).shape
 
 
 def _stored_states(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
@@ -167,9 +172,8 @@ def _record_group(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
         plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         plain = [float(v) if isinstance(v, Tensor) else v for v in plain] if isinstance(plain, tuple | list) else plain
         values = plain if isinstance(plain, list) else [plain]
-        if not all(v is None or isinstance(v, bool | int | float | str) for v in values):
-            what = f"the optimizer's option `{option}` cannot be saved"
-            got = f"a {type(value).__name__}"
+        if not all(isinstance(v, PLAIN) for v in values):
+            what, got = f"the optimizer's option `{option}` cannot be saved", f"a {type(value).__name__}"
             raise OsdpError(what, got=got, expected="a number, text, true, false, none or a list of these")
         record[option] = plain
     return record
@@ -184,11 +188,3 @@ def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
             here.fill_(value)
         else:
             group[option] = tuple(value) if isinstance(value, list) and not isinstance(here, list) else value
-
-
-def _unknown_layout(optimizer: Optimizer, shard: LocalShard, state: str, value: object) -> OsdpError:
-    name = type(optimizer).__name__
-    got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    what = f"{name} keeps `{state}` for {shard.name} in a layout that checkpoints do not support"
-    expected = f"tensors of the parameter's shape {shard.shape}, and numbers"
-    return OsdpError(what, got=got, expected=expected, advice="save without the optimizer, or use another one")

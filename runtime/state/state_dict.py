@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -47,23 +47,6 @@ def _in_order(sharded: ShardedModel, state: dict[str, T]) -> dict[str, T]:
     return ordered
 
 
-def full_tensors(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter whole, by its original name. A collective call: every rank must exhaust it."""
-    known: dict[int, Tensor] = {}
-    for name, shards in local_shards_by_name(sharded).items():
-        key = id(shards[0].parameter)
-        if key not in known:
-            first = shards[0]
-            full = torch.zeros(first.shape, dtype=first.parameter.dtype, device=sharded.device)
-            for shard in shards:
-                if shard.is_first and shard.numel:
-                    full[shard.slices] = shard.local(shard.parameter).to(sharded.device)
-            # Every element comes from one rank, so the sum is exact.
-            dist.all_reduce(full)
-            known = {key: full}
-        yield name, known[key]
-
-
 def full_state_dict(sharded: ShardedModel, rank0_only: bool = True) -> dict[str, Tensor]:
     """Return the state dict of the original model, on the CPU, tied parameters shared.
 
@@ -71,13 +54,21 @@ def full_state_dict(sharded: ShardedModel, rank0_only: bool = True) -> dict[str,
     """
     keeps = not rank0_only or dist.get_rank() == 0
     state: dict[str, Tensor] = {}
-    shared: dict[int, Tensor] = {}
-    by_name = local_shards_by_name(sharded)
-    for name, full in full_tensors(sharded):
-        if keeps:
-            state[name] = shared.setdefault(id(by_name[name][0].parameter), full.cpu())
-    if keeps:
-        state |= {name: value.detach().cpu() for name, value in persistent_buffers(sharded.module).items()}
+    known: dict[int, Tensor] = {}
+    for name, (first, *others) in local_shards_by_name(sharded).items():
+        key = id(first.parameter)
+        if key not in known:
+            full = torch.zeros(first.shape, dtype=first.parameter.dtype, device=sharded.device)
+            for shard in (first, *others):
+                if shard.is_first and shard.numel:
+                    full[shard.slices] = shard.local(shard.parameter).to(sharded.device)
+            # Every element comes from one rank, so the sum is exact.
+            dist.all_reduce(full)
+            known[key] = full.cpu() if keeps else torch.empty(0)
+        state[name] = known[key]
+    if not keeps:
+        return {}
+    state |= {name: value.detach().cpu() for name, value in persistent_buffers(sharded.module).items()}
     return _in_order(sharded, state)
 
 
@@ -147,10 +138,8 @@ def _source(name: str, shard: LocalShard, value: Any) -> Tensor:
     else:
         source = value[shard.slices]
     if source is None or tuple(source.shape) != shard.sizes:
-        raise OsdpError(
-            f"{name} in the state dict is sharded differently from the model",
-            expected=f"{shard.sizes} at {shard.offsets}",
-            got="nothing there" if source is None else str(tuple(source.shape)),
-            advice="use full_state_dict() or a checkpoint to change plans",
-        )
+        what = f"{name} in the state dict is sharded differently from the model"
+        got = "nothing there" if source is None else str(tuple(source.shape))
+        expected, advice = f"{shard.sizes} at {shard.offsets}", "use full_state_dict() or a checkpoint to change plans"
+        raise OsdpError(what, got=got, expected=expected, advice=advice)
     return source

@@ -34,7 +34,8 @@ class Accumulation:
         """Micro-batches of the step whose backward has begun, its last left out."""
         self.pushed = 0
         """Micro-batches whose backward has begun since ranks last synchronized (`odc`)."""
-        self.once_per_step = sharded.reduces_in_last_backward
+        self.once_per_step = any(unit.reduces_in_last_backward for unit in sharded.units)
+        """Whether a reduction waits for the backward of a step's last micro-batch."""
         self.explicit = False
         """Whether the user says, by `no_sync` or `sync`, when to reduce."""
         self._postpones = False
@@ -58,10 +59,12 @@ class Accumulation:
 
     def discard(self) -> None:
         """Discard the step: its micro-batches and the gradients that wait to be reduced."""
-        if self._in_backward or (self.done and self.once_per_step):
-            self.sharded.reset()
-        else:
-            self.sharded.discard_gradients(self.pushed > 0)
+        is_unfinished = self._in_backward or (self.done and self.once_per_step)
+        for unit in self.sharded.units:
+            if is_unfinished:
+                unit.reset()
+            else:
+                unit.discard_gradients(self.pushed > 0)
         self.done, self.pushed, self.explicit, self._in_backward = 0, 0, False, False
 
     def finish_gradients(self) -> None:
@@ -119,8 +122,8 @@ class Accumulation:
                 refuse_double_backward()
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._end_backward)
-            if self.once_per_step:
-                self.sharded.set_requires_all_reduce(last)
+            for unit in self.sharded.units if self.once_per_step else ():
+                unit.set_requires_all_reduce(last)
             self.done, self.pushed = 0 if last else self.done + 1, self.pushed + 1
             self.explicit = self.explicit and not last
 
@@ -146,14 +149,13 @@ class Accumulation:
     def _check_reduced(self) -> None:
         if self.done and self.once_per_step:
             count = "1 micro-batch" if self.done == 1 else f"{self.done} micro-batches"
-            raise OsdpError(
-                "optimizer.step() was called before the last micro-batch, so gradients are not all reduced",
-                got=count,
-                expected="one outside of no_sync()" if self.explicit else f"{self.micro_batches}, as in the plan",
-                advice="mark the last one: run the others in `with model.no_sync():`, or call model.sync() "
-                "before it; model.zero_grad() discards the step",
-            )
+            what = "optimizer.step() was called before the last micro-batch, so gradients are not all reduced"
+            expected = "one outside of no_sync()" if self.explicit else f"{self.micro_batches}, as in the plan"
+            mark = "mark the last one: run the others in `with model.no_sync():`, or call model.sync() before it"
+            advice = f"{mark}; model.zero_grad() discards the step"
+            raise OsdpError(what, got=count, expected=expected, advice=advice)
 
     def after_step(self) -> None:
         """Publish the parameters that the optimizer has changed."""
-        self.sharded.publish()
+        for unit in self.sharded.units:
+            unit.publish()

@@ -26,7 +26,7 @@ class FullyShardedUnit(WrappedUnit):
         self.reduces_in_last_backward = unit.reduces_once_per_step
 
     def keep_after_forward(self) -> AbstractContextManager[None]:
-        return keep_after_forward([self.module])
+        return keep_after_forward(self.module)
 
     def reshard(self) -> None:
         self.module.reshard()

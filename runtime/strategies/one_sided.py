@@ -74,12 +74,9 @@ def substitute(schedule: Schedule, meshes: Meshes) -> Schedule:
     others = {unit.name: _with_collectives(unit, schedule.world_size) for unit in mine}
     if dist.get_rank() == 0:
         taken = {str(unit.strategy): str(others[unit.name].strategy) for unit in mine}
-        warnings.warn(
-            f"{', '.join(f'{name} runs as {other}' for name, other in taken.items())}, because {reason}. "
-            "Results are the same, but all ranks must run equally many micro-batches, and wait for each "
-            "other in each.",
-            stacklevel=2,
-        )
+        what = f"{', '.join(f'{name} runs as {other}' for name, other in taken.items())}, because {reason}"
+        cost = "all ranks must run equally many micro-batches, and wait for each other in each"
+        warnings.warn(f"{what}. Results are the same, but {cost}.", stacklevel=2)
     return replace(schedule, units=tuple(others.get(unit.name, unit) for unit in schedule.units))
 
 

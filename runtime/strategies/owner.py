@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from runtime.local_shards import LocalShard, Origin, local_data, whole_or_nothing
+from runtime.local_shards import LocalShard, Origin, add_gradient, local_data, whole_or_nothing
 from runtime.parameter_places import ParameterSite
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
@@ -191,19 +190,9 @@ class OwnedUnit(WrappedUnit):
         dist.reduce(reduced, dst=self.owner, op=dist.ReduceOp.SUM, group=self.group)
         reduced.div_(self.group.size())
         for parameter, part in zip(trained, parts, strict=True):
-            self._accumulate(parameter.resting, part)
-
-    def _accumulate(self, resting: nn.Parameter, gradient: Tensor) -> None:
-        shape = local_data(resting).shape
-        local = gradient[: prod(shape)].view(shape)
-        if resting.grad is None:
-            # A copy, because the buffer holds the other parameters' gradients too.
-            local = local.to(self.home, resting.dtype, copy=True)
-            resting.grad = uneven_dtensor(local, self.mesh, resting.shape)
-        else:
-            local_data(resting.grad).add_(local.to(self.home, resting.dtype))
-        for hook in (resting._post_accumulate_grad_hooks or {}).values():  # as FSDP2 calls them
-            hook(resting)
+            add_gradient(parameter.resting, part)
+            for hook in (parameter.resting._post_accumulate_grad_hooks or {}).values():  # as FSDP2 calls them
+                hook(parameter.resting)
 
 
 _waiting: list[OwnedUnit] = []

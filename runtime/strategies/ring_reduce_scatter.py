@@ -15,8 +15,6 @@ which is not needed any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,8 +27,8 @@ from runtime.torch_compat import OrdinaryMemory, ReduceScatter
 TAG = 0x05D9
 """Of all transfers, so that they are not mixed up with those of a user in the same group, which have 0 by default."""
 
-_one_step = False
-"""Whether rings end after their first step."""
+end_after_one_step = False
+"""Set in dry runs of a thousand ranks: no step allocates, so that one stands for all."""
 
 
 def ring_reduce_scatter(
@@ -54,7 +52,7 @@ def ring_reduce_scatter(
         output.copy_(full)
         return
     partial, free = chunks[rank - 1], output
-    for step in range(1, 2 if _one_step else ranks):
+    for step in range(1, 2 if end_after_one_step else ranks):
         sent = dist.isend(partial, group=group, group_dst=(rank + 1) % ranks, tag=TAG)
         received = dist.irecv(free, group=group, group_src=(rank - 1) % ranks, tag=TAG)
         for transfer in (received, sent):
@@ -79,17 +77,3 @@ class RingReduceScatter(OrdinaryMemory, ReduceScatter):
     ) -> None:
         """Reduce `input_tensor` (n s,), which is overwritten, and leave this rank's part in `output_tensor` (s,)."""
         ring_reduce_scatter(output_tensor, input_tensor, op, group)
-
-
-@contextmanager
-def short_rings() -> Iterator[None]:
-    """Let every ring end after its first step, which computes nothing useful.
-
-    For dry runs of a thousand ranks: no step allocates, so that one stands for all.
-    """
-    global _one_step
-    _one_step = True
-    try:
-        yield
-    finally:
-        _one_step = False

@@ -13,7 +13,6 @@ from runtime.parameter_places import ParameterSite, Registration, registered_par
 from runtime.schedule import Schedule, ScheduledUnit
 
 COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16}
-"""What parameters and floating-point inputs are cast to; None: left as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from profiler.errors import OsdpError
 from runtime.odc.cupy_device import CupyDevice
-from runtime.odc.gpu_device import Device
 from runtime.odc.kernels import THREADS, grid_for
 
 FP32_BYTES = 4
@@ -76,7 +75,7 @@ class Result:
     """Quartiles of the copy's time over this one's, round by round."""
 
 
-def contestants(device: Device, sets: Sequence[Buffers]) -> dict[str, Contestant]:
+def contestants(device: CupyDevice, sets: Sequence[Buffers]) -> dict[str, Contestant]:
     """Return what is compared."""
     peers, shard = sets[0].full.shape
 
@@ -118,7 +117,7 @@ def seconds_of(run: Contestant, first: int, sets: int) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / CALLS
 
 
-def measure(device: Device, peers: int, shard_bytes: int, rounds: int, cache_bytes: int) -> list[Result]:
+def measure(device: CupyDevice, peers: int, shard_bytes: int, rounds: int, cache_bytes: int) -> list[Result]:
     """Time all contestants at one size."""
     size_bytes = peers * shard_bytes
     count, shard = max(2, -(-2 * cache_bytes // size_bytes)), shard_bytes // FP32_BYTES

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from profiler.errors import OsdpError
 from runtime.odc import cupy_device
 from runtime.odc.cupy_device import CupyDevice, load_cupy
-from runtime.odc.gpu_windows import Region
 from runtime.odc.kernels import SOURCES, grid_for, source_of
-from runtime.odc.windows import WindowSpec
+from runtime.odc.windows import Region, WindowSpec
 
 MIB = 1 << 20
 
