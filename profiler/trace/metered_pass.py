@@ -19,6 +19,7 @@ from profiler.trace.activation_ledger import CallRecord, LiveStorage
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
 from profiler.trace.op_meter import Memo, Meter
+from profiler.trace.trace_errors import explain_trace
 
 
 @dataclass(slots=True)
@@ -63,26 +64,21 @@ class Pass:
     """Whether the loss is the sum of all outputs, as none is a scalar."""
 
 
-class TraceFailure(Exception):  # noqa: N818 - carries a failure, is none of its own
-    """An exception in a pass, with where it happened; `__cause__` is the exception."""
-
-    def __init__(self, where: str, op: torch._ops.OpOverload | None) -> None:
-        super().__init__(where)
-        self.where = where
-        self.op = op
-
-
 @dataclass(slots=True)
 class _Watch:
     """Tells the meter which module runs, and marks exceptions with the module that raised them."""
 
     meter: Meter
+    operators: Mapping[str, int]
+    """By the paths of their modules."""
+    blocks: Sequence[str]
     executions: list[Execution] = field(default_factory=list)
     ran: dict[str, None] = field(default_factory=dict)
 
-    def wrap(self, path: str, inner: Callable[..., Any], operator: int | None, is_block: bool) -> Callable[..., Any]:
+    def wrap(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward that runs `inner` under watch."""
         meter, ledger, ran = self.meter, self.meter.ledger, self.ran
+        operator, is_block = self.operators.get(path), path in self.blocks
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -126,6 +122,7 @@ def replaced_forwards(
 
 
 def run_pass(
+    name: str,
     module: nn.Module,
     groups: Sequence[Group],
     blocks: Sequence[str],
@@ -133,24 +130,17 @@ def run_pass(
     device: DatalessDevice,
     memo: Memo,
 ) -> Pass:
-    """Run one forward and backward under the meter.
-
-    Raises TraceFailure for what the model raises, OsdpError for a loss that cannot be trained.
-    """
+    """Run one forward and backward of the model called `name` under the meter.  Raises OsdpError."""
     named = dict(module.named_parameters())
     parameters = [[named[name] for name in group.parameters] for group in groups]
     operators = {path: index for index, group in enumerate(groups) for path in group.modules}
     meter = Meter(parameters, module.buffers(), memo, synthesize=device.synthesize)
-    ledger, watch = meter.ledger, _Watch(meter)
-
-    def watched(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return watch.wrap(path, forward, operators.get(path), path in blocks)
-
+    ledger, watch = meter.ledger, _Watch(meter, operators, blocks)
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
             ledger.adopt(tensor)
     try:
-        with device.running(), meter, replaced_forwards(module, watched):
+        with device.running(), meter, replaced_forwards(module, watch.wrap):
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
             with torch.enable_grad(), hooks:
                 output = module(*inputs[0], **inputs[1])
@@ -161,7 +151,11 @@ def run_pass(
     except OsdpError:
         raise
     except Exception as error:
-        raise _locate(error, meter, groups) from error
+        path = error.__dict__.get("osdp_path")
+        where = f"`{path}`" if path else "the model's own forward"
+        if ledger.in_backward:
+            where = f"the backward of `{groups[ledger.call.operator].modules[0]}`"
+        raise explain_trace(name, where, error.__dict__.get("osdp_op"), error) from error
     finally:
         meter.finish()
     del output, loss
@@ -193,13 +187,6 @@ def _find_saved_inputs(executions: Sequence[Execution], calls: Sequence[CallReco
                 block = calls[storage.saver].block
                 if block is None or any(storage is one for one in executions[block].inputs):
                     execution.kept_below_bytes += storage.bytes
-
-
-def _locate(error: Exception, meter: Meter, groups: Sequence[Group]) -> TraceFailure:
-    op, path = error.__dict__.get("osdp_op"), error.__dict__.get("osdp_path")
-    if meter.ledger.in_backward:
-        return TraceFailure(f"the backward of `{groups[meter.ledger.call.operator].modules[0]}`", op)
-    return TraceFailure(f"`{path}`" if path else "the model's own forward", op)
 
 
 def find_loss(output: Any) -> tuple[Tensor, bool]:
