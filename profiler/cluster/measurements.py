@@ -150,10 +150,8 @@ class Measured:
     def times_of(self, operation: str, ranks: int, stride: int, algorithm: str) -> CollectiveTimes | None:
         """Return the times of a collective in a group, if they were measured."""
         wanted = operation, ranks, stride, algorithm
-        for times in self.collectives:
-            if (times.operation, times.ranks, times.stride, times.algorithm) == wanted:
-                return times
-        return None
+        found = (one for one in self.collectives if (one.operation, one.ranks, one.stride, one.algorithm) == wanted)
+        return next(found, None)
 
 
 def call_key(graph: ModelGraph, call: Call) -> str:

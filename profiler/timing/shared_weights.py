@@ -108,12 +108,12 @@ class _Storages:
         return data.normal_(std=STD, generator=self._generator)
 
 
-def _copy(buffer: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a buffer's copy: a pass may change it. One without data becomes zeros."""
-    wanted = dtype if buffer.is_floating_point() else buffer.dtype
-    if buffer.is_meta:
-        return torch.zeros(buffer.shape, dtype=wanted, device=device)
-    return buffer.detach().to(device, wanted, copy=True)
+def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a buffer or an input: a pass may change it.  One without data becomes zeros."""
+    wanted = dtype if tensor.is_floating_point() else tensor.dtype
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=wanted, device=device)
+    return tensor.detach().to(device, wanted, copy=True).requires_grad_(tensor.requires_grad)
 
 
 def real_inputs(
@@ -122,9 +122,4 @@ def real_inputs(
     """Make the arguments of one forward on the device, floating tensors of `dtype`; raises OsdpError."""
     with explained_inputs(source.name), device:
         inputs = source.example_inputs(module, micro_batch)
-
-    def placed(tensor: Tensor) -> Tensor:
-        moved = tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype)
-        return moved.requires_grad_(tensor.requires_grad)
-
-    return tree_map_only(Tensor, placed, inputs)  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, lambda tensor: _copy(tensor, device, dtype), inputs)  # type: ignore[no-any-return]

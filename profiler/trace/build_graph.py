@@ -193,7 +193,7 @@ def _blocks(
         path = passes[0].executions[execution].path
         runs = [one.executions[execution] for one in passes]
         waste = max(sum(storage.waste for storage in run.inputs) for run in runs)
-        inputs = line([run.input_bytes for run in runs], add_bytes=waste)
+        inputs = line([sum(storage.bytes for storage in run.inputs) for run in runs], add_bytes=waste)
         kept_below = line([run.kept_below_bytes for run in runs])
         saved_first = line([run.saved_first_bytes for run in runs])
         module_class = type(module.get_submodule(path)).__name__

@@ -35,11 +35,6 @@ class Execution:
     saved_first_bytes: int = 0
     """Of those, what its first call is the first to save."""
 
-    @property
-    def input_bytes(self) -> int:
-        """Bytes of the storages passed in."""
-        return sum(storage.bytes for storage in self.inputs)
-
 
 @dataclass(slots=True)
 class Pass:

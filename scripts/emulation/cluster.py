@@ -49,7 +49,7 @@ class Cluster:
         """
         namespaces = [os.open(f"/proc/{self.keeper}/fd/{file}", os.O_RDONLY) for file in self.files[node]]
         pids = os.open(f"/proc/{self.keeper}/ns/pid", os.O_RDONLY)
-        folder = os.getcwd()
+        folder, pipes = os.getcwd(), {"stdin": DEVNULL, "stdout": output, "stderr": output}
 
         def enter_node() -> None:
             if cores is not None:
@@ -60,15 +60,8 @@ class Cluster:
 
         try:
             with linux.inside(pids, "pid"):
-                return Popen(
-                    command,
-                    env=environment(self.links, node),
-                    preexec_fn=enter_node,
-                    start_new_session=True,
-                    stdin=DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                )
+                words = environment(self.links, node)
+                return Popen(command, env=words, preexec_fn=enter_node, start_new_session=True, **pipes)
         finally:
             for file in (*namespaces, pids):
                 os.close(file)
