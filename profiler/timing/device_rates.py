@@ -75,13 +75,11 @@ def measure_rates(device: torch.device, repetitions: int, barrier: Callable[[], 
     works["add"] = lambda: torch.add(vector, other, out=out)
     works["gelu"] = lambda: torch.nn.functional.gelu(vector)
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    for round_number in range(repetitions + 1):
+    for _ in range(repetitions + 1):
         for name, work in works.items():
             barrier()
-            took_s = timed_s(work, device)
-            if round_number:  # The first one allocates.
-                seconds[name].append(took_s)
-    middle = {name: median(found) for name, found in seconds.items()}
+            seconds[name].append(timed_s(work, device))
+    middle = {name: median(found[1:]) for name, found in seconds.items()}  # The first one allocates.
     add, gelu = 12 * count / middle["add"], 8 * count / middle["gelu"]
     return DeviceRates({name: 2.0 * rows**3 / middle[name] for name in PRECISIONS}, (add * gelu) ** 0.5)
 

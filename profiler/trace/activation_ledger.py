@@ -82,6 +82,20 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
     handed: bool = False
 
 
+@dataclass(slots=True)
+class Execution:
+    """One run of a block's forward."""
+
+    path: str
+    """Module path of the block."""
+    inputs: tuple[LiveStorage, ...]
+    """The storages passed in."""
+    kept_below_bytes: int = 0
+    """Of those, what earlier calls keep, whether their own blocks are recomputed or not."""
+    saved_first_bytes: int = 0
+    """Of those, what its first call is the first to save."""
+
+
 class Ledger:
     """The record that the meter fills: first a forward, then, after `turn`, its backward."""
 

@@ -122,12 +122,9 @@ class _BlockFinder:
 
     def _holds_list(self, module: nn.Module) -> bool:
         """Return whether a container inside has several items of one class with two operators each."""
-        for inner in module.modules():
-            if isinstance(inner, _CONTAINERS):
-                classes = Counter(type(child) for child in inner.children() if self._size(child) >= 2)
-                if any(count > 1 for count in classes.values()):
-                    return True
-        return False
+        lists = (inner for inner in module.modules() if isinstance(inner, _CONTAINERS))
+        classes = (Counter(type(child) for child in one.children() if self._size(child) >= 2) for one in lists)
+        return any(count > 1 for counts in classes for count in counts.values())
 
     def _size(self, module: nn.Module) -> int:
         """Return the number of modules in the tree that own parameters."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -15,25 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs
-from profiler.trace.activation_ledger import CallRecord, LiveStorage
+from profiler.trace.activation_ledger import CallRecord, Execution
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
 from profiler.trace.op_meter import Memo, Meter
 from profiler.trace.trace_errors import explain_trace
-
-
-@dataclass(slots=True)
-class Execution:
-    """One run of a block's forward."""
-
-    path: str
-    """Module path of the block."""
-    inputs: tuple[LiveStorage, ...]
-    """The storages passed in."""
-    kept_below_bytes: int = 0
-    """Of those, what earlier calls keep, whether their own blocks are recomputed or not."""
-    saved_first_bytes: int = 0
-    """Of those, what its first call is the first to save."""
 
 
 @dataclass(slots=True)
@@ -59,45 +44,6 @@ class Pass:
     """Whether the loss is the sum of all outputs, as none is a scalar."""
 
 
-@dataclass(slots=True)
-class _Watch:
-    """Tells the meter which module runs, and marks exceptions with the module that raised them."""
-
-    meter: Meter
-    operators: Mapping[str, int]
-    """By the paths of their modules."""
-    blocks: Sequence[str]
-    executions: list[Execution] = field(default_factory=list)
-    ran: dict[str, None] = field(default_factory=dict)
-
-    def wrap(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that runs `inner` under watch."""
-        meter, ledger, ran = self.meter, self.meter.ledger, self.ran
-        operator, is_block = self.operators.get(path), path in self.blocks
-
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            ran[path] = None
-            outer = meter.block
-            if is_block and not ledger.in_backward:
-                inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-                meter.block = len(self.executions)
-                self.executions.append(Execution(path, ledger.storages_of(inputs)))
-            if operator is not None:
-                meter.enter(operator)
-            try:
-                return inner(*args, **kwargs)
-            except BaseException as error:
-                error.__dict__.setdefault("osdp_path", path)
-                raise
-            finally:
-                meter.block = outer
-                if operator is not None:
-                    meter.leave(operator)
-
-        return forward
-
-
 @contextmanager
 def replaced_forwards(
     root: nn.Module, replacement: Callable[[str, Callable[..., Any]], Callable[..., Any] | None]
@@ -117,7 +63,7 @@ def replaced_forwards(
 
 
 def run_pass(
-    name: str,
+    model: str,
     module: nn.Module,
     groups: Sequence[Group],
     blocks: Sequence[str],
@@ -125,23 +71,20 @@ def run_pass(
     device: DatalessDevice,
     memo: Memo,
 ) -> Pass:
-    """Run one forward and backward of the model called `name` under the meter.  Raises OsdpError."""
-    named = dict(module.named_parameters())
-    parameters = [[named[name] for name in group.parameters] for group in groups]
-    operators = {path: index for index, group in enumerate(groups) for path in group.modules}
-    meter = Meter(parameters, module.buffers(), memo, synthesize=device.synthesize)
-    ledger, watch = meter.ledger, _Watch(meter, operators, blocks)
+    """Run one forward and backward of a module under the meter; `model` names it in errors.  Raises OsdpError."""
+    meter = Meter(module, groups, blocks, memo, synthesize=device.synthesize)
+    ledger = meter.ledger
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
             ledger.adopt(tensor)
     try:
-        with device.running(), meter, replaced_forwards(module, watch.wrap):
+        with device.running(), meter, replaced_forwards(module, meter.watched):
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
             with torch.enable_grad(), hooks:
                 output = module(*inputs[0], **inputs[1])
                 loss, summed = find_loss(output)
             ledger.turn(loss)
-            _find_saved_inputs(watch.executions, ledger.calls)
+            _find_saved_inputs(meter.executions, ledger.calls)
             loss.backward()  # type: ignore[no-untyped-call]
     except OsdpError:
         raise
@@ -150,7 +93,7 @@ def run_pass(
         where = f"`{path}`" if path else "the model's own forward"
         if ledger.in_backward:
             where = f"the backward of `{groups[ledger.call.operator].modules[0]}`"
-        raise explain_trace(name, where, error.__dict__.get("osdp_op"), error) from error
+        raise explain_trace(model, where, error.__dict__.get("osdp_op"), error) from error
     finally:
         meter.finish()
     del output, loss
@@ -160,8 +103,8 @@ def run_pass(
     return Pass(
         calls=ledger.calls,
         edges=ledger.edges,
-        executions=watch.executions,
-        ran=watch.ran,
+        executions=meter.executions,
+        ran=meter.ran,
         read_outside=meter.read_outside,
         kept_bytes=ledger.kept_bytes(),
         settled=settled,

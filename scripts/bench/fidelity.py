@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median, quantiles
@@ -231,25 +232,15 @@ def _problem(number: int) -> tuple[str, float, float, float] | None:
 
 def bench_rivals(options: argparse.Namespace) -> None:
     """Print how the plan compares with the uniform baselines on random problems."""
-    ratios, over_fsdp, gaps, number, only = [], [], [], options.seed, 0
+    numbers = range(options.seed, options.seed + 10 * options.count)
     with get_context("forkserver").Pool(PROCESSES) as pool:
-        for row in pool.imap(_problem, range(number, number + 10 * options.count)):
-            if row is None:
-                continue
-            what, ratio, fsdp, gap = row
-            gaps.append(gap)
-            if ratio == float("inf"):
-                only += 1
-            else:
-                ratios.append(ratio)
-            if fsdp != float("inf"):
-                over_fsdp.append(fsdp)
-            if ratio < 1:
-                print(f"slower: {what}: {ratio:.5f}", flush=True)
-            if len(gaps) == options.count:
-                pool.terminate()
-                break
-    print(f"{len(gaps)} problems with a plan that fits; in {only} of them no uniform baseline does")
+        rows = list(islice(filter(None, pool.imap(_problem, numbers)), options.count))
+    for what, ratio, _, _ in rows:
+        if ratio < 1:
+            print(f"slower: {what}: {ratio:.5f}", flush=True)
+    ratios, over_fsdp = ([row[column] for row in rows if row[column] != float("inf")] for column in (1, 2))
+    only, gaps = len(rows) - len(ratios), [gap for *_, gap in rows]
+    print(f"{len(rows)} problems with a plan that fits; in {only} of them no uniform baseline does")
     for name, values in (("the best baseline", ratios), ("FSDP", over_fsdp)):
         parts = quantiles(values, n=20)
         print(
