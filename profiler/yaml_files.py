@@ -70,7 +70,6 @@ class StrictYamlError(Exception):
 
     def __init__(self, problem: str, line: int, column: int = 0) -> None:
         super().__init__(problem)
-        self.problem = problem
         self.line = line
         self.column = column
 
@@ -115,7 +114,7 @@ def read_yaml(path: Path, type_: type[T], *, schema: str, check: Callable[[T], I
         document = parse(text)
     except StrictYamlError as error:
         column = f", column {error.column}" if error.column else ""
-        what = f"{path}, line {error.line}{column}: {error.problem}"
+        what = f"{path}, line {error.line}{column}: {error}"
         raise OsdpError(what, expected="plain YAML") from None
     data = _mapping_of_schema(path, document, schema)
     if "schema" not in _field_names(type_):

@@ -73,13 +73,15 @@ class CallRecord:
 class LiveStorage(weakref.ref[torch.UntypedStorage]):
     """A storage that the step allocated; calls back when it dies."""
 
+    __slots__ = ("bytes", "handed", "key", "producer", "saver", "waste")
+
     bytes: int
     waste: int
     """Rounding of those."""
     key: int
     producer: int
-    saver: int | None = None
-    handed: bool = False
+    saver: int | None
+    handed: bool
 
 
 @dataclass(slots=True)
@@ -224,6 +226,8 @@ class Ledger:
         storage.bytes = untyped.nbytes()
         storage.waste = -storage.bytes % ALLOCATION_BYTES
         storage.producer = producer
+        storage.saver = None
+        storage.handed = False
         self.live[storage.key] = storage
         self._bytes += storage.bytes
         self._waste += storage.waste

@@ -74,12 +74,11 @@ def _check_alike(name: str, groups: Sequence[Group], passes: Sequence[Pass]) -> 
             continue
         differing = next((i for i, (a, b) in enumerate(zip(order, expected, strict=False)) if a != b), None)
         at = "its end" if differing is None else f"`{groups[expected[differing][0]].modules[0]}`"
-        raise OsdpError(
-            f"{name} runs different operators at micro-batch {size} than at {SIZES[0]}",
-            got=f"{len(order)} calls against {len(expected)}, differing first at {at}",
-            expected="the same operators in the same order for every micro-batch",
-            advice="do not branch or loop on the batch dimension in forward",
-        )
+        what = f"{name} runs different operators at micro-batch {size} than at {SIZES[0]}"
+        got = f"{len(order)} calls against {len(expected)}, differing first at {at}"
+        advice = "do not branch or loop on the batch dimension in forward"
+        same = "the same operators in the same order for every micro-batch"
+        raise OsdpError(what, got=got, expected=same, advice=advice)
 
 
 def _call(records: Sequence[CallRecord], operator: int, block: int | None, name: str) -> Call:
@@ -162,8 +161,9 @@ def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequ
     for operator, end in last.items():
         trained = [named[parameter.name] for parameter in operators[operator].parameters if parameter.trainable]
         tied = [parameter for parameter in trained if uses[id(parameter)] > 1]
+        size_bytes = sum(allocated_bytes(parameter.nbytes) for parameter in tied or trained)
         for index in range(first[operator], end):
-            waiting[index] += sum(allocated_bytes(parameter.nbytes) for parameter in tied or trained)
+            waiting[index] += size_bytes
     return waiting
 
 

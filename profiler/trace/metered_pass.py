@@ -142,12 +142,11 @@ def find_loss(output: Any) -> tuple[Tensor, bool]:
         floating = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_floating_point()]
         loss = torch.stack([tensor.sum() for tensor in floating]).sum() if floating else None
     if loss is None or not loss.requires_grad:
-        raise OsdpError(
-            "the model's loss does not depend on any trainable parameter",
-            got=type(output).__name__ if loss is None else "a scalar that requires no gradient",
-            expected="an output computed from trainable parameters with gradients enabled",
-            advice="return the loss itself, undetached, and compute it outside torch.no_grad()",
-        )
+        what = "the model's loss does not depend on any trainable parameter"
+        got = type(output).__name__ if loss is None else "a scalar that requires no gradient"
+        expected = "an output computed from trainable parameters with gradients enabled"
+        advice = "return the loss itself, undetached, and compute it outside torch.no_grad()"
+        raise OsdpError(what, got=got, expected=expected, advice=advice)
     return loss, summed
 
 

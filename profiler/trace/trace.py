@@ -72,19 +72,16 @@ def _check_module(name: str, module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise OsdpError(f"{name}: build() did not return a module", got=type(module).__name__, expected="an nn.Module")
     parameters = dict(module.named_parameters())
-    for parameter_name, parameter in parameters.items():
+    for path, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
+            advice = "give the input sizes explicitly, as in nn.Linear instead of nn.LazyLinear"
             raise OsdpError(
-                f"{name} is lazy: the shape of `{parameter_name}` is not known before its first forward",
-                advice="give the input sizes explicitly, as in nn.Linear instead of nn.LazyLinear",
+                f"{name} is lazy: the shape of `{path}` is not known before its first forward", advice=advice
             )
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise OsdpError(
-            f"{name} has no trainable parameters",
-            got=f"{len(parameters)} parameters, none with requires_grad",
-            expected="at least one",
-            advice="unfreeze what is to be trained with parameter.requires_grad_(True)",
-        )
+        got = f"{len(parameters)} parameters, none with requires_grad"
+        advice = "unfreeze what is to be trained with parameter.requires_grad_(True)"
+        raise OsdpError(f"{name} has no trainable parameters", got=got, expected="at least one", advice=advice)
 
 
 def _run_sizes(

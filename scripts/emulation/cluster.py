@@ -120,12 +120,10 @@ def emulated(links: Links) -> Iterator[Cluster]:
 
 
 def _not_allowed(error: OSError) -> RefusalError:
-    return RefusalError(
-        "this machine does not let us make a cluster",
-        got=str(error),
-        expected="the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN, and a kernel with namespaces",
-        advice="run it on the machine itself, or in a container: docker run --privileged",
-    )
+    expected = "the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN, and a kernel with namespaces"
+    advice = "run it on the machine itself, or in a container: docker run --privileged"
+    what = "this machine does not let us make a cluster"
+    return RefusalError(what, got=str(error), expected=expected, advice=advice)
 
 
 def _keep(links: Links, writer: int) -> int:
