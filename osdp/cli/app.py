@@ -15,7 +15,7 @@ from osdp.cli.commands.train import train
 from osdp.cli.commands.verify import verify
 from osdp.cli.exits import guarded
 from osdp.cli.options import CLUSTER_HELP, AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
-from osdp.cli.terminal import make_console, progress_bar
+from osdp.cli.terminal import make_console, progress_bar, show
 
 if TYPE_CHECKING:
     from planner.analysis.explain import OpenPlan
@@ -77,8 +77,7 @@ def explain(
     if operator is not None:
         print_target_reasons(make_console(), view, operator, find_target(view, operator))
         return
-    more, why_not = _what_if(view) if what_if else (None, "")
-    print_plan_reasons(make_console(), view, more, why_not)
+    print_plan_reasons(make_console(), view, *(_what_if(view) if what_if else ()))
 
 
 def _what_if(view: OpenPlan) -> tuple[WhatIf | None, str]:
@@ -101,15 +100,11 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two plan files. Prints how choices, predicted memory and predicted time differ."""
-    from osdp.cli.reports.diff import diff_json, print_diff
+    from osdp.cli.reports.diff import diff_object, print_diff
     from osdp.planning.plan_file import read_plan
     from planner.analysis.plan_diff import compare
 
-    found = compare(read_plan(before), read_plan(after))
-    if as_json:
-        print(diff_json(found, str(before), str(after)))
-    else:
-        print_diff(make_console(), found, str(before), str(after))
+    show(as_json, diff_object, print_diff, compare(read_plan(before), read_plan(after)), str(before), str(after))
 
 
 @app.command()

@@ -28,13 +28,12 @@ class _Sizes:
 
 
 @dataclass(frozen=True)
-class _DecoderSizes(_Sizes):
-    """Sizes of a stack of equal decoder layers."""
+class _StackSizes(_Sizes):
+    """Sizes of a stack of equal layers."""
 
     hidden_size: int
     """Width of the residual stream."""
     layers: int
-    """Number of layers."""
     heads: int
     """Attention heads, of queries where keys have fewer; divides `hidden_size`."""
 
@@ -43,7 +42,7 @@ class _DecoderSizes(_Sizes):
 
 
 @dataclass(frozen=True)
-class GPT2Config(_DecoderSizes):
+class GPT2Config(_StackSizes):
     """Sizes of a GPT-2."""
 
     dropout: float = 0.0
@@ -51,28 +50,19 @@ class GPT2Config(_DecoderSizes):
 
 
 @dataclass(frozen=True)
-class BertConfig(_Sizes):
+class BertConfig(_StackSizes):
     """Sizes of a BERT."""
 
     token_types: int
     """Rows of the segment embedding."""
-    hidden_size: int
-    """Width of the residual stream."""
-    layers: int
-    """Number of encoder layers."""
-    heads: int
-    """Attention heads; divides `hidden_size`."""
     intermediate_size: int
     """Width inside the feed-forward network."""
     dropout: float = 0.0
     """Probability, after the embedding, in attention and on both residual branches."""
 
-    def __post_init__(self) -> None:
-        _divides(self.heads, self.hidden_size, "hidden_size and heads")
-
 
 @dataclass(frozen=True)
-class LlamaConfig(_DecoderSizes):
+class LlamaConfig(_StackSizes):
     """Sizes of a Llama."""
 
     key_value_heads: int
@@ -120,7 +110,6 @@ class Family:
     """A kind of model: its sizes and its module."""
 
     config: type[ModelConfig]
-    """Class of its sizes."""
     module: str
     """`package.module:Class`, imported only when a model is built, because it needs torch."""
 

@@ -24,7 +24,6 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    """Where this rank computes."""
 
     def tensors(self, sample: Sample) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a sample's arrays as tensors on this rank's device."""
@@ -64,10 +63,10 @@ def joined(device: str, timeout_s: float) -> Iterator[Ranks]:
 
     Nothing that was made inside may be held on to when it ends.
     """
-    here = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
+    here, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
+        here, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(here)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), here)

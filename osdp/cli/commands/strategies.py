@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ from typer import Option
 from osdp.cli import options
 from osdp.cli.exits import guarded
 from osdp.cli.rank_process import end_of_rank, launched
-from osdp.cli.terminal import make_console, progress_bar
+from osdp.cli.terminal import progress_bar, show
 
 if TYPE_CHECKING:
     from osdp.planning.request import Request
@@ -112,7 +113,7 @@ def _measured(source: ModelSource, name: str | None, request: Request, names: tu
     import torch
 
     from osdp.planning.rank_grid import cluster_of_ranks
-    from osdp.planning.strategy_footprint import counted, predict
+    from osdp.planning.strategy_footprint import count, predict
     from osdp.training.process_group import joined
     from profiler.trace.trace import trace_model
 
@@ -120,18 +121,15 @@ def _measured(source: ModelSource, name: str | None, request: Request, names: tu
         cluster, _ = cluster_of_ranks(name)
         graph = trace_model(source, request.precision, cluster.device.kind)
         predicted = [predict(graph, cluster, strategy, request) for strategy in names or _default_names(cluster)]
-        found = counted(source, predicted, cluster, ranks)
+        found = [replace(one, counted=count(source, one, cluster, ranks)) for one in predicted]
     if os.environ["RANK"] == "0":
         _report(found, cluster, as_json)
 
 
 def _report(found: Sequence[Uniform], cluster: Cluster, as_json: bool) -> None:
-    from osdp.cli.reports.strategies import print_strategies, strategies_json
+    from osdp.cli.reports.strategies import print_strategies, strategies_object
 
-    if as_json:
-        print(strategies_json(found, cluster))
-    else:
-        print_strategies(make_console(), found, cluster)
+    show(as_json, strategies_object, print_strategies, found, cluster)
 
 
 @guarded
@@ -146,7 +144,7 @@ def partition(
     """Divide whole tensors among ranks. Prints how evenly, for values of `evenness_priority`."""
     import torch
 
-    from osdp.cli.reports.strategies import partition_json, print_partition
+    from osdp.cli.reports.strategies import partition_object, print_partition
     from osdp.compat.zero3_partition import zero3_partition_tensors
     from osdp.zoo import load_model
 
@@ -157,7 +155,4 @@ def partition(
     for count, priority in product(dict.fromkeys(ranks or range(2, 9)), PRIORITIES):
         names = [f"rank {rank}" for rank in range(count)]
         found[count, priority] = zero3_partition_tensors(tensors, names, priority, by_module=by_module)[1]
-    if as_json:
-        print(partition_json(source.name, found))
-    else:
-        print_partition(make_console(), source.name, found)
+    show(as_json, partition_object, print_partition, source.name, found)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from osdp.cli.reports.figures import format_count, format_seconds
 from osdp.cli.reports.plan import TERMS
@@ -13,40 +15,28 @@ from osdp.cli.terminal import make_table, print_section
 from planner.analysis.plan_diff import ChoiceChange, Comparison, Delta, SettingChange
 from profiler.byte_sizes import format_bytes
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 SCHEMA = "osdp.plan_diff/1"
 
 
-def diff_json(found: Comparison, before: str, after: str) -> str:
-    """Return the comparison of two files as one JSON object; numbers in bytes and seconds."""
-
-    def by_name(deltas: tuple[Delta, ...]) -> dict[str, dict[str, float]]:
-        return {delta.name: _figures(delta) for delta in deltas}
-
-    return json.dumps(
-        {
-            "schema": SCHEMA,
-            "before": before,
-            "after": after,
-            "same": found.is_empty,
-            "same_operators": found.same_operators,
-            "settings": {change.setting: {"before": change.before, "after": change.after} for change in found.settings},
-            "changed_operators": found.changed_operators,
-            "choices": [asdict(change) for change in found.choices],
-            "predicted": {
-                "peak_memory_bytes": _figures(found.peak_bytes),
-                "memory_by_category": by_name(found.memory),
-                "step_time_s": _figures(found.step_time_s),
-                "time_by_term": by_name(found.time),
-                "samples_per_s": _figures(found.samples_per_s),
-            },
+def diff_object(found: Comparison, before: str, after: str) -> dict[str, Any]:
+    """Return the comparison of two files as plain data; numbers in bytes and seconds."""
+    return {
+        "schema": SCHEMA,
+        "before": before,
+        "after": after,
+        "same": found.is_empty,
+        "same_operators": found.same_operators,
+        "settings": {change.setting: {"before": change.before, "after": change.after} for change in found.settings},
+        "changed_operators": found.changed_operators,
+        "choices": [asdict(change) for change in found.choices],
+        "predicted": {
+            "peak_memory_bytes": _figures(found.peak_bytes),
+            "memory_by_category": {delta.name: _figures(delta) for delta in found.memory},
+            "step_time_s": _figures(found.step_time_s),
+            "time_by_term": {delta.name: _figures(delta) for delta in found.time},
+            "samples_per_s": _figures(found.samples_per_s),
         },
-        indent=2,
-        allow_nan=False,
-    )
+    }
 
 
 def _figures(delta: Delta) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from osdp.cli.reports.figures import bar, format_count, format_parameters, format_seconds, name_phase, rates, sources_of
 from osdp.cli.reports.rows import plan_rows, short_names
@@ -16,10 +18,6 @@ from planner.cost.stragglers import Waits
 from planner.search.baselines import Baseline
 from planner.search.candidates import DIVERSE_STRATEGIES, LIGHT, MIXED_STRATEGIES, SPLIT_STRATEGIES
 from profiler.byte_sizes import MIB, format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 WAITING = "waiting_s"
 """The term of uneven micro-batches."""
@@ -113,7 +111,7 @@ def _choices(planned: Planned) -> Table:
         recompute = "" if row.recompute is None else "yes" if row.recompute else "no"
         strategy, recompute = row.strategy + PINNED * row.pinned, recompute + PINNED * row.pinned_recompute
         size, names = format_parameters(row.parameters), short_names(row.names)
-        table.add_row(row.part, str(row.count), strategy, recompute, size, names)
+        table.add_row(row.part, str(len(row.names)), strategy, recompute, size, names)
     return table
 
 
