@@ -34,7 +34,6 @@ class ModelCard:
     SCHEMA: ClassVar[str] = "osdp.model/1"
 
     schema: str
-    """Version of the file format."""
     name: str
     """Short name, as given to `--model`."""
     family: str

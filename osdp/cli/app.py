@@ -19,7 +19,6 @@ from osdp.cli.terminal import make_console, progress_bar, show
 
 if TYPE_CHECKING:
     from planner.analysis.explain import OpenPlan
-    from planner.analysis.what_if import WhatIf
 
 app = typer.Typer(
     name="osdp",
@@ -71,25 +70,22 @@ def explain(
 ) -> None:
     """Explain a plan. Prints why each part has its choice, what alternatives would cost, and the bottleneck."""
     from osdp.cli.reports.explain import print_plan_reasons, print_target_reasons
+    from osdp.planning.plan_questions import what_if_open
     from planner.analysis.explain import find_target
+    from profiler.errors import OsdpError
 
     view = _reopened(path, model, cluster)
     if operator is not None:
         print_target_reasons(make_console(), view, operator, find_target(view, operator))
         return
-    print_plan_reasons(make_console(), view, *(_what_if(view) if what_if else ()))
-
-
-def _what_if(view: OpenPlan) -> tuple[WhatIf | None, str]:
-    """Return the what-if analysis of a plan, or why there is none."""
-    from osdp.planning.plan_questions import what_if_open
-    from profiler.errors import OsdpError
-
-    try:
-        with progress_bar() as progress:
-            return what_if_open(view, progress), ""
-    except OsdpError as error:  # Nothing fits any more, or a file of lengths is gone.
-        return None, ": ".join(part for part in (error.what, error.expected) if part)
+    more, why_not = None, ""
+    if what_if:
+        try:
+            with progress_bar() as progress:
+                more = what_if_open(view, progress)
+        except OsdpError as error:  # Nothing fits any more, or a file of lengths is gone.
+            why_not = ": ".join(part for part in (error.what, error.expected) if part)
+    print_plan_reasons(make_console(), view, more, why_not)
 
 
 @app.command()

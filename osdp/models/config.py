@@ -22,7 +22,6 @@ class _Sizes:
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     vocabulary_size: int
-    """Rows of each token embedding."""
     maximum_positions: int
     """Longest sequence; Llama's rotary embedding itself has no limit."""
 
@@ -89,9 +88,7 @@ class UnevenConfig(_Sizes):
     head_size: int
     """Width of one attention head; divides every width."""
     encoder_widths: tuple[int, ...]
-    """Width of each encoder layer."""
     decoder_widths: tuple[int, ...]
-    """Width of each decoder layer."""
     expansion: int = 4
     """Inner width of a feed-forward network over its outer width."""
 

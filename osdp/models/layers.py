@@ -22,7 +22,6 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Fill weight and bias."""
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -32,7 +31,6 @@ class Embedding(nn.Embedding):
     """An embedding whose rows start as N(0, 0.02)."""
 
     def reset_parameters(self) -> None:
-        """Fill the table."""
         nn.init.normal_(self.weight, std=0.02)
 
 

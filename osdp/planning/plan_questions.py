@@ -23,11 +23,9 @@ class FrontierRow:
     """What one of several limits allows."""
 
     request: Request
-    """With the limit."""
     planned: Planned | None
     """None if nothing fits."""
     refusal: NothingFits | None
-    """Why nothing fits, where nothing does."""
     taken_from_bytes: int | None
     """The user's smaller limit whose plan was faster than what was found here, if one was."""
 

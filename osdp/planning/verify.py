@@ -64,7 +64,6 @@ class Verified:
     predicted_phase: str
     tracked_phase: str
     seconds: float
-    """What the dry run or the steps took."""
     allocatable_bytes: int
     """What the plan's limit leaves PyTorch's allocator to reserve."""
 
@@ -91,7 +90,6 @@ class Verified:
 
     @property
     def holds(self) -> bool:
-        """Whether the prediction is close and the plan fits."""
         return self.is_close and self.fits
 
 

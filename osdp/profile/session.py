@@ -51,7 +51,6 @@ class Wanted:
     repetitions: int
     budget_s: float
     device: str
-    """`cpu` or `cuda`."""
     sizes_bytes: tuple[int, ...] = SIZES_BYTES
     """Of collectives."""
 
@@ -73,7 +72,6 @@ class Findings:
     """Everything that was measured."""
 
     device_type: str
-    """`cpu` or `cuda`."""
     nodes: int
     ranks_per_node: int
     versions: str
@@ -155,7 +153,6 @@ def middle_size_bytes(times: Sequence[CollectiveTimes], ranks: int) -> int:
 
 
 def _mean_rates(device: torch.device, repetitions: int) -> DeviceRates:
-    """Return the mean rates of all ranks."""
     mine = measure_rates(device, repetitions, lambda: meet(device))
     found = Agreement.all().gather("measure rates", lambda: mine)
     flops = {name: fmean(one.matmul_flops_per_s[name] for one in found) for name in mine.matmul_flops_per_s}

@@ -20,7 +20,6 @@ from profiler.errors import OsdpError
 from profiler.yaml_files import Problem, read_yaml, validate
 
 DEFAULT = "gpt2"
-"""Configuration that is taken where the user names none."""
 
 CHOICES = {
     "task": ("addition", "bytes", "sentences"),
@@ -31,7 +30,6 @@ CHOICES = {
     "fsdp_args": (None, *SETTINGS),
     "device": ("auto", "cpu", "cuda"),
 }
-"""Values of the fields that have only a few."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,6 @@ class TrainConfig:
     SCHEMA: ClassVar[str] = "osdp.train/1"
 
     schema: str
-    """Version of the file format."""
     model: str
     """As `osdp plan --model`: a name, a file, package.module:factory or hf:config.json."""
     steps: PositiveInt

@@ -42,7 +42,6 @@ class Job:
     plan: Plan | None
     """The plan of the plan file; None: to be planned."""
     device: str
-    """`cpu` or `cuda`."""
     resume: Path | None
     """Checkpoint to continue from; None: from the start."""
 

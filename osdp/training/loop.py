@@ -38,7 +38,6 @@ class Position:
     """How far a run is."""
 
     step: int = 0
-    """Optimizer steps done."""
     sample: int = 0
     """Samples that all ranks together have taken."""
 
@@ -54,7 +53,6 @@ class Trainer:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of all ranks in a step."""
         return self.ranks.world_size * self.plan.micro_batch * self.plan.accumulation
 
     def resume(self, path: Path) -> None:

@@ -33,7 +33,6 @@ class Measurements:
         # The second step: then the optimizer's states exist.
         self._tracked = min(2, steps) if ranks.device.type == "cpu" else 0
         self.count = 0
-        """Steps so far."""
         self._live_bytes = 0
         self._left_out = False
         self._recent_s: list[float] = []

@@ -32,17 +32,14 @@ class Ranks:
         return torch.from_numpy(tokens).to(self.device), there
 
     def mean(self, value: Tensor) -> float:
-        """Return the mean over all ranks of a scalar."""
         total = value.detach().to(torch.float64 if self.device.type == "cpu" else torch.float32).clone()
         dist.all_reduce(total)
         return float(total) / self.world_size
 
     def maximum(self, values: list[int]) -> list[int]:
-        """Return the maximum over all ranks of each number."""
         return self.total(values, dist.ReduceOp.MAX)
 
     def total(self, values: list[int], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
-        """Return the sum over all ranks of each number."""
         found = torch.tensor(values, dtype=torch.int64, device=self.device)
         dist.all_reduce(found, operation)
         return found.tolist()

@@ -71,7 +71,6 @@ class Memory:
     reserved_bytes: int
     """CUDA: what torch's allocator took from the device; 0 on CPU."""
     how: str
-    """How it was measured."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,6 @@ class Summary:
 
     plan: Plan
     steps: int
-    """Steps of this run."""
     timed_steps: int
     """Steps that the median is of: not the first ones, nor the one whose memory was tracked."""
     step_s: float

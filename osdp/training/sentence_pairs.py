@@ -44,11 +44,9 @@ class MadeUp:
     topics: int = 8
     """Cycles, with no word in common."""
     words: int = 16
-    """Words of a cycle."""
     may_pad: bool = False
     """Whether a pair can be shorter than the room that it gets."""
     has_held_out: bool = True
-    """Whether some of it is kept out of training."""
 
     @property
     def size(self) -> int:
@@ -66,7 +64,6 @@ class MadeUp:
         return SPECIAL + topic * self.words + places[:length], SPECIAL + other * self.words + places[length:]
 
     def identity(self) -> dict[str, Any]:
-        """Return the sizes."""
         return {"topics": self.topics, "words": self.words}
 
     def is_held_out(self, topic: int, length: int) -> bool:
@@ -113,7 +110,6 @@ class TextFile:
         return first, second
 
     def identity(self) -> dict[str, Any]:
-        """Return the size of the text."""
         return {"text_bytes": self._bytes}
 
 
@@ -148,7 +144,6 @@ class SentencePairs:
 
     @property
     def vocabulary_size(self) -> int:
-        """Special tokens and those of the corpus."""
         return SPECIAL + self.corpus.size
 
     def sample(self, index: int) -> Sample:

@@ -55,7 +55,6 @@ class Task(Protocol):
 
 
 def generator(seed: int, purpose: int, index: int) -> np.random.Generator:
-    """Return the generator of one sample."""
     key = np.array([seed, purpose], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, index], dtype=np.uint64)))
 
@@ -88,7 +87,6 @@ class Addition:
 
     @property
     def sum_length(self) -> int:
-        """Tokens of one sum."""
         return 3 * self.digits + 1
 
     def sample(self, index: int) -> Sample:
@@ -107,7 +105,6 @@ class Addition:
         return {"task": self.name, "digits": self.digits, "seq": self.sequence_length, "seed": self.seed}
 
     def encode(self, a: int, b: int) -> Tokens:
-        """Return the tokens of one sum."""
         n = self.digits
         return np.array(list(f"{a:0{n}d}{b:0{n}d}" + f"{a + b:0{n + 1}d}"[::-1]), dtype=np.int64)
 

@@ -74,12 +74,10 @@ class Timeline:
     """Without gaps, in order of time."""
 
     def total_s(self, activity: Activity) -> float:
-        """Return how long it did so."""
         return sum(span.end_s - span.start_s for span in self.spans if span.activity == activity)
 
     @property
     def bubble_s(self) -> float:
-        """How long it waited."""
         return self.total_s("waiting")
 
 
@@ -203,12 +201,10 @@ class _Watched(AllGather, ReduceScatter):
         self.own, self.name, self.recorder = own, name, recorder
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer."""
         return self.own.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *args: Any, **kwargs: Any
     ) -> Any:
-        """Communicate."""
         call = self.recorder.watched(self.name, dist.get_process_group_ranks(group), self.own)
         return call(output_tensor, input_tensor, group, *args, **kwargs)

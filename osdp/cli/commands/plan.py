@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from profiler.model_source import ModelSource
 
 _NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
-"""Options that change nothing of the plan."""
 
 
 @guarded

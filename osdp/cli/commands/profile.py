@@ -14,7 +14,7 @@ from typer import Option
 
 from osdp.cli import options
 from osdp.cli.exits import guarded
-from osdp.cli.rank_process import end_of_rank, launched
+from osdp.cli.rank_process import end_of_rank, start_ranks
 from osdp.cli.terminal import make_console, print_json, progress_bar, show
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def profile(
     import torch
 
     from osdp.planning.plan_file import check_output
-    from osdp.training.launch import CPU_RANKS, Nodes, is_rank, launch
+    from osdp.training.launch import CPU_RANKS, Nodes, is_rank
 
     asked = model, batch, seq, precision, repetitions, budget_s, device
     if is_rank():
@@ -63,14 +63,12 @@ def profile(
     if node_rank == 0:  # The file is written there.
         check_output(output, "cluster")
     ranks = ranks_per_node or (torch.cuda.device_count() if wanted.device == "cuda" else CPU_RANKS)
-    with launched():
-        launch(sys.argv[1:], ranks, Nodes(nnodes, node_rank, rdzv_endpoint), wanted.device, timeout_s)
+    start_ranks(ranks, Nodes(nnodes, node_rank, rdzv_endpoint), wanted.device, timeout_s)
 
 
 def _wanted(
     model: str | None, batch: str, seq: int | None, precision: str, repetitions: int, budget_s: float, device: str
 ) -> Wanted:
-    """Check the options."""
     import torch
 
     from osdp.profile.session import Wanted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -13,7 +12,7 @@ from typer import Option
 
 from osdp.cli import options
 from osdp.cli.exits import guarded
-from osdp.cli.rank_process import end_of_rank, launched
+from osdp.cli.rank_process import end_of_rank, start_ranks
 from osdp.cli.terminal import progress_bar, show
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ STRATEGIES = ("replicate", "owner", "shard")
 PRIORITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Values of `evenness_priority` in the table."""
 TIMEOUT_S = 300.0
-"""How long ranks wait for each other."""
 
 
 @guarded
@@ -50,7 +48,7 @@ def strategies(
     """Compare strategies for a whole model. Prints memory and communication of a step with one micro-batch."""
     from osdp.planning.clusters import choose_cluster
     from osdp.planning.request import Request
-    from osdp.training.launch import Nodes, is_rank, launch
+    from osdp.training.launch import Nodes, is_rank
     from osdp.zoo import load_model
     from profiler.errors import OsdpError
 
@@ -59,8 +57,7 @@ def strategies(
         raise OsdpError("--measure runs on this machine only", got=f"--nodes {nodes}", advice="--gpus-per-node N")
     if measure and not is_rank():
         device, ranks = _here(gpus_per_node)
-        with launched():
-            launch(sys.argv[1:], ranks, Nodes(), device, TIMEOUT_S)
+        start_ranks(ranks, Nodes(), device, TIMEOUT_S)
         return
     with progress_bar():
         source = load_model(model, sequence_length=seq)

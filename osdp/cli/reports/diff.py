@@ -44,7 +44,6 @@ def _figures(delta: Delta) -> dict[str, Any]:
 
 
 def print_diff(console: Console, found: Comparison, before: str, after: str) -> None:
-    """Print what differs, or that nothing does."""
     console.print(f"From {before} to {after}; all figures are predictions from the files.")
     console.print()
     if found.is_empty:
@@ -60,8 +59,8 @@ def print_diff(console: Console, found: Comparison, before: str, after: str) -> 
     elif not found.is_empty:
         console.print("Every operator and block has the same choice in both.")
         console.print()
-    print_section(console, _memory_title(found), _memory(found))
-    print_section(console, _time_title(found), _time(found))
+    print_section(console, *_memory(found))
+    print_section(console, *_time(found))
 
 
 def _settings(changes: tuple[SettingChange, ...]) -> Table:
@@ -86,31 +85,23 @@ def _choices(changes: tuple[ChoiceChange, ...]) -> Table:
     return table
 
 
-def _memory_title(found: Comparison) -> str:
+def _memory(found: Comparison) -> tuple[str, Table]:
     peak = found.peak_bytes
-    return f"Memory at the peak: {format_bytes(peak.before)} to {format_bytes(peak.after)}"
-
-
-def _memory(found: Comparison) -> Table:
     table = make_table("", ">before", ">after", ">change")
-    for delta in (*found.memory, found.peak_bytes):
+    for delta in (*found.memory, peak):
         if delta.before or delta.after:
             sign = "+" if delta.change > 0 else ""
             sizes = (format_bytes(delta.before), format_bytes(delta.after), sign + format_bytes(delta.change))
             table.add_row(delta.name.replace("_", " "), *sizes)
-    return table
+    return f"Memory at the peak: {format_bytes(peak.before)} to {format_bytes(peak.after)}", table
 
 
-def _time_title(found: Comparison) -> str:
+def _time(found: Comparison) -> tuple[str, Table]:
     speed = found.samples_per_s
     before, after = format_count(speed.before), format_count(speed.after)
-    return f"Time: {before} to {after} samples/s, {speed.after / speed.before:.3f} x as fast"
-
-
-def _time(found: Comparison) -> Table:
     table = make_table("per step", ">before", ">after", ">change")
     for delta in (*found.time, found.step_time_s):
         if delta.before or delta.after:
             seconds = [format_seconds(value) for value in (delta.before, delta.after)]
             table.add_row(TERMS.get(delta.name, delta.name), *seconds, format_seconds(delta.change, signed=True))
-    return table
+    return f"Time: {before} to {after} samples/s, {speed.after / speed.before:.3f} x as fast", table

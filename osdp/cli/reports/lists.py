@@ -11,7 +11,6 @@ from profiler.byte_sizes import format_bytes
 
 
 def print_models(console: Console) -> None:
-    """Print the models of the zoo."""
     table = make_table("model", ">parameters", ">tokens", "description")
     for name in model_names():
         card = model_card(name)
