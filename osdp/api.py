@@ -167,10 +167,7 @@ class OSDP(nn.Module):
         return checkpoint.save(path, self.module, shards, optimizer, extra, asynchronous=asynchronous)
 
     def load_checkpoint(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-        """Load what `save_checkpoint` saved, under whatever plan; return `extra`. Collective.
-
-        See `runtime.state.checkpoint.load`.
-        """
+        """Load what `save_checkpoint` saved under any plan; return `extra`. Collective; see `checkpoint.load`."""
         extra = checkpoint.load(path, self.module, self.sharded.local_shards, optimizer)
         self.sharded.expire()
         return extra

@@ -75,10 +75,7 @@ def read_model_card(path: Path) -> ModelCard:
 
 
 def load_model(spec: str, *, sequence_length: int | None = None) -> ModelSource:
-    """Return the model that `spec` names (see the table above), fed with `sequence_length` tokens.
-
-    Raises OsdpError.
-    """
+    """Return the model that `spec` names (see the table above), fed with `sequence_length` tokens; raises OsdpError."""
     if sequence_length is not None and sequence_length < 1:
         raise OsdpError("the sequence length must be at least 1", got=str(sequence_length))
     if spec.startswith("hf:"):

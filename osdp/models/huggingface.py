@@ -26,10 +26,7 @@ _HEADS = {
 
 
 def load_hf(spec: str, sequence_length: int | None) -> ModelSource:
-    """Return the language model of `hf:path/to/config.json`; raises OsdpError.
-
-    Its inputs are random `input_ids` and `labels`.
-    """
+    """Return the language model of `hf:path/to/config.json`, fed with random tokens and labels; raises OsdpError."""
     try:
         import transformers
     except ImportError:
@@ -77,8 +74,5 @@ def _read_config(transformers: Any, path: Path) -> Any:
 
 def _auto_class_name(config: Any) -> str:
     """Return the transformers class that builds the architecture in `config` with its head."""
-    for architecture in config.architectures or ():
-        for ending, name in _HEADS.items():
-            if architecture.endswith(ending):
-                return name
-    return "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+    heads = (_HEADS[ending] for name in config.architectures or () for ending in _HEADS if name.endswith(ending))
+    return next(heads, "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM")

@@ -49,8 +49,7 @@ class Attention(nn.Module):
         if (shared := self.heads // self.key_value_heads) > 1:
             key = key.repeat_interleave(shared, dim=1)
             value = value.repeat_interleave(shared, dim=1)
-        out: Tensor = self.output(merge_heads(self.mix(query, key, value, *of_blocks)))
-        return out
+        return self.output(merge_heads(self.mix(query, key, value, *of_blocks)))
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """(batch, heads, sequence, head size) three times -> the same shape."""
@@ -68,8 +67,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) -> the same shape."""
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -124,8 +122,7 @@ class Llama(nn.Module):
         x = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x, cosine, sine, *of_blocks)
-        logits: Tensor = self.lm_head(self.norm(x))
-        return logits
+        return self.lm_head(self.norm(x))
 
     def example_inputs(self, batch: int, sequence_length: int | None = None) -> Inputs:
         """Return random arguments of `forward`, labels included."""

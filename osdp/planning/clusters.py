@@ -26,10 +26,7 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(spec: str, nodes: int | None = None, gpus_per_node: int | None = None) -> Cluster:
-    """Return the cluster with the name or in the file `spec`, with another number of ranks if given.
-
-    Raises OsdpError.
-    """
+    """Return the cluster of the name or file `spec`, with another number of ranks if given; raises OsdpError."""
     cluster = read_cluster(file_of("clusters", spec, "your own cluster: path/to/cluster.yaml"))
     nodes = cluster.nodes if nodes is None else nodes
     return resized(cluster, nodes, cluster.gpus_per_node if gpus_per_node is None else gpus_per_node)

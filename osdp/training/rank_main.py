@@ -18,10 +18,7 @@ from runtime.optimizers import OPTIMIZERS
 
 
 def run_rank(job: Job, *reporters: Reporter) -> None:
-    """Train on this rank, one of those that torchrun or `osdp.training.launch` started.
-
-    Rank 0 reports. Raises OsdpError.
-    """
+    """Train on this rank, which torchrun or `osdp.training.launch` started; rank 0 reports. Raises OsdpError."""
     with joined(job.device, job.config.timeout_s) as ranks:
 
         def report(event: Event) -> None:

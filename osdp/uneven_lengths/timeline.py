@@ -135,10 +135,7 @@ def gather_recordings(recording: CallTimeline) -> list[CallTimeline]:
 
 
 def timelines(recordings: Sequence[CallTimeline]) -> tuple[Timeline, ...]:
-    """Return what the ranks did, given the recordings of one step of each, in order of rank.
-
-    Raises OsdpError if they did not call the same.
-    """
+    """Return what the ranks did, given a recording of each; raises OsdpError if they did not call the same."""
     arrivals: dict[tuple[tuple[int, ...], int], dict[int, float]] = {}
     for rank, recording in enumerate(recordings):
         for call, key in _numbered(recording):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Annotated
@@ -61,14 +60,20 @@ def strategies(
         return
     with progress_bar():
         source = load_model(model, sequence_length=seq)
+    from osdp.cli.reports.strategies import print_strategies, strategies_object
     from osdp.planning.strategy_footprint import NO_LIMIT_BYTES
 
     request = Request(NO_LIMIT_BYTES, precision, optimizer, batch)
     if measure:
         with end_of_rank():
-            _measured(source, cluster, request, names, as_json)
-        return
-    _predicted(source, choose_cluster(cluster, nodes, gpus_per_node)[0], request, names, as_json)
+            found, target = _measured(source, cluster, request, names)
+    else:
+        target, _ = choose_cluster(cluster, nodes, gpus_per_node)
+        with progress_bar() as progress:
+            progress(f"tracing {source.name}", 0.0)
+            found = _predicted(source, target, request, names)
+    if not measure or os.environ["RANK"] == "0":
+        show(as_json, strategies_object, print_strategies, found, target)
 
 
 def _here(ranks: int | None) -> tuple[str, int]:
@@ -85,48 +90,32 @@ def _here(ranks: int | None) -> tuple[str, int]:
     return ("cuda", ranks or available) if available else ("cpu", ranks or CPU_RANKS)
 
 
-def _default_names(cluster: Cluster) -> tuple[str, ...]:
-    """Return the strategies that are compared by default; one rank has but one of them."""
-    return STRATEGIES if cluster.world_size > 1 else STRATEGIES[:1]
-
-
-def _predicted(source: ModelSource, cluster: Cluster, request: Request, names: tuple[str, ...], as_json: bool) -> None:
+def _predicted(source: ModelSource, cluster: Cluster, request: Request, names: tuple[str, ...]) -> list[Uniform]:
     from osdp.planning.strategy_footprint import predict
     from planner.strategies.notation import parse_strategy
     from profiler.trace.trace import trace_model
 
-    names = names or _default_names(cluster)
+    names = names or (STRATEGIES if cluster.world_size > 1 else STRATEGIES[:1])  # one rank has but one of them
     for name in names:
         parse_strategy(name, cluster)  # refuses before the trace takes its seconds
-    with progress_bar() as progress:
-        progress(f"tracing {source.name}", 0.0)
-        graph = trace_model(source, request.precision, cluster.device.kind)
-        found = [predict(graph, cluster, name, request) for name in names]
-    _report(found, cluster, as_json)
+    graph = trace_model(source, request.precision, cluster.device.kind)
+    return [predict(graph, cluster, name, request) for name in names]
 
 
-def _measured(source: ModelSource, name: str | None, request: Request, names: tuple[str, ...], as_json: bool) -> None:
-    """Be one of the ranks."""
+def _measured(
+    source: ModelSource, cluster_name: str | None, request: Request, names: tuple[str, ...]
+) -> tuple[list[Uniform], Cluster]:
+    """Be one of the ranks; return what was predicted and counted, and for which cluster."""
     import torch
 
     from osdp.planning.rank_grid import cluster_of_ranks
-    from osdp.planning.strategy_footprint import count, predict
+    from osdp.planning.strategy_footprint import count
     from osdp.training.process_group import joined
-    from profiler.trace.trace import trace_model
 
     with joined("cuda" if torch.cuda.is_available() else "cpu", TIMEOUT_S) as ranks:
-        cluster, _ = cluster_of_ranks(name)
-        graph = trace_model(source, request.precision, cluster.device.kind)
-        predicted = [predict(graph, cluster, strategy, request) for strategy in names or _default_names(cluster)]
-        found = [replace(one, counted=count(source, one, cluster, ranks)) for one in predicted]
-    if os.environ["RANK"] == "0":
-        _report(found, cluster, as_json)
-
-
-def _report(found: Sequence[Uniform], cluster: Cluster, as_json: bool) -> None:
-    from osdp.cli.reports.strategies import print_strategies, strategies_object
-
-    show(as_json, strategies_object, print_strategies, found, cluster)
+        cluster, _ = cluster_of_ranks(cluster_name)
+        predicted = _predicted(source, cluster, request, names)
+        return [replace(one, counted=count(source, one, cluster, ranks)) for one in predicted], cluster
 
 
 @guarded
