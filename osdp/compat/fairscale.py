@@ -44,8 +44,6 @@ from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit
 __all__ = ["FSDP", "Groups", "auto_wrap", "default_auto_wrap_policy", "enable_wrap", "gen_fsdp_args", "wrap"]
 
 Registered = Registration[nn.Parameter]
-ROOT = ""
-"""Path of the model itself."""
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,7 @@ def _read_config(transformers: Any, path: Path) -> Any:
     except Exception as error:
         got = f"{type(error).__name__}: {error}"[:400]
         expected = "the config.json of a model that transformers knows"
-        what = f"{path} is not a configuration that transformers reads"
-        raise OsdpError(what, got=got, expected=expected) from error
+        raise OsdpError(f"{path} is not a configuration that transformers reads", got=got, expected=expected) from error
     if not isinstance(getattr(config, "vocab_size", None), int):
         expected = "a language model, with vocab_size in its configuration"
         raise OsdpError(f"{path} describes no text model", got=type(config).__name__, expected=expected)

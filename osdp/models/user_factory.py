@@ -80,8 +80,7 @@ class _UserModel:
         except TypeError as error:
             got = f"example_inputs{inspect.signature(inputs_of)}: {error}"
             expected = "example_inputs(batch) or example_inputs(batch, sequence_length)"
-            what = f"example_inputs of {self.spec} cannot be called"
-            raise OsdpError(what, got=got, expected=expected) from None
+            raise OsdpError(f"example_inputs of {self.spec} cannot be called", got=got, expected=expected) from None
         with _guard(f"example_inputs of {self.spec} raised an exception"):
             made = inputs_of(micro_batch, **keywords)
         return _arguments(self.spec, made)

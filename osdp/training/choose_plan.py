@@ -60,10 +60,10 @@ def _planned(job: Job) -> Plan:
     else:
         graph = trace_model(job.source, config.precision, cluster.device.kind)
         load = _load(graph, cluster, request)
-    if config.fsdp_args is None:
-        return uniform_plan(graph, load, request, UNIFORM[config.fsdp_type])
-    strategy = grouped_strategy(config.fsdp_args, cluster.nodes, cluster.gpus_per_node)
-    return uniform_plan(graph, load, request, str(strategy))
+    choice = UNIFORM[config.fsdp_type]
+    if config.fsdp_args is not None:
+        choice = str(grouped_strategy(config.fsdp_args, cluster.nodes, cluster.gpus_per_node))
+    return uniform_plan(graph, load, request, choice)
 
 
 def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:

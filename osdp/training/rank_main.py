@@ -32,17 +32,7 @@ def run_rank(job: Job, *reporters: Reporter) -> None:
             total_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), ranks.device)
         trainer = _trainer(job, plan, ranks, report)
-        start = Start(
-            plan=plan,
-            fsdp_type=job.config.sharding,
-            planned_s=planned_s,
-            device=f"{job.device} ({'NCCL' if job.device == 'cuda' else 'gloo'})",
-            task=job.task.name,
-            steps=job.config.steps,
-            first_step=trainer.position.step,
-            resumed=job.resume,
-        )
-        report(start)
+        report(Start(plan, job.config, planned_s, job.device, trainer.position.step, job.resume))
         report(_summary(trainer, trainer.run()))
 
 

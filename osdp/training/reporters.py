@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from osdp.training.config import TrainConfig
 from planner.plan import Plan
 
 
@@ -15,12 +16,11 @@ class Start:
     """A run is about to begin."""
 
     plan: Plan
-    fsdp_type: str
+    config: TrainConfig
     planned_s: float
     """Seconds that planning took; 0 where the plan was read from a file."""
     device: str
-    task: str
-    steps: int
+    """`cpu` or `cuda`."""
     first_step: int
     """Steps that are done already."""
     resumed: Path | None

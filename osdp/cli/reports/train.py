@@ -40,16 +40,16 @@ class TrainReport:
 
     def _start(self, start: Start) -> None:
         """Print the plan and what it is predicted to do."""
-        self._steps = start.steps
+        self._steps = start.config.steps
         for line in start_lines(start):
             _say(line)
         if not start.fits:
             predicted, limit = start.plan.predicted.peak_memory_bytes, format_bytes(start.plan.limit_bytes)
             needs = f"this is predicted to need {format_bytes(predicted)} per rank, more than the limit of {limit}"
-            note(f"{needs}; running {start.fsdp_type} anyway")
+            note(f"{needs}; running {start.config.sharding} anyway")
         if sys.stdout.isatty():
             self._bar = _make_bar()
-            self._bar.add_task("training", total=start.steps, completed=start.first_step)
+            self._bar.add_task("training", total=start.config.steps, completed=start.first_step)
             self._bar.start()
 
     def _print(self, line: str) -> None:
@@ -61,14 +61,15 @@ class TrainReport:
 
 
 def start_lines(start: Start) -> list[str]:
-    plan, predicted = start.plan, start.plan.predicted
+    config, plan, predicted = start.config, start.plan, start.plan.predicted
+    device = f"{start.device} ({'NCCL' if start.device == 'cuda' else 'gloo'})"
     ranks = plan.cluster.nodes * plan.cluster.gpus_per_node
     counts = Counter(plan.choices.values())
     taken = ", ".join(f"{strategy} {count}" for strategy, count in counts.most_common())
     how = f"planned in {format_seconds(start.planned_s)}" if start.planned_s else "read from a file"
     lines = [
-        f"{start.fsdp_type} trains {plan.model.name} ({plan.model.parameters:,} parameters) on {ranks} ranks "
-        f"({plan.cluster.nodes} x {plan.cluster.gpus_per_node}), {start.device}: {start.task}, "
+        f"{config.sharding} trains {plan.model.name} ({plan.model.parameters:,} parameters) on {ranks} ranks "
+        f"({plan.cluster.nodes} x {plan.cluster.gpus_per_node}), {device}: {config.task}, "
         f"{plan.model.sequence_length} tokens per sample, {plan.model.precision}, {plan.optimizer}",
         f"plan       {how}; operators: {taken}; {len(plan.recomputed_blocks)} blocks recomputed",
         f"step       micro-batch {plan.micro_batch} x {ranks} ranks x accumulation {plan.accumulation} = "
@@ -78,7 +79,7 @@ def start_lines(start: Start) -> list[str]:
         f"{format_count(predicted.samples_per_s)} samples/s on {plan.cluster.name}",
     ]
     if start.resumed is not None:
-        lines.append(f"resumed    {start.resumed}: {start.first_step} of {start.steps} steps are done")
+        lines.append(f"resumed    {start.resumed}: {start.first_step} of {config.steps} steps are done")
     return lines
 
 
