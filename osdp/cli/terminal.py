@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, TextIO
 
@@ -13,13 +13,12 @@ if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
     from rich.table import Table
 
+    from planner.problem import Progress
+
 STARTED_S = time.perf_counter()
 """When the command line was loaded; what "since start" counts from."""
 PLAIN_WIDTH = 100
 """Columns where stdout is no terminal."""
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction done."""
 
 
 def say(text: str, file: TextIO | None = None) -> None:

@@ -138,9 +138,8 @@ def simulated_s(options: Sequence[StageCandidate], load: Workload) -> float:
     segments = [segment for option in options for segment in option.segments]
     each_s, once_s = _waits(options, load)
     total_s = once_s + sum(option.optimizer_s for option in options)
-    for last, times in ((False, load.accumulation - 1), (True, 1)):
-        if times:
-            streams = _Streams(load.cluster.overlaps)
-            _micro_batch(streams, segments, last, each_s)
-            total_s += times * streams.now_s
+    for last, times in load.passes:
+        streams = _Streams(load.cluster.overlaps)
+        _micro_batch(streams, segments, last, each_s)
+        total_s += times * streams.now_s
     return total_s

@@ -69,9 +69,7 @@ def units_of(model: StagedModel, choices: Mapping[int, tuple[Strategy, ...]]) ->
         own = join(stage.operators, (choices[operator] for operator in stage.operators), model.slices)
         if len(own) == 1 and own[0].slice is None and stage.block is not None:
             own = (replace(own[0], whole_block=stage.block),)
-        first: dict[int, int] = {}
-        for position, call in enumerate(stage.calls):
-            first.setdefault(call.operator, position)
+        first = {call.operator: position for position, call in reversed(list(enumerate(stage.calls)))}
         own += join(stage.opens, (choices[operator] for operator in stage.opens), frozenset(stage.opens))
         units += sorted(own, key=lambda unit: first[unit.operators[0]])
     return (*units, *join(model.idle, (choices[operator] for operator in model.idle), frozenset(model.idle)))

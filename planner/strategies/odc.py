@@ -42,7 +42,7 @@ class OneSided(StrategySpec):
     def collectives(self, volume: Volume, strategy: Strategy, cluster: Cluster) -> tuple[Collective, ...]:
         group, replicas = strategy.group, cluster.world_size // strategy.group
         # The first accumulator is read and written to the gradient, each other is read and added; all are cleared.
-        moved = 4 * strategy.accumulators - 1
+        moved = 4 * self.accumulators(strategy) - 1
         copied = volume.rested + volume.gathered + moved * volume.reduced
         return (
             Collective("pull", group, 1, volume.gathered, "forward"),

@@ -14,10 +14,11 @@ from typer import Option
 from osdp.cli import options
 from osdp.cli.exits import guarded
 from osdp.cli.rank_process import end_of_rank, launched
-from osdp.cli.terminal import Progress, make_console, progress_bar
+from osdp.cli.terminal import make_console, progress_bar
 
 if TYPE_CHECKING:
     from osdp.profile.session import Wanted
+    from planner.problem import Progress
 
 BUDGET_HELP = "Time for measuring, in seconds; collectives get at most about 60 % of it, the rest is not cut short."
 
