@@ -8,7 +8,7 @@ A pin holds in every plan of the search, or is rejected here with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -104,14 +104,10 @@ def _operators(pin: Pin, graph: ModelGraph, blocks: Sequence[int]) -> list[int]:
         if operator.block in blocks or any(matches(name, pin.pattern) for name in {operator.name, *operator.modules})
     ]
     if not found:
-        raise unknown_name(pin.pattern, _names(graph), f"--pin {pin}: the model has no such operator or block")
+        names = [name for operator in graph.operators for name in dict.fromkeys((operator.name, *operator.modules))]
+        what = f"--pin {pin}: the model has no such operator or block"
+        raise unknown_name(pin.pattern, (*(block.name for block in graph.blocks), *names), what)
     return found
-
-
-def _names(graph: ModelGraph) -> Iterator[str]:
-    yield from (block.name for block in graph.blocks)
-    for operator in graph.operators:
-        yield from dict.fromkeys((operator.name, *operator.modules))
 
 
 def _slices(pin: Pin, cluster: Cluster) -> tuple[Strategy, ...]:

@@ -123,7 +123,7 @@ class Plan(_Strict):
     """Names of the blocks whose forward runs again in backward."""
     headroom_bytes: Annotated[int, Ge(0)] = 0
     """Part of the limit that the search left unused."""
-    asked: Asked = field(default_factory=Asked)
+    asked: Asked = NOTHING_ASKED
     """The options that the user set besides the limit."""
     waits: Waits = NO_WAITS
     """How long ranks wait for the slowest, as predicted."""

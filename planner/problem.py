@@ -11,9 +11,8 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
-EVERY_SIZE_TO = 16
-"""All micro-batches up to here are tried; beyond, they grow by about an eighth (throughput is flat)."""
 MAX_MICRO_BATCH = 4096
+"""The largest that is tried.  All to 16 are; beyond, they grow by about an eighth (throughput is flat)."""
 
 Progress = Callable[[str, float], None]
 """Called with a description of the current work and the fraction done."""
@@ -79,5 +78,5 @@ def micro_batches(task: Task) -> list[tuple[int, int]]:
     sizes, size = [], 1
     while size <= MAX_MICRO_BATCH:
         sizes.append(size)
-        size += 1 if size < EVERY_SIZE_TO else max(1, size // 8)
+        size += max(1, size // 8)
     return [(size, 1) for size in sizes]

@@ -10,25 +10,23 @@ from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
 from planner.strategies.spec import COMPUTE_BYTES, Strategy
 
+Costs = tuple[UnitBytes, UnitTraffic]
+
 
 class UnitCosts:
     """Bytes and communication time of units on one cluster, cached."""
 
     def __init__(self, model: StagedModel, load: Workload) -> None:
         self.graph, self.load = model.graph, load
-        self.known: dict[tuple[tuple[int, ...], Strategy, bool], tuple[UnitBytes, UnitTraffic]] = {}
+        self.known: dict[tuple[tuple[int, ...], Strategy, bool], Costs] = {}
 
-    def __call__(
-        self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False
-    ) -> tuple[UnitBytes, UnitTraffic]:
-        key = (operators, strategy, elsewhere)
+    def __call__(self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False) -> Costs:
+        key, load, cluster = (operators, strategy, elsewhere), self.load, self.load.cluster
         if key not in self.known:
-            load = self.load
             parameters = [p for operator in operators for p in self.graph.operators[operator].parameters]
-            self.known[key] = (
-                unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, load.cluster.gpus_per_node),
-                unit_traffic(parameters, strategy, load.precision, load.cluster),
-            )
+            node = cluster.gpus_per_node
+            held = unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, node)
+            self.known[key] = held, unit_traffic(parameters, strategy, load.precision, cluster)
         return self.known[key]
 
 

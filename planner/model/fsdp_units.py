@@ -79,8 +79,8 @@ def owners_of(units: Sequence[Unit], graph: ModelGraph, ranks: int) -> dict[int,
     """Return the owning rank of each unit that one rank holds whole, by its position among the units."""
     owned = [position for position, unit in enumerate(units) if unit.strategy.spec.has_owner]
     sizes = [4 * sum(p.numel for p in unit_parameters(units[position], graph)) for position in owned]
-    ranks_asked = enumerate(units[position].strategy.owner for position in owned)
-    given = {index: rank for index, rank in ranks_asked if rank is not None}
+    asked = [units[position].strategy.owner for position in owned]
+    given = {index: rank for index, rank in enumerate(asked) if rank is not None}
     return dict(zip(owned, assign_owners(sizes, ranks, given), strict=True))
 
 

@@ -37,29 +37,22 @@ from planner.search.search_space import CandidateSet
 EXACT_STAGES = 8
 """Up to this many stages the exact form is worth trying.  Measured on two CPU cores: mostly under 0.1 s,
 but up to 3 s at 10 stages and over 20 s at 26 where blocks are alike; counting takes 0.03 s."""
-
 EXACT_SECONDS = 2.0
 """Time limit of the exact form, after which its best plan is not proven optimal."""
-
 MANY_RUNS_GAP = 1e-3
 """Relative gap at which the solver may stop on many runs: pricing and local search go on from there.
 Measured on 300 distinct layers: 0.2 s, against more than 15 s for a tenth of it."""
-
 COUNTED_SECONDS = 20.0
 """The same for the counted form; never reached on the models of the zoo."""
-
 FEW_RUNS = 40
 """Up to this many runs, every run gets its memory rows at once (each row is as long as the model)."""
-
 MAX_CUTS = 30
 """Rounds of adding violated moments before the plan is given up as infeasible."""
-
 SMALLEST_CUTS = 3
 """The same rounds for the plan that needs least memory, which is the best of those; eight took 2.5 times as
 long on a model of twelve blocks."""
 SAME_PEAK = 1e-6
 """Relative difference up to which the program's peak equals the decoded plan's, given the solver's tolerance."""
-
 SOLVED = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
 SOLVER_ERROR = 1e-6
 """Relative error by which the solver's tolerances (1e-6 of a row) may raise its bound."""
@@ -74,7 +67,7 @@ class Solution:
     options: tuple[StageCandidate, ...]
     """One option per stage in execution order."""
     picks: tuple[int, ...]
-    """For each stage, the index of its option in the candidates."""
+    """For each stage, the index of its option among those of its class."""
     objective_s: float
     """Objective of the integer program."""
     least_s: float = 0.0

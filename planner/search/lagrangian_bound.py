@@ -40,7 +40,6 @@ Indices = NDArray[np.intp]
 
 TOLERANCE = 1e-5
 """Relative loss of the bound that is accepted for stopping within a run of equal stages."""
-
 ROUNDS = 4
 """Grids of prices, each three times finer than the one before."""
 

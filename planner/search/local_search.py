@@ -17,12 +17,10 @@ from planner.search.search_space import CandidateSet
 
 MAX_PASSES = 6
 """Passes over all moves; on the models of the zoo the third already finds none."""
-
 HIGHEST_PRICE = 64.0
 """Top of the price range, in steps' time for the whole limit."""
 PRICE_STEPS = 18
 """Halvings of the price range."""
-
 REACH = 50
 """How far apart two stages may be to be swapped: more pairs cost time and never helped."""
 

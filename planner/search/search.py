@@ -195,8 +195,8 @@ def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress:
         progress("bounding", index / len(loads))
         # With uneven micro-batches, plans that synchronise ranks once per step wait less: they get points of their own.
         branches = (True, False) if load.waits.per_micro_batch != load.waits.per_step else (True,)
-        sets = [space.relaxed_candidates(load, syncs) for syncs in branches]
-        found = [_quick_point(candidates, limit_bytes, relaxed=bool(space.model.spanning)) for candidates in sets]
+        relaxed = [space.relaxed_candidates(load, syncs) for syncs in branches]
+        found = [_quick_point(candidates, limit_bytes, bool(space.model.spanning)) for candidates in relaxed]
         points += [point for point in found if point]
         if found[0] is None and load.accumulation == 1:
             break  # More samples at once never need less memory.

@@ -19,9 +19,8 @@ from itertools import product
 import numpy as np
 
 from planner.cost.peak_memory import MemoryPeak
-from planner.cost.stage_costs import StageCosts, UnitCosts
+from planner.cost.stage_costs import Costs, StageCosts, UnitCosts
 from planner.cost.stage_option import StageCandidate, ambient, make_option
-from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.cost.workload import Workload
 from planner.model.operator_split import slice_operators, slice_starts
@@ -37,8 +36,8 @@ from profiler.model_graph import ModelGraph, Operator
 
 Owned = frozenset[int] | None
 """Operators that other ranks own; None: on the mean over ranks."""
+
 NOWHERE: Owned = frozenset()
-"""No operator is owned by another rank."""
 
 Spanning = Strategy | tuple[Strategy, ...] | None
 """Strategies of the spanning operators: one for all, one for each, or None if there are none."""
@@ -85,9 +84,7 @@ class CandidateSet:
 class _MeanCosts(UnitCosts):
     """Costs of units averaged over ranks, rounded down."""
 
-    def __call__(
-        self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False
-    ) -> tuple[UnitBytes, UnitTraffic]:
+    def __call__(self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False) -> Costs:
         mine, traffic = super().__call__(operators, strategy, elsewhere)
         if not strategy.spec.has_owner or elsewhere:
             return mine, traffic
