@@ -145,7 +145,7 @@ def written(found: Found, request: Request) -> Plan:
 def explain_refusal(refused: NothingFits, task: Task, request: Request) -> NothingFits:
     """Return the refusal in the user's terms: with the headroom, and the pin that is to blame, if one is."""
     refusal = refused.refusal
-    remedies = list(blame(task, refusal.load, request.pins)) if request.pins else []
+    remedies = blame(task, refusal.load, request.pins)
     if request.headroom_bytes and refusal.needed_bytes <= request.limit_bytes:
         remedies.append(Remedy("without --headroom", refusal.needed_bytes))
     found = replace(refusal, remedies=(*remedies, *refusal.remedies), headroom_bytes=request.headroom_bytes)
