@@ -143,7 +143,7 @@ def validate(data: object, type_: type[T], at: Location = ()) -> tuple[T | None,
 
 
 @cache
-def _adapter(type_: type[T]) -> TypeAdapter[T]:
+def _adapter(type_: Any) -> TypeAdapter[Any]:
     """Return what validates a type; making it costs more than using it."""
     from pydantic import TypeAdapter
 
