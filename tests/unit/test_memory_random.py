@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rehearsals import compare, graph_of, plan_of, source
 from synthetic import cluster
+from thoroughness import draws
 
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_split
@@ -67,7 +68,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, str, ModelGraph, Cluster]:
     return plan, family, graph, machine
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=draws(8), suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_random_plans_hold_what_is_predicted(drawn: tuple[Plan, str, ModelGraph, Cluster]) -> None:
     plan, family, graph, machine = drawn
@@ -75,7 +76,7 @@ def test_random_plans_hold_what_is_predicted(drawn: tuple[Plan, str, ModelGraph,
     assert -0.01 <= found.error <= 0.03
 
 
-@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@settings(max_examples=draws(3), suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(sorted(VOCABULARY)),
     st.sampled_from(["fp32", "bf16"]),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from synthetic import chain, cluster, options_of, transformer
+from thoroughness import draws
 
 from planner.cost.ddp import COPY
 from planner.cost.peak_memory import peak_memory
@@ -40,7 +41,7 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator
 
 SLOW = settings(
-    max_examples=15,
+    max_examples=draws(8),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
@@ -89,7 +90,7 @@ def smallest_bytes(graph: ModelGraph, load: Workload) -> float:
     return min(peak_memory(priced(space, load, choices, None).options, load).total_bytes for choices in plans)
 
 
-@settings(SLOW, max_examples=8)
+@settings(SLOW, max_examples=draws(4))
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4)), machines, st.floats(1.0, 2.5))
 def test_nothing_in_the_space_is_faster_than_the_bound(rows: tuple[int, int], machine: Cluster, factor: float) -> None:
     graph = small_chain(rows)
@@ -196,7 +197,7 @@ def decided(draw: st.DrawFn) -> tuple[ModelGraph, Cluster, list[StageDecision], 
     return graph, machine, choices, spanning
 
 
-@settings(SLOW, max_examples=25)
+@settings(SLOW, max_examples=draws(12))
 @given(decided(), st.integers(1, 2))
 def test_a_plan_reads_back_as_it_was_priced(
     case: tuple[ModelGraph, Cluster, list[StageDecision], Strategy | None], accumulation: int
@@ -268,7 +269,7 @@ def unequal_menu(graph: ModelGraph, load: Workload, seed: int) -> CandidateSet:
     return menu_of(space, load, some)
 
 
-@settings(SLOW, max_examples=20)
+@settings(SLOW, max_examples=draws(10))
 @given(chains, machines, st.integers(1, 3), st.floats(0.0, 1.0), st.integers(0, 1000))
 def test_exact_form_with_unequal_segments_equals_brute_force(
     graph: ModelGraph, machine: Cluster, accumulation: int, fraction: float, seed: int
@@ -298,7 +299,7 @@ def honoured(found: Found, pins: Pins, machine: Cluster) -> None:
         assert (graph.blocks[block].name in plan.recomputed_blocks) == again
 
 
-@settings(SLOW, max_examples=8)
+@settings(SLOW, max_examples=draws(4))
 @given(
     st.tuples(st.integers(1, 4), st.integers(1, 4)),
     machines,
@@ -378,7 +379,7 @@ def test_split_pins_of_spanning_operators_are_refused() -> None:
 # --- uneven micro-batches ---
 
 
-@settings(SLOW, max_examples=10)
+@settings(SLOW, max_examples=draws(5))
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4)), st.booleans(), st.floats(1.0, 3.0), st.floats(0.0, 1.5))
 def test_waiting_is_charged_as_the_whole_plan_meets(
     rows: tuple[int, int], overlaps: bool, factor: float, variation: float
