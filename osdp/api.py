@@ -120,8 +120,11 @@ class OSDP(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters under the names of the model; slices of a split operator under their own."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+        """Yield what rests on this rank under the names of the model; slices of a split operator under their own.
+
+        The same at any time, also where a forward has gathered other tensors.
+        """
+        return self.sharded.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
