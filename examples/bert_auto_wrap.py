@@ -36,17 +36,8 @@ if torch.cuda.is_available():
 dist.init_process_group(backend)
 
 torch.manual_seed(0)
-model = Bert(
-    BertConfig(
-        vocabulary_size=256,
-        maximum_positions=2 * LENGTH,
-        token_types=2,
-        hidden_size=64,
-        layers=2,
-        heads=4,
-        intermediate_size=256,
-    )
-).to(device)
+config = BertConfig(256, 2 * LENGTH, hidden_size=64, layers=2, heads=4, token_types=2, intermediate_size=256)
+model = Bert(config).to(device)
 fsdp_args = gen_fsdp_args(nnodes, ranks // nnodes, gsdp_type=options.fsdp_args, model_type="my-bert")
 with enable_wrap(wrapper_cls=FSDP, **fsdp_args):
     my_auto_wrap_policy = functools.partial(default_auto_wrap_policy, min_num_params=4000)

@@ -16,38 +16,19 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from osdp.cli.exits import FAULT, guarded
-from osdp.cli.rank_process import end_of_rank, launched
+from osdp.cli.rank_process import end_of_rank, start_ranks
 from osdp.models.config import LlamaConfig
 from osdp.plots import check_picture, plot_timelines
-from osdp.training.launch import Nodes, is_rank, launch
+from osdp.training.launch import Nodes, is_rank
 from osdp.uneven_lengths.lengths import LONGALIGN, LogNormal, read_lengths, scale_lengths
 from osdp.uneven_lengths.packing import METHODS
 from osdp.zoo import model_card, read_model_card
 from profiler.errors import OsdpError
 
+ALIKE: dict[str, Any] = {"heads": 4, "key_value_heads": 2, "rope_base": 1e4, "tied_head": False}
 MODELS = {
-    "tiny": LlamaConfig(
-        256,
-        65536,
-        hidden_size=32,
-        layers=2,
-        heads=4,
-        key_value_heads=2,
-        intermediate_size=96,
-        rope_base=1e4,
-        tied_head=False,
-    ),
-    "small": LlamaConfig(
-        512,
-        65536,
-        hidden_size=128,
-        layers=4,
-        heads=4,
-        key_value_heads=2,
-        intermediate_size=384,
-        rope_base=1e4,
-        tied_head=False,
-    ),
+    "tiny": LlamaConfig(256, 65536, hidden_size=32, layers=2, intermediate_size=96, **ALIKE),
+    "small": LlamaConfig(512, 65536, hidden_size=128, layers=4, intermediate_size=384, **ALIKE),
 }
 CONTESTANTS = {"both": ("FSDP", "ODC"), "fsdp": ("FSDP",), "odc": ("ODC",)}
 LOSS_TOLERANCE = 1e-4
@@ -93,11 +74,8 @@ def sizes(spec: str) -> LlamaConfig:
     card = read_model_card(Path(spec)) if spec.endswith((".yaml", ".yml")) else model_card(spec)
     found = card.sizes()
     if not isinstance(found, LlamaConfig):
-        raise OsdpError(
-            "this example trains Llamas",
-            got=f"{spec}, of family {card.family}",
-            expected=f"{', '.join(MODELS)}, or a model of family llama",
-        )
+        got, expected = f"{spec}, of family {card.family}", f"{', '.join(MODELS)}, or a model of family llama"
+        raise OsdpError("this example trains Llamas", got=got, expected=expected)
     return found
 
 
@@ -124,8 +102,7 @@ def main() -> None:
         check_picture(options.timeline, "--timeline")
     if options.trace is not None:
         check_trace(options)
-    with launched():
-        launch(sys.argv[1:], options.nproc, Nodes(), "cpu", TIMEOUT_S, program=(str(Path(__file__).resolve()),))
+    start_ranks(options.nproc, Nodes(), "cpu", TIMEOUT_S, program=(str(Path(__file__).resolve()),))
 
 
 def check_trace(options: argparse.Namespace) -> None:
@@ -133,11 +110,8 @@ def check_trace(options: argparse.Namespace) -> None:
     from osdp.tracing import TRACE_STEP, ready_folder
 
     if options.steps <= TRACE_STEP:
-        raise OsdpError(
-            "too few steps for a trace, which are not timed",
-            got=f"--steps {options.steps}",
-            expected=f"at least {TRACE_STEP + 1}",
-        )
+        what, expected = "too few steps for a trace, which are not timed", f"at least {TRACE_STEP + 1}"
+        raise OsdpError(what, got=f"--steps {options.steps}", expected=expected)
     ready_folder(options.trace)
 
 

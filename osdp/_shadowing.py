@@ -15,7 +15,6 @@ PACKAGES = ("planner", "profiler", "runtime")
 """Top-level packages that OSDP brings beside itself."""
 
 EXIT_BAD_INPUT = 2
-"""Exit status of the command line for what the user can mend."""
 
 
 def refuse_shadowed_packages() -> None:

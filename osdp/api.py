@@ -74,7 +74,7 @@ class OSDP(nn.Module):
         built = model if isinstance(model, nn.Module) else factory_of(model, description)
         with torch.random.fork_rng(devices=[]):
             self.plan, self.schedule = prepare(built, description, device_info, example_inputs)
-        self.sharded: ShardedModel = _apply(built, self.schedule, compile_backend, find_unused_parameters)
+        self.sharded: ShardedModel = shard(built, self.schedule, compile_backend, find_unused_parameters)
         self.schedule = self.sharded.schedule
         self.module: nn.Module = self.sharded.module
         self._accumulation = Accumulation(self.sharded, self.plan.accumulation)
@@ -170,10 +170,7 @@ class OSDP(nn.Module):
         return checkpoint.save(path, self.module, shards, optimizer, extra, asynchronous=asynchronous)
 
     def load_checkpoint(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-        """Load what `save_checkpoint` saved, under whatever plan; return `extra`. Collective.
-
-        See `runtime.state.checkpoint.load`.
-        """
+        """Load what `save_checkpoint` saved under any plan; return `extra`. Collective; see `checkpoint.load`."""
         extra = checkpoint.load(path, self.module, self.sharded.local_shards, optimizer)
         self.sharded.expire()
         return extra
@@ -208,16 +205,14 @@ class OSDP(nn.Module):
 OptimalShardedDataParallel = OSDP
 
 
-def _apply(model: Model, schedule: Schedule, compile_backend: str | None, find_unused_parameters: bool) -> ShardedModel:
-    """Shard the model and give it its values."""
+def shard(
+    model: Model, schedule: Schedule, compile_backend: str | None = None, find_unused_parameters: bool = False
+) -> ShardedModel:
+    """Shard a model and give it its values. A collective call."""
     device = default_device()
-
-    def shard(made: nn.Module) -> ShardedModel:
-        return apply_schedule(made, schedule, device, compile_backend, find_unused_parameters)
-
-    if isinstance(model, nn.Module):
-        if is_meta(model):
-            return fill(model, shard)
+    options = schedule, device, compile_backend, find_unused_parameters
+    if isinstance(model, nn.Module) and not is_meta(model):
         share_rank_0(model, device)
-        return shard(model)
-    return fill(record(model), shard)
+        return apply_schedule(model, *options)
+    made = model if isinstance(model, nn.Module) else record(model)
+    return fill(made, lambda made: apply_schedule(made, *options))

@@ -26,7 +26,6 @@ class Description:
     SCHEMA: ClassVar[str] = "osdp.description/1"
 
     schema: str = SCHEMA
-    """Version of the file format."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute dtype; gradients are reduced and parameters rest in fp32."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
@@ -50,10 +49,8 @@ def read_description(given: Described) -> Plan | Description:
     match given:
         case Plan() | Description():
             return given
-        case None:
-            return Description()
-        case list() | tuple():
-            return Description()  # the seed's [layers, hidden size, config]: the model has all that
+        case None | list() | tuple():
+            return Description()  # of the seed's [layers, hidden size, config] the model has all
         case str() | Path():
             path = Path(given)
             if "schema: osdp.plan" in read_text(path):
@@ -66,7 +63,6 @@ def read_description(given: Described) -> Plan | Description:
 
 
 def _from_mapping(given: dict[str, Any]) -> Plan | Description:
-    """Return a plan or a description from its fields."""
     kind: type[Plan] | type[Description] = Plan if given.get("schema") == Plan.SCHEMA else Description
     made, problems = validate(given, kind)
     problems = problems or list(_problems(made) if isinstance(made, Description) else ())

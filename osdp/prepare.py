@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from osdp.description import Described, Description, read_description
+from osdp.description import Described, read_description
 from osdp.models.user_factory import ExampleInputs, Model, source_of
 from osdp.planning.clusters import memory_limit
 from osdp.planning.rank_grid import DeviceInfo, cluster_of_plan, cluster_of_ranks
@@ -54,7 +54,6 @@ def prepare(
 
 
 def _trace(model: Model, description: Described, device_info: DeviceInfo, example_inputs: ExampleInputs) -> _Traced:
-    """Read what was given and trace the model."""
     wish = read_description(description)
     if isinstance(wish, Plan):
         check_world(wish.cluster.nodes, wish.cluster.gpus_per_node)
@@ -66,13 +65,9 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
     cluster, limit_bytes = cluster_of_ranks(device_info)
     limit_bytes, pins = memory_limit(cluster, limit_bytes), tuple(map(parse_pin, wish.pins))
     request = Request(limit_bytes, wish.precision, wish.optimizer, wish.micro_batch, wish.global_batch, pins=pins)
-    source = source_of(model, _name(model, wish), wish.sequence_length, example_inputs)
+    name = wish.name or str(getattr(model, "__name__", type(model).__name__))
+    source = source_of(model, name, wish.sequence_length, example_inputs)
     return _Traced(source, trace_model(source, wish.precision, cluster.device.kind), cluster, request)
-
-
-def _name(model: Model, description: Description) -> str:
-    """Return what reports call the model."""
-    return description.name or str(getattr(model, "__name__", type(model).__name__))
 
 
 def _plan(traced: _Traced, request: Request) -> Plan:

@@ -12,6 +12,10 @@ from profiler.errors import OsdpError
 _PACKAGE = Path(__file__).resolve().parent
 # Only a folder with our files in it counts: in site-packages, `cuda` beside us is NVIDIA's.
 _CONTENT = {"configs": "models/*.yaml", "cuda": "*.cu"}
+_NOUNS = {"models": "model", "clusters": "cluster", "train": "training configuration"}
+
+Kind = Literal["models", "clusters", "train"]
+"""Folder of configs/."""
 
 
 def resource_dir(name: Literal["configs", "cuda"]) -> Path:
@@ -20,26 +24,32 @@ def resource_dir(name: Literal["configs", "cuda"]) -> Path:
     for place in places:
         if any(place.glob(_CONTENT[name])):
             return place
-    what = f"OSDP's own folder `{name}` is missing"
+    expected = " or ".join(str(place / _CONTENT[name]) for place in places)
     advice = "install OSDP again: this installation is not complete"
-    raise OsdpError(what, expected=" or ".join(str(place / _CONTENT[name]) for place in places), advice=advice)
+    raise OsdpError(f"OSDP's own folder `{name}` is missing", expected=expected, advice=advice)
 
 
-def resource_names(kind: Literal["models", "clusters", "train"]) -> list[str]:
+def resource_names(kind: Kind) -> list[str]:
     """Return the names of the models, clusters or training configurations that come with OSDP, sorted."""
     return sorted(path.stem for path in (resource_dir("configs") / kind).glob("*.yaml"))
 
 
-def resource_file(kind: Literal["models", "clusters", "train"], name: str) -> Path:
-    """Return the file of the model, cluster or configuration `name`, which need not exist."""
-    return resource_dir("configs") / kind / f"{name}.yaml"
+def resource_file(kind: Kind, name: str, otherwise: str = "") -> Path:
+    """Return the file of the model, cluster or configuration `name`.
 
-
-def unknown(kind: str, name: str, names: list[str], otherwise: str) -> OsdpError:
-    """Return the error for a name that is not among `names`; `otherwise` is the advice if none is similar."""
+    Raises OsdpError if there is none; `otherwise` is then the advice, unless a name is similar.
+    """
+    names = resource_names(kind)
+    if name in names:
+        return resource_dir("configs") / kind / f"{name}.yaml"
     near = get_close_matches(name.lower(), names, n=2, cutoff=0.5)
     advice = f"did you mean {' or '.join(near)}?" if near else otherwise
-    return OsdpError(f"there is no such {kind}", got=repr(name), expected=", ".join(names), advice=advice)
+    raise OsdpError(f"there is no such {_NOUNS[kind]}", got=repr(name), expected=", ".join(names), advice=advice)
+
+
+def file_of(kind: Kind, spec: str, otherwise: str) -> Path:
+    """Return the file that `spec` is the path or, of one of OSDP's own, the name of; raises as `resource_file`."""
+    return Path(spec) if spec.endswith((".yaml", ".yml")) or "/" in spec else resource_file(kind, spec, otherwise)
 
 
 def make_folder(path: Path) -> Path:

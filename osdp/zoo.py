@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from osdp.models.config import FAMILIES, STRICT, ModelConfig, check_length
 from osdp.planning.clusters import cluster_names, load_cluster
-from osdp.resources import resource_file, resource_names, unknown
+from osdp.resources import resource_file, resource_names
 from profiler.errors import OsdpError
-from profiler.model_source import Inputs, ModelSource
+from profiler.model_source import ModelSource
 from profiler.yaml_files import Problem, read_yaml, validate
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["ModelCard", "cluster_names", "load_cluster", "load_model", "model_card", "model_names"]
 
@@ -37,7 +34,6 @@ class ModelCard:
     SCHEMA: ClassVar[str] = "osdp.model/1"
 
     schema: str
-    """Version of the file format."""
     name: str
     """Short name, as given to `--model`."""
     family: str
@@ -67,9 +63,10 @@ def model_names() -> list[str]:
 
 def model_card(name: str) -> ModelCard:
     """Return what the zoo knows of the model `name`, without torch; raises OsdpError."""
-    if name not in model_names():
-        raise _unknown(name)
-    return read_model_card(resource_file("models", name))
+    advice = "your own model: package.module:factory, path/to/model.yaml or hf:path/to/config.json"
+    if name.endswith(".py"):
+        advice = f"name a function in it: {name.removesuffix('.py').replace('/', '.')}:make_model"
+    return read_model_card(resource_file("models", name, advice))
 
 
 def read_model_card(path: Path) -> ModelCard:
@@ -78,10 +75,7 @@ def read_model_card(path: Path) -> ModelCard:
 
 
 def load_model(spec: str, *, sequence_length: int | None = None) -> ModelSource:
-    """Return the model that `spec` names (see the table above), fed with `sequence_length` tokens.
-
-    Raises OsdpError.
-    """
+    """Return the model that `spec` names (see the table above), fed with `sequence_length` tokens; raises OsdpError."""
     if sequence_length is not None and sequence_length < 1:
         raise OsdpError("the sequence length must be at least 1", got=str(sequence_length))
     if spec.startswith("hf:"):
@@ -102,14 +96,12 @@ def _source(spec: str, card: ModelCard, sequence_length: int | None) -> ModelSou
     length = sequence_length or card.sequence_length
     check_length(spec, length, sizes.maximum_positions)
 
-    def build() -> nn.Module:
+    def build() -> Any:
         module, name = FAMILIES[card.family].module.split(":")
-        built: nn.Module = getattr(import_module(module), name)(sizes)
-        return built
+        return getattr(import_module(module), name)(sizes)
 
-    def example_inputs(module: Any, micro_batch: int) -> Inputs:
-        inputs: Inputs = module.example_inputs(micro_batch, length)
-        return inputs
+    def example_inputs(module: Any, micro_batch: int) -> Any:
+        return module.example_inputs(micro_batch, length)
 
     return ModelSource(spec, build, example_inputs, length)
 
@@ -119,20 +111,11 @@ def _problems(card: ModelCard) -> Iterator[Problem]:
     family = FAMILIES.get(card.family)
     if family is None:
         near = get_close_matches(card.family, FAMILIES, n=1)
-        advice = f"did you mean {near[0]}?" if near else ""
-        known = f"one of {', '.join(FAMILIES)}"
-        yield Problem(("family",), "is not known", repr(card.family), known, advice)
+        expected, advice = f"one of {', '.join(FAMILIES)}", f"did you mean {near[0]}?" if near else ""
+        yield Problem(("family",), "is not known", repr(card.family), expected, advice)
         return
     sizes, problems = validate(card.config, family.config, ("config",))
     yield from problems
     if sizes is not None and not 1 <= card.sequence_length <= sizes.maximum_positions:
         expected = f"from 1 to maximum_positions, {sizes.maximum_positions}"
         yield Problem(("sequence_length",), "is wrong", str(card.sequence_length), expected)
-
-
-def _unknown(name: str) -> OsdpError:
-    """Return the error for a name that is neither in the zoo nor anything else that we load."""
-    advice = "your own model: package.module:factory, path/to/model.yaml or hf:path/to/config.json"
-    if name.endswith(".py"):
-        advice = f"name a function in it: {name.removesuffix('.py').replace('/', '.')}:make_model"
-    return unknown("model", name, model_names(), advice)

@@ -8,7 +8,7 @@ A pin holds in every plan of the search, or is rejected here with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -59,15 +59,18 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
     strategies: dict[int, tuple[Pin, tuple[Strategy, ...]]] = {}
     recompute: dict[int, tuple[Pin, bool]] = {}
     for pin in given:
+        blocks = [index for index, block in enumerate(graph.blocks) if matches(block.name, pin.pattern)]
         if pin.choice in RECOMPUTE:
-            for block in _blocks(pin, graph):
-                _decide(recompute, block, pin, RECOMPUTE[pin.choice], graph.blocks[block].name)
+            if not blocks:
+                what = f"--pin {pin}: the model has no such block, and only blocks can be recomputed or kept"
+                raise unknown_name(pin.pattern, (block.name for block in graph.blocks), what)
+            for index in blocks:
+                _decide(recompute, index, pin, RECOMPUTE[pin.choice], graph.blocks[index].name)
             continue
         slices = _slices(pin, cluster)
-        for index in _operators(pin, graph):
-            operator = graph.operators[index]
+        for index in _operators(pin, graph, blocks):
             _check_split(pin, graph, index, len(slices))
-            _decide(strategies, index, pin, slices, " and ".join(operator.modules))
+            _decide(strategies, index, pin, slices, " and ".join(graph.operators[index].modules))
     taken = {index: slices for index, (_, slices) in strategies.items()}
     return Pins(taken, {block: again for block, (_, again) in recompute.items()})
 
@@ -84,43 +87,26 @@ def _decide(decisions: dict[int, tuple[Pin, Chosen]], index: int, pin: Pin, choi
     if decided == choice:
         return
     tied = " (one operator, as they share a parameter)" if " and " in names else ""
-    raise OsdpError(
-        f"two pins contradict each other for {names}{tied}",
-        got=f"{before} and {pin}",
-        expected="one choice for each operator and each block; no pin takes precedence",
-        advice="use patterns that do not overlap",
-    )
+    what, advice = f"two pins contradict each other for {names}{tied}", "use patterns that do not overlap"
+    expected = "one choice for each operator and each block; no pin takes precedence"
+    raise OsdpError(what, got=f"{before} and {pin}", expected=expected, advice=advice)
 
 
-def _operators(pin: Pin, graph: ModelGraph) -> list[int]:
+def _operators(pin: Pin, graph: ModelGraph, blocks: Sequence[int]) -> list[int]:
     """Return the operators that a pin's pattern matches, by themselves or by their block."""
     named = "" if pin.pattern == ITSELF else pin.pattern
     exact = [i for i, operator in enumerate(graph.operators) if named in {operator.name, *operator.modules}]
     if exact:
         return exact
-    blocks = {index for index, block in enumerate(graph.blocks) if matches(block.name, pin.pattern)}
     found = [
         index
         for index, operator in enumerate(graph.operators)
         if operator.block in blocks or any(matches(name, pin.pattern) for name in {operator.name, *operator.modules})
     ]
     if not found:
-        raise unknown_name(pin.pattern, _names(graph), f"--pin {pin}: the model has no such operator or block")
-    return found
-
-
-def _names(graph: ModelGraph) -> Iterator[str]:
-    yield from (block.name for block in graph.blocks)
-    for operator in graph.operators:
-        yield from dict.fromkeys((operator.name, *operator.modules))
-
-
-def _blocks(pin: Pin, graph: ModelGraph) -> list[int]:
-    """Return the blocks that a pin's pattern matches."""
-    found = [index for index, block in enumerate(graph.blocks) if matches(block.name, pin.pattern)]
-    if not found:
-        what = f"--pin {pin}: the model has no such block, and only blocks can be recomputed or kept"
-        raise unknown_name(pin.pattern, (block.name for block in graph.blocks), what)
+        names = [name for operator in graph.operators for name in dict.fromkeys((operator.name, *operator.modules))]
+        what = f"--pin {pin}: the model has no such operator or block"
+        raise unknown_name(pin.pattern, (*(block.name for block in graph.blocks), *names), what)
     return found
 
 

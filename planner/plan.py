@@ -18,15 +18,18 @@ from profiler.cluster.measurements import RingRule
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
-_STRICT: dict[str, Any] = {"extra": "forbid"}
 Count = Annotated[int, Ge(1)]
 
 
-@dataclass(frozen=True)
-class ModelRef:
-    """The model that a plan is for."""
+class _Strict:
+    """What is read from files without keys that are unknown here."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class ModelRef(_Strict):
+    """The model that a plan is for."""
 
     name: str
     """As given to `--model`."""
@@ -40,10 +43,8 @@ class ModelRef:
 
 
 @dataclass(frozen=True)
-class ClusterRef:
+class ClusterRef(_Strict):
     """The cluster that a plan is for."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     name: str
     fingerprint: str
@@ -54,10 +55,8 @@ class ClusterRef:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(_Strict):
     """What the cost model expects; nothing here was measured."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     peak_memory_bytes: int
     """Per device, reserve included."""
@@ -83,10 +82,8 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Asked(_Strict):
     """The options that the user set, so that another search can be run with the same."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     micro_batch: int | None = None
     """Samples per rank in one forward; None: searched."""
@@ -102,10 +99,9 @@ NOTHING_ASKED = Asked()
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(_Strict):
     """A strategy for every operator, and which blocks are recomputed."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
     SCHEMA: ClassVar[str] = "osdp.plan/1"
 
     schema: str
@@ -127,7 +123,7 @@ class Plan:
     """Names of the blocks whose forward runs again in backward."""
     headroom_bytes: Annotated[int, Ge(0)] = 0
     """Part of the limit that the search left unused."""
-    asked: Asked = field(default_factory=Asked)
+    asked: Asked = NOTHING_ASKED
     """The options that the user set besides the limit."""
     waits: Waits = NO_WAITS
     """How long ranks wait for the slowest, as predicted."""
@@ -140,18 +136,16 @@ class Plan:
 
 def cluster_fingerprint(cluster: Cluster) -> str:
     """Return a hash of every figure of a cluster."""
-    figures = asdict(cluster)
-    for name in ("host", "ring", "measured"):
-        if not figures[name]:
-            del figures[name]  # so that clusters without these keep the fingerprint in older plans
+    later = ("host", "ring", "measured")  # clusters without these keep the fingerprint in older plans
+    figures = {name: figure for name, figure in asdict(cluster).items() if figure or name not in later}
     text = json.dumps(figures, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def cluster_ref(cluster: Cluster) -> ClusterRef:
     """Return the reference to a cluster that plans for it hold."""
-    ranks = cluster.nodes, cluster.gpus_per_node
-    return ClusterRef(cluster.name, cluster_fingerprint(cluster), *ranks, cluster.ring)
+    fingerprint = cluster_fingerprint(cluster)
+    return ClusterRef(cluster.name, fingerprint, cluster.nodes, cluster.gpus_per_node, cluster.ring)
 
 
 def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[Strategy, ...]]:
@@ -193,9 +187,7 @@ def check_model(plan: Plan, graph: ModelGraph) -> None:
 
 
 def _other_model(plan: Plan, graph: ModelGraph, detail: str) -> OsdpError:
-    return OsdpError(
-        "this plan was made for another model",
-        got=f"{graph.name} ({graph.fingerprint}, {graph.numel:,} parameters){detail}",
-        expected=f"{plan.model.name} ({plan.model.fingerprint}, {plan.model.parameters:,} parameters)",
-        advice="plan this model again, or give the model, --seq and --precision that the plan was made for",
-    )
+    got = f"{graph.name} ({graph.fingerprint}, {graph.numel:,} parameters){detail}"
+    expected = f"{plan.model.name} ({plan.model.fingerprint}, {plan.model.parameters:,} parameters)"
+    advice = "plan this model again, or give the model, --seq and --precision that the plan was made for"
+    return OsdpError("this plan was made for another model", got=got, expected=expected, advice=advice)

@@ -9,16 +9,19 @@ plan files contain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 from planner.cost.ddp import Replica, can_replicate
-from planner.cost.peak_memory import peak_memory
+from planner.cost.peak_memory import MemoryPeak, peak_memory
 from planner.cost.simulator import simulated_s
 from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import owners_of, units_of
+from planner.model.operator_split import slice_starts
 from planner.plan import NOTHING_ASKED, Asked, Plan, Prediction, cluster_ref, model_ref, read_choices
 from planner.search.candidates import StageDecision
 from planner.search.search_space import Space, Spanning
@@ -44,32 +47,31 @@ class PricedPlan:
     space: Space
     """With the plan's operators split."""
     spanning: Spanning
-    choices: tuple[StageDecision, ...]
-    """One per stage of that space; empty for plans that were not built from candidates."""
-    options: tuple[StageCandidate, ...]
-    """One per stage in execution order, on the rank that holds most."""
+    options: Options
+    """On the rank that holds most."""
 
-    @property
+    @cached_property
     def samples_per_s(self) -> float:
         """Predicted samples per second of all ranks."""
         return self.load.samples_per_step / step_time(self.options, self.load).total_s
 
+    @cached_property
+    def peak(self) -> MemoryPeak:
+        """Predicted peak memory."""
+        return peak_memory(self.options, self.load)
+
     def as_run(self, limit_bytes: float) -> PricedPlan:
         """Return the plan as the runtime executes it within a limit: `as_run`."""
-        options = as_run(self.options, self.spanning, None, self.space, self.load, limit_bytes)
-        return replace(self, options=options)
+        return replace(self, options=as_run(self.options, self.spanning, None, self.space, self.load, limit_bytes))
 
 
 def priced(space: Space, load: Workload, choices: Sequence[StageDecision], spanning: Spanning) -> PricedPlan:
     """Return a plan of the search, priced as its plan file will be."""
-    counts: dict[int, int] = {}
-    for stage, choice in zip(space.model.stages, choices, strict=True):
-        if choice.counts:
-            counts |= {o: n for o, n in zip(stage.operators, choice.counts, strict=True) if n > 1}
+    split = [pair for pair in zip(space.model.stages, choices, strict=True) if pair[1].counts]
+    counts = [pair for stage, choice in split for pair in zip(stage.operators, choice.counts, strict=True)]
+    sliced = space.with_slices(tuple(sorted((o, count) for o, count in counts if count > 1))) if counts else space
     flat = tuple(replace(choice, counts=()) for choice in choices)
-    sliced = space.with_slices(counts) if counts else space
-    options = fixed(sliced, load, flat, spanning, space.idle_strategies(load.cluster))
-    return PricedPlan(load, sliced, spanning, flat, options)
+    return PricedPlan(load, sliced, spanning, fixed(sliced, load, flat, spanning, space.idle_strategies(load.cluster)))
 
 
 def fixed(
@@ -101,10 +103,8 @@ def fullest(
             options[0] = replace(options[0], parameters=options[0].parameters + more)
         return tuple(options)
 
-    ranks = {rank: on_rank(rank) for rank in sorted(set(owners.values())) or [0]}
-    if len(ranks) == 1:
-        return next(iter(ranks.items()))
-    return max(ranks.items(), key=lambda rank: peak_memory(rank[1], load).total_bytes)
+    ranks = [(rank, on_rank(rank)) for rank in sorted(set(owners.values())) or [0]]
+    return ranks[0] if len(ranks) == 1 else max(ranks, key=lambda rank: peak_memory(rank[1], load).total_bytes)
 
 
 def _owners(
@@ -174,42 +174,29 @@ def make_plan(
     asked: Asked = NOTHING_ASKED,
 ) -> Plan:
     """Return a search result as a plan, priced as it will run within the limit less the headroom."""
-    graph, cluster = space.graph, load.cluster
     options = as_run(tuple(options), spanning, None, space, load, limit_bytes - headroom_bytes)
-    idle = zip(space.model.idle, space.idle_strategies(cluster), strict=True)
+    idle = zip(space.model.idle, space.idle_strategies(load.cluster), strict=True)
     choices = space.spanning_choices(spanning) | dict(idle)
-    recomputed = []
-    for stage, option in zip(space.model.stages, options, strict=True):
-        for operator, strategy in zip(stage.operators, option.strategies, strict=True):
-            choices[operator] = strategy
-        if option.recompute:
-            recomputed.append(stage.name)
+    stages = list(zip(space.model.stages, options, strict=True))
+    for stage, option in stages:
+        choices |= zip(stage.operators, option.strategies, strict=True)
+    slices = zip(space.graph.operators, pairwise(slice_starts(space.graph, space.counts)), strict=True)
     return Plan(
         schema=Plan.SCHEMA,
-        model=model_ref(graph),
-        cluster=cluster_ref(cluster),
+        model=model_ref(space.graph),
+        cluster=cluster_ref(load.cluster),
         optimizer=load.optimizer_name,
         limit_bytes=limit_bytes,
         micro_batch=load.micro_batch,
         accumulation=load.accumulation,
         predicted=predict(options, space, load),
         gap=gap,
-        choices=_written(choices, space),
-        recomputed_blocks=recomputed,
+        choices={operator.name: format_choice([choices[o] for o in range(*ends)]) for operator, ends in slices},
+        recomputed_blocks=[stage.name for stage, option in stages if option.recompute],
         headroom_bytes=headroom_bytes,
         asked=asked,
         waits=load.waits,
     )
-
-
-def _written(choices: Mapping[int, Strategy], space: Space) -> dict[str, str]:
-    """Return every operator's choice, by its name in the unsplit graph."""
-    written, start = {}, 0
-    for position, operator in enumerate(space.graph.operators):
-        stop = start + space.counts.get(position, 1)
-        written[operator.name] = format_choice([choices[index] for index in range(start, stop)])
-        start = stop
-    return written
 
 
 def space_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Space:
@@ -253,13 +240,13 @@ def decisions_of(plan: Plan, space: Space, cluster: Cluster) -> Decisions:
         what, advice = "the plan splits other operators than this space", "planner.pricing.space_of"
         raise OsdpError(what, got=", ".join(names), expected="a space made for the plan", advice=advice)
     strategies = [strategy for found in slices for strategy in found]
-    choices = tuple(
-        StageDecision(tuple(strategies[o] for o in stage.operators), stage.name in plan.recomputed_blocks)
-        for stage in space.model.stages
-    )
-    return Decisions(
-        choices, tuple(strategies[o] for o in space.model.spanning), tuple(strategies[o] for o in space.model.idle)
-    )
+
+    def taken(operators: Iterable[int]) -> tuple[Strategy, ...]:
+        return tuple(strategies[operator] for operator in operators)
+
+    stages, recomputed = space.model.stages, plan.recomputed_blocks
+    choices = tuple(StageDecision(taken(stage.operators), stage.name in recomputed) for stage in stages)
+    return Decisions(choices, taken(space.model.spanning), taken(space.model.idle))
 
 
 def runs_by_ddp(plan: Plan, graph: ModelGraph, cluster: Cluster) -> bool:

@@ -11,9 +11,8 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
-EVERY_SIZE_TO = 16
-"""All micro-batches up to here are tried; beyond, they grow by about an eighth (throughput is flat)."""
 MAX_MICRO_BATCH = 4096
+"""The largest that is tried.  All to 16 are; beyond, they grow by about an eighth (throughput is flat)."""
 
 Progress = Callable[[str, float], None]
 """Called with a description of the current work and the fraction done."""
@@ -64,25 +63,20 @@ def micro_batches(task: Task) -> list[tuple[int, int]]:
     if task.global_batch is not None:
         per_rank, rest = divmod(task.global_batch, world)
         if rest or not per_rank:
-            raise OsdpError(
-                "the global batch must be a multiple of the number of ranks",
-                got=str(task.global_batch),
-                expected=f"a multiple of {world}",
-                advice=f"--global-batch {max(1, round(task.global_batch / world)) * world}",
-            )
+            what, got = "the global batch must be a multiple of the number of ranks", str(task.global_batch)
+            advice = f"--global-batch {max(1, round(task.global_batch / world)) * world}"
+            raise OsdpError(what, got=got, expected=f"a multiple of {world}", advice=advice)
         sizes = [task.micro_batch] if task.micro_batch else range(1, per_rank + 1)
         pairs = [(size, per_rank // size) for size in sizes if per_rank % size == 0]
         if not pairs:
-            raise OsdpError(
-                "the micro-batch does not divide the global batch",
-                got=str(task.micro_batch),
-                expected=f"a divisor of {per_rank} ({task.global_batch} over {world} ranks)",
-            )
+            what, got = "the micro-batch does not divide the global batch", str(task.micro_batch)
+            expected = f"a divisor of {per_rank} ({task.global_batch} over {world} ranks)"
+            raise OsdpError(what, got=got, expected=expected)
         return pairs
     if task.micro_batch:
         return [(task.micro_batch, 1)]
     sizes, size = [], 1
     while size <= MAX_MICRO_BATCH:
         sizes.append(size)
-        size += 1 if size < EVERY_SIZE_TO else max(1, size // 8)
+        size += max(1, size // 8)
     return [(size, 1) for size in sizes]

@@ -74,7 +74,6 @@ class StrictYamlError(Exception):
 
     def __init__(self, problem: str, line: int, column: int = 0) -> None:
         super().__init__(problem)
-        self.problem = problem
         self.line = line
         self.column = column
 
@@ -119,7 +118,7 @@ def read_yaml(path: Path, type_: type[T], *, schema: str, check: Callable[[T], I
         document = parse(text)
     except StrictYamlError as error:
         column = f", column {error.column}" if error.column else ""
-        what = f"{path}, line {error.line}{column}: {error.problem}"
+        what = f"{path}, line {error.line}{column}: {error}"
         raise OsdpError(what, expected="plain YAML") from None
     data = _mapping_of_schema(path, document, schema)
     if "schema" not in _field_names(type_):
@@ -185,9 +184,7 @@ def to_yaml(value: Any, header_comment: str = "") -> str:
     if "schema" not in plain:
         plain = {"schema": type(value).SCHEMA, **plain}
     header = "".join(f"# {line}".rstrip() + "\n" for line in header_comment.splitlines())
-    body: str = yaml.dump(
-        plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=100
-    )
+    body: str = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     return header + body
 
 
@@ -343,11 +340,9 @@ def parse(text: str) -> Document:
     document = Document(None)
     try:
         events = yaml.parse(text, Loader=Loader)
-        starts = 0
         for event in events:
             if isinstance(event, yaml.DocumentStartEvent):
-                starts += 1
-                if starts > 1:
+                if document.lines:
                     raise StrictYamlError("a second document starts here", _line(event))
                 document.value = _value(next(events), events, (), document.lines)
     except yaml.MarkedYAMLError as error:
@@ -367,7 +362,12 @@ def _value(event: yaml.Event, events: Iterator[yaml.Event], at: Location, lines:
     if isinstance(event, yaml.MappingStartEvent):
         mapping: dict[str, Value] = {}
         while not isinstance(key := next(events), yaml.MappingEndEvent):
-            name = _key(key, mapping, at)
+            _refuse(key, at)
+            if not isinstance(key, yaml.ScalarEvent):
+                raise StrictYamlError("a key must be text", _line(key))
+            name = str(key.value)
+            if name in mapping:
+                raise StrictYamlError(f"the key {name!r} is given twice", _line(key))
             lines[*at, name] = _line(key)  # the value may start below its key
             mapping[name] = _value(next(events), events, (*at, name), lines)
         return mapping
@@ -388,17 +388,6 @@ def _refuse(event: yaml.Event, at: Location) -> None:
         raise StrictYamlError(f"tags are not allowed, got {tag!r}", _line(event))
     if len(at) > _DEEPEST:
         raise StrictYamlError(f"nested deeper than {_DEEPEST} levels", _line(event))
-
-
-def _key(event: yaml.Event, mapping: dict[str, Value], at: Location) -> str:
-    """Return the text of a key; raises if it is not text or a duplicate."""
-    _refuse(event, at)
-    if not isinstance(event, yaml.ScalarEvent):
-        raise StrictYamlError("a key must be text", _line(event))
-    name = str(event.value)
-    if name in mapping:
-        raise StrictYamlError(f"the key {name!r} is given twice", _line(event))
-    return name
 
 
 def _scalar(event: yaml.ScalarEvent) -> Value:

@@ -86,21 +86,21 @@ def parse(arguments: Sequence[str], device_type: str) -> Options:
 
 def without_effect(options: Options, device_type: str, ranks: int) -> Iterator[str]:
     """Yield a sentence for each flag that was given and changes nothing."""
-    kind = options.data_parallel
+    kind, names_backward = options.data_parallel, options.backward_prefetch != DEFAULT_PREFETCH
     if kind == "fsdp" or options.compare:
         if options.cpu_offload and device_type == "cpu":
             yield "--cpu_offload has no effect on CPU ranks: parameters and gradients are on the host already"
         if options.sizes_units and options.auto_wrap_policy != "size_based":
             yield f"--min_num_params has no effect with --auto_wrap_policy {options.auto_wrap_policy}"
-        if options.auto_wrap_policy == "none" and (options.forward_prefetch or _names_backward(options)):
+        if options.auto_wrap_policy == "none" and (options.forward_prefetch or names_backward):
             yield "prefetch flags have no effect with --auto_wrap_policy none: one unit has no next one"
-        elif ranks == 1 and (options.forward_prefetch or _names_backward(options)):
+        elif ranks == 1 and (options.forward_prefetch or names_backward):
             yield "prefetch flags have no effect on one rank: nothing is gathered"
     else:
         given = {
             "--cpu_offload": options.cpu_offload,
             "--forward_prefetch": options.forward_prefetch,
-            "--backward_prefetch": _names_backward(options),
+            "--backward_prefetch": names_backward,
             "--auto_wrap_policy": options.auto_wrap_policy != AUTO_WRAP_POLICIES[0],
             "--min_num_params": options.sizes_units,
         }
@@ -109,11 +109,6 @@ def without_effect(options: Options, device_type: str, ranks: int) -> Iterator[s
             yield f"{flag} has no effect with --data_parallel {kind}: {why}"
     if options.mem and kind != "osdp" and not options.compare:
         yield f"--mem has no effect with --data_parallel {kind}: it is what OSDP plans for"
-
-
-def _names_backward(options: Options) -> bool:
-    """Return whether another backward prefetch than the default one is asked for."""
-    return options.backward_prefetch != DEFAULT_PREFETCH
 
 
 def _parser() -> argparse.ArgumentParser:

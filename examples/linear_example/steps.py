@@ -78,16 +78,14 @@ def run(options: Options, ranks: Ranks, tell: Tell) -> Result:
     folder = options.profile_dir / options.configuration
     _profile(step, device, folder, ranks.rank)
     if options.trace is not None:
-        _look(step, Tracer(options.trace / options.configuration, wrapped, optimizer))
+        tracer = Tracer(options.trace / options.configuration, wrapped, optimizer)
+        for _ in range(TRACE_STEP):
+            with tracer.step():
+                step()
     fullest_bytes, slowest_ns = ranks.maximum([peak_bytes, round(1e9 * median(seconds))])
-    return Result(
-        data_parallel=options.data_parallel,
-        peak_bytes=fullest_bytes,
-        step_s=slowest_ns / 1e9,
-        losses=tuple(ranks.mean(loss) for loss in told),
-        traces=folder,
-        plan=wrapped.plan if isinstance(wrapped, OSDP) else None,
-    )
+    means = tuple(ranks.mean(loss) for loss in told)
+    plan = wrapped.plan if isinstance(wrapped, OSDP) else None
+    return Result(options.data_parallel, fullest_bytes, slowest_ns / 1e9, means, folder, plan)
 
 
 def _step_of(
@@ -106,13 +104,6 @@ def _step_of(
         losses.append(loss.detach().clone())  # on a CPU the loss of torch's mse_loss keeps (batch, hidden) alive
 
     return step
-
-
-def _look(step: Callable[[], None], tracer: Tracer) -> None:
-    """Run as many steps as it takes to look into two of them."""
-    for _ in range(TRACE_STEP):
-        with tracer.step():
-            step()
 
 
 def _timed(step: Callable[[], None], device: torch.device) -> float:

@@ -24,11 +24,8 @@ def main(arguments: list[str]) -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     options = parse(arguments, device_type)
     if not is_rank():
-        raise OsdpError(
-            "this is one rank of several",
-            got="no RANK in the environment",
-            advice="torchrun --nproc_per_node 2 linear_example/train.py",
-        )
+        advice = "torchrun --nproc_per_node 2 linear_example/train.py"
+        raise OsdpError("this is one rank of several", got="no RANK in the environment", advice=advice)
     with joined(device_type, TIMEOUT_S) as ranks:
         if ranks.rank == 0:
             say_first(options, ranks)

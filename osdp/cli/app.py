@@ -15,11 +15,10 @@ from osdp.cli.commands.train import train
 from osdp.cli.commands.verify import verify
 from osdp.cli.exits import guarded
 from osdp.cli.options import CLUSTER_HELP, AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
-from osdp.cli.terminal import make_console, progress_bar
+from osdp.cli.terminal import make_console, progress_bar, show
 
 if TYPE_CHECKING:
     from planner.analysis.explain import OpenPlan
-    from planner.analysis.what_if import WhatIf
 
 app = typer.Typer(
     name="osdp",
@@ -71,26 +70,22 @@ def explain(
 ) -> None:
     """Explain a plan. Prints why each part has its choice, what alternatives would cost, and the bottleneck."""
     from osdp.cli.reports.explain import print_plan_reasons, print_target_reasons
+    from osdp.planning.plan_questions import what_if_open
     from planner.analysis.explain import find_target
+    from profiler.errors import OsdpError
 
     view = _reopened(path, model, cluster)
     if operator is not None:
         print_target_reasons(make_console(), view, operator, find_target(view, operator))
         return
-    more, why_not = _what_if(view) if what_if else (None, "")
+    more, why_not = None, ""
+    if what_if:
+        try:
+            with progress_bar() as progress:
+                more = what_if_open(view, progress)
+        except OsdpError as error:  # Nothing fits any more, or a file of lengths is gone.
+            why_not = ": ".join(part for part in (error.what, error.expected) if part)
     print_plan_reasons(make_console(), view, more, why_not)
-
-
-def _what_if(view: OpenPlan) -> tuple[WhatIf | None, str]:
-    """Return the what-if analysis of a plan, or why there is none."""
-    from osdp.planning.plan_questions import what_if_open
-    from profiler.errors import OsdpError
-
-    try:
-        with progress_bar() as progress:
-            return what_if_open(view, progress), ""
-    except OsdpError as error:  # Nothing fits any more, or a file of lengths is gone.
-        return None, ": ".join(part for part in (error.what, error.expected) if part)
 
 
 @app.command()
@@ -101,15 +96,11 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two plan files. Prints how choices, predicted memory and predicted time differ."""
-    from osdp.cli.reports.diff import diff_json, print_diff
+    from osdp.cli.reports.diff import diff_object, print_diff
     from osdp.planning.plan_file import read_plan
     from planner.analysis.plan_diff import compare
 
-    found = compare(read_plan(before), read_plan(after))
-    if as_json:
-        print(diff_json(found, str(before), str(after)))
-    else:
-        print_diff(make_console(), found, str(before), str(after))
+    show(as_json, diff_object, print_diff, compare(read_plan(before), read_plan(after)), str(before), str(after))
 
 
 @app.command()

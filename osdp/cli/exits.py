@@ -19,14 +19,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TextIO
+from typing import Any, ParamSpec
 
 from osdp.cli.terminal import say
 from profiler.errors import OsdpError
 
 FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 TRACEBACK = "OSDP_TRACEBACK"
-"""Environment variable that asks for tracebacks."""
 
 Arguments = ParamSpec("Arguments")
 
@@ -97,14 +96,7 @@ def _say_why(text: str) -> None:
 def _short_warnings() -> Iterator[None]:
     """Show warnings as one line that is for the user, without our source code."""
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: object, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         say(f"warning: {message}", file)
 
     with warnings.catch_warnings():

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from osdp.cli.exits import BAD_INPUT, FAULT, TRACEBACK
 from osdp.cli.terminal import say
 
+if TYPE_CHECKING:
+    from osdp.training.launch import Nodes
 
-@contextmanager
-def launched() -> Iterator[None]:
-    """Report which rank failed, where `osdp.training.launch.launch` runs inside."""
-    from osdp.training.launch import RankError
+
+def start_ranks(ranks: int, nodes: Nodes, device: str, timeout_s: float, **options: Any) -> None:
+    """Run this command as the ranks of this node, see `osdp.training.launch.launch`; report which rank failed."""
+    from osdp.training.launch import RankError, launch
 
     try:
-        yield
+        launch(sys.argv[1:], ranks, nodes, device, timeout_s, **options)
     except RankError as error:
         say(f"error: {error}")
         raise SystemExit(FAULT) from None

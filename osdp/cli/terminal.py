@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
     from rich.table import Table
 
+    from planner.problem import Progress
+
 STARTED_S = time.perf_counter()
 """When the command line was loaded; what "since start" counts from."""
 PLAIN_WIDTH = 100
 """Columns where stdout is no terminal."""
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction done."""
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -43,6 +43,19 @@ def make_console() -> Console:
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
     return ReportConsole(width=width, markup=False, highlight=False, emoji=False)
+
+
+def show(as_json: bool, to_object: Callable[..., Any], to_report: Callable[..., None], *found: Any) -> None:
+    """Print what was found, as one JSON object or as a report."""
+    if as_json:
+        print_json(to_object(*found))
+    else:
+        to_report(make_console(), *found)
+
+
+def print_json(found: dict[str, Any]) -> None:
+    """Print plain data as one JSON object."""
+    print(json.dumps(found, indent=2, allow_nan=False))
 
 
 def make_table(*columns: str) -> Table:
@@ -75,10 +88,11 @@ def progress_bar() -> Iterator[Progress]:
         if not sys.stderr.isatty():
             yield lambda what, fraction: None
             return
+        from rich import progress
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        columns = progress.TextColumn("{task.description}", markup=False), progress.BarColumn()
+        console = Console(stderr=True)
+        with progress.Progress(*columns, progress.TimeElapsedColumn(), console=console, transient=True) as bar:
             task = bar.add_task("starting", total=1.0)
             yield lambda what, fraction: bar.update(task, description=what, completed=fraction)

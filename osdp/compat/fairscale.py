@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from osdp.api import shard
 from osdp.compat.seed_groups import grouped_strategy
 from osdp.planning.clusters import load_cluster
 from osdp.planning.rank_grid import CPU_CLUSTER
@@ -35,9 +36,6 @@ from planner.strategies.unit_collectives import unit_collectives
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import Parameter
-from runtime.apply_schedule import apply_schedule, default_device
-from runtime.deferred_init.deferred_init import is_meta
-from runtime.deferred_init.initialise import fill, share_rank_0
 from runtime.local_shards import whole
 from runtime.meshes import check_process_group, check_world
 from runtime.parameter_places import Registration, outermost, registered_parameters
@@ -46,8 +44,6 @@ from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit
 __all__ = ["FSDP", "Groups", "auto_wrap", "default_auto_wrap_policy", "enable_wrap", "gen_fsdp_args", "wrap"]
 
 Registered = Registration[nn.Parameter]
-ROOT = ""
-"""Path of the model itself."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,6 @@ class Groups:
     nodes: int
     ranks_per_node: int
     strategy: Strategy
-    """How every module is sharded."""
     model: str = "the model"
     """What messages call the model."""
     precision: str = "fp32"
@@ -155,12 +150,7 @@ def _shard(model: nn.Module, groups: Groups) -> nn.Module:
         raise OsdpError("a part of the model is sharded already", got=type(model).__name__, expected=expected)
     marked = [module for module in model.modules() if module in _marks]
     schedule = schedule_of(model, {module: _marks[module][0] for module in marked} | {model: groups})
-    device = default_device()
-    if is_meta(model):
-        fill(model, lambda made: apply_schedule(made, schedule, device))
-    else:
-        share_rank_0(model, device)
-        apply_schedule(model, schedule, device)
+    shard(model, schedule)
     for module in marked:  # not before: what was refused must go on refusing to run
         _marks.pop(module)[1].remove()
     return model
@@ -191,8 +181,10 @@ def schedule_of(model: nn.Module, chosen: Mapping[nn.Module, Groups]) -> Schedul
             raise OsdpError(what, got=got, expected=f"{root.nodes} x {root.ranks_per_node} ranks, {root.precision}")
     # Of a cluster only its size matters here, none of its figures.
     cluster = load_cluster(CPU_CLUSTER, root.nodes, root.ranks_per_node)
-    members = _units(model, chosen).items()
-    units = tuple(_unit(modules, held, _groups_of(model, modules, chosen), cluster) for modules, held in members)
+    units = tuple(
+        _unit(modules, held, [chosen[model.get_submodule(path)] for path in modules], cluster)
+        for modules, held in _units(model, chosen).items()
+    )
     return Schedule(root.nodes, root.ranks_per_node, root.precision, 1, units, splits=(), recomputed=(), by_ddp=False)
 
 
@@ -222,21 +214,15 @@ def _innermost(name: str, paths: Mapping[str, str]) -> str:
     return paths[path]
 
 
-def _groups_of(model: nn.Module, modules: Sequence[str], chosen: Mapping[nn.Module, Groups]) -> Groups:
-    groups = [chosen[model.get_submodule(path)] for path in modules]
-    if len({one.strategy for one in groups}) > 1:
+def _unit(
+    modules: tuple[str, ...], held: Sequence[Registered], ways: Sequence[Groups], cluster: Cluster
+) -> ScheduledUnit:
+    """Return the unit of some modules, each to be wrapped in its way."""
+    groups, strategy = ways[0], ways[0].strategy
+    if any(one.strategy != strategy for one in ways):
         what = "modules that share parameters are wrapped in different ways"
         raise OsdpError(what, got=", ".join(modules), expected="one strategy for all of them")
-    return groups[0]
-
-
-def _unit(modules: tuple[str, ...], held: Sequence[Registered], groups: Groups, cluster: Cluster) -> ScheduledUnit:
     parameters = [Parameter(r.names[0], tuple(r.tensor.shape), r.tensor.requires_grad) for r in held]
-    return ScheduledUnit(
-        name=modules[0] or groups.model,
-        operators=modules,
-        modules=modules,
-        parameters=tuple(ScheduledParameter(p.name, whole(p.name, p.shape), p.trainable) for p in parameters),
-        strategy=groups.strategy,
-        collectives=unit_collectives(parameters, groups.strategy, groups.precision, cluster),
-    )
+    scheduled = tuple(ScheduledParameter(p.name, whole(p.name, p.shape), p.trainable) for p in parameters)
+    collectives = unit_collectives(parameters, strategy, groups.precision, cluster)
+    return ScheduledUnit(modules[0] or groups.model, modules, modules, scheduled, strategy, collectives)

@@ -39,7 +39,6 @@ class Balance:
     ranks: tuple[str, ...]
     """Names of the ranks, as given."""
     bytes_by_rank: tuple[int, ...]
-    """What each rank keeps."""
     neighbours_parted: int
     """How often the next tensor is on another rank."""
 

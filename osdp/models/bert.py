@@ -72,8 +72,7 @@ class TokenHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, vocabulary)."""
-        logits: Tensor = self.decoder(self.norm(F.gelu(self.dense(x))))
-        return logits
+        return self.decoder(self.norm(F.gelu(self.dense(x))))
 
 
 class Bert(nn.Module):
@@ -124,8 +123,7 @@ class Bert(nn.Module):
 
     def _is_next(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) -> (batch, 2), from the first token."""
-        logits: Tensor = self.next_sentence_head(torch.tanh(self.pooler(x[:, 0])))
-        return logits
+        return self.next_sentence_head(torch.tanh(self.pooler(x[:, 0])))
 
     def example_inputs(self, batch: int, sequence_length: int | None = None) -> Inputs:
         """Return random arguments of `forward` that use both heads."""

@@ -22,19 +22,17 @@ class _Sizes:
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     vocabulary_size: int
-    """Rows of each token embedding."""
     maximum_positions: int
     """Longest sequence; Llama's rotary embedding itself has no limit."""
 
 
 @dataclass(frozen=True)
-class _DecoderSizes(_Sizes):
-    """Sizes of a stack of equal decoder layers."""
+class _StackSizes(_Sizes):
+    """Sizes of a stack of equal layers."""
 
     hidden_size: int
     """Width of the residual stream."""
     layers: int
-    """Number of layers."""
     heads: int
     """Attention heads, of queries where keys have fewer; divides `hidden_size`."""
 
@@ -43,7 +41,7 @@ class _DecoderSizes(_Sizes):
 
 
 @dataclass(frozen=True)
-class GPT2Config(_DecoderSizes):
+class GPT2Config(_StackSizes):
     """Sizes of a GPT-2."""
 
     dropout: float = 0.0
@@ -51,28 +49,19 @@ class GPT2Config(_DecoderSizes):
 
 
 @dataclass(frozen=True)
-class BertConfig(_Sizes):
+class BertConfig(_StackSizes):
     """Sizes of a BERT."""
 
     token_types: int
     """Rows of the segment embedding."""
-    hidden_size: int
-    """Width of the residual stream."""
-    layers: int
-    """Number of encoder layers."""
-    heads: int
-    """Attention heads; divides `hidden_size`."""
     intermediate_size: int
     """Width inside the feed-forward network."""
     dropout: float = 0.0
     """Probability, after the embedding, in attention and on both residual branches."""
 
-    def __post_init__(self) -> None:
-        _divides(self.heads, self.hidden_size, "hidden_size and heads")
-
 
 @dataclass(frozen=True)
-class LlamaConfig(_DecoderSizes):
+class LlamaConfig(_StackSizes):
     """Sizes of a Llama."""
 
     key_value_heads: int
@@ -99,9 +88,7 @@ class UnevenConfig(_Sizes):
     head_size: int
     """Width of one attention head; divides every width."""
     encoder_widths: tuple[int, ...]
-    """Width of each encoder layer."""
     decoder_widths: tuple[int, ...]
-    """Width of each decoder layer."""
     expansion: int = 4
     """Inner width of a feed-forward network over its outer width."""
 
@@ -120,7 +107,6 @@ class Family:
     """A kind of model: its sizes and its module."""
 
     config: type[ModelConfig]
-    """Class of its sizes."""
     module: str
     """`package.module:Class`, imported only when a model is built, because it needs torch."""
 

@@ -26,8 +26,7 @@ class Attention(nn.Module):
         query, key, value = (split_heads(part, self.heads) for part in self.query_key_value(x).chunk(3, -1))
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        out: Tensor = self.output(merge_heads(mixed))
-        return out
+        return self.output(merge_heads(mixed))
 
 
 class MLP(nn.Module):
@@ -40,8 +39,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) -> the same shape."""
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return out
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -91,7 +89,7 @@ class GPT2(nn.Module):
         x = self.dropout(self.wte(input_ids) + self.wpe(positions))
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.lm_head(self.norm(x))
+        logits = self.lm_head(self.norm(x))
         return logits if labels is None else next_token_loss(logits, labels)
 
     def example_inputs(self, batch: int, sequence_length: int | None = None) -> Inputs:

@@ -26,10 +26,7 @@ _HEADS = {
 
 
 def load_hf(spec: str, sequence_length: int | None) -> ModelSource:
-    """Return the language model of `hf:path/to/config.json`; raises OsdpError.
-
-    Its inputs are random `input_ids` and `labels`.
-    """
+    """Return the language model of `hf:path/to/config.json`, fed with random tokens and labels; raises OsdpError."""
     try:
         import transformers
     except ImportError:
@@ -66,8 +63,7 @@ def _read_config(transformers: Any, path: Path) -> Any:
     except Exception as error:
         got = f"{type(error).__name__}: {error}"[:400]
         expected = "the config.json of a model that transformers knows"
-        what = f"{path} is not a configuration that transformers reads"
-        raise OsdpError(what, got=got, expected=expected) from error
+        raise OsdpError(f"{path} is not a configuration that transformers reads", got=got, expected=expected) from error
     if not isinstance(getattr(config, "vocab_size", None), int):
         expected = "a language model, with vocab_size in its configuration"
         raise OsdpError(f"{path} describes no text model", got=type(config).__name__, expected=expected)
@@ -77,8 +73,5 @@ def _read_config(transformers: Any, path: Path) -> Any:
 
 def _auto_class_name(config: Any) -> str:
     """Return the transformers class that builds the architecture in `config` with its head."""
-    for architecture in config.architectures or ():
-        for ending, name in _HEADS.items():
-            if architecture.endswith(ending):
-                return name
-    return "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+    heads = (_HEADS[ending] for name in config.architectures or () for ending in _HEADS if name.endswith(ending))
+    return next(heads, "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM")

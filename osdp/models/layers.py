@@ -6,6 +6,8 @@ the meta device can be materialised shard by shard with the same distribution.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -17,12 +19,13 @@ IGNORED = -100
 class Linear(nn.Linear):
     """A linear layer whose weight starts as N(0, std) and whose bias starts at zero."""
 
+    __call__: Callable[..., Tensor]
+
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, std: float = 0.02) -> None:
         self.std = std  # first, because nn.Linear's constructor calls reset_parameters
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Fill weight and bias."""
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -31,8 +34,9 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """An embedding whose rows start as N(0, 0.02)."""
 
+    __call__: Callable[..., Tensor]
+
     def reset_parameters(self) -> None:
-        """Fill the table."""
         nn.init.normal_(self.weight, std=0.02)
 
 

@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.value = Linear(config.hidden_size, key_value_size, bias=False)
         self.output = Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, *of_blocks: Any) -> Tensor:
         """(batch, sequence, hidden) -> the same shape; angles are (sequence, head size / 2)."""
         query = rotate(split_heads(self.query(x), self.heads), cosine, sine)
         key = rotate(split_heads(self.key(x), self.key_value_heads), cosine, sine)
@@ -49,9 +49,11 @@ class Attention(nn.Module):
         if (shared := self.heads // self.key_value_heads) > 1:
             key = key.repeat_interleave(shared, dim=1)
             value = value.repeat_interleave(shared, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.output(merge_heads(mixed))
-        return out
+        return self.output(merge_heads(self.mix(query, key, value, *of_blocks)))
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(batch, heads, sequence, head size) three times -> the same shape."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class MLP(nn.Module):
@@ -65,23 +67,22 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) -> the same shape."""
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, attention: type[Attention] = Attention) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.epsilon)
-        self.attention = Attention(config)
+        self.attention = attention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """(batch, sequence, hidden) -> the same shape."""
-        x = x + self.attention(self.attention_norm(x), cosine, sine)
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, *of_blocks: Any) -> Tensor:
+        """(batch, sequence, hidden) -> the same shape; `of_blocks` are for the attention."""
+        x = x + self.attention(self.attention_norm(x), cosine, sine, *of_blocks)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
@@ -89,11 +90,11 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """A decoder-only language model."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, attention: type[Attention] = Attention) -> None:
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocabulary_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.epsilon)
         self.lm_head = Linear(config.hidden_size, config.vocabulary_size, bias=False)
         self.tie_weights()
@@ -121,8 +122,7 @@ class Llama(nn.Module):
         x = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x, cosine, sine, *of_blocks)
-        logits: Tensor = self.lm_head(self.norm(x))
-        return logits
+        return self.lm_head(self.norm(x))
 
     def example_inputs(self, batch: int, sequence_length: int | None = None) -> Inputs:
         """Return random arguments of `forward`, labels included."""

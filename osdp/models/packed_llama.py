@@ -13,50 +13,27 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
 from osdp.models.config import LlamaConfig
-from osdp.models.layers import IGNORED, merge_heads, split_heads
-from osdp.models.llama import Attention, Block, Llama, rotate
+from osdp.models.layers import IGNORED
+from osdp.models.llama import Attention, Llama
 
 
 class PackedAttention(Attention):
     """Causal self-attention of each sample to itself."""
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """(batch, sequence, hidden) -> the same shape; `lengths` are those of the samples in the sequence."""
-        query = rotate(split_heads(self.query(x), self.heads), cosine, sine)
-        key = rotate(split_heads(self.key(x), self.key_value_heads), cosine, sine)
-        value = split_heads(self.value(x), self.key_value_heads)
-        shared = self.heads // self.key_value_heads
-        key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
-        parts = [torch.split(part, list(lengths or x.shape[1:2]), dim=2) for part in (query, key, value)]
-        samples = zip(*parts, strict=True)
-        mixed = torch.cat([F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in samples], dim=2)
-        out: Tensor = self.output(merge_heads(mixed))
-        return out
-
-
-class PackedBlock(Block):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.attention = PackedAttention(config)
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """(batch, sequence, hidden) -> the same shape."""
-        x = x + self.attention(self.attention_norm(x), cosine, sine, lengths)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int] = ()) -> Tensor:
+        """As there; `lengths` are those of the samples in the sequence."""
+        parts = (torch.split(part, list(lengths), dim=2) for part in (query, key, value))
+        return torch.cat([Attention.mix(self, *sample) for sample in zip(*parts, strict=True)], dim=2)
 
 
 class PackedLlama(Llama):
     """A Llama whose forward takes the lengths of the samples in a sequence."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.blocks = nn.ModuleList(PackedBlock(config) for _ in range(config.layers))
+        super().__init__(config, PackedAttention)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """(batch, sequence) -> the summed loss of the next token in each sample, or logits without `labels`.

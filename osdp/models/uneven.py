@@ -31,8 +31,7 @@ class Attention(nn.Module):
         query = split_heads(self.query(x), self.heads)
         key, value = (split_heads(part, self.heads) for part in self.key_value(memory).chunk(2, -1))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-        out: Tensor = self.output(merge_heads(mixed))
-        return out
+        return self.output(merge_heads(mixed))
 
 
 class MLP(nn.Module):
@@ -45,8 +44,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, width) -> the same shape."""
-        out: Tensor = self.down(F.gelu(self.up(x)))
-        return out
+        return self.down(F.gelu(self.up(x)))
 
 
 class EncoderLayer(nn.Module):
@@ -103,8 +101,7 @@ class Stem(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """(batch, sequence) -> (batch, sequence, width)."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        out: Tensor = self.tokens(input_ids) + self.positions(positions)
-        return out
+        return self.tokens(input_ids) + self.positions(positions)
 
 
 class Uneven(nn.Module):
@@ -141,7 +138,7 @@ class Uneven(nn.Module):
         x = self.decoder_stem(decoder_input_ids)
         for layer in self.decoder:
             x = layer(x, memory)
-        logits: Tensor = self.lm_head(self.decoder_norm(x))
+        logits = self.lm_head(self.decoder_norm(x))
         return logits if labels is None else token_loss(logits, labels)
 
     def example_inputs(self, batch: int, sequence_length: int | None = None) -> Inputs:

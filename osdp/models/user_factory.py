@@ -80,8 +80,7 @@ class _UserModel:
         except TypeError as error:
             got = f"example_inputs{inspect.signature(inputs_of)}: {error}"
             expected = "example_inputs(batch) or example_inputs(batch, sequence_length)"
-            what = f"example_inputs of {self.spec} cannot be called"
-            raise OsdpError(what, got=got, expected=expected) from None
+            raise OsdpError(f"example_inputs of {self.spec} cannot be called", got=got, expected=expected) from None
         with _guard(f"example_inputs of {self.spec} raised an exception"):
             made = inputs_of(micro_batch, **keywords)
         return _arguments(self.spec, made)
@@ -134,13 +133,11 @@ def _without_data(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         empty_of[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     try:
-        copied = copy.deepcopy(module, empty_of)
+        return copy.deepcopy(module, empty_of)
     except (TypeError, RuntimeError, AttributeError) as error:
         what = "the model cannot be copied, which planning needs"
         advice = "pass a function that builds it: OSDP(lambda: Model(...), ...)"
         raise OsdpError(what, got=f"{type(error).__name__}: {error}", advice=advice) from error
-    assert isinstance(copied, nn.Module)
-    return copied
 
 
 def _find_factory(spec: str) -> Callable[[], Any]:
@@ -151,7 +148,7 @@ def _find_factory(spec: str) -> Callable[[], Any]:
         raise OsdpError(f"{spec} does not name a factory", expected=expected)
     module = _import(module_name)
     try:
-        factory = attrgetter(attribute)(module)
+        factory: Callable[[], Any] = attrgetter(attribute)(module)
     except AttributeError:
         where = getattr(module, "__file__", None) or module_name
         names = sorted(name for name, value in vars(module).items() if callable(value) and name[0] != "_")
@@ -169,8 +166,7 @@ def _find_factory(spec: str) -> Callable[[], Any]:
         raise OsdpError(f"{spec} needs arguments", got=got, expected="none", advice=advice) from None
     except ValueError:
         pass  # a class written in C, which has no signature
-    found: Callable[[], Any] = factory
-    return found
+    return factory
 
 
 def _import(name: str) -> Any:
@@ -263,10 +259,8 @@ def _arguments(spec: str, made: Any) -> Inputs:
 
 def _length_of(values: tuple[Any, ...]) -> int:
     """Return the tokens per sample: the second dimension of the first whole-number matrix, else 1."""
-    for value in values:
-        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
-            return value.shape[1]
-    return 1
+    matrices = (value for value in values if isinstance(value, Tensor) and value.dim() == 2)
+    return next((matrix.shape[1] for matrix in matrices if not matrix.is_floating_point()), 1)
 
 
 def _kind(value: object) -> str:

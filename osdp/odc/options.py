@@ -15,11 +15,8 @@ class Options:
     """The options of `init`."""
 
     ordered: bool
-    """Whether gradients are the same in every run, bit by bit."""
     timeout_s: float | None
-    """How long a rank waits for another; None: as long as the process group."""
     accumulation: int | None
-    """By what losses are divided; None: gradients are left as they are summed up."""
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:

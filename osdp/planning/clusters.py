@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from pathlib import Path
 
-from osdp.resources import resource_file, resource_names, unknown
+from osdp.resources import file_of, resource_names
 from profiler.byte_sizes import MIB, format_bytes
 from profiler.cluster.cluster import Cluster, Device
 from profiler.cluster.read_cluster import read_cluster
@@ -27,12 +26,8 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(spec: str, nodes: int | None = None, gpus_per_node: int | None = None) -> Cluster:
-    """Return the cluster with the name or in the file `spec`, with another number of ranks if given.
-
-    Raises OsdpError.
-    """
-    is_path = spec.endswith((".yaml", ".yml")) or "/" in spec
-    cluster = read_cluster(Path(spec) if is_path else _named(spec))
+    """Return the cluster of the name or file `spec`, with another number of ranks if given; raises OsdpError."""
+    cluster = read_cluster(file_of("clusters", spec, "your own cluster: path/to/cluster.yaml"))
     nodes = cluster.nodes if nodes is None else nodes
     return resized(cluster, nodes, cluster.gpus_per_node if gpus_per_node is None else gpus_per_node)
 
@@ -43,7 +38,7 @@ def resized(cluster: Cluster, nodes: int, gpus_per_node: int) -> Cluster:
         what = "a cluster has at least one node, and a node at least one device"
         raise OsdpError(what, got=f"{nodes} nodes with {gpus_per_node} devices each")
     if nodes > 1 and cluster.inter is None:
-        linked = [name for name in cluster_names() if read_cluster(_named(name)).inter is not None]
+        linked = [name for name in cluster_names() if load_cluster(name).inter is not None]
         what = f"the cluster {cluster.name} has no link between nodes"
         advice = f"a cluster that has it: {', '.join(linked)}; or copy the file and add `inter`"
         raise OsdpError(what, got=f"{nodes} nodes", expected="1 node, or a cluster with an `inter` link", advice=advice)
@@ -53,13 +48,6 @@ def resized(cluster: Cluster, nodes: int, gpus_per_node: int) -> Cluster:
         derived = "times are derived from the links and rates that were measured so"
         warnings.warn(f"{cluster.name} was measured with {how}: {derived}", stacklevel=3)
     return found
-
-
-def _named(name: str) -> Path:
-    names = cluster_names()
-    if name in names:
-        return resource_file("clusters", name)
-    raise unknown("cluster", name, names, "your own cluster: path/to/cluster.yaml")
 
 
 def reserve_use(device: Device) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 from planner.cost.stragglers import Imbalance, histogram
@@ -45,22 +44,21 @@ def _number(text: str) -> float | None:
 def _from_file(path: Path) -> Imbalance:
     if not path.exists():
         raise OsdpError("the imbalance is neither a number nor a file", got=str(path), expected=EXPECTED)
-    lengths = list(lengths_in(path))
-    if not lengths:
-        raise OsdpError(f"{path} has no lengths", got="an empty file", expected="one length in each line")
+    lengths = lengths_in(path)
     return Imbalance(lengths=histogram(lengths), source=f"from {len(lengths):,} lengths in {path}")
 
 
-def lengths_in(path: Path) -> Iterator[float]:
-    """Yield the positive numbers in a file, one in each line; raises OsdpError for anything else but empty lines."""
+def lengths_in(path: Path) -> list[float]:
+    """Return the positive numbers in a file, one in each line; raises OsdpError for anything else but empty lines."""
+    lengths = []
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
-        try:
-            length = float(line)
-        except ValueError:
-            length = math.nan
-        if not 0 < length < math.inf:
+        length = _number(line)
+        if length is None or not 0 < length < math.inf:
             what = f"line {number} of {path} is not a length"
             raise OsdpError(what, got=line.strip()[:40], expected="one positive number in each line")
-        yield length
+        lengths.append(length)
+    if not lengths:
+        raise OsdpError(f"{path} has no lengths", got="an empty file", expected="one length in each line")
+    return lengths

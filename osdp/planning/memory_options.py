@@ -105,10 +105,8 @@ def check_headroom(headroom: Headroom, limit_bytes: int, cluster: Cluster) -> No
     """Raise OsdpError if a headroom leaves nothing of a limit for tensors."""
     free_bytes, reserve_bytes = headroom.of(limit_bytes), cluster.reserve_bytes
     if free_bytes and free_bytes >= limit_bytes - reserve_bytes:
-        raise OsdpError(
-            "the headroom leaves no memory for tensors",
-            got=f"{format_bytes(free_bytes)} of {format_bytes(limit_bytes)}",
-            expected=f"less than {format_bytes(max(0.0, limit_bytes - reserve_bytes))}: {format_bytes(reserve_bytes)} "
-            f"are reserved for {reserve_use(cluster.device)}",
-            advice="a smaller --headroom or a larger --mem",
-        )
+        got = f"{format_bytes(free_bytes)} of {format_bytes(limit_bytes)}"
+        reserved = f"{format_bytes(reserve_bytes)} are reserved for {reserve_use(cluster.device)}"
+        expected = f"less than {format_bytes(max(0.0, limit_bytes - reserve_bytes))}: {reserved}"
+        advice = "a smaller --headroom or a larger --mem"
+        raise OsdpError("the headroom leaves no memory for tensors", got=got, expected=expected, advice=advice)

@@ -42,10 +42,7 @@ def check_output(path: Path, kind: str = "plan") -> None:
 
 
 def write_plan(path: Path, plan: Plan, how: str = "") -> None:
-    """Write a plan as YAML, whole or not at all; `how` is a comment on how it was made.
-
-    Raises OsdpError.
-    """
+    """Write a plan as YAML, whole or not at all; `how` is a comment on how it was made. Raises OsdpError."""
     check_output(path)
     write_yaml(path, plan, how)
 

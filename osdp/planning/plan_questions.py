@@ -23,21 +23,15 @@ class FrontierRow:
     """What one of several limits allows."""
 
     request: Request
-    """With the limit."""
     planned: Planned | None
     """None if nothing fits."""
     refusal: NothingFits | None
-    """Why nothing fits, where nothing does."""
     taken_from_bytes: int | None
     """The user's smaller limit whose plan was faster than what was found here, if one was."""
 
 
 def plan_frontier(
-    source: ModelSource,
-    cluster: Cluster,
-    request: Request,
-    limits_bytes: Sequence[int],
-    progress: Progress = lambda what, fraction: None,
+    source: ModelSource, cluster: Cluster, request: Request, limits_bytes: Sequence[int], progress: Progress
 ) -> tuple[FrontierRow, ...]:
     """Trace a model once and return the fastest plan within each limit, by growing limit.
 
@@ -60,12 +54,12 @@ def plan_frontier(
     return tuple(rows)
 
 
-def what_if_planned(planned: Planned, request: Request, progress: Progress = lambda what, fraction: None) -> WhatIf:
+def what_if_planned(planned: Planned, request: Request, progress: Progress) -> WhatIf:
     """Return what binds a plan that was just found, and what more would buy."""
     return what_if(task_of(request, planned.graph, planned.cluster), planned.found, progress)
 
 
-def what_if_open(view: OpenPlan, progress: Progress = lambda what, fraction: None) -> WhatIf:
+def what_if_open(view: OpenPlan, progress: Progress) -> WhatIf:
     """Return what binds a plan from a file, and what more would buy: what was asked then is searched again.
 
     Raises OsdpError if nothing fits any more.

@@ -52,13 +52,11 @@ def cluster_of_ranks(device_info: DeviceInfo, emulated_nodes: int = 1) -> tuple[
         raise OsdpError("device_info has an unsupported form", got=repr(device_info), expected=expected)
     if isinstance(device_info, Cluster):
         return resized(device_info, nodes, local), None
-    if isinstance(device_info, int):
-        return _with_memory(_at_hand(nodes, local), device_info * MIB), device_info * MIB
     if device_info is None:
         return _at_hand(nodes, local), None
     text = str(device_info)
-    if text[:1].isdigit():
-        limit_bytes = parse_bytes(text)
+    if isinstance(device_info, int) or text[:1].isdigit():
+        limit_bytes = device_info * MIB if isinstance(device_info, int) else parse_bytes(text)
         return _with_memory(_at_hand(nodes, local), limit_bytes), limit_bytes
     return load_cluster(text, nodes, local), None
 

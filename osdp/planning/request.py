@@ -41,7 +41,6 @@ class Request:
     global_batch: int | None = None
     """Samples per step of all ranks; None: one micro-batch per step."""
     headroom: Headroom = NO_HEADROOM
-    """Part of the limit that is left free."""
     pins: tuple[Pin, ...] = ()
     """What every plan of the search has to keep."""
     imbalance: Imbalance = BALANCED
@@ -51,7 +50,6 @@ class Request:
 
     @property
     def headroom_bytes(self) -> int:
-        """Bytes of the limit that are left free."""
         return self.headroom.of(self.limit_bytes)
 
     @property
@@ -68,11 +66,9 @@ class Planned:
     graph: ModelGraph
     found: Found
     trace_s: float
-    """Seconds that tracing the model took."""
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that the plan is for."""
         return self.found.load.cluster
 
     @property
@@ -132,7 +128,6 @@ def pins_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Pins:
 
 
 def written(found: Found, request: Request) -> Plan:
-    """Return the plan that was found for a request."""
     pins, imbalance = [str(pin) for pin in request.pins], lasting(request.imbalance_as_given)
     asked = Asked(request.micro_batch, request.global_batch, pins, imbalance)
     return make_plan(
@@ -150,7 +145,7 @@ def written(found: Found, request: Request) -> Plan:
 def explain_refusal(refused: NothingFits, task: Task, request: Request) -> NothingFits:
     """Return the refusal in the user's terms: with the headroom, and the pin that is to blame, if one is."""
     refusal = refused.refusal
-    remedies = list(blame(task, refusal.load, request.pins)) if request.pins else []
+    remedies = blame(task, refusal.load, request.pins)
     if request.headroom_bytes and refusal.needed_bytes <= request.limit_bytes:
         remedies.append(Remedy("without --headroom", refusal.needed_bytes))
     found = replace(refusal, remedies=(*remedies, *refusal.remedies), headroom_bytes=request.headroom_bytes)

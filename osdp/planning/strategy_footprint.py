@@ -11,7 +11,7 @@ the last of `STEPS` steps of a real training: collectives as `torch.distributed`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.metered_pass import find_loss
 from runtime.compile_plan import compile_plan
-from runtime.observe.collective_log import Recorded, record_collectives
+from runtime.observe.collective_log import record_collectives
 from runtime.observe.live_bytes import LiveBytes
 from runtime.optimizers import OPTIMIZERS
 
@@ -88,10 +88,8 @@ def predict(graph: ModelGraph, cluster: Cluster, strategy: str, request: Request
     view = open_plan(plan, graph, cluster)
     options = view.decided.fullest(view.space, load)[1]
     ends = optimizer_moment(options, load).categories
-    kept, sent = (
-        {name: round(ends[name]) for name in KEPT},
-        _scheduled(compile_plan(plan, graph, cluster).collectives()),
-    )
+    kept = {name: round(ends[name]) for name in KEPT}
+    sent = _scheduled(compile_plan(plan, graph, cluster).collectives())
     return Uniform(strategy, plan, Footprint(kept, plan.predicted.tensors_bytes, sent))
 
 
@@ -124,7 +122,7 @@ def count(source: ModelSource, found: Uniform, cluster: Cluster, ranks: Ranks) -
     torch.manual_seed(0)
     model = OSDP(source.build, plan, cluster, example_inputs=lambda batch: source.example_inputs(without_data, batch))
     optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
-    sent: dict[str, list[Recorded]] = {}
+    sent: dict[str, Counter[str]] = {}
     for _ in range(STEPS):
         inputs = source.example_inputs(model.module, plan.micro_batch)
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(ranks.device), inputs)
@@ -142,23 +140,18 @@ def count(source: ModelSource, found: Uniform, cluster: Cluster, ranks: Ranks) -
     every: list[tuple[dict[str, int], int]] = [(kept, live.peak_bytes)] * ranks.world_size
     dist.all_gather_object(every, (kept, live.peak_bytes))
     fullest = max((kept for kept, _ in every), key=lambda kept: sum(kept.values()))
-    totals = {moment: _total(recorded) for moment, recorded in sent.items()}
-    return Footprint(fullest, max(peak for _, peak in every), _plain(totals))
+    return Footprint(fullest, max(peak for _, peak in every), _plain(sent))
 
 
 @contextmanager
-def _recorded(sent: dict[str, list[Recorded]], moment: str) -> Iterator[None]:
+def _recorded(sent: dict[str, Counter[str]], moment: str) -> Iterator[None]:
+    """Put the bytes that are sent inside under a moment."""
+    sent[moment] = Counter()
     with record_collectives() as record:
         yield
-    sent[moment] = record
-
-
-def _total(recorded: Iterable[Recorded]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for one in recorded:
+    for one in record:
         if len(one.ranks) > 1:  # groups of one rank send nothing
-            found[one.operation] += one.size_bytes
-    return found
+            sent[moment][one.operation] += one.size_bytes
 
 
 def _kept(model: OSDP, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -170,8 +163,3 @@ def _kept(model: OSDP, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     live.hold((v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)), "optimizer")
     live.reset_peak()
     return {name: live.peak.categories.get(name, 0) for name in KEPT}
-
-
-def counted(source: ModelSource, found: Sequence[Uniform], cluster: Cluster, ranks: Ranks) -> list[Uniform]:
-    """Return the same with what was counted beside. A collective call."""
-    return [Uniform(one.strategy, one.plan, one.predicted, count(source, one, cluster, ranks)) for one in found]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,6 @@ class Verified:
     predicted_phase: str
     tracked_phase: str
     seconds: float
-    """What the dry run or the steps took."""
     allocatable_bytes: int
     """What the plan's limit leaves PyTorch's allocator to reserve."""
 
@@ -91,7 +90,6 @@ class Verified:
 
     @property
     def holds(self) -> bool:
-        """Whether the prediction is close and the plan fits."""
         return self.is_close and self.fits
 
 
@@ -103,32 +101,17 @@ def verify(view: OpenPlan, model: str | None = None, on_gpus: bool | None = None
     """
     plan = view.plan
     source = load_model(model or plan.model.name, sequence_length=plan.model.sequence_length)
+    predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != RESERVE}
+    reserves = view.load.cluster.device.reserve_bytes
+    beside = sum(figure.value for name, figure in reserves.items() if name not in ALLOCATED_RESERVES)
     if on_gpus is None:
         on_gpus = torch.cuda.is_available() and _ranks() == view.load.cluster.world_size
     if on_gpus:
         _check_ranks(view)
-        return _compare(view, "cuda", lambda: _measure(view, source))
-    return _compare(view, "rehearsal", lambda: _dry_run(view, source))
-
-
-@dataclass(frozen=True)
-class _Held:
-    """What a run held."""
-
-    rank: int
-    categories: Mapping[str, int]
-    peak_bytes: int
-    phase: str
-
-
-def _compare(view: OpenPlan, how: str, run: Callable[[], _Held]) -> Verified:
-    predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != RESERVE}
-    reserves = view.load.cluster.device.reserve_bytes
-    beside = sum(figure.value for name, figure in reserves.items() if name not in ALLOCATED_RESERVES)
     started = time.perf_counter()
-    held = run()
+    held = _measure(view, source) if on_gpus else _dry_run(view, source)
     return Verified(
-        how=how,
+        how="cuda" if on_gpus else "rehearsal",
         rank=held.rank,
         world_size=view.load.cluster.world_size,
         predicted=predicted,
@@ -142,16 +125,22 @@ def _compare(view: OpenPlan, how: str, run: Callable[[], _Held]) -> Verified:
     )
 
 
-def _loss(output: object) -> Tensor:
-    return find_loss(output)[0]
+@dataclass(frozen=True)
+class _Held:
+    """What a run held."""
+
+    rank: int
+    categories: Mapping[str, int]
+    peak_bytes: int
+    phase: str
 
 
 def _dry_run(view: OpenPlan, source: ModelSource) -> _Held:
     plan, space = view.plan, view.space
     schedule = compile_plan(plan, space.graph, view.load.cluster)
-    script = Script(source.build, source.example_inputs, _loss, plan.optimizer, plan.micro_batch)
+    model = source.build, source.example_inputs, lambda output: find_loss(output)[0]
     rank = view.decided.fullest(space, view.load)[0]
-    peak = dry_run(script, schedule, rank).peak
+    peak = dry_run(Script(*model, plan.optimizer, plan.micro_batch), schedule, rank).peak
     return _Held(rank, peak.categories, peak.total_bytes, f"{peak.phase}, {peak.op}")
 
 
@@ -192,7 +181,7 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
         for _ in range(plan.accumulation):
             inputs = source.example_inputs(model.module, plan.micro_batch)
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
-            _loss(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
+            find_loss(model(*args, **kwargs))[0].backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     own = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]

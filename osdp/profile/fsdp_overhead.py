@@ -124,11 +124,9 @@ class _Stack:
             self.exchange = Exchange({Sharing(mesh.size()): units}, windows, 1)
 
     def run(self, x: Tensor) -> None:
-        """Run forward and backward."""
         self.module(x).sum().backward()
 
     def finish(self) -> None:
-        """Drop the gradients."""
         if self.exchange is not None:
             self.exchange.reset()
         self.module.zero_grad()

@@ -27,12 +27,10 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """After over before."""
         return self.after / self.before if self.before and self.after is not None else None
 
 
 def compare_profiles(before: Cluster, after: Cluster) -> tuple[Row, ...]:
-    """Return the rows, part by part."""
     return (*_device(before, after), *_links(before, after), *_collectives(before, after), *_calls(before, after))
 
 

@@ -81,10 +81,8 @@ class _Exchanges:
         return self._gathering(lambda flat, mine: all_gather(flat, mine, self.group))
 
     def pull(self) -> Exchange:
-        def make(window: Window) -> Exchange:
-            return self._gathering(lambda flat, mine: window.pull(flat))
-
-        return self._through_window(make, self.numel // self.ranks)
+        shard_numel = self.numel // self.ranks
+        return self._through_window(lambda window: self._gathering(lambda flat, _: window.pull(flat)), shard_numel)
 
     def _gathering(self, gather: Callable[[Tensor, Tensor], None]) -> Exchange:
         """Return what FSDP2 does around a gather of (the flat tensor, this rank's part of it)."""

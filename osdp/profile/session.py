@@ -9,7 +9,7 @@ the rank that is slowest at that moment, which is another one each time.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from osdp.planning.rank_grid import grid
 from osdp.profile.fsdp_overhead import UnitTimes, measure_units
 from osdp.profile.time_collectives import SIZES_BYTES, Request, Timings, collective_times, measure_rounds
+from planner.problem import Progress
 from planner.strategies.unit_collectives import padded_rows
 from profiler.cluster.measurements import CallTimes, CollectiveTimes, OptimizerTimes
 from profiler.errors import OsdpError
@@ -32,9 +33,6 @@ from profiler.timing.overlap import Overlap, measure_overlap, meet
 from profiler.trace.trace import trace_model
 from runtime.failures.rank_agreement import Agreement
 from runtime.optimizers import OPTIMIZERS
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction done, which never falls."""
 
 COMMUNICATION_SHARE = 0.6
 """Part of the budget that communication may take, and of the progress that it makes."""
@@ -53,7 +51,6 @@ class Wanted:
     repetitions: int
     budget_s: float
     device: str
-    """`cpu` or `cuda`."""
     sizes_bytes: tuple[int, ...] = SIZES_BYTES
     """Of collectives."""
 
@@ -75,7 +72,6 @@ class Findings:
     """Everything that was measured."""
 
     device_type: str
-    """`cpu` or `cuda`."""
     nodes: int
     ranks_per_node: int
     versions: str
@@ -157,7 +153,6 @@ def middle_size_bytes(times: Sequence[CollectiveTimes], ranks: int) -> int:
 
 
 def _mean_rates(device: torch.device, repetitions: int) -> DeviceRates:
-    """Return the mean rates of all ranks."""
     mine = measure_rates(device, repetitions, lambda: meet(device))
     found = Agreement.all().gather("measure rates", lambda: mine)
     flops = {name: fmean(one.matmul_flops_per_s[name] for one in found) for name in mine.matmul_flops_per_s}

@@ -85,12 +85,10 @@ class Timings:
 
     @property
     def median_s(self) -> float:
-        """Median over rounds."""
         return median(self.seconds)
 
     @property
     def quartiles_s(self) -> Sequence[float]:
-        """The three quartiles over rounds."""
         return quantiles(self.seconds, n=4, method="inclusive") if len(self.seconds) > 1 else self.seconds * 3
 
 
@@ -103,9 +101,7 @@ class Request:
     sizes_bytes: tuple[int, ...] = SIZES_BYTES
     """Of whole tensors; rounded up to what all groups can cut evenly."""
     repetitions: int = 5
-    """Rounds."""
     budget_s: float = 120.0
-    """Seconds for everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +114,6 @@ class Trial:
     """Of its size among those of the line."""
     size_bytes: int
     repeats: int
-    """How many in a row a timing is to take."""
     seconds: float
     """Of one collective."""
     overhead_s: float

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass
 
 from osdp.compat.seed_groups import grouped_strategy
 from osdp.planning.clusters import memory_limit
@@ -33,32 +32,19 @@ UNIFORM = {"FSDP": "shard", "DDP": "replicate"}
 """Strategy of every operator, by `fsdp_type`."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The plan of a run."""
+def choose_plan(job: Job) -> tuple[Plan, float]:
+    """Return the plan of a job for the ranks of the process group, and the seconds that finding it took.
 
-    plan: Plan
-    fits: bool
-    """Whether the predicted peak is within the limit."""
-    seconds: float
-    """What finding it took; 0 where it was read from a file."""
-
-
-def choose_plan(job: Job) -> Chosen:
-    """Return the plan of a job for the ranks of the process group. Called on one rank.
-
-    Raises OsdpError if a plan file is for other ranks, or nothing fits.
+    Called on one rank. Raises OsdpError if a plan file is for other ranks, or nothing fits.
     """
-    config, started, plan = job.config, time.perf_counter(), job.plan
-    if plan is None:
-        plan = _planned(job)
-    else:
-        check_ranks(plan, *grid(config.emulated_nodes))
-        for name in ("mem", "cluster"):
-            if getattr(config, name) is not None:
-                warnings.warn(f"{name} has no effect: the plan file has it", stacklevel=2)
-    seconds = 0.0 if plan is job.plan else time.perf_counter() - started
-    return Chosen(plan, plan.predicted.peak_memory_bytes <= plan.usable_bytes, seconds)
+    if job.plan is None:
+        started = time.perf_counter()
+        return _planned(job), time.perf_counter() - started
+    check_ranks(job.plan, *grid(job.config.emulated_nodes))
+    for name in ("mem", "cluster"):
+        if getattr(job.config, name) is not None:
+            warnings.warn(f"{name} has no effect: the plan file has it", stacklevel=2)
+    return job.plan, 0.0
 
 
 def _planned(job: Job) -> Plan:
@@ -74,10 +60,10 @@ def _planned(job: Job) -> Plan:
     else:
         graph = trace_model(job.source, config.precision, cluster.device.kind)
         load = _load(graph, cluster, request)
-    if config.fsdp_args is None:
-        return uniform_plan(graph, load, request, UNIFORM[config.fsdp_type])
-    strategy = grouped_strategy(config.fsdp_args, cluster.nodes, cluster.gpus_per_node)
-    return uniform_plan(graph, load, request, str(strategy))
+    choice = UNIFORM[config.fsdp_type]
+    if config.fsdp_args is not None:
+        choice = str(grouped_strategy(config.fsdp_args, cluster.nodes, cluster.gpus_per_node))
+    return uniform_plan(graph, load, request, choice)
 
 
 def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:

@@ -1,24 +1,25 @@
-"""What a training run is: `configs/train/*.yaml` or the user's own file, and options that win over it."""
+"""What a training run is: `configs/train/*.yaml` or the user's own file, and options that win over it.
+
+Every field has an option of the same name, and `osdp train --help` says what it is; here stands what that leaves out.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from osdp.compat.seed_groups import SETTINGS
-from osdp.resources import resource_file, resource_names, unknown
+from osdp.resources import file_of
 from planner.cost.unit_memory import OPTIMIZERS
 from profiler.byte_sizes import parse_bytes
 from profiler.errors import OsdpError
 from profiler.yaml_files import Problem, read_yaml, validate
 
 DEFAULT = "gpt2"
-"""Configuration that is taken where the user names none."""
 
 CHOICES = {
     "task": ("addition", "bytes", "sentences"),
@@ -29,7 +30,6 @@ CHOICES = {
     "fsdp_args": (None, *SETTINGS),
     "device": ("auto", "cpu", "cuda"),
 }
-"""Values of the fields that have only a few."""
 
 
 @dataclass(frozen=True)
@@ -40,46 +40,34 @@ class TrainConfig:
     SCHEMA: ClassVar[str] = "osdp.train/1"
 
     schema: str
-    """Version of the file format."""
     model: str
     """As `osdp plan --model`: a name, a file, package.module:factory or hf:config.json."""
     steps: PositiveInt
-    """Optimizer steps, those before a resumed checkpoint included."""
     task: str = "addition"
     """`addition`: sums made on the spot. `bytes`: the bytes of the file `data`. `sentences`: BERT's two tasks, on
     pairs made on the spot or read from the file `data`."""
     digits: Annotated[int, Field(ge=1, le=9)] = 2
-    """Digits of each number of a sum."""
     data: str | None = None
     """Text file: its bytes are the tokens. For `sentences` one on each line, and blank lines between documents."""
     seq: PositiveInt | None = None
-    """Tokens per sample; None: of one sum, or the model's."""
+    """None: of one sum, or the model's."""
     seed: NonNegativeInt = 0
-    """Of the initial parameters, the order of samples and dropout."""
     optimizer: str = "adamw"
-    """`adam`, `adamw` or `sgd`."""
     lr: PositiveFloat = 1e-3
-    """Learning rate after the warm-up."""
+    """After the warm-up."""
     weight_decay: NonNegativeFloat = 0.0
-    """As torch's optimizers take it."""
     schedule: str = "constant"
     """`constant`, or `cosine` down to a tenth of the learning rate."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate grows linearly."""
     clip: PositiveFloat | None = None
-    """Largest norm of all gradients together; None: not clipped."""
     precision: str = "fp32"
-    """Compute dtype, `fp32` or `bf16`."""
     mem: str | None = None
-    """Memory limit per rank; 8GB is 8 GiB. None: the device's memory."""
+    """None: the device's memory."""
     cluster: str | None = None
-    """What is planned for: a name or a file. None: the GPUs that are there, or CPU ranks."""
     batch: PositiveInt | None = None
-    """Micro-batch: samples of a rank in one forward. None: planned."""
     global_batch: PositiveInt | None = None
-    """Samples of all ranks in a step. None: one micro-batch of each rank."""
+    """None: one micro-batch of each rank."""
     plan: str | None = None
-    """Plan file to run, instead of planning."""
     fsdp_type: str = "OSDP"
     """`OSDP`: the plan. `FSDP`, `DDP`: everything sharded, or replicated, by the same runtime."""
     fsdp_args: str | None = None
@@ -88,27 +76,19 @@ class TrainConfig:
     device: str = "auto"
     """`cpu` (gloo), `cuda` (NCCL) or `auto`: GPUs if there are any."""
     ranks_per_node: PositiveInt | None = None
-    """Ranks that are started on each node; None: one for each GPU, or two on a CPU."""
     emulated_nodes: PositiveInt = 1
     """Nodes that the ranks of one machine stand for, `ranks_per_node` each: to try groups without a second machine."""
     timeout_s: PositiveFloat = 600.0
-    """How long a rank waits for the others before it gives up."""
     checkpoint: str | None = None
-    """Folder of checkpoints; None: none are written."""
     checkpoint_every: PositiveInt = 500
-    """Steps between two checkpoints; there is one at the end too."""
+    """There is one at the end too."""
     checkpoint_keep: PositiveInt = 2
-    """Newest checkpoints that are kept."""
     checkpoint_async: bool = False
-    """Whether training goes on while a checkpoint is written."""
     resume: str = "auto"
     """`auto`: from the newest whole checkpoint if there is one. `never`, or the path of a checkpoint."""
     tensorboard: str | None = None
-    """Folder of TensorBoard's files; None: none are written."""
     trace: str | None = None
-    """Folder for a picture of a step's memory and a trace of another step, of every rank; None: neither."""
     log_every: PositiveInt = 50
-    """Steps between two lines of progress."""
 
     @property
     def sharding(self) -> str:
@@ -122,7 +102,8 @@ def load_config(spec: str | None, options: Mapping[str, Any]) -> TrainConfig:
     `options` are fields by name; None leaves what the file has. `data` alone also means the task
     `bytes`, unless the file has `sentences`; `fsdp_type` and `fsdp_args` replace each other. Raises OsdpError.
     """
-    config = read_yaml(_path(spec or DEFAULT), TrainConfig, schema=TrainConfig.SCHEMA, check=_problems)
+    path = file_of("train", spec or DEFAULT, "your own file: path/to/config.yaml")
+    config = read_yaml(path, TrainConfig, schema=TrainConfig.SCHEMA, check=_problems)
     given = {name: value for name, value in options.items() if value is not None}
     if "data" in given and config.task != "sentences":
         given.setdefault("task", "bytes")
@@ -131,25 +112,10 @@ def load_config(spec: str | None, options: Mapping[str, Any]) -> TrainConfig:
     elif "fsdp_args" in given:
         given["fsdp_type"] = "FSDP"
     config = dataclasses.replace(config, **given)
-    _, problems = validate(dataclasses.asdict(config), TrainConfig)
-    for problem in problems or _problems(config):
+    for problem in validate(dataclasses.asdict(config), TrainConfig)[1] or _problems(config):
         what = f"--{problem.location[0].replace('_', '-')} {problem.complaint}"
         raise OsdpError(what, got=problem.got, expected=problem.expected, advice=problem.advice)
     return config
-
-
-def config_names() -> list[str]:
-    """Return the names of the configurations that come with OSDP, sorted."""
-    return resource_names("train")
-
-
-def _path(spec: str) -> Path:
-    """Return the file that `spec` means."""
-    if spec.endswith((".yaml", ".yml")) or "/" in spec:
-        return Path(spec)
-    if spec not in config_names():
-        raise unknown("training configuration", spec, config_names(), "your own file: path/to/config.yaml")
-    return resource_file("train", spec)
 
 
 def _problems(config: TrainConfig) -> Iterator[Problem]:

@@ -15,7 +15,6 @@ from osdp.training.sentence_pairs import SentencePairs
 from osdp.training.tasks import IGNORED, Addition, Task, stack
 
 TEST_SAMPLES = 256
-"""Samples that are asked."""
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,6 @@ class Job:
     plan: Plan | None
     """The plan of the plan file; None: to be planned."""
     device: str
-    """`cpu` or `cuda`."""
     resume: Path | None
     """Checkpoint to continue from; None: from the start."""
 
@@ -50,11 +50,10 @@ def prepare(config: TrainConfig) -> Job:
     """Load what a configuration names and check that it fits together; raises OsdpError."""
     plan = None if config.plan is None else _plan(config, Path(config.plan))
     source, task, without_data = model_and_task(config)
-    if plan is not None and plan.model.sequence_length != task.sequence_length:
+    if plan is not None and (length := plan.model.sequence_length) != task.sequence_length:
         what = "the plan is for samples of another length"
         expected = f"{task.sequence_length}, as the task {task.name} has"
-        advice = f"--seq {plan.model.sequence_length}, or another plan"
-        raise OsdpError(what, got=f"{plan.model.sequence_length} tokens", expected=expected, advice=advice)
+        raise OsdpError(what, got=f"{length} tokens", expected=expected, advice=f"--seq {length}, or another plan")
     resume = _checkpoint(config)
     if config.trace is not None:
         from osdp.training.trace_step import ready_folder
@@ -80,8 +79,7 @@ def ranks_to_start(config: TrainConfig) -> int:
         return (config.ranks_per_node or CPU_RANKS) * nodes
     available = torch.cuda.device_count()
     if config.ranks_per_node is None and available % nodes:
-        what = "the GPUs do not divide evenly into nodes"
-        expected = f"a multiple of {nodes}, the emulated nodes"
+        what, expected = "the GPUs do not divide evenly into nodes", f"a multiple of {nodes}, the emulated nodes"
         advice = "--ranks-per-node says how many each node gets"
         raise OsdpError(what, got=f"{available} GPUs", expected=expected, advice=advice)
     ranks = available if config.ranks_per_node is None else config.ranks_per_node * nodes
@@ -128,15 +126,13 @@ def _checkpoint(config: TrainConfig) -> Path | None:
     """Return the checkpoint to continue from; raises OsdpError for a folder that cannot be used."""
     from runtime.state.checkpoint import latest
 
-    if config.checkpoint is not None:
-        make_folder(Path(config.checkpoint))
+    newest = None if config.checkpoint is None else latest(make_folder(Path(config.checkpoint)))
     if config.resume not in ("auto", "never"):
         path = Path(config.resume)
         if not path.is_dir():
             advice = "a folder such as checkpoints/step-000100, or --resume auto for the newest whole one"
             raise OsdpError(f"there is no checkpoint {path}", advice=advice)
         return path
-    newest = latest(Path(config.checkpoint)) if config.checkpoint is not None else None
     if newest is not None and config.resume == "never":
         what = f"{config.checkpoint} holds checkpoints of another run"
         advice = "--resume auto, or another --checkpoint"
@@ -203,12 +199,8 @@ def _fed_by(task: Task, source: ModelSource) -> ModelSource:
     tokens, keywords = task.sample(0)
 
     def example_inputs(module: nn.Module, batch: int) -> Inputs:
-        device = next(module.parameters()).device
-
-        def ones(array: Any) -> torch.Tensor:
-            return torch.ones((batch, *array.shape), dtype=torch.int64, device=device)
-
-        return (ones(tokens),), {name: ones(array) for name, array in keywords.items()}
+        ones = partial(torch.ones, dtype=torch.int64, device=next(module.parameters()).device)
+        return (ones((batch, *tokens.shape)),), {name: ones((batch, *keywords[name].shape)) for name in keywords}
 
     return dataclasses.replace(source, example_inputs=example_inputs)
 

@@ -48,9 +48,8 @@ class Nodes:
     """Where this node stands among the nodes of a run."""
 
     count: int = 1
-    """Number of nodes."""
     index: int = 0
-    """Number of this node, from 0."""
+    """From 0."""
     endpoint: str = ""
     """host:port of node 0, the rendezvous endpoint; empty on one node."""
 
@@ -60,8 +59,7 @@ class Nodes:
             raise OsdpError("there is no such node", got=f"--node-rank {self.index}", expected=expected)
         port = self.endpoint.partition(":")[2]
         if self.count > 1 and not (port.isdecimal() and 0 < int(port) < 2**16):
-            what = "several nodes need a rendezvous endpoint"
-            got = self.endpoint or "no --rdzv-endpoint"
+            what, got = "several nodes need a rendezvous endpoint", self.endpoint or "no --rdzv-endpoint"
             raise OsdpError(what, got=got, expected="--rdzv-endpoint HOST:PORT of node 0, the same on every node")
 
 
@@ -114,8 +112,8 @@ def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[None]:
     import torch.distributed as dist
 
     host, _, port = nodes.endpoint.partition(":")
-    own: Any = dist.TCPStore  # type: ignore[attr-defined]
-    connect = partial(own, host, int(port), is_master=nodes.index == 0, wait_for_workers=False, multi_tenant=True)
+    store_of: Any = dist.TCPStore  # type: ignore[attr-defined]
+    connect = partial(store_of, host, int(port), is_master=nodes.index == 0, wait_for_workers=False, multi_tenant=True)
     if nodes.index == 0:
         try:
             store = connect(timeout=timedelta(seconds=timeout_s))
@@ -134,21 +132,13 @@ def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[None]:
 def _settings(ranks: int, nodes: Nodes, timeout_s: float) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
-    # On one node any free port will do. Several nodes get their order, so that --node-rank
-    # decides the order of ranks.
-    alone = nodes.count == 1
-    return LaunchConfig(
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        nproc_per_node=ranks,
-        run_id="osdp",
-        rdzv_backend="c10d" if alone else "static",
-        rdzv_endpoint="localhost:0" if alone else nodes.endpoint,
-        rdzv_configs={"timeout": round(timeout_s)} | ({} if alone else {"rank": nodes.index}),
-        local_addr="localhost" if alone else None,
-        max_restarts=0,
-        shutdown_timeout=_SHUTDOWN_S,
-    )
+    found = LaunchConfig(nodes.count, nodes.count, ranks, run_id="osdp", max_restarts=0, shutdown_timeout=_SHUTDOWN_S)
+    found.rdzv_configs = {"timeout": round(timeout_s)}
+    if nodes.count == 1:  # Any free port will do.
+        found.rdzv_backend, found.rdzv_endpoint, found.local_addr = "c10d", "localhost:0", "localhost"
+    else:  # In the order of --node-rank, which decides the order of ranks.
+        found.rdzv_backend, found.rdzv_endpoint, found.rdzv_configs["rank"] = "static", nodes.endpoint, nodes.index
+    return found
 
 
 def leave_error(error: Exception) -> None:

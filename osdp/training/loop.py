@@ -38,7 +38,6 @@ class Position:
     """How far a run is."""
 
     step: int = 0
-    """Optimizer steps done."""
     sample: int = 0
     """Samples that all ranks together have taken."""
 
@@ -50,13 +49,10 @@ class Trainer:
         self.job, self.config, self.plan = job, job.config, model.plan
         self.model, self.optimizer, self.ranks, self.report = model, optimizer, ranks, report
         self.position = Position()
-        self.saved: Path | None = None
-        """Last checkpoint of this run."""
         self._saving: checkpoint.Saving | None = None
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of all ranks in a step."""
         return self.ranks.world_size * self.plan.micro_batch * self.plan.accumulation
 
     def resume(self, path: Path) -> None:
@@ -131,17 +127,14 @@ class Trainer:
         number = self.position.step
         if number % self.config.log_every and number != self.config.steps and measured.count != 1:
             return
-        mean = self.ranks.mean(loss)
-        samples = self.samples_per_step
-        tokens = samples * self.job.task.sequence_length
-        gradient_norm = None if norm is None else float(norm)
+        mean, gradient_norm = self.ranks.mean(loss), None if norm is None else float(norm)
+        samples, tokens = self.samples_per_step, self.samples_per_step * self.job.task.sequence_length
         self.report(Step(number, mean, gradient_norm, rate, samples, tokens, measured.recent_s()))
 
     def _save(self) -> None:
         """Write a checkpoint, or begin to; older ones go when it is whole."""
         self._await_save()
-        folder = Path(self.config.checkpoint or "")
-        path = folder / f"step-{self.position.step:06d}"
+        path = Path(self.config.checkpoint or "") / f"step-{self.position.step:06d}"
         extra = {"step": self.position.step, "sample": self.position.sample, "data": self.job.task.identity()}
         asynchronous = self.config.checkpoint_async
         self._saving = self.model.save_checkpoint(path, self.optimizer, extra, asynchronous=asynchronous)
@@ -153,7 +146,7 @@ class Trainer:
         if self._saving is None:
             return
         self._saving.wait()
-        self.saved, self._saving = self._saving.path, None
+        saved, self._saving = self._saving.path, None
         if self.ranks.rank == 0:
-            checkpoint.prune(self.saved.parent, self.config.checkpoint_keep)
-        self.report(Saved(self.saved))
+            checkpoint.prune(saved.parent, self.config.checkpoint_keep)
+        self.report(Saved(saved))

@@ -33,7 +33,6 @@ class Measurements:
         # The second step: then the optimizer's states exist.
         self._tracked = min(2, steps) if ranks.device.type == "cpu" else 0
         self.count = 0
-        """Steps so far."""
         self._live_bytes = 0
         self._left_out = False
         self._recent_s: list[float] = []
@@ -78,12 +77,10 @@ class Measurements:
         """Return the peak of the fullest rank so far; None where no step was run. A collective call."""
         if not self.count:
             return None
+        peaks, how = [self._live_bytes, 0], f"live tensors of step {self._tracked} of this run"
         if self.ranks.device.type == "cuda":
             peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
             how = "max_memory_allocated of torch's allocator over the run"
-        else:
-            peaks = [self._live_bytes, 0]
-            how = f"live tensors of step {self._tracked} of this run"
         allocated, reserved = self.ranks.maximum(peaks)
         return Memory(allocated, reserved, how)
 

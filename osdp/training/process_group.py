@@ -24,7 +24,6 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    """Where this rank computes."""
 
     def tensors(self, sample: Sample) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a sample's arrays as tensors on this rank's device."""
@@ -33,17 +32,14 @@ class Ranks:
         return torch.from_numpy(tokens).to(self.device), there
 
     def mean(self, value: Tensor) -> float:
-        """Return the mean over all ranks of a scalar."""
         total = value.detach().to(torch.float64 if self.device.type == "cpu" else torch.float32).clone()
         dist.all_reduce(total)
         return float(total) / self.world_size
 
     def maximum(self, values: list[int]) -> list[int]:
-        """Return the maximum over all ranks of each number."""
         return self.total(values, dist.ReduceOp.MAX)
 
     def total(self, values: list[int], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
-        """Return the sum over all ranks of each number."""
         found = torch.tensor(values, dtype=torch.int64, device=self.device)
         dist.all_reduce(found, operation)
         return found.tolist()
@@ -64,10 +60,10 @@ def joined(device: str, timeout_s: float) -> Iterator[Ranks]:
 
     Nothing that was made inside may be held on to when it ends.
     """
-    here = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
+    here, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
+        here, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(here)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), here)

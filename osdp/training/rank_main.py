@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from osdp.api import OSDP
-from osdp.training.choose_plan import Chosen, choose_plan
+from osdp.training.choose_plan import choose_plan
 from osdp.training.evaluate import held_out_accuracies
 from osdp.training.job import Job
 from osdp.training.loop import Trainer
@@ -18,40 +18,22 @@ from runtime.optimizers import OPTIMIZERS
 
 
 def run_rank(job: Job, *reporters: Reporter) -> None:
-    """Train on this rank, one of those that torchrun or `osdp.training.launch` started.
-
-    Rank 0 reports. Raises OsdpError.
-    """
+    """Train on this rank, which torchrun or `osdp.training.launch` started; rank 0 reports. Raises OsdpError."""
     with joined(job.device, job.config.timeout_s) as ranks:
 
         def report(event: Event) -> None:
             for reporter in reporters if ranks.rank == 0 else ():
                 reporter.report(event)
 
-        chosen: Chosen = from_rank_0("plan", lambda: choose_plan(job))
+        plan, planned_s = from_rank_0("plan", lambda: choose_plan(job))
         if job.device == "cuda" and job.config.fsdp_type == "OSDP":
-            _limit_memory(chosen.plan, ranks.device)
-        trainer = _trainer(job, chosen.plan, ranks, report)
-        start = Start(
-            plan=chosen.plan,
-            fsdp_type=job.config.sharding,
-            planned_s=chosen.seconds,
-            fits=chosen.fits,
-            device=f"{job.device} ({'NCCL' if job.device == 'cuda' else 'gloo'})",
-            task=job.task.name,
-            steps=job.config.steps,
-            first_step=trainer.position.step,
-            resumed=job.resume,
-        )
-        report(start)
-        report(_summary(job, trainer, trainer.run()))
-
-
-def _limit_memory(plan: Plan, device: torch.device) -> None:
-    """Have torch's allocator refuse more than the limit without what is reserved for the CUDA context and libraries."""
-    limit_bytes = plan.limit_bytes - plan.predicted.reserve_bytes
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
+            # What is reserved for the CUDA context and libraries does not come out of torch's allocator.
+            limit_bytes = plan.limit_bytes - plan.predicted.reserve_bytes
+            total_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), ranks.device)
+        trainer = _trainer(job, plan, ranks, report)
+        report(Start(plan, job.config, planned_s, job.device, trainer.position.step, job.resume))
+        report(_summary(trainer, trainer.run()))
 
 
 def _trainer(job: Job, plan: Plan, ranks: Ranks, report: Report) -> Trainer:
@@ -66,19 +48,10 @@ def _trainer(job: Job, plan: Plan, ranks: Ranks, report: Report) -> Trainer:
     return trainer
 
 
-def _summary(job: Job, trainer: Trainer, measured: Measurements) -> Summary:
+def _summary(trainer: Trainer, measured: Measurements) -> Summary:
     """Sum up, with the accuracy on held-out samples. A collective call."""
-    memory, step_s = measured.memory(), measured.step_s
-    accuracies = held_out_accuracies(trainer.model, job.task, trainer.ranks, trainer.plan.micro_batch)
+    task, step_s, memory = trainer.job.task, measured.step_s, measured.memory()
+    accuracies = held_out_accuracies(trainer.model, task, trainer.ranks, trainer.plan.micro_batch)
     samples_per_s = trainer.samples_per_step / step_s if step_s else 0.0
-    return Summary(
-        plan=trainer.plan,
-        steps=measured.count,
-        timed_steps=len(measured.timed_s),
-        step_s=step_s,
-        samples_per_s=samples_per_s,
-        tokens_per_s=samples_per_s * job.task.sequence_length,
-        memory=memory,
-        accuracies=accuracies,
-        checkpoint=trainer.saved,
-    )
+    timed_steps, tokens_per_s = len(measured.timed_s), samples_per_s * task.sequence_length
+    return Summary(trainer.plan, measured.count, timed_steps, step_s, samples_per_s, tokens_per_s, memory, accuracies)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from osdp.training.config import TrainConfig
 from planner.plan import Plan
 
 
@@ -15,21 +16,20 @@ class Start:
     """A run is about to begin."""
 
     plan: Plan
-    """What is run."""
-    fsdp_type: str
+    config: TrainConfig
     planned_s: float
     """Seconds that planning took; 0 where the plan was read from a file."""
-    fits: bool
-    """Whether the prediction is within the limit."""
     device: str
-    """Where the ranks compute."""
-    task: str
-    """What is learned."""
-    steps: int
+    """`cpu` or `cuda`."""
     first_step: int
     """Steps that are done already."""
     resumed: Path | None
     """Checkpoint that the run continues from."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the prediction is within the limit."""
+        return self.plan.predicted.peak_memory_bytes <= self.plan.usable_bytes
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ class Step:
     """Before clipping; None where gradients are not clipped."""
     learning_rate: float
     samples: int
-    """Of all ranks in the step."""
+    """Of all ranks in the step; so `tokens`."""
     tokens: int
-    """Likewise."""
     step_s: float
     """Wall-clock time of the step on rank 0, median since the last report."""
 
@@ -72,7 +71,6 @@ class Memory:
     reserved_bytes: int
     """CUDA: what torch's allocator took from the device; 0 on CPU."""
     how: str
-    """How it was measured."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,6 @@ class Summary:
 
     plan: Plan
     steps: int
-    """Steps of this run."""
     timed_steps: int
     """Steps that the median is of: not the first ones, nor the one whose memory was tracked."""
     step_s: float
@@ -102,8 +99,6 @@ class Summary:
     """None where no step was run."""
     accuracies: tuple[Accuracy, ...]
     """Empty where the task has no test."""
-    checkpoint: Path | None
-    """Last checkpoint."""
 
 
 Event = Start | Step | Saved | Summary

@@ -20,9 +20,8 @@ from osdp.training.tasks import HELD_OUT, IGNORED, TRAINING, Sample, Tokens, gen
 from profiler.errors import OsdpError
 
 PAD, CLS, SEP, MASK = range(4)
-"""Special tokens; those of a corpus follow."""
 SPECIAL = 4
-"""How many there are."""
+"""Number of special tokens; those of a corpus follow."""
 MASKED_SHARE = 0.15
 IS_NEXT, IS_RANDOM = 0, 1
 """Labels of the second task, as in the released BERT."""
@@ -45,11 +44,9 @@ class MadeUp:
     topics: int = 8
     """Cycles, with no word in common."""
     words: int = 16
-    """Words of a cycle."""
     may_pad: bool = False
     """Whether a pair can be shorter than the room that it gets."""
     has_held_out: bool = True
-    """Whether some of it is kept out of training."""
 
     @property
     def size(self) -> int:
@@ -67,7 +64,6 @@ class MadeUp:
         return SPECIAL + topic * self.words + places[:length], SPECIAL + other * self.words + places[length:]
 
     def identity(self) -> dict[str, Any]:
-        """Return the sizes."""
         return {"topics": self.topics, "words": self.words}
 
     def is_held_out(self, topic: int, length: int) -> bool:
@@ -91,7 +87,7 @@ class TextFile:
         lines = bytes(open_text(path)).splitlines()
         runs = groupby((line.strip() for line in lines), bool)
         documents = [list(run) for has_text, run in runs if has_text]
-        self.path, self._bytes = path, sum(map(len, lines))
+        self._bytes = sum(map(len, lines))
         parts = {False: [d for i, d in enumerate(documents) if i % 10 != 9], True: documents[9::10]}
         self.has_held_out = len(parts[True]) > 1 and bool(_starts(parts[True]))
         self._documents = parts if self.has_held_out else {False: documents}
@@ -114,7 +110,6 @@ class TextFile:
         return first, second
 
     def identity(self) -> dict[str, Any]:
-        """Return the size of the text."""
         return {"text_bytes": self._bytes}
 
 
@@ -143,14 +138,12 @@ class SentencePairs:
     def __init__(self, corpus: Corpus, sequence_length: int, seed: int) -> None:
         """Take pairs of `sequence_length` tokens, special ones counted; raises OsdpError if that is too short."""
         if sequence_length < SHORTEST:
-            what = "a sample is too short for a pair of sentences"
-            got = f"{sequence_length} tokens"
+            what, got = "a sample is too short for a pair of sentences", f"{sequence_length} tokens"
             raise OsdpError(what, got=got, expected=f"at least {SHORTEST}", advice="a larger --seq")
         self.corpus, self.sequence_length, self.seed = corpus, sequence_length, seed
 
     @property
     def vocabulary_size(self) -> int:
-        """Special tokens and those of the corpus."""
         return SPECIAL + self.corpus.size
 
     def sample(self, index: int) -> Sample:

@@ -55,7 +55,6 @@ class Task(Protocol):
 
 
 def generator(seed: int, purpose: int, index: int) -> np.random.Generator:
-    """Return the generator of one sample."""
     key = np.array([seed, purpose], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, index], dtype=np.uint64)))
 
@@ -80,9 +79,7 @@ class Addition:
     """
 
     digits: int
-    """Digits of a and of b."""
     sequence_length: int
-    """Tokens per sample."""
     seed: int
     """Decides which sums come when."""
     name: str = "addition"
@@ -90,14 +87,13 @@ class Addition:
 
     @property
     def sum_length(self) -> int:
-        """Tokens of one sum."""
         return 3 * self.digits + 1
 
     def sample(self, index: int) -> Sample:
         """Return tokens and `labels`, (sequence,) each."""
         random = generator(self.seed, TRAINING, index)
         tokens = np.zeros(self.sequence_length, dtype=np.int64)
-        labels = np.full(self.sequence_length, IGNORED, dtype=np.int64)
+        labels = np.full_like(tokens, IGNORED)
         for start in range(0, self.sequence_length - self.sum_length + 1, self.sum_length):
             stop, learned = start + self.sum_length, start + 2 * self.digits
             tokens[start:stop] = self.encode(*self._pair(random, held_out=False))
@@ -109,9 +105,8 @@ class Addition:
         return {"task": self.name, "digits": self.digits, "seq": self.sequence_length, "seed": self.seed}
 
     def encode(self, a: int, b: int) -> Tokens:
-        """Return the tokens of one sum."""
         n = self.digits
-        return np.array([int(digit) for digit in f"{a:0{n}d}{b:0{n}d}" + f"{a + b:0{n + 1}d}"[::-1]], dtype=np.int64)
+        return np.array(list(f"{a:0{n}d}{b:0{n}d}" + f"{a + b:0{n + 1}d}"[::-1]), dtype=np.int64)
 
     def held_out(self, count: int) -> Tokens:
         """Return `count` sums that are never trained on, (count, tokens of a sum)."""
@@ -138,9 +133,7 @@ class Bytes:
 
     def __init__(self, path: Path, sequence_length: int, seed: int) -> None:
         """Open a text file; raises OsdpError if it cannot be read, is binary or too short."""
-        self.path = path
-        self.sequence_length = sequence_length
-        self.seed = seed
+        self.sequence_length, self.seed = sequence_length, seed
         self._data = open_text(path)
         if len(self._data) < sequence_length:
             got, expected = f"{len(self._data)} bytes", f"at least {sequence_length}, the sequence length"

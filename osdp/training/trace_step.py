@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from osdp.api import OSDP
 from osdp.plots import Moment, check_drawing, draw_memory
@@ -41,7 +40,6 @@ class Tracer:
         self.model, self.optimizer = model, optimizer
         self.folder = None if folder is None else ready_folder(folder)
         self.steps = 0
-        """Steps so far."""
 
     @property
     def slows(self) -> bool:
@@ -61,16 +59,13 @@ class Tracer:
     def _memory(self, path: Path) -> Iterator[None]:
         with recorded(self.model, self.optimizer) as moments:
             yield
-        predicted = self.model.plan.predicted if isinstance(self.model, OSDP) else None
-        draw_memory(path, moments, f"rank {_rank()}, step {self.steps}", predicted.tensors_bytes if predicted else None)
+        predicted_bytes = self.model.plan.predicted.tensors_bytes if isinstance(self.model, OSDP) else None
+        draw_memory(path, moments, f"rank {_rank()}, step {self.steps}", predicted_bytes)
 
     @contextmanager
     def _trace(self, path: Path) -> Iterator[None]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs when it starts and stops, on every rank
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as profiled:
+        with profile() as profiled:  # of the CPU, and of a GPU if there is one
             yield
         whole = path.with_suffix(f".{os.getpid()}.tmp.json")
         profiled.export_chrome_trace(str(whole))

@@ -27,6 +27,7 @@ from osdp.models.config import LlamaConfig
 from osdp.models.packed_llama import PackedLlama
 from osdp.planning.rank_grid import cluster_of_ranks
 from osdp.planning.request import Request
+from osdp.planning.strategy_footprint import NO_LIMIT_BYTES
 from osdp.training.choose_plan import uniform_plan
 from osdp.training.tasks import Tokens, generator
 from osdp.training.trace_step import Tracer
@@ -41,8 +42,6 @@ from profiler.trace.trace import trace_model
 
 CONTESTANTS = ("FSDP", "ODC")
 EMPTY: Pack = ()
-UNLIMITED_BYTES = 1 << 50
-"""Memory does not decide here."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ class Contestant:
         torch.manual_seed(setting.seed)
         cluster, _ = cluster_of_ranks(None)
         choice = f"odc:{dist.get_world_size()}" if name == "ODC" else "shard"
-        plan = uniform_plan(graph, Workload(cluster, "adamw", "fp32", 1), Request(UNLIMITED_BYTES), choice)
+        plan = uniform_plan(graph, Workload(cluster, "adamw", "fp32", 1), Request(NO_LIMIT_BYTES), choice)
         self.model = OSDP(PackedLlama(setting.model), plan)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=setting.learning_rate)
         self.tracer = Tracer(setting.trace / name if setting.trace else None, self.model, self.optimizer)

@@ -83,9 +83,7 @@ def read_lengths(path: Path) -> list[int]:
 
     Raises OsdpError if it cannot be read, is empty or has anything else in it.
     """
-    lengths = list(lengths_in(path))
-    if not lengths:
-        raise OsdpError(f"{path} has no lengths", got="an empty file", expected="one length in each line")
+    lengths = lengths_in(path)
     odd = next((length for length in lengths if length != int(length)), None)
     if odd is not None:
         raise OsdpError(f"{path} has a length that is no number of tokens", got=f"{odd:g}", expected="whole numbers")

@@ -46,7 +46,6 @@ class Cost:
     """Cost of attention over the square of the length, in the same unit."""
 
     def __call__(self, length: int) -> float:
-        """Return the cost of a sample."""
         return self.per_token * length + self.per_square * length**2
 
     @classmethod
@@ -73,7 +72,6 @@ class Deal:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Micro-batches of each rank."""
         return tuple(len(packs) for packs in self.ranks)
 
     @property
@@ -157,7 +155,6 @@ def weights(counts: Sequence[int], targets: int) -> tuple[float, float]:
 def _balanced(
     lengths: Sequence[int], ranks: int, capacity: int, cost: Callable[[int], float]
 ) -> tuple[tuple[Pack, ...], ...]:
-    """Return the packs of `kk`."""
     costs = [cost(length) for length in lengths]
     packs_per_rank = -(-sum(lengths) // (capacity * ranks))
     # This ends: among as many sets as samples, each sample has its own.

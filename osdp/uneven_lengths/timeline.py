@@ -74,12 +74,10 @@ class Timeline:
     """Without gaps, in order of time."""
 
     def total_s(self, activity: Activity) -> float:
-        """Return how long it did so."""
         return sum(span.end_s - span.start_s for span in self.spans if span.activity == activity)
 
     @property
     def bubble_s(self) -> float:
-        """How long it waited."""
         return self.total_s("waiting")
 
 
@@ -137,10 +135,7 @@ def gather_recordings(recording: CallTimeline) -> list[CallTimeline]:
 
 
 def timelines(recordings: Sequence[CallTimeline]) -> tuple[Timeline, ...]:
-    """Return what the ranks did, given the recordings of one step of each, in order of rank.
-
-    Raises OsdpError if they did not call the same.
-    """
+    """Return what the ranks did, given a recording of each; raises OsdpError if they did not call the same."""
     arrivals: dict[tuple[tuple[int, ...], int], dict[int, float]] = {}
     for rank, recording in enumerate(recordings):
         for call, key in _numbered(recording):
@@ -203,12 +198,10 @@ class _Watched(AllGather, ReduceScatter):
         self.own, self.name, self.recorder = own, name, recorder
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer."""
         return self.own.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *args: Any, **kwargs: Any
     ) -> Any:
-        """Communicate."""
         call = self.recorder.watched(self.name, dist.get_process_group_ranks(group), self.own)
         return call(output_tensor, input_tensor, group, *args, **kwargs)

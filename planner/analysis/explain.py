@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from planner.cost.workload import Workload
+from planner.model.operator_split import slice_starts
 from planner.name_patterns import matches, unknown_name
 from planner.pins import parse_pin, resolve
 from planner.plan import Plan, Prediction, check_model
@@ -52,7 +52,7 @@ class OpenPlan:
     @property
     def spanning(self) -> str:
         """Strategies of the operators that run in several stages, in words; empty if there are none."""
-        return " and ".join(dict.fromkeys(map(str, self.decided.spanning)))
+        return " and ".join(_distinct(self.decided.spanning))
 
     def label_of(self, stage: int) -> str:
         """Return the class of a block, or the operators of a stage outside blocks."""
@@ -66,7 +66,7 @@ class OpenPlan:
 class Target:
     """The stages whose choice is varied."""
 
-    stages: frozenset[int]
+    stages: frozenset[int] = frozenset()
     """Indices of stages, changed together."""
     spanning: bool = False
     """Whether the operators that run in several stages change too."""
@@ -175,11 +175,9 @@ def _places(view: OpenPlan) -> dict[str, Target]:
         for operator in stage.operators:
             for name in {operators[operator].name, *operators[operator].modules}:
                 # Slices of one operator may be in several stages.
-                before = names.get(name, Target(frozenset()))
-                names[name] = Target(before.stages | {index})
-    for operator in model.spanning:
-        names |= dict.fromkeys(operators[operator].modules, Target(frozenset(), spanning=True))
-        names[operators[operator].name] = Target(frozenset(), spanning=True)
+                names[name] = Target(names.get(name, Target()).stages | {index})
+    for tied in (operators[index] for index in model.spanning):
+        names |= dict.fromkeys((*tied.modules, tied.name), Target(spanning=True))
     return names
 
 
@@ -227,42 +225,36 @@ def _alternative(view: OpenPlan, strategy: Strategy, recompute: bool | None, dec
 
 def parts(view: OpenPlan) -> list[Part]:
     """Return the parts of a plan in execution order, each with the best changes of one of its stages."""
-    groups: dict[tuple[str, StageDecision | None], list[int]] = {}
+    groups: dict[tuple[str, StageDecision], list[int]] = {}
     for index, choice in enumerate(view.decided.choices):
         if choice.strategies or choice.recompute:
             groups.setdefault((view.label_of(index), choice), []).append(index)
-    found = [_part(view, label, stages) for (label, _), stages in groups.items()]
+    operators, blocks = _pinned(view)
+    found = []
+    for (label, choice), stages in groups.items():
+        members = [view.space.model.stages[index] for index in stages]
+        changes = [other for index in stages for other in alternatives(view, Target(frozenset({index})))]
+        recompute = choice.recompute if members[0].block is not None else None
+        pinned = any(not operators.isdisjoint(stage.operators) or stage.block in blocks for stage in members)
+        found.append(Part(label, tuple(stages), _distinct(choice.strategies), recompute, *best_of(changes), pinned))
     if view.decided.spanning:
-        changes = alternatives(view, Target(frozenset(), spanning=True))
-        pinned = not _pinned(view)[0].isdisjoint(view.space.model.spanning)
-        strategies = tuple(dict.fromkeys(map(str, view.decided.spanning)))
-        found.append(Part(TIED, (), strategies, None, *best_of(changes), pinned))
+        changes = alternatives(view, Target(spanning=True))
+        pinned = not operators.isdisjoint(view.space.model.spanning)
+        found.append(Part(TIED, (), _distinct(view.decided.spanning), None, *best_of(changes), pinned))
     return found
+
+
+def _distinct(strategies: Iterable[Strategy]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(str, strategies)))
 
 
 def _pinned(view: OpenPlan) -> tuple[frozenset[int], frozenset[int]]:
     """Return the operators of the space and the blocks that the user pinned."""
     graph = view.space.graph
     pins = resolve([parse_pin(pin) for pin in view.plan.asked.pins], graph, view.load.cluster)
-    starts = [0, *accumulate(view.space.counts.get(index, 1) for index in range(len(graph.operators)))]
+    starts = slice_starts(graph, view.space.counts)
     operators = {part for index in pins.strategies for part in range(starts[index], starts[index + 1])}
     return frozenset(operators), frozenset(pins.recompute)
-
-
-def _part(view: OpenPlan, label: str, stages: list[int]) -> Part:
-    choice = view.decided.choices[stages[0]]
-    changes = (other for index in stages for other in alternatives(view, Target(frozenset({index}))))
-    is_block = view.space.model.stages[stages[0]].block is not None
-    members = [view.space.model.stages[index] for index in stages]
-    operators, blocks = _pinned(view)
-    return Part(
-        label,
-        tuple(stages),
-        tuple(dict.fromkeys(map(str, choice.strategies))),
-        choice.recompute if is_block else None,
-        *best_of(changes),
-        pinned=any(not operators.isdisjoint(stage.operators) or stage.block in blocks for stage in members),
-    )
 
 
 def best_of(changes: Iterable[Alternative]) -> tuple[Alternative | None, Alternative | None, Alternative | None]:

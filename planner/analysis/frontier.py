@@ -64,15 +64,9 @@ def _taken_over(point: FrontierPoint, before: FrontierPoint) -> FrontierPoint:
     speed = plan.predicted.samples_per_s
     if speed <= own.samples_per_s or plan.predicted.peak_memory_bytes > point.limit_bytes:
         return point
-    found = replace(
-        own,
-        load=other.load,
-        options=other.options,
-        spanning=other.spanning,
-        space=other.space,
-        samples_per_s=speed,
-        bound_samples_per_s=max(own.bound_samples_per_s, speed),
-    )
+    bound = max(own.bound_samples_per_s, speed)
+    found = replace(own, load=other.load, options=other.options, spanning=other.spanning, space=other.space)
+    found = replace(found, samples_per_s=speed, bound_samples_per_s=bound)
     return replace(point, found=found, taken_from_bytes=before.taken_from_bytes or before.limit_bytes)
 
 
@@ -80,8 +74,7 @@ def _bounded_from_above(points: list[FrontierPoint]) -> tuple[FrontierPoint, ...
     """Return the points, none with a bound above that of a larger limit."""
     bound, bounded = float("inf"), []
     for point in reversed(points):
-        if point.found is not None:
-            found = point.found
+        if (found := point.found) is not None:
             bound = max(min(bound, found.bound_samples_per_s), found.samples_per_s)
             point = replace(point, found=replace(found, bound_samples_per_s=bound))
         bounded.append(point)

@@ -6,6 +6,7 @@ Choices are compared by operator.  Operators of one block are known by the first
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -83,8 +84,9 @@ def compare(before: Plan, after: Plan) -> Comparison:
     same = before.choices.keys() == after.choices.keys()
     changed = {name for name in before.choices if same and before.choices[name] != after.choices[name]}
     old, new = before.predicted, after.predicted
+    was, now = _made_for(before), _made_for(after)
     return Comparison(
-        settings=tuple(_settings(before, after)),
+        settings=tuple(SettingChange(name, was[name], now[name]) for name in was if was[name] != now[name]),
         same_operators=same,
         choices=(*_strategies(before, after, changed), *_recomputation(before, after)) if same else (),
         changed_operators=len(changed),
@@ -94,14 +96,6 @@ def compare(before: Plan, after: Plan) -> Comparison:
         step_time_s=Delta("step", old.step_time_s, new.step_time_s),
         samples_per_s=Delta("samples/s", old.samples_per_s, new.samples_per_s),
     )
-
-
-def _settings(before: Plan, after: Plan) -> Iterator[SettingChange]:
-    """Yield the differences besides choices and predictions."""
-    for name, old in _made_for(before).items():
-        new = _made_for(after)[name]
-        if old != new:
-            yield SettingChange(name, old, new)
 
 
 def _made_for(plan: Plan) -> dict[str, str | int]:
@@ -128,11 +122,8 @@ def _made_for(plan: Plan) -> dict[str, str | int]:
 
 def _block_and_rest(path: str) -> tuple[str, str]:
     """Return the path up to its first number, and the rest; the whole and nothing if it has none."""
-    words = path.split(".")
-    for position, word in enumerate(words):
-        if word.isdecimal():
-            return ".".join(words[: position + 1]), ".".join(words[position + 1 :])
-    return path, ""
+    found = re.fullmatch(r"((?:[^.]*\.)*?\d+)(?:\.(.*))?", path)
+    return (found[1], found[2] or "") if found else (path, "")
 
 
 def _strategies(before: Plan, after: Plan, changed: set[str]) -> Iterator[ChoiceChange]:

@@ -12,7 +12,7 @@ from the search, which is not exhaustive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from planner.collectives import ranks_per_node
@@ -68,58 +68,46 @@ class WhatIf:
         return tuple(name for name in sorted(found, key=lambda name: -found[name]) if found[name] > floor)
 
 
-@dataclass(frozen=True)
-class _Change:
-    """A change and the task after it, or why there is none."""
-
-    resource: str
-    change: str
-    task: Task | None
-    why_not: str = ""
-
-
 def what_if(task: Task, found: Found, progress: Progress = lambda what, fraction: None) -> WhatIf:
     """Return the bottlenecks of the plan found for a task, and the effect of more of each resource."""
-    changes = list(_changes(task))
-    answers = []
-    for index, change in enumerate(changes):
-        progress(f"with {change.change}", index / len(changes))
-        answers.append(_answer(change, task, found))
+    changes, answers = list(_changes(task)), []
+    for index, (resource, change, then) in enumerate(changes):
+        progress(f"with {change}", index / len(changes))
+        answers.append(Answer(resource, change, *_answer(then, task, found)))
     return WhatIf(found.samples_per_s, found.bound_samples_per_s, tuple(answers))
 
 
-def _answer(change: _Change, task: Task, now: Found) -> Answer:
-    """Search again after a change."""
-    if change.task is None:
-        return Answer(change.resource, change.change, None, None, None, change.why_not)
-    alike = change.task.cluster.world_size == task.cluster.world_size
+def _answer(then: Task | str, task: Task, now: Found) -> tuple[float | None, float | None, float | None, str]:
+    """Return speed, speed-up and gap after a change, or why there is no plan."""
+    if isinstance(then, str):
+        return None, None, None, then
     try:
-        then = search(change.task)
+        after = search(then)
     except NothingFits:
-        return Answer(change.resource, change.change, None, None, None, "no plan fits after this change")
+        return None, None, None, "no plan fits after this change"
     # More of a resource never makes a plan slower, so neither the best plan.
-    speed = max(then.samples_per_s, now.samples_per_s) if alike else then.samples_per_s
-    gap = 1.0 - speed / max(then.bound_samples_per_s, speed)
-    return Answer(change.resource, change.change, speed, speed / now.samples_per_s, gap)
+    alike = then.cluster.world_size == task.cluster.world_size
+    speed = max(after.samples_per_s, now.samples_per_s) if alike else after.samples_per_s
+    return speed, speed / now.samples_per_s, 1.0 - speed / max(after.bound_samples_per_s, speed), ""
 
 
-def _changes(task: Task) -> Iterator[_Change]:
-    """Yield the changes to evaluate."""
+def _changes(task: Task) -> Iterator[tuple[str, str, Task | str]]:
+    """Yield the changes to evaluate: the resource, the change in words, and the task after it or why there is none."""
     cluster, device = task.cluster, task.cluster.device
     more_bytes = task.limit_bytes + GIB
     beyond = " (more than the device has)" if more_bytes > device.memory_bytes.value else ""
-    yield _Change("memory", f"one more GiB of memory{beyond}", replace(task, limit_bytes=more_bytes))
+    yield "memory", f"one more GiB of memory{beyond}", replace(task, limit_bytes=more_bytes)
     if cluster.gpus_per_node > 1:
         intra = _collectives_faster(replace(cluster, intra=_twice(cluster.intra)), across_nodes=False)
-        yield _Change("link in a node", "twice the bandwidth in a node", replace(task, cluster=intra))
+        yield "link in a node", "twice the bandwidth in a node", replace(task, cluster=intra)
     if cluster.inter is not None and cluster.nodes > 1:
         inter = _collectives_faster(replace(cluster, inter=_twice(cluster.inter)), across_nodes=True)
-        yield _Change("link between nodes", "twice the bandwidth between nodes", replace(task, cluster=inter))
-    yield _one_more_node(task)
+        yield "link between nodes", "twice the bandwidth between nodes", replace(task, cluster=inter)
+    yield NODES, "one more node", _one_more_node(task)
     rates = {precision: _doubled(figure) for precision, figure in device.matmul_flops_per_s.items()}
     faster = _calls_faster(replace(cluster, device=replace(device, matmul_flops_per_s=rates)))
     what = "measured operators twice as fast" if faster.measured and faster.measured.calls else ""
-    yield _Change("compute", what or "twice the rate of matrix products", replace(task, cluster=faster))
+    yield "compute", what or "twice the rate of matrix products", replace(task, cluster=faster)
 
 
 def _collectives_faster(cluster: Cluster, across_nodes: bool) -> Cluster:
@@ -130,11 +118,8 @@ def _collectives_faster(cluster: Cluster, across_nodes: bool) -> Cluster:
     def faster(one: CollectiveTimes) -> CollectiveTimes:
         if (ranks_per_node(cluster, one.ranks, one.stride) < one.ranks) != across_nodes:
             return one
-        first_s = one.pieces[0].latency_s
-        lines = (
-            replace(fit, latency_s=(fit.latency_s + first_s) / 2, s_per_byte=fit.s_per_byte / 2) for fit in one.pieces
-        )
-        return replace(one, pieces=tuple(lines))
+        first_s, halved = one.pieces[0].latency_s, [replace(fit, s_per_byte=fit.s_per_byte / 2) for fit in one.pieces]
+        return replace(one, pieces=tuple(replace(fit, latency_s=(fit.latency_s + first_s) / 2) for fit in halved))
 
     collectives = tuple(faster(one) for one in cluster.measured.collectives)
     return replace(cluster, measured=replace(cluster.measured, collectives=collectives))
@@ -145,26 +130,26 @@ def _calls_faster(cluster: Cluster) -> Cluster:
     if cluster.measured is None:
         return cluster
 
-    calls = tuple(
-        replace(one, forward_s=tuple(s / 2 for s in one.forward_s), backward_s=tuple(s / 2 for s in one.backward_s))
-        for one in cluster.measured.calls
-    )
+    def half(seconds: Iterable[float]) -> tuple[float, ...]:
+        return tuple(each / 2 for each in seconds)
+
+    every = cluster.measured.calls
+    calls = tuple(replace(one, forward_s=half(one.forward_s), backward_s=half(one.backward_s)) for one in every)
     return replace(cluster, measured=replace(cluster.measured, calls=calls))
 
 
-def _one_more_node(task: Task) -> _Change:
-    cluster, change = task.cluster, (NODES, "one more node")
+def _one_more_node(task: Task) -> Task | str:
+    """Return the task on one more node, or why there is none."""
+    cluster = task.cluster
     if cluster.inter is None:
-        return _Change(*change, None, f"{cluster.name} has no inter-node link")
+        return f"{cluster.name} has no inter-node link"
     larger = cluster.with_ranks(cluster.nodes + 1, cluster.gpus_per_node)
     if task.global_batch is not None and task.global_batch % larger.world_size:
-        why_not = f"a global batch of {task.global_batch} cannot be split over {larger.world_size} ranks"
-        return _Change(*change, None, why_not)
+        return f"a global batch of {task.global_batch} cannot be split over {larger.world_size} ranks"
     try:
-        pins = on_cluster(task.pins, larger)
+        return replace(task, cluster=larger, pins=on_cluster(task.pins, larger))
     except OsdpError as error:
-        return _Change(*change, None, f"a pinned strategy does not exist there: {error.what}, {error.got}")
-    return _Change(*change, replace(task, cluster=larger, pins=pins))
+        return f"a pinned strategy does not exist there: {error.what}, {error.got}"
 
 
 def _twice(link: Link) -> Link:

@@ -7,7 +7,7 @@ Memory, with S, OPT and G (gradients of all parameters) as in `planner.cost.unit
 
     gradients lie in buckets that live from step to step, so at every moment     S + OPT + G
     accumulating, those that are not reduced yet are tensors of their own          + G
-    forward of a call      activations saved before it + its forward peak          `_Stage.moments`
+    forward of a call      activations saved before it + its forward peak         `Replica._moments`
     recomputation          output of the block + saved in it so far + forward peak
     backward of a call     activations saved before it + its backward peak (its gradients are in it:
                            they are tensors until they are copied) + gradients of tied parameters
@@ -28,8 +28,7 @@ Source: `torch/nn/parallel/distributed.py` and `reducer.cpp` of torch 2.13.0, as
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from planner.collectives import collective_s
 from planner.cost.stage_costs import StageCosts
@@ -68,22 +67,18 @@ def buckets(graph: ModelGraph) -> tuple[Bucket, ...]:
     called = {call.operator for call in graph.calls}
     is_rebuilt = called == set(range(len(graph.operators)))
     pairs = [(index, p) for index, op in enumerate(graph.operators) for p in op.parameters if p.trainable]
-    found: list[Bucket] = []
-    members, size_bytes = list[tuple[int, Parameter]](), 0
-
-    def close() -> None:
-        names = tuple(parameter.name for _, parameter in members)
-        found.append(Bucket(names, frozenset(index for index, _ in members), size_bytes))
-
+    groups, left_bytes = list[list[tuple[int, Parameter]]](), 0
     for index, parameter in reversed(pairs) if is_rebuilt else pairs:
-        members.append((index, parameter))
-        size_bytes += REDUCE_BYTES * parameter.numel
-        if size_bytes >= (BUCKET_BYTES if found else FIRST_BUCKET_BYTES):
-            close()
-            members, size_bytes = [], 0
-    if members:
-        close()
-    return tuple(found) if is_rebuilt else tuple(reversed(found))
+        if left_bytes <= 0:
+            left_bytes = BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
+            groups.append([])
+        groups[-1].append((index, parameter))
+        left_bytes -= REDUCE_BYTES * parameter.numel
+    found = []
+    for members in groups if is_rebuilt else reversed(groups):
+        names, operators = tuple(p.name for _, p in members), frozenset(index for index, _ in members)
+        found.append(Bucket(names, operators, REDUCE_BYTES * sum(p.numel for _, p in members)))
+    return tuple(found)
 
 
 def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: str) -> bool:
@@ -119,53 +114,62 @@ class Replica:
 
     def __init__(self, model: StagedModel, costs: Sequence[StageCosts], load: Workload) -> None:
         """Take the costs of every stage, which for alike stages are those of one example."""
-        self.load, self.graph, self.stages, self.idle = load, model.graph, model.stages, model.idle
-        self.costs = costs
-        self.bytes = [
-            unit_bytes(operator.parameters, COPY, load.precision, load.optimizer) for operator in self.graph.operators
-        ]
-        calls = list(enumerate(self.graph.calls))
-        self.first = {call.operator: index for index, call in reversed(calls)}
-        self.last = {call.operator: index for index, call in calls}
-
-    @cached_property
-    def gradients(self) -> int:
+        self.load, self.model, self.stages, self.costs, graph = load, model, model.stages, costs, model.graph
+        self.bytes = [unit_bytes(op.parameters, COPY, load.precision, load.optimizer) for op in graph.operators]
+        self.gradients = sum(unit.full_gradients for unit in self.bytes)
         """G: bytes of all gradients."""
-        return sum(unit.full_gradients for unit in self.bytes)
-
-    @cached_property
-    def waiting(self) -> list[int]:
+        calls = list(enumerate(graph.calls))
+        self.first = {call.operator: index for index, call in reversed(calls)}
+        self.waiting = [0] * len(calls)
         """For every call, bytes of gradients of tied parameters that wait during its backward for another call."""
-        found = [0] * len(self.graph.calls)
-        for operator, last in self.last.items():
-            for call in range(self.first[operator], last):
-                found[call] += self.bytes[operator].full_gradients
-        return found
-
-    @cached_property
-    def filled_s(self) -> list[float]:
+        for operator, last in {call.operator: index for index, call in calls}.items():
+            for index in range(self.first[operator], last):
+                self.waiting[index] += self.bytes[operator].full_gradients
+        self.filled_s = [0.0] * len(calls)
         """For every call, seconds of the all-reduces of buckets that its backward fills."""
-        found, cluster = [0.0] * len(self.graph.calls), self.load.cluster
-        for bucket in buckets(self.graph):
+        for bucket in buckets(graph):
             # A bucket of operators that are never called is reduced with the rest when backward ends.
-            call = min((self.first.get(operator, 0) for operator in bucket.operators), default=0)
-            found[call] += collective_s("all_reduce", bucket.size_bytes, cluster, cluster.world_size)
-        return found
+            index = min((self.first.get(operator, 0) for operator in bucket.operators), default=0)
+            ranks = load.cluster.world_size
+            self.filled_s[index] += collective_s("all_reduce", bucket.size_bytes, load.cluster, ranks)
 
     def options(self, recompute: Sequence[bool]) -> tuple[StageCandidate, ...]:
         """Return the options, one per stage, given which stages are recomputed."""
-        stages = list(self._stages(recompute))
-        backward_s = [seconds for stage in stages for seconds in stage.backward_s]
+        backward_s = list[float]()
+        for costs, again in zip(self.costs, recompute, strict=True):
+            *before, last = costs.backward_s
+            backward_s += [*before, last + (sum(costs.forward_s) if again else 0.0)]
         reduce_s, interference_s = self._reductions(backward_s)
         below, found = 0, []
-        for stage in stages:
-            own = stage.own_bytes
+        for stage, costs, again in zip(self.stages, self.costs, recompute, strict=True):
+            calls = range(stage.start, stage.start + len(stage.calls))
+            owned = [*self.model.idle] if stage.start == 0 else []
+            owned += [operator for operator, index in self.first.items() if index in calls]
+            own = sum((self.bytes[operator] for operator in owned), UnitBytes())
+            tensors = sum(p.trainable for o in owned for p in self.model.graph.operators[o].parameters)
             below += own.full_gradients
             # The sums add gradients as units are reduced; buckets exist from the start.
-            accumulates = self.load.accumulation > 1
-            unseen = (self.gradients, self.gradients) if accumulates else (self.gradients, below)
-            calls = slice(stage.start, stage.start + len(stage.backward_s))
-            found.append(stage.option(unseen, reduce_s[calls], interference_s[calls]))
+            held = self.gradients if self.load.accumulation > 1 else below
+            moments = list(self._moments(costs, again, held, self.waiting[stage.start : calls.stop]))
+            forward = [moment for moment in moments if moment.phase == "forward"]
+            backward = [moment for moment in moments if moment.phase != "forward"]
+            again_s = sum(costs.forward_s) if again else 0.0
+            segments = []
+            for call, forward_s in zip(calls, costs.forward_s, strict=True):
+                shared = {"step_reduce_s": reduce_s[call], "step_interference_s": interference_s[call]}
+                segments.append(Segment(forward_s, backward_s[call], again_s if call == calls[-1] else 0.0, **shared))
+            option = StageCandidate(
+                strategies=(COPY,) * len(stage.operators),
+                recompute=again,
+                parameters=own.parameters,
+                optimizer=own.optimizer,
+                gradients=own.full_gradients,
+                saved=costs.block_saved if again else costs.saved[-1],
+                moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
+                segments=tuple(segments),
+                optimizer_s=self.load.optimizer_s(own.full_gradients, tensors=tensors),
+            )
+            found.append(option)
         return tuple(found)
 
     def _reductions(self, backward_s: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -179,79 +183,14 @@ class Replica:
             found = [found[0], *(0.0 for _ in found[1:])]
         return found, [interference * seconds for seconds in self.filled_s]
 
-    def _stages(self, recompute: Sequence[bool]) -> Iterator[_Stage]:
-        start, opened, idle = 0, set[int](), self.idle
-        for costs, stage, again in zip(self.costs, self.stages, recompute, strict=True):
-            calls = range(start, start + len(stage.calls))
-            owned = dict.fromkeys(call.operator for call in stage.calls if call.operator not in opened)
-            opened |= owned.keys()
-            own = sum((self.bytes[o] for o in [*owned, *idle]), UnitBytes())
-            tensors = sum(p.trainable for o in [*owned, *idle] for p in self.graph.operators[o].parameters)
-            waiting = [self.waiting[call] for call in calls]
-            yield _Stage(costs, stage.operators, again, own, tensors, start, waiting)
-            start, idle = calls.stop, ()
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """One stage of a replica."""
-
-    costs: StageCosts
-    """Of its calls, which for alike stages are those of one example."""
-    operators: tuple[int, ...]
-    recompute: bool
-    own_bytes: UnitBytes
-    """Of the operators that are first called here."""
-    tensors: int
-    """Trained ones of those."""
-    start: int
-    """Index of its first call."""
-    waiting: list[int]
-    """For each call, gradients of tied parameters that wait for another call."""
-
-    @cached_property
-    def backward_s(self) -> list[float]:
-        """Seconds of every call's backward; the last one's has the recomputation."""
-        *before, last = self.costs.backward_s
-        return [*before, last + (sum(self.costs.forward_s) if self.recompute else 0.0)]
-
-    def option(
-        self, unseen: tuple[int, int], reduce_s: Sequence[float], interference_s: Sequence[float]
-    ) -> StageCandidate:
-        """Return the stage as the sums take it; `unseen` are gradients to be added in forward and in backward."""
-        costs, own = self.costs, self.own_bytes
-        again_s = sum(costs.forward_s) if self.recompute else 0.0
-        top, moments = len(self.backward_s) - 1, list(self._moments(*unseen))
-        forward = [moment for moment in moments if moment.phase == "forward"]
-        backward = [moment for moment in moments if moment.phase != "forward"]
-        segments = [
-            Segment(forward_s, self.backward_s[j], again_s if j == top else 0.0, step_reduce_s=reduce_s[j])
-            for j, forward_s in enumerate(costs.forward_s)
-        ]
-        lost_s = zip(segments, interference_s, strict=True)
-        return StageCandidate(
-            strategies=(COPY,) * len(self.operators),
-            recompute=self.recompute,
-            parameters=own.parameters,
-            optimizer=own.optimizer,
-            gradients=own.full_gradients,
-            saved=costs.block_saved if self.recompute else costs.saved[-1],
-            moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
-            segments=tuple(replace(segment, step_interference_s=seconds) for segment, seconds in lost_s),
-            optimizer_s=costs.load.optimizer_s(own.full_gradients, tensors=self.tensors),
-        )
-
-    def _moments(self, forward: int, backward: int) -> Iterator[Moment]:
-        """Yield what is held at every call, the gradients as given."""
-        costs, extra = self.costs, 0.0
-        for j, call in enumerate(costs.stage.calls):
-            yield Moment("forward", call.operator, 0, forward, 0, costs.saved[j] + costs.forward_peak[j])
-        if self.recompute:
-            extra = costs.block_extra
-            around = extra + costs.output[-1]
-            for j, call in enumerate(costs.stage.calls):
-                live = around + costs.saved[j] + costs.forward_peak[j]
-                yield Moment("recompute", call.operator, 0, backward + self.waiting[-1], 0, live)
-        for j, call in enumerate(costs.stage.calls):
+    def _moments(self, costs: StageCosts, recompute: bool, gradients: int, waiting: Sequence[int]) -> Iterator[Moment]:
+        """Yield what is held at every call of a stage, given the gradients that are added in backward."""
+        calls, extra = list(enumerate(costs.stage.calls)), costs.block_extra if recompute else 0.0
+        for j, call in calls:
+            yield Moment("forward", call.operator, 0, self.gradients, 0, costs.saved[j] + costs.forward_peak[j])
+        for j, call in calls if recompute else ():
+            live = extra + costs.output[-1] + costs.saved[j] + costs.forward_peak[j]
+            yield Moment("recompute", call.operator, 0, gradients + waiting[-1], 0, live)
+        for j, call in calls:
             live = extra + costs.saved[j] + costs.backward_peak[j]
-            yield Moment("backward", call.operator, 0, backward + self.waiting[j], 0, live)
+            yield Moment("backward", call.operator, 0, gradients + waiting[j], 0, live)

@@ -62,7 +62,7 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
     gradients = float(sum(option.gradients for option in options))
     best = optimizer_moment(options, load)
     highest = best.total_bytes - load.cluster.reserve_bytes - resting
-    found: tuple[int, Moment, float] | None = None
+    found: tuple[int, Moment, float, float] | None = None
     reductions, gathers = _reductions_above(options), _gathers_below(options)
     before, after, waiting = 0.0, gradients, float(sum(option.reduced_after_backward for option in options))
     for index, option in enumerate(options):
@@ -72,74 +72,58 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
             below = gathers[index][moment.phase == "forward"]
             reduced = gradients if accumulates else 0.0 if moment.phase == "forward" else after
             reduced += 0.0 if moment.phase == "forward" else waiting
-            total = before + reduced + option.bytes_at(moment) + neighbour_bytes(moment, reductions[index], below)
+            beside_it = neighbour_bytes(moment, reductions[index], below)
+            total = before + reduced + option.bytes_at(moment) + beside_it
             if total > highest:
-                highest, found = total, (index, moment, reduced)
+                highest, found = total, (index, moment, reduced, beside_it)
         before += option.saved + option.kept
     return best if found is None else _peak_at(options, *found, load)
 
 
 def _reductions_above(options: Sequence[StageCandidate]) -> list[int]:
     """Return, for each stage, the reduce-scatter input left by stages above."""
-    found, left = [0] * len(options), 0
-    for index in reversed(range(len(options))):
-        found[index] = left
-        if options[index].reduces:
-            left = options[index].reduce_input
-    return found
+    found = [0]
+    for option in reversed(options[1:]):
+        found.append(option.reduce_input if option.reduces else found[-1])
+    return found[::-1]
 
 
 def _gathers_below(options: Sequence[StageCandidate]) -> list[tuple[StageCandidate | None, StageCandidate | None]]:
     """Return, for each stage, the nearest below with gathers in backward and in forward, past strategy `owner`."""
-    found: list[tuple[StageCandidate | None, StageCandidate | None]] = []
-    in_backward: StageCandidate | None = None
-    in_forward: StageCandidate | None = None
-    for option in options:
-        found.append((in_backward, in_forward))
-        in_backward = option if option.prefetches else in_backward
-        in_forward = option if option.gathers else in_forward
+    found: list[tuple[StageCandidate | None, StageCandidate | None]] = [(None, None)]
+    for option in options[:-1]:
+        in_backward, in_forward = found[-1]
+        found.append((option if option.prefetches else in_backward, option if option.gathers else in_forward))
     return found
 
 
 def optimizer_moment(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak:
     """Return the memory of the optimizer step."""
-    parameters = float(sum(option.parameters for option in options))
+    gradients = float(sum(option.gradients for option in options))
     windows = float(sum(option.window for option in options))
-    return MemoryPeak(
-        "optimizer",
-        None,
-        None,
-        {
-            "parameters": parameters,
-            "optimizer": float(sum(option.optimizer for option in options)),
-            "gradients": float(sum(option.gradients for option in options)),
-            **({"communication_buffers": windows} if windows else {}),
-            "optimizer_temporaries": load.optimizer.temporaries * float(sum(option.gradients for option in options)),
-            "reserve": load.cluster.reserve_bytes,
-        },
-    )
+    categories = {
+        "parameters": float(sum(option.parameters for option in options)),
+        "optimizer": float(sum(option.optimizer for option in options)),
+        "gradients": gradients,
+        **({"communication_buffers": windows} if windows else {}),
+        "optimizer_temporaries": load.optimizer.temporaries * gradients,
+        "reserve": load.cluster.reserve_bytes,
+    }
+    return MemoryPeak("optimizer", None, None, categories)
 
 
 def _peak_at(
-    options: Sequence[StageCandidate], index: int, moment: Moment, reduced: float, load: Workload
+    options: Sequence[StageCandidate], index: int, moment: Moment, reduced: float, beside_it: float, load: Workload
 ) -> MemoryPeak:
     before, option = options[:index], options[index]
     waiting = 0 if moment.phase == "forward" else option.ambient_gradients
-    reduction = _reductions_above(options)[index]
-    below = _gathers_below(options)[index][moment.phase == "forward"]
-    return MemoryPeak(
-        moment.phase,
-        index,
-        moment.operator,
-        {
-            "parameters": float(sum(option.parameters for option in options)),
-            "optimizer": float(sum(option.optimizer for option in options)),
-            "gradients": reduced + moment.gradients + waiting,
-            "unsharded_parameters": moment.unsharded + option.ambient_unsharded + sum(o.kept for o in before),
-            "communication_buffers": moment.buffers
-            + neighbour_bytes(moment, reduction, below)
-            + sum(o.window for o in options),
-            "activations": moment.activations + sum(o.saved for o in before),
-            "reserve": load.cluster.reserve_bytes,
-        },
-    )
+    categories = {
+        "parameters": float(sum(option.parameters for option in options)),
+        "optimizer": float(sum(option.optimizer for option in options)),
+        "gradients": reduced + moment.gradients + waiting,
+        "unsharded_parameters": moment.unsharded + option.ambient_unsharded + sum(o.kept for o in before),
+        "communication_buffers": moment.buffers + beside_it + sum(o.window for o in options),
+        "activations": moment.activations + sum(o.saved for o in before),
+        "reserve": load.cluster.reserve_bytes,
+    }
+    return MemoryPeak(moment.phase, index, moment.operator, categories)

@@ -106,12 +106,10 @@ def _micro_batch(streams: _Streams, segments: Sequence[Segment], last: bool, wai
     _backward(streams, segments, last)
     streams.join()
     lost_s = sum(s.interference_s + (s.step_interference_s if last else 0.0) for s in segments)
-    if lost_s:
-        streams.run("compute", "interference", -1, lost_s)
-        streams.join()
-    if wait_s:
-        streams.run("compute", "waiting", -1, wait_s)
-        streams.join()
+    for label, seconds in (("interference", lost_s), ("waiting", wait_s)):
+        if seconds:
+            streams.run("compute", label, -1, seconds)
+            streams.join()
 
 
 def _waits(options: Sequence[StageCandidate], load: Workload) -> tuple[float, float]:
@@ -138,9 +136,8 @@ def simulated_s(options: Sequence[StageCandidate], load: Workload) -> float:
     segments = [segment for option in options for segment in option.segments]
     each_s, once_s = _waits(options, load)
     total_s = once_s + sum(option.optimizer_s for option in options)
-    for last, times in ((False, load.accumulation - 1), (True, 1)):
-        if times:
-            streams = _Streams(load.cluster.overlaps)
-            _micro_batch(streams, segments, last, each_s)
-            total_s += times * streams.now_s
+    for last, times in load.passes:
+        streams = _Streams(load.cluster.overlaps)
+        _micro_batch(streams, segments, last, each_s)
+        total_s += times * streams.now_s
     return total_s

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from planner.cost.unit_communication import UnitTraffic, unit_traffic
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
 from planner.strategies.spec import COMPUTE_BYTES, Strategy
+
+Costs = tuple[UnitBytes, UnitTraffic]
 
 
 class UnitCosts:
@@ -14,19 +18,15 @@ class UnitCosts:
 
     def __init__(self, model: StagedModel, load: Workload) -> None:
         self.graph, self.load = model.graph, load
-        self.known: dict[tuple[tuple[int, ...], Strategy, bool], tuple[UnitBytes, UnitTraffic]] = {}
+        self.known: dict[tuple[tuple[int, ...], Strategy, bool], Costs] = {}
 
-    def __call__(
-        self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False
-    ) -> tuple[UnitBytes, UnitTraffic]:
-        key = (operators, strategy, elsewhere)
+    def __call__(self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False) -> Costs:
+        key, load, cluster = (operators, strategy, elsewhere), self.load, self.load.cluster
         if key not in self.known:
-            load = self.load
             parameters = [p for operator in operators for p in self.graph.operators[operator].parameters]
-            self.known[key] = (
-                unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, load.cluster.gpus_per_node),
-                unit_traffic(parameters, strategy, load.precision, load.cluster),
-            )
+            node = cluster.gpus_per_node
+            held = unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, node)
+            self.known[key] = held, unit_traffic(parameters, strategy, load.precision, cluster)
         return self.known[key]
 
 
@@ -36,18 +36,12 @@ class StageCosts:
     def __init__(self, model: StagedModel, index: int, load: Workload) -> None:
         stage, batch, graph = model.stages[index], load.micro_batch, model.graph
         self.model, self.stage, self.load = model, stage, load
-        self.saved = [0.0]
-        for call in stage.calls:
-            self.saved.append(self.saved[-1] + call.saved_bytes(batch))
-        self.incoming = [
-            graph.calls[before].output_bytes(batch) if before >= 0 else 0.0 for before in stage.input_bytes_of_calls
-        ]
+        self.saved = [*accumulate((call.saved_bytes(batch) for call in stage.calls), initial=0.0)]
+        before = [None, *graph.calls][stage.start : stage.start + len(stage.calls)]
+        self.incoming = [call.output_bytes(batch) if call else 0.0 for call in before]
         # Gradients of activations that are left when the backward of a call is over.
         self.outgoing = [
-            max(0.0, graph.calls[before].backward_start_bytes(batch) - graph.calls[before].saved_bytes(batch))
-            if before >= 0
-            else 0.0
-            for before in stage.input_bytes_of_calls
+            max(0.0, call.backward_start_bytes(batch) - call.saved_bytes(batch)) if call else 0.0 for call in before
         ]
         self.backward_start = [call.backward_start_bytes(batch) for call in stage.calls]
         self.module_backward_start = [call.module_backward_start_bytes(batch) for call in stage.calls]
@@ -61,7 +55,7 @@ class StageCosts:
         self.is_bottom = index == 0
         self.is_top = index == len(model.stages) - 1
         seconds = [load.call_s(graph, call) for call in stage.calls]
-        self.forward_s, self.backward_s = [pair[0] for pair in seconds], [pair[1] for pair in seconds]
+        self.forward_s, self.backward_s = map(list, zip(*seconds, strict=True))
         self.handed = self._handed()
         self.block_input = self.block_saved = self.block_extra = 0.0
         if stage.block is not None:
@@ -80,8 +74,7 @@ class StageCosts:
 
     def _handed(self) -> list[float]:
         """Return, for every call, the bytes of outputs of earlier calls of the stage that it or later ones read."""
-        start = self.stage.input_bytes_of_calls[0] + 1
-        count = len(self.stage.calls)
+        start, count = self.stage.start, len(self.stage.calls)
         until: dict[int, int] = {}
         for producer, consumer in self.model.graph.edges:
             if start <= producer < start + count:
@@ -96,8 +89,7 @@ class StageCosts:
         backward of the block's last call that reads the tensor, there are two gradients of it.
         """
         stage, edges = self.stage, self.model.graph.edges
-        start = stage.input_bytes_of_calls[0] + 1
-        stop = start + len(stage.calls)
+        start, stop = stage.start, stage.start + len(stage.calls)
         if stage.block is None or not start:
             return [0.0] * len(stage.calls)
         # Bytes of the block's inputs besides the output of the call before it.

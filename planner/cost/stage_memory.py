@@ -123,20 +123,15 @@ class StagedUnit:
         return 0 if self.strategy.keeps_unsharded else self.bytes.gather_temporary
 
 
-def _is_reduced_after_backward(costs: StageCosts, operator: int) -> bool:
-    # Token ids have no gradient, and neither has what goes into the first call of all (or its slices);
-    # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.
-    graph = costs.model.graph
-    this, bottom = graph.operators[operator], graph.operators[graph.calls[0].operator]
-    return "Embedding" in this.kind or this is bottom or this.modules == bottom.modules
-
-
 def make_unit(
     costs: StageCosts, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts, own: bool, elsewhere: bool
 ) -> StagedUnit:
     unit, traffic = units(operators, strategy, elsewhere)
     calls = [j for j, call in enumerate(costs.stage.calls) if call.operator in operators]
-    spec, repeats = strategy.spec, costs.load.accumulation
+    spec, repeats, graph = strategy.spec, costs.load.accumulation, costs.model.graph
+    # Token ids have no gradient, and neither has what goes into the first call of all (or its slices);
+    # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.
+    this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
     return StagedUnit(
         operators=operators,
         strategy=strategy,
@@ -146,7 +141,7 @@ def make_unit(
         last=max(calls),
         opens=own or operators[0] in costs.stage.opens,
         closes=own or operators[0] in costs.stage.closes,
-        reduced_after_backward=_is_reduced_after_backward(costs, operators[0]),
+        reduced_after_backward="Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
         own=own,
         kept=unit.unsharded if strategy.keeps_unsharded else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,

@@ -170,10 +170,8 @@ def make_option(
     """
     stage = costs.stage
     found = join(stage.operators, ((strategy,) for strategy in strategies), costs.model.slices)
-    own = [
-        make_unit(costs, u.operators, u.strategy, units, own=True, elsewhere=u.operators[0] in elsewhere) for u in found
-    ]
-    here = [make_unit(costs, (o,), spanning[o], units, own=False, elsewhere=o in elsewhere) for o in stage.spanning]
+    own = [make_unit(costs, u.operators, u.strategy, units, True, u.operators[0] in elsewhere) for u in found]
+    here = [make_unit(costs, (o,), spanning[o], units, False, o in elsewhere) for o in stage.spanning]
     walk = StageMemoryWalk(costs, own, here, recompute)
     walk.forward()
     if recompute:
@@ -181,9 +179,9 @@ def make_option(
     walk.backward()
     opened = [unit for unit in walk.units if unit.opens]
     gathering = [unit for unit in walk.units if not unit.stalls]
-    entered = [unit for unit in gathering if unit.opens]
-    closed = [unit for unit in gathering if unit.closes]
-    reducing = [unit for unit in opened if unit.replaces_reduction]
+    entered = max((unit for unit in gathering if unit.opens), key=lambda unit: unit.first, default=None)
+    closed = max((unit for unit in gathering if unit.closes), key=lambda unit: unit.last, default=None)
+    reducing = min((unit for unit in opened if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
     waiting = [unit for unit in own if unit.reduced_after_backward]
     gradients = sum(unit.bytes.gradients for unit in opened)
     opened_operators = (costs.model.graph.operators[index] for unit in opened for index in unit.operators)
@@ -202,13 +200,13 @@ def make_option(
         kept=sum(unit.kept for unit in own),
         saved=costs.block_saved if recompute else costs.saved[-1],
         moments=walk.moments(),
-        gather_output=max(entered, key=lambda unit: unit.first).bytes.gathered if entered else 0,
-        gathers=bool(entered),
-        prefetched=max(closed, key=lambda unit: unit.last).prefetched if closed else 0,
-        prefetches=bool(closed),
-        prefetch_temporary=max(closed, key=lambda unit: unit.last).prefetch_temporary if closed else 0,
-        reduce_input=min(reducing, key=lambda unit: unit.first).bytes.reduce_input if reducing else 0,
-        reduces=bool(reducing),
+        gather_output=entered.bytes.gathered if entered else 0,
+        gathers=entered is not None,
+        prefetched=closed.prefetched if closed else 0,
+        prefetches=closed is not None,
+        prefetch_temporary=closed.prefetch_temporary if closed else 0,
+        reduce_input=reducing.bytes.reduce_input if reducing else 0,
+        reduces=reducing is not None,
         segments=tuple(s.apart(costs.load.cluster.interference) for s in _segments(costs, walk.units, recompute)),
         optimizer_s=costs.load.optimizer_s(gradients, sum(unit.bytes.offloaded for unit in opened), tensors),
         syncs_each_microbatch=any(unit.traffic.syncs_each_microbatch for unit in walk.units),

@@ -163,12 +163,12 @@ class OverlapTerms(NamedTuple):
     """Whether it is one segment, whose top and bottom terms are one."""
 
 
-def _inner_s(segments: Sequence[Segment], repeats: int) -> float:
+def _inner_s(segments: Sequence[Segment], load: Workload) -> float:
     total = 0.0
     for this, after in pairwise(segments):
-        total += repeats * max(this.forward_s + this.forward_stall_s, after.forward_gather_s)
+        total += load.accumulation * max(this.forward_s + this.forward_stall_s, after.forward_gather_s)
     for below, this, above in zip(segments, segments[1:], segments[2:], strict=False):
-        for last, times in ((False, repeats - 1), (True, 1)):
+        for last, times in load.passes:
             around_s = reduction_s(above, last) + below.backward_gather_s
             total += times * max(this.backward_s + this.backward_stall_s, around_s)
     return total
@@ -181,12 +181,12 @@ def overlap_terms(option: StageCandidate, load: Workload, syncs: bool = True) ->
         time = step_time([option], load)
         alone_s = time.total_s - time.waiting_s + waiting
         return OverlapTerms(alone_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, single=True)
-    segments, repeats = option.segments, load.accumulation
-    lost_s = sum(repeats * segment.interference_s + segment.step_interference_s for segment in segments)
+    segments = option.segments
+    lost_s = sum(load.accumulation * segment.interference_s + segment.step_interference_s for segment in segments)
     first, last, single = segments[0], segments[-1], len(segments) == 1
     second = None if single else segments[1]
     return OverlapTerms(
-        inner_s=option.optimizer_s + waiting + lost_s + (0.0 if single else _inner_s(segments, repeats)),
+        inner_s=option.optimizer_s + waiting + lost_s + _inner_s(segments, load),
         first_gather_s=first.forward_gather_s,
         reduce_s=first.reduce_s,
         last_reduce_s=reduction_s(first, last=True),

@@ -102,24 +102,24 @@ def unit_bytes(
         rows, rest = padded_rows(parameter, parts)
         shard, padded = rows * rest, rows * rest * parts
         flat += padded
-        state = 0
+        state = gradient = 0
         if parameter.trainable:
             flat_trained += padded
-            state = optimizer.moments * allocated_bytes(MASTER_BYTES * shard)
             counter = ALLOCATION_BYTES if optimizer.has_step_counter else 0
-            state, counters = state + counter, counters + counter
-            last_gradient = allocated_bytes(compute * parameter.numel)
+            counters += counter
+            state = optimizer.moments * allocated_bytes(MASTER_BYTES * shard) + counter
+            gradient = last_gradient = allocated_bytes(compute * parameter.numel)
         total += UnitBytes(
             parameters=allocated_bytes(MASTER_BYTES * shard),
             optimizer=state,
             unsharded=allocated_bytes(compute * padded),
-            full_gradients=allocated_bytes(compute * parameter.numel) if parameter.trainable else 0,
+            full_gradients=gradient,
             secondary=allocated_bytes(compute * padded // strategy.secondary) if strategy.secondary else 0,
         )
     spec, shard_bytes, trained_bytes = strategy.spec, compute * flat // parts, REDUCE_BYTES * flat_trained // parts
     # The shard is sent in compute dtype: a copy, unless it rests in that dtype (offloaded, the copy S is larger).
     copies = compute < MASTER_BYTES and parts > 1 and not (strategy.offload or spec.one_sided)
-    windows = (shard_bytes, strategy.accumulators * trained_bytes) if spec.one_sided else ()
+    windows = (shard_bytes, spec.accumulators(strategy) * trained_bytes) if spec.one_sided else ()
     unit = total + UnitBytes(
         gradients=allocated_bytes(trained_bytes),
         gathered=allocated_bytes(compute * flat) if parts > 1 else 0,
@@ -140,13 +140,7 @@ def _at_rest(unit: UnitBytes, strategy: Strategy, counters: int, elsewhere: bool
         return replace(unit, parameters=0, gradients=0, optimizer=0 if strategy.offload else counters)
     if strategy.offload:
         shard, gradient = (unit.parameters, unit.gradients) if strategy.spec.offload_buffers else (0, 0)
-        return replace(
-            unit,
-            parameters=0,
-            gradients=0,
-            optimizer=0,
-            gather_temporary=unit.gather_temporary + shard,
-            reduce_temporary=unit.reduce_temporary + gradient,
-            offloaded=unit.gradients,
-        )
+        gather, reduction = unit.gather_temporary + shard, unit.reduce_temporary + gradient
+        kept = replace(unit, gather_temporary=gather, reduce_temporary=reduction, offloaded=unit.gradients)
+        return replace(kept, parameters=0, gradients=0, optimizer=0)
     return unit

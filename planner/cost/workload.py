@@ -57,33 +57,30 @@ class Workload:
         """Samples that all ranks together train on in one step."""
         return self.cluster.world_size * self.micro_batch * self.accumulation
 
+    @cached_property
+    def passes(self) -> tuple[tuple[bool, int], ...]:
+        """The micro-batches of a step: (whether it is the last, how many there are)."""
+        return ((False, self.accumulation - 1), (True, 1)) if self.accumulation > 1 else ((True, 1),)
+
     def call_s(self, graph: ModelGraph, call: Call) -> tuple[float, float]:
         """Return the seconds of a call's forward and backward in the mean micro-batch.
 
         That is the measured time where there is one, else the roofline's, for samples of full length, times
         `Waits.fill`.
         """
-        forward_s, backward_s = self._full_call_s(graph, call)
+        forward_s, backward_s = self.compute_s(call.forward), self.compute_s(call.backward)
+        key, whole = call.slice_of or (call_key(graph, call) if self._times else "", call)
+        if (times := self._times.get(key)) is not None:
+            forward_s = self._measured_s(times, times.forward_s, whole.forward, forward_s)
+            backward_s = self._measured_s(times, times.backward_s, whole.backward, backward_s)
         return self.waits.fill * forward_s, self.waits.fill * backward_s
 
-    def _full_call_s(self, graph: ModelGraph, call: Call) -> tuple[float, float]:
-        forward_s, backward_s = self.compute_s(call.forward), self.compute_s(call.backward)
-        if not self._times:
-            return forward_s, backward_s
-        key, whole = call.slice_of or (call_key(graph, call), call)
-        times = self._times.get(key)
-        if times is None:
-            return forward_s, backward_s
-        there = [replace(self, micro_batch=size) for size in times.micro_batches]
-
-        def scaled(seconds: Sequence[float], work: Work, here_s: float) -> float:
-            rooflines = [load.compute_s(work) for load in there]
-            if not all(rooflines):
-                return interpolated(times.micro_batches, seconds, self.micro_batch)
-            ratios = [found / roofline for found, roofline in zip(seconds, rooflines, strict=True)]
-            return here_s * interpolated(times.micro_batches, ratios, self.micro_batch)
-
-        return scaled(times.forward_s, whole.forward, forward_s), scaled(times.backward_s, whole.backward, backward_s)
+    def _measured_s(self, times: CallTimes, seconds: Sequence[float], work: Work, here_s: float) -> float:
+        rooflines = [replace(self, micro_batch=size).compute_s(work) for size in times.micro_batches]
+        if not all(rooflines):
+            return interpolated(times.micro_batches, seconds, self.micro_batch)
+        ratios = [found / roofline for found, roofline in zip(seconds, rooflines, strict=True)]
+        return here_s * interpolated(times.micro_batches, ratios, self.micro_batch)
 
     @cached_property
     def _times(self) -> dict[str, CallTimes]:

@@ -69,9 +69,7 @@ def units_of(model: StagedModel, choices: Mapping[int, tuple[Strategy, ...]]) ->
         own = join(stage.operators, (choices[operator] for operator in stage.operators), model.slices)
         if len(own) == 1 and own[0].slice is None and stage.block is not None:
             own = (replace(own[0], whole_block=stage.block),)
-        first: dict[int, int] = {}
-        for position, call in enumerate(stage.calls):
-            first.setdefault(call.operator, position)
+        first = {call.operator: position for position, call in reversed(list(enumerate(stage.calls)))}
         own += join(stage.opens, (choices[operator] for operator in stage.opens), frozenset(stage.opens))
         units += sorted(own, key=lambda unit: first[unit.operators[0]])
     return (*units, *join(model.idle, (choices[operator] for operator in model.idle), frozenset(model.idle)))
@@ -81,8 +79,8 @@ def owners_of(units: Sequence[Unit], graph: ModelGraph, ranks: int) -> dict[int,
     """Return the owning rank of each unit that one rank holds whole, by its position among the units."""
     owned = [position for position, unit in enumerate(units) if unit.strategy.spec.has_owner]
     sizes = [4 * sum(p.numel for p in unit_parameters(units[position], graph)) for position in owned]
-    ranks_asked = enumerate(units[position].strategy.owner for position in owned)
-    given = {index: rank for index, rank in ranks_asked if rank is not None}
+    asked = [units[position].strategy.owner for position in owned]
+    given = {index: rank for index, rank in enumerate(asked) if rank is not None}
     return dict(zip(owned, assign_owners(sizes, ranks, given), strict=True))
 
 

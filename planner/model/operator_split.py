@@ -18,8 +18,8 @@ putting together are read and written once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from planner.model.fsdp_units import check_split, split_bounds, split_parameters
@@ -28,6 +28,11 @@ from profiler.cluster.measurements import call_key
 from profiler.model_graph import Affine, Call, ModelGraph, Operator, Work
 
 NOTHING = Affine()
+
+
+def slice_starts(graph: ModelGraph, counts: Mapping[int, int]) -> list[int]:
+    """Return the index of each operator's first slice once operators are cut so, and the number of all slices."""
+    return [0, *accumulate(counts.get(index, 1) for index in range(len(graph.operators)))]
 
 
 def slice_operators(graph: ModelGraph, counts: Mapping[int, int]) -> tuple[ModelGraph, frozenset[int]]:
@@ -39,18 +44,15 @@ def slice_operators(graph: ModelGraph, counts: Mapping[int, int]) -> tuple[Model
         return graph, frozenset()
     for index, count in counts.items():
         check_split(graph.operators[index], count)
-    starts = [0, *accumulate(counts.get(index, 1) for index in range(len(graph.operators)))]
-    operators: list[Operator] = []
-    for index, operator in enumerate(graph.operators):
-        operators += _slices(operator, counts[index]) if index in counts else [operator]
-    calls: list[Call] = []
-    places = [0]
+    starts = slice_starts(graph, counts)
+    operators = [part for index, whole in enumerate(graph.operators) for part in _slices(whole, counts.get(index, 1))]
+    calls, places = list[Call](), [0]
     for call in graph.calls:
-        first, count = starts[call.operator], counts.get(call.operator, 1)
-        operator = graph.operators[call.operator]
-        parts = _Sliced(operator, call, count, graph.precision).calls() if count > 1 else [call]
+        operator, count = graph.operators[call.operator], counts.get(call.operator, 1)
+        parts = [*_calls(operator, call, count, graph.precision)] if count > 1 else [call]
         whole = (call_key(graph, call), call) if count > 1 else None
-        calls += [replace(part, operator=first + index, slice_of=whole) for index, part in enumerate(parts)]
+        first = starts[call.operator]
+        calls += [replace(part, operator=index, slice_of=whole) for index, part in enumerate(parts, first)]
         places.append(len(calls))
     blocks = tuple(replace(b, first_call=places[b.first_call], last_call=places[b.last_call]) for b in graph.blocks)
     edges = [(places[producer + 1] - 1, places[consumer]) for producer, consumer in graph.edges]
@@ -61,14 +63,11 @@ def slice_operators(graph: ModelGraph, counts: Mapping[int, int]) -> tuple[Model
 
 
 def _slices(operator: Operator, count: int) -> list[Operator]:
-    return [
-        replace(
-            operator,
-            name=f"{operator.name} slice {index + 1} of {count}",
-            parameters=split_parameters(operator.parameters, index, count),
-        )
-        for index in range(count)
-    ]
+    if count == 1:
+        return [operator]
+    names = [f"{operator.name} slice {index + 1} of {count}" for index in range(count)]
+    parameters = operator.parameters
+    return [replace(operator, name=n, parameters=split_parameters(parameters, i, count)) for i, n in enumerate(names)]
 
 
 def _times(quantity: Affine, factor: float) -> Affine:
@@ -80,33 +79,20 @@ def _at_least(one: Affine, other: Affine) -> Affine:
     return Affine(max(one.fixed, other.fixed), max(one.per_sample, other.per_sample))
 
 
-@dataclass(frozen=True)
-class _Sliced:
-    """One call of a linear operator that is cut into slices."""
-
-    operator: Operator
-    call: Call
-    count: int
-    precision: str
-
-    def calls(self) -> list[Call]:
-        """Return the slices' calls; their `operator` is still that of the whole."""
-        return [self._call(index) for index in range(self.count)]
-
-    def _call(self, index: int) -> Call:
-        whole, last = self.call, index == self.count - 1
-        weight = self.operator.parameters[0]
-        features = weight.shape[1]
-        start, stop = list(pairwise(split_bounds(features, self.count)))[index]
-        compute = COMPUTE_BYTES[self.precision]
-        x = _times(whole.forward.matmul_flops, compute / (2 * weight.shape[0]))
-        y = _times(whole.forward.matmul_flops, compute / (2 * features))
-        parameters = split_parameters(self.operator.parameters, index, self.count)
+def _calls(operator: Operator, whole: Call, count: int, precision: str) -> Iterator[Call]:
+    """Yield the calls of an operator's slices, given the call of the whole; their `operator` is still the whole."""
+    weight, compute = operator.parameters[0], COMPUTE_BYTES[precision]
+    features = weight.shape[1]
+    x = _times(whole.forward.matmul_flops, compute / (2 * weight.shape[0]))
+    y = _times(whole.forward.matmul_flops, compute / (2 * features))
+    for index, (start, stop) in enumerate(pairwise(split_bounds(features, count))):
+        last = index == count - 1
+        parameters = split_parameters(operator.parameters, index, count)
         gradients = Affine(compute * sum(p.numel for p in parameters if p.trainable))
         forward = x + _times(y, 1 if index == 0 else 3)
         backward = _times(x, 2) + y + gradients
         share = (stop - start) / features
-        return replace(
+        yield replace(
             whole,
             forward=_part(whole.forward, share, last, _times(y, 3) if index else NOTHING),
             backward=_part(whole.backward, share, last, NOTHING if index else _times(x, 2)),

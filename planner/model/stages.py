@@ -33,8 +33,8 @@ class Stage:
     """The calls, in execution order."""
     operators: tuple[int, ...]
     """Indices of the operators that belong to it, in order of first call; without spanning ones."""
-    input_bytes_of_calls: tuple[int, ...]
-    """For each call, the index in the graph of the call before it, or -1."""
+    start: int
+    """Index in the graph of its first call."""
     spanning: tuple[int, ...]
     """Spanning operators with a call here."""
     opens: tuple[int, ...]
@@ -65,9 +65,7 @@ class StagedModel:
 def _wholes(graph: ModelGraph, slices: frozenset[int]) -> dict[int, int]:
     """Return, for every operator, the first slice of the operator that it is a slice of, or itself."""
     first: dict[tuple[str, ...], int] = {}
-    return {
-        o: first.setdefault(graph.operators[o].modules, o) if o in slices else o for o in range(len(graph.operators))
-    }
+    return {o: first.setdefault(op.modules, o) if o in slices else o for o, op in enumerate(graph.operators)}
 
 
 def _ranges(graph: ModelGraph, spanning: set[int], wholes: dict[int, int]) -> list[tuple[int, int, int | None]]:
@@ -107,17 +105,14 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
     """Cut a model into stages, the same ones however its operators are split; `slices` are slices of one."""
     wholes = _wholes(graph, slices)
     spanning = _spanning(graph, wholes)
-    first = {o: min(i for i, c in enumerate(graph.calls) if c.operator == o) for o in spanning}
-    last = {o: max(i for i, c in enumerate(graph.calls) if c.operator == o) for o in spanning}
-    called = {call.operator for call in graph.calls}
-    idle = tuple(o for o in range(len(graph.operators)) if o not in called)
+    last = {call.operator: index for index, call in enumerate(graph.calls)}
+    first = {call.operator: index for index, call in reversed(list(enumerate(graph.calls)))}
+    idle = tuple(o for o in range(len(graph.operators)) if o not in first)
     classes: dict[object, int] = {}
     stages = []
     for start, stop, block in _ranges(graph, spanning, wholes):
         calls = graph.calls[start:stop]
         operators = tuple(dict.fromkeys(c.operator for c in calls if c.operator not in spanning))
-        opens = tuple(o for o in sorted(spanning) if start <= first[o] < stop)
-        closes = tuple(o for o in sorted(spanning) if start <= last[o] < stop)
         # Whether each spanning operator is yet to come, open, or over: it holds memory accordingly.
         around = tuple((first[o] < stop, last[o] < start) for o in sorted(spanning))
         key: object = (start,)
@@ -134,9 +129,9 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
                 calls=calls,
                 operators=operators,
                 spanning=tuple(o for o in sorted(spanning) if any(c.operator == o for c in calls)),
-                input_bytes_of_calls=tuple(range(start - 1, stop - 1)),
-                opens=opens,
-                closes=closes,
+                start=start,
+                opens=tuple(o for o in sorted(spanning) if start <= first[o] < stop),
+                closes=tuple(o for o in sorted(spanning) if start <= last[o] < stop),
             )
         )
     stage_of = [index for index, stage in enumerate(stages) for _ in stage.calls]

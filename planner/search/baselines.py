@@ -52,22 +52,18 @@ def uniform(space: Space, load: Workload, strategy: Strategy, recompute: bool) -
     return fixed(space, load, choices, strategy if space.model.spanning else None)
 
 
-def _at(space: Space, load: Workload, strategy: Strategy, recompute: bool, limit_bytes: float) -> Baseline:
-    options = uniform(space, load, strategy, recompute)
-    if strategy.spec.by_ddp:
-        options = as_run(options, strategy, None, space, load, limit_bytes=float("inf"))
-    peak = peak_memory(options, load).total_bytes
-    speed = load.samples_per_step / step_time(options, load).total_s
-    return Baseline(strategy.spec.baseline, strategy, recompute, peak <= limit_bytes, load, options, round(peak), speed)
-
-
 def _sizes(
     space: Space, loads: Iterable[Workload], strategy: Strategy, recompute: bool, limit_bytes: float
 ) -> Iterator[Baseline]:
+    name = strategy.spec.baseline
     for load in loads:
-        baseline = _at(space, load, strategy, recompute, limit_bytes)
-        yield baseline
-        if not baseline.feasible and load.accumulation == 1:
+        options = uniform(space, load, strategy, recompute)
+        if strategy.spec.by_ddp:
+            options = as_run(options, strategy, None, space, load, limit_bytes=float("inf"))
+        peak, time = peak_memory(options, load).total_bytes, step_time(options, load)
+        fits, speed = peak <= limit_bytes, load.samples_per_step / time.total_s
+        yield Baseline(name, strategy, recompute, fits, load, options, round(peak), speed)
+        if not fits and load.accumulation == 1:
             return  # More samples at once never need less memory.
 
 

@@ -89,14 +89,10 @@ def choices_of(
 
     `whole` leaves out mixes and splits.
     """
-    if not stage.operators:
-        taken: dict[Slices, None] = {(): None}
-    else:
-        offered = _wholes(stage, strategies) if whole else _assignments(stage, graph, strategies)
-        taken = dict.fromkeys(
-            tuple(pins.strategies.get(o, parts) for o, parts in zip(stage.operators, slices, strict=True))
-            for slices in offered
-        )
+    is_whole = whole or not stage.operators
+    offered = _wholes(stage, strategies) if is_whole else _assignments(stage, graph, strategies)
+    pinned = [pins.strategies.get(operator) for operator in stage.operators]
+    taken = dict.fromkeys(tuple(p or part for p, part in zip(pinned, slices, strict=True)) for slices in offered)
     again = (False, True) if stage.block is not None else (False,)
     if stage.block is not None and stage.block in pins.recompute:
         again = (pins.recompute[stage.block],)

@@ -21,7 +21,9 @@ PuLP is the modelling layer; HiGHS solves (CBC if it is missing).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import pulp
 
@@ -35,29 +37,22 @@ from planner.search.search_space import CandidateSet
 EXACT_STAGES = 8
 """Up to this many stages the exact form is worth trying.  Measured on two CPU cores: mostly under 0.1 s,
 but up to 3 s at 10 stages and over 20 s at 26 where blocks are alike; counting takes 0.03 s."""
-
 EXACT_SECONDS = 2.0
 """Time limit of the exact form, after which its best plan is not proven optimal."""
-
 MANY_RUNS_GAP = 1e-3
 """Relative gap at which the solver may stop on many runs: pricing and local search go on from there.
 Measured on 300 distinct layers: 0.2 s, against more than 15 s for a tenth of it."""
-
 COUNTED_SECONDS = 20.0
 """The same for the counted form; never reached on the models of the zoo."""
-
 FEW_RUNS = 40
 """Up to this many runs, every run gets its memory rows at once (each row is as long as the model)."""
-
 MAX_CUTS = 30
 """Rounds of adding violated moments before the plan is given up as infeasible."""
-
 SMALLEST_CUTS = 3
 """The same rounds for the plan that needs least memory, which is the best of those; eight took 2.5 times as
 long on a model of twelve blocks."""
 SAME_PEAK = 1e-6
 """Relative difference up to which the program's peak equals the decoded plan's, given the solver's tolerance."""
-
 SOLVED = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
 SOLVER_ERROR = 1e-6
 """Relative error by which the solver's tolerances (1e-6 of a row) may raise its bound."""
@@ -72,18 +67,18 @@ class Solution:
     options: tuple[StageCandidate, ...]
     """One option per stage in execution order."""
     picks: tuple[int, ...]
-    """For each stage, the index of its option in the menu."""
+    """For each stage, the index of its option among those of its class."""
     objective_s: float
     """Objective of the integer program."""
     least_s: float = 0.0
     """In exact form: the solver's lower bound on every plan of the candidates within the limit."""
 
 
-def steady_s(option: StageCandidate, menu: CandidateSet) -> float:
+def steady_s(option: StageCandidate, candidates: CandidateSet) -> float:
     """Return what one more stage of this option adds to the step of a long run of it."""
-    four, three = (step_time([option] * count, menu.load) for count in (4, 3))
+    four, three = (step_time([option] * count, candidates.load) for count in (4, 3))
     own_s = four.total_s - four.waiting_s - three.total_s + three.waiting_s
-    return own_s + waiting_s(option, menu.load, menu.syncs_each_microbatch)
+    return own_s + waiting_s(option, candidates.load, candidates.syncs_each_microbatch)
 
 
 def drift_bytes(option: StageCandidate, load: Workload) -> float:
@@ -95,18 +90,17 @@ def drift_bytes(option: StageCandidate, load: Workload) -> float:
 def make_solver(gap: float, seconds: float) -> pulp.LpSolver:
     """Return HiGHS, or CBC where highspy is missing."""
     solver = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap)
-    if solver.available():
-        return solver
-    return pulp.PULP_CBC_CMD(msg=False, timeLimit=seconds, gapRel=gap)
+    return solver if solver.available() else pulp.PULP_CBC_CMD(msg=False, timeLimit=seconds, gapRel=gap)
 
 
 class CountingProgram:
     """Builds and solves the program for one candidate set and one limit."""
 
-    def __init__(self, menu: CandidateSet, limit_bytes: float | None, exact: bool = False) -> None:
-        self.menu, self.load = menu, menu.load
-        self.exact = exact
-        self.runs = tuple((stage_class, 1) for stage_class in menu.stage_classes) if self.exact else menu.runs()
+    def __init__(self, candidates: CandidateSet, limit_bytes: float | None, exact: bool = False) -> None:
+        self.candidates, self.load, self.exact = candidates, candidates.load, exact
+        classes = candidates.stage_classes
+        alike = [[c] for c in classes] if exact else [list(run) for _, run in groupby(classes)]
+        self.runs = [(run[0], len(run)) for run in alike]
         self.gap = 0.0 if len(self.runs) <= FEW_RUNS else MANY_RUNS_GAP
         self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
         self.limit: pulp.LpVariable | float = self.problem.add_variable("limit_mib", 0)
@@ -116,30 +110,30 @@ class CountingProgram:
         self.used: list[list[pulp.LpVariable]] = []
         self.with_rows: set[int] = set()
         """Runs of one stage whose rows have been added."""
-        self.windows = [
-            [overlap_terms(option, self.load, menu.syncs_each_microbatch) for option in self.options(r)]
-            for r in range(len(self.runs))
-        ]
-        for r, (stage_class, length) in enumerate(self.runs):
-            self._add_run(r, len(menu.options[stage_class]), length)
+        syncs = candidates.syncs_each_microbatch
+        self.windows = [[overlap_terms(o, self.load, syncs) for o in self.options(r)] for r in range(len(self.runs))]
+        for r, (_, length) in enumerate(self.runs):
+            self._add_run(r, range(len(self.options(r))), length)
 
-    def _add_run(self, r: int, options: int, length: int) -> None:
-        count = [self._integer(f"n_{r}_{k}", length) for k in range(options)]
+    def _add_run(self, r: int, options: range, length: int) -> None:
+        count = [self.problem.add_variable(f"n_{r}_{k}", 0, length, pulp.LpInteger) for k in options]
         self.problem += pulp.LpAffineExpression([(n, 1) for n in count]) == length
         used = count
         if length > 1:
-            used = [self._integer(f"used_{r}_{k}", 1) for k in range(options)]
+            used = [self.problem.add_variable(f"used_{r}_{k}", 0, 1, pulp.LpInteger) for k in options]
             for n, u in zip(count, used, strict=True):
                 self.problem += pulp.LpAffineExpression([(n, 1), (u, -length)]) <= 0
         self.count.append(count)
         self.used.append(used)
 
-    def _integer(self, name: str, most: int) -> pulp.LpVariable:
-        return self.problem.add_variable(name, 0, most, pulp.LpInteger)
-
     def options(self, r: int) -> tuple[StageCandidate, ...]:
         """Return the options of a run."""
-        return self.menu.options[self.runs[r][0]]
+        return self.candidates.options[self.runs[r][0]]
+
+    def _of_each(self, value: Callable[[int, StageCandidate], float]) -> Terms:
+        """Return value(run, option) as the terms in the counts of all options of all runs."""
+        runs = range(len(self.runs))
+        return {n: value(r, option) for r in runs for n, option in zip(self.count[r], self.options(r), strict=True)}
 
     # --- objective ---
 
@@ -147,13 +141,11 @@ class CountingProgram:
         """Set the objective to the seconds of a step."""
         terms: Terms = {}
         for r in range(len(self.runs)):
-            for k, (n, option) in enumerate(zip(self.count[r], self.options(r), strict=True)):
-                terms[n] = self.windows[r][k].inner_s if self.exact else steady_s(option, self.menu)
+            for n, option, window in zip(self.count[r], self.options(r), self.windows[r], strict=True):
+                terms[n] = window.inner_s if self.exact else steady_s(option, self.candidates)
         if self.exact and self.load.cluster.overlaps:
-            passes = [(False, self.load.accumulation - 1), (True, 1)]
-            for last, repeats in passes:
-                if repeats:
-                    self._add_windows(terms, last, repeats)
+            for last, repeats in self.load.passes:
+                self._add_windows(terms, last, repeats)
         self.problem.setObjective(_expression(terms))
 
     def _terms(self, r: int, name: str) -> Terms:
@@ -172,18 +164,12 @@ class CountingProgram:
             most_s = max(gather.values(), default=0.0)
             several = {n: -most_s for n, w in zip(self.count[r], self.windows[r], strict=True) if not w.single}
             one = {n: -most_s for n in self.count[r] if n not in several}
-            bottom = [[self._terms(r, "bottom_s")], [self._terms(r, bottom_reduce), gather, one]]
+            forward = [[self._terms(r, "forward_s")], [self._terms(r + 1, "first_gather_s")]]
             # A row for stages of one segment only (or of several) is relaxed by the largest gather for the others.
-            windows = {
-                "forward": [[self._terms(r, "forward_s")], [self._terms(r + 1, "first_gather_s")]],
-                "top": [
-                    [self._terms(r, "top_s")],
-                    [reduction, self._terms(r, "top_gather_s")],
-                    [reduction, gather, several],
-                ],
-                "bottom": bottom if several else [],
-            }
-            for name, rows in windows.items():
+            own_gather = self._terms(r, "top_gather_s")
+            top = [[self._terms(r, "top_s")], [reduction, own_gather], [reduction, gather, several]]
+            bottom = [[self._terms(r, "bottom_s")], [self._terms(r, bottom_reduce), gather, one]] if several else []
+            for name, rows in (("forward", forward), ("top", top), ("bottom", bottom)):
                 window = self.problem.add_variable(f"{name}_{r}_{int(last)}", 0)
                 terms[window] = repeats
                 for row in rows:
@@ -196,12 +182,8 @@ class CountingProgram:
 
     def limit_memory(self) -> None:
         """Add the optimizer's row and the rows of every run's ends."""
-        temporaries = self.load.optimizer.temporaries
-        terms: Terms = {}
-        for r in range(len(self.runs)):
-            for n, option in zip(self.count[r], self.options(r), strict=True):
-                terms[n] = option.rest + (1 + temporaries) * option.gradients
-        self._at_most_limit(terms)
+        gradients = 1 + self.load.optimizer.temporaries
+        self._at_most_limit(self._of_each(lambda r, option: option.rest + gradients * option.gradients))
         # Of many runs only the last two can be expected to matter; the others are added when violated.
         first = 0 if len(self.runs) <= FEW_RUNS else len(self.runs) - 2
         for r in range(first, len(self.runs)):
@@ -213,16 +195,15 @@ class CountingProgram:
 
     def _base(self, r: int, forward: bool) -> Terms:
         """Return what other runs hold while run `r` executes, and what every stage holds at rest."""
-        accumulates = self.load.accumulation > 1
-        terms: Terms = {}
-        for q in range(len(self.runs)):
-            for n, option in zip(self.count[q], self.options(q), strict=True):
-                held = float(option.rest)
-                held += option.saved + option.kept if q < r else 0.0
-                held += option.gradients if accumulates or (q > r and not forward) else 0.0
-                held += option.reduced_after_backward if q > r and not forward else 0.0
-                terms[n] = held
-        return terms
+
+        def held(q: int, option: StageCandidate) -> float:
+            is_reduced = q > r and not forward
+            total = float(option.rest)
+            total += option.saved + option.kept if q < r else 0.0
+            total += option.gradients if self.load.accumulation > 1 or is_reduced else 0.0
+            return total + (option.reduced_after_backward if is_reduced else 0.0)
+
+        return self._of_each(held)
 
     def _add_single_rows(self, r: int) -> None:
         self.with_rows.add(r)
@@ -307,10 +288,10 @@ class CountingProgram:
         return float(pulp.value(self.problem.objective)) * (1 - SOLVER_ERROR) if proven else 0.0
 
     @classmethod
-    def smallest(cls, menu: CandidateSet) -> Solution:
+    def smallest(cls, candidates: CandidateSet) -> Solution:
         """Return a plan that needs about the least memory; its objective means nothing."""
-        kept = [lightest(options) for options in menu.options]
-        program = cls(menu.only(kept), None, exact=len(menu.stage_classes) <= EXACT_STAGES)
+        kept = [lightest(options) for options in candidates.options]
+        program = cls(candidates.only(kept), None, exact=len(candidates.stage_classes) <= EXACT_STAGES)
         program.problem.setObjective(pulp.LpAffineExpression([(program.limit, 1)]))
         program.limit_memory()
         best: tuple[float, Solution] | None = None
@@ -319,15 +300,15 @@ class CountingProgram:
             solution = program._decode()
             if solution is None:
                 break
-            peak = peak_memory(solution.options, menu.load)
+            peak = peak_memory(solution.options, candidates.load)
             if best is None or peak.total_bytes < best[0]:
                 best = peak.total_bytes, solution
-            claimed_bytes = solution.objective_s * 2**20 + menu.load.cluster.reserve_bytes
+            claimed_bytes = solution.objective_s * 2**20 + candidates.load.cluster.reserve_bytes
             if peak.stage is None or peak.total_bytes <= claimed_bytes * (1 + SAME_PEAK):
                 break
             program._cut_off(solution, claimed_bytes)
         assert best is not None, "without a limit there is a plan"
-        picks = tuple(kept[stage_class][k] for stage_class, k in zip(menu.stage_classes, best[1].picks, strict=True))
+        picks = tuple(kept[c][k] for c, k in zip(candidates.stage_classes, best[1].picks, strict=True))
         return replace(best[1], picks=picks)
 
     def _decode(self) -> Solution | None:
@@ -340,7 +321,7 @@ class CountingProgram:
             if len(from_top) != length:
                 return None  # Out of time without a plan, though the status is "feasible".
             picks += reversed(from_top)
-        return Solution(self.menu.picked(picks), tuple(picks), pulp.value(self.problem.objective))
+        return Solution(self.candidates.picked(picks), tuple(picks), pulp.value(self.problem.objective))
 
     def _cut_off(self, solution: Solution, limit_bytes: float) -> None:
         """Add the moment at which the decoded plan exceeds the limit."""
@@ -371,8 +352,8 @@ def _expression(terms: Terms) -> pulp.LpAffineExpression:
     return pulp.LpAffineExpression([(variable, value) for variable, value in terms.items() if value])
 
 
-def fastest(menu: CandidateSet, limit_bytes: float, exact: bool = False) -> Solution | None:
+def fastest(candidates: CandidateSet, limit_bytes: float, exact: bool = False) -> Solution | None:
     """Return the fastest plan of the candidates within a limit, or None if none fits."""
-    program = CountingProgram(menu, limit_bytes, exact)
+    program = CountingProgram(candidates, limit_bytes, exact)
     program.minimise_time()
     return program.solve(limit_bytes)

@@ -17,54 +17,42 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from planner.cost.ddp import can_replicate
 from planner.cost.peak_memory import peak_memory
-from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
-from planner.pricing import replica
+from planner.pricing import Options, PricedPlan, replica
 from planner.search.search_space import Space
 from planner.strategies.replicate import COPY
 
 
-@dataclass(frozen=True)
-class Replicated:
-    """The fastest plan that DistributedDataParallel runs within the limit, if it beats the floor."""
+def fastest_replicated(
+    space: Space, loads: Sequence[Workload], limit_bytes: float, floor: float
+) -> tuple[PricedPlan | None, float]:
+    """Return the fastest plan of more than `floor` samples per second, and what no such plan exceeds.
 
-    load: Workload | None = None
-    """None if none does."""
-    options: tuple[StageCandidate, ...] = ()
-    samples_per_s: float = 0.0
-    bound_samples_per_s: float = 0.0
-    """No such plan of any workload is faster, but for those below the floor."""
-
-
-def fastest_replicated(space: Space, loads: Sequence[Workload], limit_bytes: float, floor: float) -> Replicated:
-    """Return the fastest plan of more than `floor` samples per second; `loads` by growing micro-batch."""
-    best, speed = Replicated(), floor
+    `loads` are by growing micro-batch.
+    """
+    best, speed, top = None, floor, 0.0
     pinned = space.pins.strategies.values()
     taken = [COPY, *space.idle_strategies(loads[0].cluster), *(strategy for slices in pinned for strategy in slices)]
     is_split = any(len(slices) > 1 for slices in pinned)
     if is_split or not can_replicate(space.graph, taken, loads[0].precision):
-        return best
+        return None, 0.0
     for load in loads:
         sizing = _Sizing(space, load, limit_bytes)
         least_s = sizing.least_s()
-        if least_s is None:
-            if load.accumulation == 1:
-                break  # More samples at once never need less memory.
-            continue
-        bound = load.samples_per_step / sizing.bound_s(least_s)
+        if least_s is None and load.accumulation == 1:
+            break  # More samples at once never need less memory.
+        bound = 0.0 if least_s is None else load.samples_per_step / sizing.bound_s(least_s)
         if bound <= speed:
             continue
-        best = replace(best, bound_samples_per_s=max(best.bound_samples_per_s, bound))
-        options = sizing.fewest_recomputed()
-        found = load.samples_per_step / step_time(options, load).total_s if options else 0.0
-        if found > speed:
-            best, speed = replace(best, load=load, options=options, samples_per_s=found), found
-    return best
+        top = max(top, bound)
+        plan = PricedPlan(load, space, COPY if space.model.spanning else None, sizing.fewest_recomputed())
+        if plan.options and plan.samples_per_s > speed:
+            best, speed = plan, plan.samples_per_s
+    return best, top
 
 
 class _Sizing:
@@ -78,16 +66,14 @@ class _Sizing:
         self.pinned = [stage.block in always for stage in self.stages]
         self.plain = self.replica.options(self.pinned)
         again = self.replica.options([stage.block is not None for stage in self.stages])
-        pairs = list(zip(self.plain, again, strict=True))
-        self.saving = [without.saved - with_.saved for without, with_ in pairs]
+        self.saving = [without.saved - with_.saved for without, with_ in zip(self.plain, again, strict=True)]
         self.cost_s = [load.accumulation * sum(s.recompute_s for s in option.segments) for option in again]
         useful = [j for j, stage in enumerate(self.stages) if stage.block in free and self.saving[j] > 0]
         # From the bottom: blocks there are recomputed when little else is held.
         self.order = sorted(useful, key=lambda j: self.cost_s[j] / self.saving[j])
 
-    @property
     def excess_bytes(self) -> float:
-        """What is held above the limit when the last stage's backward begins and nothing is recomputed."""
+        """Return what is held above the limit when the last stage's backward begins and nothing is recomputed."""
         held = float(sum(option.rest + option.gradients for option in self.plain)) + self.load.cluster.reserve_bytes
         held += self.replica.gradients if self.load.accumulation > 1 else 0
         held += sum(option.saved for option in self.plain[:-1])
@@ -98,7 +84,7 @@ class _Sizing:
 
     def least_s(self) -> float | None:
         """Return R, or None if recomputing everything is not enough."""
-        excess, seconds = self.excess_bytes, 0.0
+        excess, seconds = self.excess_bytes(), 0.0
         for j in self.order:
             if excess <= 0:
                 break
@@ -113,10 +99,10 @@ class _Sizing:
         hidden_s = min(time.exposed_communication_s, least_s / self.load.accumulation)
         return time.total_s + least_s - (hidden_s if self.load.cluster.hides_buckets else 0.0)
 
-    def fewest_recomputed(self) -> tuple[StageCandidate, ...]:
+    def fewest_recomputed(self) -> Options:
         """Return the options with as few recomputed blocks, taken in order, as fit; none if all do not do."""
 
-        def options(count: int) -> tuple[StageCandidate, ...]:
+        def options(count: int) -> Options:
             chosen = set(self.order[:count])
             return self.replica.options([again or j in chosen for j, again in enumerate(self.pinned)])
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from planner.cost.peak_memory import MemoryPeak
 from planner.cost.workload import Workload
 from planner.pins import Pin, on_cluster, resolve
+from planner.pricing import PricedPlan
 from planner.problem import Task
-from planner.search.least_memory import LeastMemoryPlan, is_ruled_out, smallest_plan
+from planner.search.least_memory import is_ruled_out, smallest_plan
 from planner.search.search_space import Space
 from profiler.byte_sizes import MIB, format_bytes, whole_mib
 from profiler.errors import OsdpError
@@ -91,38 +92,39 @@ class NothingFits(OsdpError):  # noqa: N818, it is what happened, as PeerLost is
 def _advice(refusal: Refusal) -> Iterator[str]:
     """Yield the changes that help, each confirmed by the cost functions."""
     device, needed_bytes = refusal.load.cluster.device, refusal.advised_bytes or refusal.needed_bytes
-    if needed_bytes <= device.memory_bytes.value:
-        yield f"--mem {needed_bytes // MIB}MB"
-    else:
-        yield f"a device with more memory than the {format_bytes(device.memory_bytes.value)} of {device.name}"
-    for remedy in refusal.remedies:
-        yield f"{remedy.change} (then {format_bytes(remedy.needed_bytes)} is enough)"
+    more = f"a device with more memory than the {format_bytes(device.memory_bytes.value)} of {device.name}"
+    yield f"--mem {needed_bytes // MIB}MB" if needed_bytes <= device.memory_bytes.value else more
+    yield from (f"{each.change} (then {format_bytes(each.needed_bytes)} is enough)" for each in refusal.remedies)
     if not refusal.remedies:
         yield "a smaller model or shorter sequences (--seq), which were not tried"
 
 
-def refusal_of(smallest: LeastMemoryPlan, space: Space, task: Task) -> Refusal:
+def refusal_of(smallest: PricedPlan, space: Space, task: Task) -> Refusal:
     """Return why no plan of a task fits, given the plan that needs least memory."""
-    candidate, peak = smallest.candidate, smallest.peak
-    operator = candidate.space.operator_at(peak)
+    operator = smallest.space.operator_at(smallest.peak)
     largest = sorted(space.graph.operators, key=lambda operator: -operator.numel)[:2]
-    attempts = _changes(task, candidate.load)
-    remedies = tuple(remedy for change in attempts for remedy in _first_enough(space, change, task))
+    attempts = (_first_enough(space, change, task) for change in _changes(task, smallest.load))
+    remedies = tuple(remedy for remedy in attempts if remedy)
     name, names = operator.name if operator else "", tuple(operator.name for operator in largest)
-    return Refusal(task.limit_bytes, peak, candidate.load, name, names, remedies)
+    return Refusal(task.limit_bytes, smallest.peak, smallest.load, name, names, remedies)
 
 
-def _first_enough(space: Space, attempts: Iterable[tuple[str, Workload]], task: Task) -> Iterator[Remedy]:
-    """Yield the first of several attempts at one change after which a plan fits, if any."""
+def _first_enough(space: Space, attempts: Iterable[tuple[str, Workload]], task: Task) -> Remedy | None:
+    """Return the first of several attempts at one change after which a plan fits, if any."""
     for change, load in attempts:
         is_alike = load.cluster == task.cluster or not task.pins.strategies
         there = space if is_alike else Space(task.graph, pins=on_cluster(task.pins, load.cluster))
         if is_ruled_out(there, load, task.limit_bytes):
             continue
-        needed_bytes = smallest_plan(there, load, task.limit_bytes).needed_bytes
-        if needed_bytes <= task.limit_bytes:
-            yield Remedy(change, needed_bytes)
-            return
+        if found := _remedy(change, there, load, task.limit_bytes):
+            return found
+    return None
+
+
+def _remedy(change: str, space: Space, load: Workload, limit_bytes: int) -> Remedy | None:
+    """Return a change as a remedy if a plan fits in the space that it leads to."""
+    needed_bytes = whole_mib(smallest_plan(space, load, limit_bytes).peak.total_bytes)
+    return Remedy(change, needed_bytes) if needed_bytes <= limit_bytes else None
 
 
 def _changes(task: Task, load: Workload) -> Iterator[Iterable[tuple[str, Workload]]]:
@@ -160,16 +162,13 @@ def _with_more_ranks(task: Task, load: Workload) -> Iterator[tuple[str, Workload
         yield change, replace(load, cluster=larger, accumulation=repeats)
 
 
-def blame(task: Task, load: Workload, pins: Sequence[Pin]) -> Iterator[Remedy]:
-    """Yield each pin without which some plan fits; the removal of all of them if no single removal is enough."""
-    without = {f"without --pin '{pin}'": [*pins[:index], *pins[index + 1 :]] for index, pin in enumerate(pins)}
-    guilty = [remedy for change, rest in without.items() for remedy in _without(task, load, change, rest)]
-    yield from guilty or (_without(task, load, "without any pin", []) if len(pins) > 1 else ())
+def blame(task: Task, load: Workload, pins: Sequence[Pin]) -> list[Remedy]:
+    """Return each pin without which some plan fits; the removal of all of them if no single removal is enough."""
 
+    def without(change: str, rest: Sequence[Pin]) -> Remedy | None:
+        free = Space(task.graph, pins=resolve(rest, task.graph, task.cluster))
+        return _remedy(change, free, load, task.limit_bytes)
 
-def _without(task: Task, load: Workload, change: str, rest: Sequence[Pin]) -> Iterator[Remedy]:
-    """Yield the remedy of keeping only the other pins, if a plan fits then."""
-    free = Space(task.graph, pins=resolve(rest, task.graph, task.cluster))
-    needed_bytes = smallest_plan(free, load, task.limit_bytes).needed_bytes
-    if needed_bytes <= task.limit_bytes:
-        yield Remedy(change, needed_bytes)
+    each = [without(f"without --pin '{pin}'", [*pins[:k], *pins[k + 1 :]]) for k, pin in enumerate(pins)]
+    found = each if any(each) or len(pins) < 2 else [without("without any pin", [])]
+    return [remedy for remedy in found if remedy]

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,6 @@ Indices = NDArray[np.intp]
 
 TOLERANCE = 1e-5
 """Relative loss of the bound that is accepted for stopping within a run of equal stages."""
-
 ROUNDS = 4
 """Grids of prices, each three times finer than the one before."""
 
@@ -71,11 +71,6 @@ class _Faces:
     starts: Indices
     """Where each upward face starts in `order`."""
 
-    @property
-    def inner_s(self) -> Array:
-        """Seconds that depend on no neighbour."""
-        return self.windows[:, _INNER]
-
 
 _INNER, _FORWARD, _TOP, _TOP_GATHER, _BOTTOM, _SINGLE = (
     OverlapTerms._fields.index(name) for name in ("inner_s", "forward_s", "top_s", "top_gather_s", "bottom_s", "single")
@@ -85,10 +80,8 @@ _DOWNWARD = OverlapTerms._fields.index("last_gather_s")
 _BOTTOM_REDUCE = [OverlapTerms._fields.index(name) for name in ("bottom_reduce_s", "last_bottom_reduce_s")]
 
 
-def _faces(options: Sequence[StageCandidate], menu: CandidateSet) -> _Faces:
-    windows = np.array(
-        [overlap_terms(option, menu.load, menu.syncs_each_microbatch) for option in options], dtype=np.float64
-    )
+def _faces(options: Sequence[StageCandidate], load: Workload, syncs: bool) -> _Faces:
+    windows = np.array([overlap_terms(option, load, syncs) for option in options], dtype=np.float64)
     upward, upward_of = np.unique(windows[:, _UPWARD], axis=0, return_inverse=True)
     downward, downward_of = np.unique(windows[:, _DOWNWARD], return_inverse=True)
     upward_of = upward_of.reshape(-1)
@@ -103,37 +96,39 @@ def _edges_s(faces: _Faces, above: Array, below: Array, load: Workload) -> Array
     gather, single = below[None, None, :], numbers[:, _SINGLE] > 0
     own_gather = np.where(single, gather, numbers[:, _TOP_GATHER])
     total = load.accumulation * np.maximum(numbers[:, _FORWARD], above[None, :, :1])
-    for last, times in ((0, load.accumulation - 1), (1, 1)):
-        if times:
-            top = np.maximum(numbers[:, _TOP], above[None, :, 1 + last, None] + own_gather)
-            bottom = np.maximum(numbers[:, _BOTTOM], numbers[:, _BOTTOM_REDUCE[last]] + gather)
-            total = total + times * (top + np.where(single, 0.0, bottom))
+    for last, times in load.passes:
+        top = np.maximum(numbers[:, _TOP], above[None, :, 1 + last, None] + own_gather)
+        bottom = np.maximum(numbers[:, _BOTTOM], numbers[:, _BOTTOM_REDUCE[last]] + gather)
+        total = total + times * (top + np.where(single, 0.0, bottom))
     return total
 
 
 class ChainBound:
     """The dynamic program for one candidate set."""
 
-    def __init__(self, menu: CandidateSet) -> None:
-        self.menu, self.load = menu, menu.load
-        self.faces = [_faces(options, menu) for options in menu.options]
-        self.tables: dict[tuple[int | None, int, int | None], Array] = {}
-        self._held: dict[tuple[int, int, MemoryEvent | None], Array] = {}
+    def __init__(self, candidates: CandidateSet) -> None:
+        self.candidates, self.load = candidates, candidates.load
+        self.faces = [_faces(options, self.load, candidates.syncs_each_microbatch) for options in candidates.options]
         self._duals: dict[tuple[float, MemoryEvent, int], tuple[float, float]] = {}
-        self._table_lists: dict[tuple[int | None, int, int | None], Any] = {}
+        faces, load, options = self.faces, self.load, candidates.options  # not `self`: chains are large, and many
 
-    def table(self, above: int | None, stage_class: int, below: int | None) -> Array:
-        """Return the edge terms of a class between two others (None: the end of the chain)."""
-        key = (above, stage_class, below)
-        if key not in self.tables:
-            upward = np.zeros((1, 3)) if above is None else self.faces[above].upward
-            downward = np.zeros(1) if below is None else self.faces[below].downward
-            self.tables[key] = _edges_s(self.faces[stage_class], upward, downward, self.load)
-        return self.tables[key]
+        @cache
+        def table(above: int | None, stage_class: int, below: int | None) -> Array:
+            """Return the edge terms of a class between two others (None: the end of the chain)."""
+            upward = np.zeros((1, 3)) if above is None else faces[above].upward
+            downward = np.zeros(1) if below is None else faces[below].downward
+            return _edges_s(faces[stage_class], upward, downward, load)
+
+        @cache
+        def held(stage_class: int, relation: int, moment: Moment | None) -> Array:
+            return np.array([_held(option, relation, moment, load) for option in options[stage_class]])
+
+        self.table, self._held = table, held
+        self._table_list = cache(lambda above, stage_class, below: table(above, stage_class, below).tolist())
 
     def stage_s(self, picks: Sequence[int], index: int) -> float:
         """Return the seconds of one stage between its neighbours; over all stages they sum to the step."""
-        classes, repeats, pick = self.menu.stage_classes, self.load.accumulation, picks[index]
+        classes, repeats, pick = self.candidates.stage_classes, self.load.accumulation, picks[index]
         top, bottom = index + 1 == len(classes), index == 0
         above, below = None if top else classes[index + 1], None if bottom else classes[index - 1]
         upward = 0 if above is None else self._lists[above][1][picks[index + 1]]
@@ -150,34 +145,19 @@ class ChainBound:
     @cached_property
     def _lists(self) -> list[tuple[Any, ...]]:
         # Plain lists: one-element look-ups in numpy arrays cost several times as much.
-        return [
-            (
-                f.inner_s.tolist(),
-                f.upward_of.tolist(),
-                f.downward_of.tolist(),
-                f.downward[f.downward_of].tolist(),
-                f.upward[f.upward_of].tolist(),
-            )
-            for f in self.faces
-        ]
-
-    def _table_list(self, above: int | None, stage_class: int, below: int | None) -> Any:
-        key = (above, stage_class, below)
-        if key not in self._table_lists:
-            self._table_lists[key] = self.table(above, stage_class, below).tolist()
-        return self._table_lists[key]
+        found = []
+        for f in self.faces:
+            parts = f.windows[:, _INNER], f.upward_of, f.downward_of, f.windows[:, _DOWNWARD], f.windows[:, _UPWARD]
+            found.append(tuple(part.tolist() for part in parts))
+        return found
 
     def memory(self, event: MemoryEvent) -> list[Array]:
         """Return, for each stage, the bytes of each option at a moment."""
         rows: list[Array] = []
-        for index, stage_class in enumerate(self.menu.stage_classes):
+        for index, stage_class in enumerate(self.candidates.stage_classes):
             # For stages further away only the side counts; 9: in the optimizer step.
             relation = 9 if event.stage is None else max(-2, min(2, index - event.stage))
-            key = (stage_class, relation, event if abs(relation) < 2 else None)
-            if key not in self._held:
-                options = self.menu.options[stage_class]
-                self._held[key] = np.array([_held(option, relation, event, self.load) for option in options])
-            rows.append(self._held[key])
+            rows.append(self._held(stage_class, relation, event.moment if abs(relation) < 2 else None))
         return rows
 
     def least(self, memory: Sequence[Array], prices: Array) -> Array:
@@ -189,9 +169,9 @@ class ChainBound:
         lower bound, and off by at most `TOLERANCE`.
         """
         value: Array | None = None
-        index = len(self.menu.stage_classes) - 1
+        index = len(self.candidates.stage_classes) - 1
         while index >= 0:
-            faces = self.faces[self.menu.stage_classes[index]]
+            faces = self.faces[self.candidates.stage_classes[index]]
             costs = self._extend(index, value, memory, prices)
             before, value = value, np.minimum.reduceat(costs[:, faces.order], faces.starts, axis=1)
             index -= 1
@@ -209,35 +189,28 @@ class ChainBound:
 
     def _alike_below(self, index: int, memory: Sequence[Array]) -> int:
         """Return how many stages directly below one add the same to V as it does."""
-        classes, count = self.menu.stage_classes, 0
+        classes = (None, *self.candidates.stage_classes, None)
 
         def rule(i: int) -> tuple[object, ...]:
-            return (
-                classes[i],
-                classes[i - 1] if i else None,
-                classes[i + 1] if i + 1 < len(classes) else None,
-                id(memory[i]),
-            )
+            return classes[i : i + 3], id(memory[i])
 
-        while index - count - 1 >= 0 and rule(index - count - 1) == rule(index):
-            count += 1
-        return count
+        return sum(1 for _ in takewhile(lambda i: rule(i) == rule(index), range(index - 1, -1, -1)))
 
     def _extend(self, index: int, value: Array | None, memory: Sequence[Array], prices: Array) -> Array:
         """Return the cost of this stage and all above, shape (prices, options, faces below).
 
         `value` is the same for the stage above, minimised to (prices, its upward faces, faces below).
         """
-        classes, repeats = self.menu.stage_classes, self.load.accumulation
+        classes, repeats = self.candidates.stage_classes, self.load.accumulation
         faces = self.faces[classes[index]]
         above = classes[index + 1] if index + 1 < len(classes) else None
         below = classes[index - 1] if index else None
         table = self.table(above, classes[index], below)
-        cost = faces.inner_s[None] + prices[:, None] * memory[index][None]
+        cost = faces.windows[None, :, _INNER] + prices[:, None] * memory[index][None]
         if above is None:
-            cost = cost + repeats * faces.downward[faces.downward_of]
+            cost = cost + repeats * faces.windows[:, _DOWNWARD]
         if below is None:
-            ends = faces.upward[faces.upward_of]
+            ends = faces.windows[:, _UPWARD]
             cost = cost + repeats * ends[:, 0] + (repeats - 1) * ends[:, 1] + ends[:, 2]
         if value is None:
             best = np.broadcast_to(table[None, :, 0, :], (len(prices), table.shape[0], table.shape[2]))
@@ -248,17 +221,14 @@ class ChainBound:
 
     def sequence(self, memory: Sequence[Array], price: float) -> tuple[int, ...]:
         """Return, for each stage, the option of a sequence that attains `least` at one price."""
-        prices, classes = np.array([price]), self.menu.stage_classes
+        prices, classes = np.array([price]), self.candidates.stage_classes
         value: Array | None = None
-        costs: list[Array] = []
-        values: list[Array] = []
-        for index in range(len(classes) - 1, -1, -1):
+        costs, values = dict[int, Array](), dict[int, Array]()
+        for index in reversed(range(len(classes))):
             faces = self.faces[classes[index]]
-            costs.append(self._extend(index, value, memory, prices)[0])
-            value = np.minimum.reduceat(costs[-1][faces.order], faces.starts, axis=0)[None]
-            values.append(value[0])
-        costs.reverse()
-        values.reverse()
+            costs[index] = self._extend(index, value, memory, prices)[0]
+            values[index] = np.minimum.reduceat(costs[index][faces.order], faces.starts, axis=0)
+            value = values[index][None]
         picks = [int(np.argmin(costs[0][:, 0]))]
         for index in range(1, len(classes)):
             # The best upward face for the stage below, and the cheapest option with it.
@@ -291,15 +261,15 @@ class ChainBound:
     def _dual(self, limit_bytes: float, event: MemoryEvent, rounds: int) -> tuple[float, float]:
         room = limit_bytes - self.load.cluster.reserve_bytes
         memory = self.memory(event)
-        best, price = self.free_s, 0.0
-        scale = self.free_s / max(room, 1.0)
+        best, price, scale = self.free_s, 0.0, self.free_s / max(room, 1.0)
         low, high, steps = -7.0, 5.0, 13
         for _ in range(rounds):
             exponents = np.linspace(low, high, steps)
-            duals = self.least(memory, scale * 2.0**exponents) - scale * 2.0**exponents * room
+            prices = scale * 2.0**exponents
+            duals = self.least(memory, prices) - prices * room
             top = int(np.argmax(duals))
             if duals[top] > best:
-                best, price = float(duals[top]), float(scale * 2.0 ** exponents[top])
+                best, price = float(duals[top]), float(prices[top])
             width = (high - low) / (steps - 1)
             low, high, steps = exponents[top] - width, exponents[top] + width, 7
         return best, price
@@ -335,8 +305,8 @@ class ChainBound:
         return best, best_event
 
 
-def _held(option: StageCandidate, relation: int, event: MemoryEvent, load: Workload) -> float:
-    """Return the bytes that one stage's option adds at the event."""
+def _held(option: StageCandidate, relation: int, moment: Moment | None, load: Workload) -> float:
+    """Return the bytes that one stage's option adds at a moment of a stage so far away, None if far."""
     if relation == 9:
         return option.rest + (1 + load.optimizer.temporaries) * option.gradients
     held = float(option.rest)
@@ -346,25 +316,21 @@ def _held(option: StageCandidate, relation: int, event: MemoryEvent, load: Workl
         held += option.reduced_after_backward
     if relation < 0:
         held += option.saved + option.kept
-    assert event.moment is not None, "an event in a stage is a moment"
-    if abs(relation) == 1:
-        # Above a stage that reduces nothing there may be the buffer of another: counted as zero in a lower bound.
-        held += neighbour_bytes(event.moment, *beside(option, relation > 0))
+    if moment is None:
+        return held
     if relation == 0:
-        held += max((option.bytes_at(m) for m in option.moments if m.sees == event.moment.sees), default=0.0)
-    return held
+        return held + max((option.bytes_at(m) for m in option.moments if m.sees == moment.sees), default=0.0)
+    # Above a stage that reduces nothing there may be the buffer of another: counted as zero in a lower bound.
+    return held + neighbour_bytes(moment, *beside(option, relation > 0))
 
 
-def events_near(menu: CandidateSet, stage: int | None) -> tuple[MemoryEvent, ...]:
+def events_near(candidates: CandidateSet, stage: int | None) -> tuple[MemoryEvent, ...]:
     """Return the moments at which memory is priced: in the given stage, in the last two, and the optimizer step."""
-    count = len(menu.stage_classes)
+    count = len(candidates.stage_classes)
     stages = dict.fromkeys(s for s in (stage, count - 1, count - 2) if s is not None and 0 <= s < count)
     found: list[MemoryEvent] = []
     for s in stages:
-        seen = {moment.sees: moment for option in menu.options[menu.stage_classes[s]] for moment in option.moments}
-        found += [
-            MemoryEvent(s, m)
-            for m in seen.values()
-            if m.phase != "forward" and (m.neighbours.above or m.neighbours.below)
-        ]
+        options = candidates.options[candidates.stage_classes[s]]
+        seen = {moment.sees: moment for option in options for moment in option.moments if moment.phase != "forward"}
+        found += [MemoryEvent(s, m) for m in seen.values() if m.neighbours.above or m.neighbours.below]
     return (*found, MemoryEvent(None))

@@ -12,28 +12,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from planner.cost.peak_memory import peak_memory
-from planner.cost.stage_option import StageCandidate
 from planner.search.lagrangian_bound import ChainBound, MemoryEvent, events_near
 from planner.search.search_space import CandidateSet
 
 MAX_PASSES = 6
 """Passes over all moves; on the models of the zoo the third already finds none."""
-
 HIGHEST_PRICE = 64.0
 """Top of the price range, in steps' time for the whole limit."""
 PRICE_STEPS = 18
 """Halvings of the price range."""
-
 REACH = 50
 """How far apart two stages may be to be swapped: more pairs cost time and never helped."""
 
 
 class LocalSearch:
-    """Improves one plan of a menu."""
+    """Improves one plan of a candidate set."""
 
-    def __init__(self, menu: CandidateSet, limit_bytes: float, chain: ChainBound | None = None) -> None:
-        self.menu, self.limit_bytes = menu, limit_bytes
-        self.chain = chain or ChainBound(menu)
+    def __init__(self, candidates: CandidateSet, limit_bytes: float, chain: ChainBound | None = None) -> None:
+        self.candidates, self.limit_bytes = candidates, limit_bytes
+        self.chain = chain or ChainBound(candidates)
 
     def around_s(self, picks: list[int], stages: Iterable[int]) -> float:
         """Return the seconds of the given stages and of their neighbours."""
@@ -43,9 +40,9 @@ class LocalSearch:
 
     def moves(self, picks: list[int]) -> Iterator[dict[int, int]]:
         """Yield moves as {stage: new option}, for `picks` as they are when the move is asked for."""
-        classes = self.menu.stage_classes
+        classes = self.candidates.stage_classes
         for i, stage_class in enumerate(classes):
-            for option in range(len(self.menu.options[stage_class])):
+            for option in range(len(self.candidates.options[stage_class])):
                 if picks[i] != option:
                     yield {i: option}
             for j in range(i + 1, min(len(classes), i + 1 + REACH)):
@@ -72,17 +69,17 @@ class LocalSearch:
 
     def _watch_peak(self, picks: list[int]) -> None:
         """Record the peak and the memory left there: a move that needs more cannot fit."""
-        peak = peak_memory(self.options(picks), self.menu.load)
+        peak = peak_memory(self.candidates.picked(picks), self.candidates.load)
         self.held: list[list[float]] = []
         self.room_bytes = 0.0
         if peak.phase == "forward":
             return  # Rarely the peak, and not an event that can be priced.
-        events = [event for event in events_near(self.menu, peak.stage) if event.stage == peak.stage]
+        events = [event for event in events_near(self.candidates, peak.stage) if event.stage == peak.stage]
         rows = [self.chain.memory(event) for event in events]
         held = [sum(row[pick] for row, pick in zip(memory, picks, strict=True)) for memory in rows]
         top = int(np.argmax(held))
         self.held = [row.tolist() for row in rows[top]]
-        self.room_bytes = self.limit_bytes - self.menu.load.cluster.reserve_bytes - held[top]
+        self.room_bytes = self.limit_bytes - self.candidates.load.cluster.reserve_bytes - held[top]
 
     def _held(self, move: Mapping[int, int]) -> float:
         return sum(self.held[i][pick] for i, pick in move.items()) if self.held else 0.0
@@ -107,8 +104,4 @@ class LocalSearch:
 
     def fits(self, picks: Sequence[int]) -> bool:
         """Return whether a plan is within the limit."""
-        return peak_memory(self.options(picks), self.menu.load).total_bytes <= self.limit_bytes
-
-    def options(self, picks: Sequence[int]) -> tuple[StageCandidate, ...]:
-        """Return the options of a plan."""
-        return self.menu.picked(picks)
+        return peak_memory(self.candidates.picked(picks), self.candidates.load).total_bytes <= self.limit_bytes

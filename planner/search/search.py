@@ -21,21 +21,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.cost.peak_memory import peak_memory
-from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_scalars
-from planner.pricing import PricedPlan
-from planner.problem import Progress, Task, micro_batches
+from planner.pricing import Options, PricedPlan
+from planner.problem import NO_PINS, Progress, Task, micro_batches
 from planner.search.baselines import Baseline, baselines
 from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits, refusal_of
 from planner.search.lagrangian_bound import ChainBound, events_near
 from planner.search.least_memory import smallest_of
 from planner.search.search_space import CandidateSet, Space, Spanning
-from planner.search.solve_menu import PROVEN, solve
-from planner.strategies.replicate import COPY
-from planner.strategies.spec import Strategy
+from planner.search.solve_candidates import PROVEN, solve
 
 EXACT_BUDGET_S = 2.0
 """CPU time after which the exact form of the program is no longer tried, as it can take seconds for each point where
@@ -53,8 +49,7 @@ class Found:
     space: Space
     """The space that the plan is priced in: with the operators split that the plan splits."""
     load: Workload
-    options: tuple[StageCandidate, ...]
-    """One per stage in execution order."""
+    options: Options
     spanning: Spanning
     samples_per_s: float
     bound_samples_per_s: float
@@ -78,8 +73,6 @@ class Found:
 class _Point:
     """One point of the sweep; ordered by falling bound."""
 
-    load: Workload
-    menu: CandidateSet
     chain: ChainBound
     bound: float
     """Upper bound on samples per second."""
@@ -98,16 +91,16 @@ class _Point:
 
         `stage` is where a plan of this point was seen to peak.
         """
-        samples = self.load.samples_per_step
+        samples = self.chain.load.samples_per_step
         enough_s = samples / floor if floor else float("inf")
-        bound_s = self.chain.bound_s(limit_bytes, events_near(self.menu, stage), enough_s)
+        bound_s = self.chain.bound_s(limit_bytes, events_near(self.chain.candidates, stage), enough_s)
         return replace(self, bound=min(self.bound, samples / bound_s), full=True)
 
     def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
         """Yield one point for each strategy of the spanning operators."""
-        for spanning in space.spanning_offered(self.load):
-            menu = space.menu(self.load, spanning, self.menu.syncs_each_microbatch)
-            if child := _quick_point(menu, limit_bytes, False, self.price):
+        for spanning in space.spanning_offered(self.chain.load):
+            candidates = space.candidates(self.chain.load, spanning, self.chain.candidates.syncs_each_microbatch)
+            if child := _quick_point(candidates, limit_bytes, False, self.price):
                 yield replace(child, bound=min(self.bound, child.bound))
 
 
@@ -122,29 +115,24 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
     for operator in task.graph.operators:
         check_scalars(operator)
     space = space or Space(task.graph, pins=task.pins)
-    loads = tuple(
-        space.workload(task.cluster, task.optimizer, task.graph.precision, *sizes, task.waits(*sizes))
-        for sizes in micro_batches(task)
-    )
+    settings = task.cluster, task.optimizer, task.graph.precision
+    loads = tuple(space.known_load(Workload(*settings, *sizes, task.waits(*sizes))) for sizes in micro_batches(task))
     rivals = baselines(space, loads, task.limit_bytes)
-    fitting = [] if space.has_pins else [baseline for baseline in rivals if baseline.feasible]  # those have no pins
+    fitting = [baseline for baseline in rivals if baseline.feasible and task.pins == NO_PINS]  # rivals have no pins
     best = max(fitting, key=lambda baseline: baseline.samples_per_s, default=None)
-    incumbent = _candidate(best.load, space, best.strategy, best.options) if best else None
-    replicated = fastest_replicated(space, loads, task.limit_bytes, incumbent.samples_per_s if incumbent else 0.0)
-    if replicated.load is not None:
-        incumbent = _candidate(replicated.load, space, COPY, replicated.options)
+    tied = best.strategy if best and space.model.spanning else None
+    incumbent = PricedPlan(best.load, space, tied, best.options) if best else None
+    replicated, ddp_top = fastest_replicated(space, loads, task.limit_bytes, best.samples_per_s if best else 0.0)
     queue = _points(space, loads, task.limit_bytes, progress)
     count = len(queue)
-    incumbent, top = _best_first(queue, space, task.limit_bytes, incumbent, progress)
-    top = max(top, replicated.bound_samples_per_s)
-    if incumbent is None:
-        smallest = smallest_of(space, loads, task.limit_bytes)
-        if smallest.peak.total_bytes > task.limit_bytes:
-            raise NothingFits(refusal_of(smallest, space, task))
-        incumbent = smallest.candidate
+    plan, top = _best_first(queue, space, task.limit_bytes, replicated or incumbent, progress)
+    if plan is None:
+        plan = smallest_of(space, loads, task.limit_bytes)
+        if plan.peak.total_bytes > task.limit_bytes:
+            raise NothingFits(refusal_of(plan, space, task))
     progress("done", 1.0)
-    plan, took_s = incumbent, time.perf_counter() - started
-    speed, bound = plan.samples_per_s, max(top, plan.samples_per_s)
+    speed, took_s = plan.samples_per_s, time.perf_counter() - started
+    bound = max(top, ddp_top, speed)
     return Found(plan.space, plan.load, plan.options, plan.spanning, speed, bound, rivals, count, took_s)
 
 
@@ -178,28 +166,26 @@ def _best_first(
 def _solve(point: _Point, space: Space, limit_bytes: int, exact: bool) -> tuple[PricedPlan | None, float]:
     """Return the best plan found at a point, and what no plan of the point exceeds in samples per second."""
     best, least_s = solve(point.chain, space, limit_bytes, exact)
-    bound = min(point.bound, point.load.samples_per_step / least_s) if least_s else point.bound
+    bound = min(point.bound, point.chain.load.samples_per_step / least_s) if least_s else point.bound
     # Finding no plan proves nothing.
     if best is not None and best.samples_per_s < bound * (1 - PROVEN):
-        peak = peak_memory(best.options, point.load)
-        bound = min(bound, point.tightened(limit_bytes, 0.0, peak.stage).bound)
+        bound = min(bound, point.tightened(limit_bytes, 0.0, best.peak.stage).bound)
     return best, bound
 
 
-def _quick_point(menu: CandidateSet, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:
+def _quick_point(candidates: CandidateSet, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:
     """Return a point with memory priced at one moment only; None if memory rules it out.
 
     `near` is a good price of memory for a similar point.
     """
-    if not all(menu.options):
+    if not all(candidates.options):
         return None
-    chain, events = ChainBound(menu), events_near(menu, None)
+    chain, events = ChainBound(candidates), events_near(candidates, None)
     if any(chain.least_bytes(event) > limit_bytes for event in events):
         return None
-    event = events[0]
-    bound_s, price = chain.near(limit_bytes, event, near) if near else chain.dual(limit_bytes, event, rounds=1)
-    bound = menu.load.samples_per_step / bound_s
-    return _Point(menu.load, menu, chain, bound, full=False, price=price, relaxed=relaxed)
+    bound_s, price = chain.near(limit_bytes, events[0], near) if near else chain.dual(limit_bytes, events[0], rounds=1)
+    bound = chain.load.samples_per_step / bound_s
+    return _Point(chain, bound, full=False, price=price, relaxed=relaxed)
 
 
 def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress: Progress) -> list[_Point]:
@@ -209,15 +195,10 @@ def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress:
         progress("bounding", index / len(loads))
         # With uneven micro-batches, plans that synchronise ranks once per step wait less: they get points of their own.
         branches = (True, False) if load.waits.per_micro_batch != load.waits.per_step else (True,)
-        menus = [space.relaxed_menu(load, syncs) for syncs in branches]
-        found = [_quick_point(menu, limit_bytes, relaxed=bool(space.model.spanning)) for menu in menus]
+        relaxed = [space.relaxed_candidates(load, syncs) for syncs in branches]
+        found = [_quick_point(candidates, limit_bytes, bool(space.model.spanning)) for candidates in relaxed]
         points += [point for point in found if point]
         if found[0] is None and load.accumulation == 1:
             break  # More samples at once never need less memory.
     heapq.heapify(points)
     return points
-
-
-def _candidate(load: Workload, space: Space, strategy: Strategy, options: tuple[StageCandidate, ...]) -> PricedPlan:
-    """Return a plan in which everything takes one strategy."""
-    return PricedPlan(load, space, strategy if space.model.spanning else None, (), options)

@@ -14,18 +14,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import accumulate, groupby, product
+from itertools import product
 
 import numpy as np
 
 from planner.cost.peak_memory import MemoryPeak
-from planner.cost.stage_costs import StageCosts, UnitCosts
+from planner.cost.stage_costs import Costs, StageCosts, UnitCosts
 from planner.cost.stage_option import StageCandidate, ambient, make_option
-from planner.cost.stragglers import NO_WAITS, Waits
-from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.cost.workload import Workload
-from planner.model.operator_split import slice_operators
+from planner.model.operator_split import slice_operators, slice_starts
 from planner.model.stages import StagedModel, cut
 from planner.problem import NO_PINS, Pins
 from planner.search.candidates import MANY_CLASSES, StageDecision, choices_of, first_and_least, light_stages
@@ -38,8 +36,8 @@ from profiler.model_graph import ModelGraph, Operator
 
 Owned = frozenset[int] | None
 """Operators that other ranks own; None: on the mean over ranks."""
+
 NOWHERE: Owned = frozenset()
-"""No operator is owned by another rank."""
 
 Spanning = Strategy | tuple[Strategy, ...] | None
 """Strategies of the spanning operators: one for all, one for each, or None if there are none."""
@@ -49,7 +47,7 @@ Priced = list[tuple[StageDecision, StageCandidate]]
 
 @dataclass(frozen=True)
 class CandidateSet:
-    """The options of every stage, for one workload and one strategy of the spanning operators (`menu` for short)."""
+    """The options of every stage, for one workload and one strategy of the spanning operators."""
 
     load: Workload
     spanning: Spanning
@@ -62,19 +60,6 @@ class CandidateSet:
     """The choice behind each option."""
     syncs_each_microbatch: bool = True
     """Whether its plans are charged for waiting in every micro-batch (`planner.cost.step_time`)."""
-
-    @classmethod
-    def of(
-        cls, load: Workload, spanning: Spanning, stage_classes: tuple[int, ...], found: Sequence[Priced], syncs: bool
-    ) -> CandidateSet:
-        """Make it from (choice, option) pairs, one list for each class of stages."""
-        options = tuple(tuple(option for _, option in pairs) for pairs in found)
-        choices = tuple(tuple(choice for choice, _ in pairs) for pairs in found)
-        return cls(load, spanning, stage_classes, options, choices, syncs)
-
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """Return (class, length) of maximal runs of alike stages in execution order."""
-        return tuple((stage_class, len(list(run))) for stage_class, run in groupby(self.stage_classes))
 
     def only(self, kept: Sequence[Sequence[int]]) -> CandidateSet:
         """Return it with only these options of each class of stages."""
@@ -99,9 +84,7 @@ class CandidateSet:
 class _MeanCosts(UnitCosts):
     """Costs of units averaged over ranks, rounded down."""
 
-    def __call__(
-        self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False
-    ) -> tuple[UnitBytes, UnitTraffic]:
+    def __call__(self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False) -> Costs:
         mine, traffic = super().__call__(operators, strategy, elsewhere)
         if not strategy.spec.has_owner or elsewhere:
             return mine, traffic
@@ -113,9 +96,8 @@ class _MeanCosts(UnitCosts):
 
 def _around(option: StageCandidate, unsharded: int, gradients: int) -> StageCandidate:
     """Return an option with the memory of spanning operators that have no call in its stage."""
-    if not unsharded and not gradients:
-        return option
-    return replace(option, ambient_unsharded=unsharded, ambient_gradients=gradients)
+    changed = unsharded or gradients
+    return replace(option, ambient_unsharded=unsharded, ambient_gradients=gradients) if changed else option
 
 
 class Space:
@@ -129,31 +111,27 @@ class Space:
         self.graph, self.counts, self.pins = graph, dict(counts or {}), pins
         self.model: StagedModel = cut(*slice_operators(graph, self.counts))
         self._check_pins()
-        names = [(stage.stage_class, self._pinned(stage.operators, stage.block)) for stage in self.model.stages]
+        again = [None if stage.block is None else pins.recompute.get(stage.block) for stage in self.model.stages]
+        taken = [tuple(map(pins.strategies.get, stage.operators)) for stage in self.model.stages]
+        names = list(zip((stage.stage_class for stage in self.model.stages), taken, again, strict=True))
         order = {name: position for position, name in enumerate(dict.fromkeys(names))}
         self.stage_classes = tuple(order[name] for name in names)
         self.examples = [self.stage_classes.index(stage_class) for stage_class in range(len(order))]
+        self.light = light_stages(self.model.stages, self.model.graph)
         self._units: dict[tuple[object, ...], UnitCosts] = {}
         self._loads: dict[tuple[object, ...], Workload] = {}
-        self.light = light_stages(self.model.stages, self.model.graph)
         self._offers: dict[tuple[object, ...], tuple[StageDecision, ...]] = {}
-        self._sliced: dict[tuple[tuple[int, int], ...], Space] = {}
+        self.with_slices = cache(self._with_slices)
         self.stage_costs = cache(lambda c, load: StageCosts(self.model, self.examples[c], load))
-        self._variant_costs = cache(
-            lambda c, counts, load: StageCosts(self._variant(c, counts)[0], self.examples[c], load)
-        )
+        self._variant_costs = cache(lambda c, n, load: StageCosts(self._variant(c, n)[0], self.examples[c], load))
         self._variant = cache(self._make_variant)
         self._alone = cache(self._make_alone)
         self.option = cache(self._option)
         self._worthwhile = cache(self._make_worthwhile)
-        self.menu = cache(self._menu)
-        self.relaxed_menu = cache(self._relaxed_menu)
+        self.candidates = cache(self._candidates)
+        self.relaxed_candidates = cache(self._relaxed_candidates)
 
     # --- pins ---
-
-    def _pinned(self, operators: tuple[int, ...], block: int | None) -> tuple[object, ...]:
-        again = None if block is None else self.pins.recompute.get(block)
-        return (*(self.pins.strategies.get(o) for o in operators), again)
 
     def _check_pins(self) -> None:
         for operator in (*self.model.spanning, *self.model.idle):
@@ -162,41 +140,17 @@ class Space:
                 expected = "one strategy, as it is called in several stages or never"
                 raise OsdpError(what, got="a pin with several slices", expected=expected)
 
-    @property
-    def has_pins(self) -> bool:
-        """Whether the user fixed any choice."""
-        return bool(self.pins.strategies or self.pins.recompute)
-
     def idle_strategies(self, cluster: Cluster) -> tuple[Strategy, ...]:
         """Return the strategies of operators that are never called: pinned ones, else those of least memory."""
         least = max(strategies_on(cluster), key=lambda strategy: strategy.group)
         return tuple(self.pins.strategies.get(o, (least,))[0] for o in self.model.idle)
 
-    def spanning_strategies(self, cluster_strategies: Sequence[Strategy]) -> tuple[Spanning, ...]:
-        """Return the strategies that the spanning operators may take."""
-        spanning, pinned = self.model.spanning, self.pins.strategies
-        if not spanning:
-            return (None,)
-        if pinned.keys().isdisjoint(spanning):
-            return tuple(cluster_strategies)
-        return tuple(dict.fromkeys(tuple(pinned.get(o, (s,))[0] for o in spanning) for s in cluster_strategies))
-
     # --- options ---
 
-    def workload(
-        self,
-        cluster: Cluster,
-        optimizer: str,
-        precision: str,
-        micro_batch: int,
-        accumulation: int = 1,
-        waits: Waits = NO_WAITS,
-    ) -> Workload:
-        """Return a workload, the same object for equal arguments, because it is the key of caches."""
-        key = (id(cluster), optimizer, precision, micro_batch, accumulation, waits)
-        if key not in self._loads:
-            self._loads[key] = Workload(cluster, optimizer, precision, micro_batch, accumulation, waits)
-        return self._loads[key]
+    def known_load(self, load: Workload) -> Workload:
+        """Return the first workload that equalled this one: the caches here compare workloads by identity."""
+        settings = (load.optimizer_name, load.precision, load.micro_batch, load.accumulation, load.waits)
+        return self._loads.setdefault((id(load.cluster), *settings), load)
 
     def _make_variant(self, stage_class: int, counts: tuple[int, ...]) -> tuple[StagedModel, dict[int, int]]:
         """Return the model with one example's operators split, and for each of its operators the one of this model."""
@@ -218,7 +172,7 @@ class Space:
     ) -> StageCandidate:
         here = self.model.stages[self.examples[stage_class]].spanning
         option = self._alone(stage_class, choice, spanning if here else None, load, elsewhere)
-        return _around(option, *self._ambient(stage_class, spanning, load)) if spanning else option
+        return _around(option, *self._ambient(stage_class, spanning, load))
 
     def _ambient(self, stage_class: int, spanning: Spanning, load: Workload) -> tuple[int, int]:
         around = self.spanning_choices(spanning)
@@ -271,13 +225,13 @@ class Space:
 
     def choices(self, stage_class: int, load: Workload) -> tuple[StageDecision, ...]:
         """Return the choices of a class of stages, without those that no plan needs at any micro-batch."""
-        uneven = load.waits.are_uneven
-        key = (stage_class, id(load.cluster), load.precision, load.optimizer_name, uneven)
+        example, uneven = self.examples[stage_class], load.waits.are_uneven
+        key = (example, id(load.cluster), load.precision, load.optimizer_name, uneven)
         if key not in self._offers:
-            stage, strategies = self.model.stages[self.examples[stage_class]], strategies_on(load.cluster, uneven)
+            stage, strategies = self.model.stages[example], strategies_on(load.cluster, uneven)
             if self.pins.strategies.keys().isdisjoint(stage.operators):
                 strategies = self._offered(stage.operators, strategies, load)
-            light = self.examples[stage_class] in self.light
+            light = example in self.light
             whole = light or self.is_diverse
             strategies = first_and_least(strategies, light) if whole else strategies
             self._offers[key] = tuple(choices_of(stage, self.model.graph, strategies, self.pins, whole))
@@ -302,76 +256,68 @@ class Space:
 
     def spanning_offered(self, load: Workload) -> tuple[Spanning, ...]:
         """Return the strategies of the spanning operators that the search tries."""
-        strategies = strategies_on(load.cluster, load.waits.are_uneven)
-        if self.pins.strategies.keys().isdisjoint(self.model.spanning):
-            strategies = self._offered(self.model.spanning, strategies, load, alone=True)
-        return self.spanning_strategies(strategies)
+        strategies, spanning = strategies_on(load.cluster, load.waits.are_uneven), self.model.spanning
+        if not spanning:
+            return (None,)
+        if self.pins.strategies.keys().isdisjoint(spanning):
+            return self._offered(spanning, strategies, load, alone=True)
+        return tuple(dict.fromkeys(tuple(self.pins.strategies.get(o, (s,))[0] for o in spanning) for s in strategies))
 
-    def _menu_options(self, stage_class: int, spanning: Spanning, load: Workload) -> Priced:
-        """Return the choices of a class of stages and an option of each, on the mean rank if ranks differ."""
+    def _make_worthwhile(self, stage_class: int, spanning: Spanning, load: Workload, syncs: bool) -> Priced:
+        """Return the undominated choices of a class of stages and their options, on the mean rank if ranks differ.
+
+        They leave out the memory of spanning operators called only elsewhere: it is the same for all of them, so it
+        does not affect dominance.
+        """
         others = {*self.spanning_choices(spanning).values(), *self.idle_strategies(load.cluster)}
         found = []
         for choice in self.choices(stage_class, load):
             differ = any(strategy.spec.has_owner for strategy in (*choice.strategies, *others))
-            found.append((choice, self._alone(stage_class, choice, spanning, load, None if differ else NOWHERE)))
-        return found
-
-    def _make_worthwhile(self, stage_class: int, spanning: Spanning, load: Workload, syncs: bool) -> Priced:
-        """Return the undominated choices, without the memory of spanning operators called only elsewhere.
-
-        That memory is the same for all of them, so it does not affect dominance.
-        """
-        pairs = self._menu_options(stage_class, spanning, load)
-        found = [pair for pair in pairs if syncs or not pair[1].syncs_each_microbatch]
+            option = self._alone(stage_class, choice, spanning, load, None if differ else NOWHERE)
+            if syncs or not option.syncs_each_microbatch:
+                found.append((choice, option))
         return [found[k] for k in undominated(option_numbers([option for _, option in found], load, syncs))]
 
-    def _menu(self, load: Workload, spanning: Spanning, syncs: bool = True) -> CandidateSet:
+    def _candidates(self, load: Workload, spanning: Spanning, syncs: bool = True) -> CandidateSet:
         """Return the options of every stage under given strategies of the spanning operators.
 
         With `syncs`, plans are charged as if ranks waited for each other in every micro-batch, as most do.  Without,
         only options with which ranks wait once per step are kept, and charged so.  Every plan is in one of the two
         sets at its own price, and in the other, if at all, at no lower one.
         """
-        found = []
-        for stage_class, example in enumerate(self.examples):
-            here = spanning if self.model.stages[example].spanning else None
-            pairs = self._worthwhile(stage_class, here, load, syncs)
-            held = self._ambient(stage_class, spanning, load) if spanning else (0, 0)
-            found.append([(choice, _around(option, *held)) for choice, option in pairs])
-        return CandidateSet.of(load, spanning, self.stage_classes, found, syncs)
+        return CandidateSet(load, spanning, self.stage_classes, *self._options_of((spanning,), load, syncs), syncs)
 
-    def _relaxed_menu(self, load: Workload, syncs: bool = True) -> CandidateSet:
-        """Return candidates that cost no plan more than its price, whatever strategy the spanning operators take.
-
-        Stages that call them choose among all their strategies independently; elsewhere they hold the least.
-        """
+    def _relaxed_candidates(self, load: Workload, syncs: bool = True) -> CandidateSet:
+        """Return candidates that cost no plan more than its price, whatever strategy the spanning operators take."""
         takes = self.spanning_offered(load)
         if len(takes) == 1:
-            return self.menu(load, takes[0], syncs)
-        found = []
+            return self.candidates(load, takes[0], syncs)
+        found = self._options_of(takes, load, syncs)
+        return CandidateSet(load, None, self.stage_classes, *found, syncs).without_dominated()
+
+    def _options_of(
+        self, takes: Sequence[Spanning], load: Workload, syncs: bool
+    ) -> tuple[tuple[tuple[StageCandidate, ...], ...], tuple[tuple[StageDecision, ...], ...]]:
+        """Return the options and their choices, by class of stages, whichever of `takes` the spanning operators take.
+
+        Stages that call them choose among all of these independently; elsewhere the operators hold the least.
+        """
+        options, choices = [], []
         for stage_class, example in enumerate(self.examples):
             held = [self._ambient(stage_class, take, load) for take in takes]
-            if self.model.stages[example].spanning:
-                pairs = list[tuple[StageDecision, StageCandidate]]()
-                for take, around in zip(takes, held, strict=True):
-                    own = self._worthwhile(stage_class, take, load, syncs)
-                    pairs += [(choice, _around(option, *around)) for choice, option in own]
-                found.append(pairs)
-                continue
-            least = min(unsharded for unsharded, _ in held), min(gradients for _, gradients in held)
-            pairs = self._worthwhile(stage_class, None, load, syncs)
-            found.append([(choice, _around(option, *least)) for choice, option in pairs])
-        return CandidateSet.of(load, None, self.stage_classes, found, syncs).without_dominated()
+            around = list(zip(takes, held, strict=True))
+            if not self.model.stages[example].spanning:
+                around = [(None, (min(unsharded for unsharded, _ in held), min(gradients for _, gradients in held)))]
+            pairs = [(*pair, at) for take, at in around for pair in self._worthwhile(stage_class, take, load, syncs)]
+            options.append(tuple(_around(option, *at) for _, option, at in pairs))
+            choices.append(tuple(choice for choice, _, _ in pairs))
+        return tuple(options), tuple(choices)
 
-    def with_slices(self, counts: Mapping[int, int]) -> Space:
+    def _with_slices(self, counts: tuple[tuple[int, int], ...]) -> Space:
         """Return the space of the model with operators split, with pins of operators that the search never splits."""
-        key = tuple(sorted(counts.items()))
-        if key not in self._sliced:
-            starts = [0, *accumulate(counts.get(index, 1) for index in range(len(self.graph.operators)))]
-            alone = {*self.model.spanning, *self.model.idle}
-            pins = {starts[o]: slices for o, slices in self.pins.strategies.items() if o in alone}
-            self._sliced[key] = Space(self.graph, counts, Pins(pins))
-        return self._sliced[key]
+        starts, alone = slice_starts(self.graph, dict(counts)), {*self.model.spanning, *self.model.idle}
+        pins = {starts[o]: slices for o, slices in self.pins.strategies.items() if o in alone}
+        return Space(self.graph, dict(counts), Pins(pins))
 
     def operator_at(self, peak: MemoryPeak) -> Operator | None:
         """Return the operator at which a plan peaks; None in the optimizer step.

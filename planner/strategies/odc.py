@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.collectives import Operation
 from planner.strategies.spec import Collective, Phase, Strategy, StrategySpec, Volume
 from profiler.cluster.cluster import Cluster
 
@@ -31,6 +32,8 @@ class OneSided(StrategySpec):
     """Pulled and pushed inside a group."""
 
     wrapping: str = "one_sided"
+    gather: Operation = "pull"
+    reduction: Operation = "push"
     one_sided: bool = True
 
     def groups(self, cluster: Cluster) -> tuple[int, ...]:
@@ -40,19 +43,13 @@ class OneSided(StrategySpec):
         return uneven and not strategy.offload
 
     def collectives(self, volume: Volume, strategy: Strategy, cluster: Cluster) -> tuple[Collective, ...]:
-        group, replicas = strategy.group, cluster.world_size // strategy.group
+        pulled, again, pushed, across = super().collectives(volume, strategy, cluster)
         # The first accumulator is read and written to the gradient, each other is read and added; all are cleared.
-        moved = 4 * strategy.accumulators - 1
+        moved = 4 * self.accumulators(strategy) - 1
         copied = volume.rested + volume.gathered + moved * volume.reduced
-        return (
-            Collective("pull", group, 1, volume.gathered, "forward"),
-            Collective("pull", group, 1, volume.gathered, "backward"),
-            Collective("push", group, 1, volume.reduced, "reduce"),
-            Collective("barrier", group, 1, 0, "step"),
-            Collective("all_reduce", replicas, group, volume.reduced // group, "step"),
-            Collective("publish", group, 1, copied // group, "step"),
-            Collective("barrier", group, 1, 0, "step"),
-        )
+        publish = Collective("publish", strategy.group, 1, copied // strategy.group, "step")
+        barrier = Collective("barrier", strategy.group, 1, 0, "step")
+        return pulled, again, pushed, barrier, across, publish, barrier
 
     def host_copies(self, strategy: Strategy, cluster: Cluster) -> tuple[tuple[Phase, bool], ...]:
         return ("step", False), ("step", True)

@@ -13,29 +13,15 @@ before backward, and SG from what it gets, without further buffers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from planner.strategies.spec import StrategySpec
 
-from planner.strategies.spec import Collective, Strategy, StrategySpec, Volume
-from profiler.cluster.cluster import Cluster
-
-
-@dataclass(frozen=True)
-class Owner(StrategySpec):
-    """Whole tensors on one rank each."""
-
-    def collectives(self, volume: Volume, strategy: Strategy, cluster: Cluster) -> tuple[Collective, ...]:
-        return (
-            Collective("broadcast", strategy.group, 1, volume.gathered, "forward"),
-            Collective("broadcast", strategy.group, 1, volume.gathered, "backward"),
-            Collective("reduce", strategy.group, 1, volume.reduced, "reduce"),
-        )
-
-
-SPEC = Owner(
+SPEC = StrategySpec(
     "owner",
     70,
     "whole tensors on one rank each; broadcast for forward and backward",
     wrapping="owner",
+    gather="broadcast",
+    reduction="reduce",
     joins=False,
     has_owner=True,
     stalls=True,

@@ -74,11 +74,6 @@ class Strategy:
         return self.secondary or not self.keeps_unsharded
 
     @property
-    def accumulators(self) -> int:
-        """How many accumulators each rank has in its window; 0 if there is no window."""
-        return self.spec.accumulators(self)
-
-    @property
     def parts(self) -> int:
         """Number of equal parts that each tensor is cut into."""
         return 1 if self.spec.has_owner else self.group
@@ -132,6 +127,10 @@ class StrategySpec:
     """Common name of the configuration in which all operators take it, if plans are compared with that."""
     stride: int = 1
     """Distance of neighbours in the group that a copy is split over; if it is not 1, groups times it are the world."""
+    gather: Operation = "all_gather"
+    """What makes a unit whole before forward and before backward."""
+    reduction: Operation = "reduce_scatter"
+    """What reduces its gradients in every micro-batch."""
     keeps_unsharded: bool = False
     """Whether unsharded parameters live from forward to backward."""
     joins: bool = True
@@ -173,15 +172,15 @@ class StrategySpec:
         """Return what a unit sends; groups of one rank and empty tensors are left out by `unit_collectives`."""
         group, replicas = strategy.group, cluster.world_size // strategy.group
         return (
-            Collective("all_gather", group, self.stride, volume.gathered, "forward"),
+            Collective(self.gather, group, self.stride, volume.gathered, "forward"),
             *self.backward_gathers(volume, strategy),
-            Collective("reduce_scatter", group, self.stride, volume.reduced, "reduce"),
+            Collective(self.reduction, group, self.stride, volume.reduced, "reduce"),
             Collective("all_reduce", replicas, group if self.stride == 1 else 1, volume.reduced // group, "step"),
         )
 
     def backward_gathers(self, volume: Volume, strategy: Strategy) -> tuple[Collective, ...]:
         """Return what is sent before backward."""
-        again = Collective("all_gather", strategy.group, self.stride, volume.gathered, "backward")
+        again = Collective(self.gather, strategy.group, self.stride, volume.gathered, "backward")
         return () if self.keeps_unsharded else (again,)
 
     def extra_s(self, collective: Collective, cluster: Cluster) -> float:
@@ -204,7 +203,7 @@ class StrategySpec:
         return ()
 
     def accumulators(self, strategy: Strategy) -> int:
-        """Return how many accumulators a window has; 0 if there is no window."""
+        """Return how many accumulators each rank has in its window; 0 if there is no window."""
         return 0
 
 

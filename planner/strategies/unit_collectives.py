@@ -29,12 +29,9 @@ def unit_collectives(
     Offload copies between host and device are not collectives: see `planner.cost.unit_communication`.
     """
     parameters = tuple(parameters)
-    trained = [parameter for parameter in parameters if parameter.trainable]
-    volume = Volume(
-        gathered=COMPUTE_BYTES[precision] * padded_numel(parameters, strategy.parts),
-        reduced=REDUCE_BYTES * padded_numel(trained, strategy.parts),
-        rested=MASTER_BYTES * padded_numel(parameters, strategy.parts),
-    )
+    every = padded_numel(parameters, strategy.parts)
+    trained = padded_numel((parameter for parameter in parameters if parameter.trainable), strategy.parts)
+    volume = Volume(COMPUTE_BYTES[precision] * every, REDUCE_BYTES * trained, MASTER_BYTES * every)
     sent = strategy.spec.collectives(volume, strategy, cluster)
     sent = tuple(c for c in sent if c.ranks > 1 and (c.size_bytes > 0 or c.operation == "barrier"))
     if not cluster.ring:

@@ -17,8 +17,6 @@ from profiler.cluster.measurements import Measured, RingRule
 class Device:
     """One accelerator (or one rank's share of a CPU)."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
     name: str
     """Marketing name."""
     kind: str
@@ -41,8 +39,6 @@ class Device:
 class Link:
     """One level of the network, as ring collectives see it (alpha-beta)."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
     latency_s: Figure
     """Time per ring step that does not depend on the size."""
     bytes_per_s: Figure
@@ -52,8 +48,6 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class Host:
     """One rank's share of its node's host, as offload uses it."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     link_bytes_per_s: Figure
     """Rate of copies between device and host, each direction, while all ranks of the node copy."""
@@ -65,7 +59,7 @@ class Host:
 class Cluster:
     """`nodes` x `gpus_per_node` equal devices."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # holds for all that is inside, too
     SCHEMA: ClassVar[str] = "osdp.cluster/1"
 
     schema: str

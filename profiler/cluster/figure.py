@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A number and where it comes from."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     value: float
     """SI value; the field that holds the figure gives the unit."""

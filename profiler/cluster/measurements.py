@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 from annotated_types import Ge
 
 from profiler.cluster.figure import Figure
 from profiler.model_graph import Call, ModelGraph
 
-_STRICT: dict[str, Any] = {"extra": "forbid"}
 NotNegative = Annotated[float, Ge(0)]
 GroupSize = Annotated[int, Ge(2)]
 Stride = Annotated[int, Ge(1)]
@@ -32,8 +31,6 @@ Stride = Annotated[int, Ge(1)]
 @dataclass(frozen=True, slots=True)
 class FitSegment:
     """One line of a piecewise linear time."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     from_bytes: float
     """Smallest size that it covers; the first segment starts at 0."""
@@ -49,8 +46,6 @@ class CollectiveTimes:
 
     The time includes the copies into and out of flat tensors that `fully_shard` makes around it.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     operation: str
     """`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `reduce`, `pull`, `push` or `publish`."""
@@ -77,8 +72,6 @@ class CollectiveTimes:
 class CallTimes:
     """Seconds that one kind of call computes while all ranks compute."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
     key: str
     """`call_key` of the calls that it covers."""
     name: str
@@ -97,8 +90,6 @@ class CallTimes:
 class OptimizerTimes:
     """How long an optimizer step takes while all ranks take theirs."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
     name: str
     """`adam`, `adamw` or `sgd`."""
     s_per_tensor: Figure
@@ -115,8 +106,6 @@ class OptimizerTimes:
 class RingRule:
     """A group in which OSDP's ring reduce-scatter was measured to be faster than the backend's."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
     ranks: GroupSize
     stride: Stride
     from_bytes: NotNegative
@@ -126,8 +115,6 @@ class RingRule:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """The measurements of one profile."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     date: str
     """When, ISO 8601."""
@@ -163,10 +150,8 @@ class Measured:
     def times_of(self, operation: str, ranks: int, stride: int, algorithm: str) -> CollectiveTimes | None:
         """Return the times of a collective in a group, if they were measured."""
         wanted = operation, ranks, stride, algorithm
-        for times in self.collectives:
-            if (times.operation, times.ranks, times.stride, times.algorithm) == wanted:
-                return times
-        return None
+        found = (one for one in self.collectives if (one.operation, one.ranks, one.stride, one.algorithm) == wanted)
+        return next(found, None)
 
 
 def call_key(graph: ModelGraph, call: Call) -> str:

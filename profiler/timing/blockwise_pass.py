@@ -16,9 +16,9 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs
 from profiler.timing.stopwatch import Clock, Stopwatch
-from profiler.trace.autograd_order import next_number
+from profiler.trace.autograd_order import next_number, number_of
 from profiler.trace.metered_pass import find_loss, replaced_forwards
 
 
@@ -39,9 +39,7 @@ class PassTimes:
     entries: Sequence[int]
     """Operator of each."""
     forward_s: Sequence[float]
-    """Seconds of its forward."""
     backward_s: Sequence[float]
-    """Seconds of its backward."""
     saved_bytes: Sequence[int]
     """Activations that it was the first to keep for backward; empty if not counted."""
 
@@ -61,7 +59,8 @@ class PassError(Exception):
 
 
 class _Label(NamedTuple):
-    direction: Literal["forward", "backward"]
+    direction: str
+    """`forward` or `backward`."""
     entry: int
 
 
@@ -71,8 +70,7 @@ def run_blockwise(
     blocks: Collection[str],
     inputs: Inputs,
     clock: Clock,
-    *,
-    count_saved: bool = False,
+    count_saved: bool,
 ) -> PassTimes:
     """Run one forward and backward, cut at the blocks; counting what is kept for backward makes it slower.
 
@@ -85,17 +83,13 @@ def run_blockwise(
         is_block = path in blocks
         return run.watched(forward, operators.get(path), is_block) if is_block or path in operators else None
 
-    saved = _Saved((*module.parameters(), *module.buffers()), run) if count_saved else None
-    with replaced_forwards(module, watched), saved.counting() if saved else nullcontext():
+    saved = _Saved((*module.parameters(), *module.buffers()), run)
+    counting = saved_tensors_hooks(saved.keep, lambda tensor: tensor) if count_saved else nullcontext()
+    with replaced_forwards(module, watched), counting:
         run.go(module, inputs)
-    totals = run.watch.totals()
-    every = range(len(run.entries))
-    return PassTimes(
-        entries=run.entries,
-        forward_s=[totals.get(_Label("forward", entry), 0.0) for entry in every],
-        backward_s=[totals.get(_Label("backward", entry), 0.0) for entry in every],
-        saved_bytes=[saved.bytes[entry] for entry in every] if saved else [],
-    )
+    totals, every = run.watch.totals(), range(len(run.entries))
+    forward_s, backward_s = ([totals.get(_Label(way, i), 0.0) for i in every] for way in ("forward", "backward"))
+    return PassTimes(run.entries, forward_s, backward_s, [saved.bytes[i] for i in every] if count_saved else [])
 
 
 class _Run:
@@ -202,15 +196,10 @@ class _Run:
                 continue
             if node.name().endswith("AccumulateGrad"):  # these have no numbers of their own
                 leaves[node] = node.variable  # type: ignore[attr-defined]
-            elif (number := _number(node)) not in found and number not in self._done:
+            elif (number := number_of(node)) not in found and number not in self._done:
                 found[number] = node
                 stack += [below for below, _ in node.next_functions]
         return found, list(leaves.values())
-
-
-def _number(node: Node) -> int:
-    """Return a node's number. Private API, as in `profiler.trace.autograd_order`; tried on torch 2.13."""
-    return int(node._sequence_nr())
 
 
 class _Saved:
@@ -222,11 +211,8 @@ class _Saved:
         self._resident = [tensor.untyped_storage() for tensor in resident]
         self._seen = {storage.data_ptr(): weakref.ref(storage) for storage in self._resident}
 
-    def counting(self) -> AbstractContextManager[Any]:
-        """Return the context in which to run."""
-        return saved_tensors_hooks(self._keep, lambda tensor: tensor)
-
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Note that autograd keeps the tensor."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._seen and not self._run.in_backward:

@@ -14,10 +14,10 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from profiler.trace.trace import PRECISIONS
 
@@ -66,24 +66,20 @@ def timed_s(work: Callable[[], object], device: torch.device) -> float:
 def measure_rates(device: torch.device, repetitions: int, barrier: Callable[[], None]) -> DeviceRates:
     """Return this rank's rates; a collective call."""
     rows, count = MATRIX[device.type], ELEMENTS[device.type]
-    matrices = {name: torch.randn(rows, rows, device=device).to(dtype) for name, dtype in PRECISIONS.items()}
+    works: dict[str, Callable[[], object]] = {}
+    for name, dtype in PRECISIONS.items():
+        matrix = torch.randn(rows, rows, device=device).to(dtype)
+        works[name] = partial(torch.matmul, matrix, matrix)
     vector = torch.randn(count, device=device)
     other, out = torch.randn_like(vector), torch.empty_like(vector)
-
-    def product(matrix: Tensor) -> Callable[[], object]:
-        return lambda: matrix @ matrix
-
-    works: dict[str, Callable[[], object]] = {name: product(matrix) for name, matrix in matrices.items()}
     works["add"] = lambda: torch.add(vector, other, out=out)
     works["gelu"] = lambda: torch.nn.functional.gelu(vector)
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    for round_number in range(repetitions + 1):
+    for _ in range(repetitions + 1):
         for name, work in works.items():
             barrier()
-            took_s = timed_s(work, device)
-            if round_number:  # The first one allocates.
-                seconds[name].append(took_s)
-    middle = {name: median(found) for name, found in seconds.items()}
+            seconds[name].append(timed_s(work, device))
+    middle = {name: median(found[1:]) for name, found in seconds.items()}  # The first one allocates.
     add, gelu = 12 * count / middle["add"], 8 * count / middle["gelu"]
     return DeviceRates({name: 2.0 * rows**3 / middle[name] for name in PRECISIONS}, (add * gelu) ** 0.5)
 

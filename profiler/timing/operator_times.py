@@ -10,7 +10,7 @@ With t_c,r the seconds of call c in repetition r, the time of a kind of call k i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from profiler.cluster.measurements import CallTimes, call_key
-from profiler.errors import OsdpError, first_line
+from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.timing.blockwise_pass import PassError, PassTimes, run_blockwise
@@ -28,6 +28,7 @@ from profiler.timing.shared_weights import build, real_inputs, shared_weights
 from profiler.timing.stopwatch import Clock, clock_of
 from profiler.trace.dataless_device import training
 from profiler.trace.trace import PRECISIONS
+from profiler.trace.trace_errors import explain
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,19 @@ def measure_calls(
             runs: list[PassTimes] = []
             for _ in range(1 + warm_up + repetitions):
                 barrier()
-                runs.append(bench.run(count_saved=not runs))
+                runs.append(bench.run(not runs))
                 done += 1
                 progress(done, passes)
-            points.append(_Point(graph, size, runs[0], runs[1 + warm_up :]))
-    return _times(graph, points, bool(bench.blocks) or not graph.blocks)
+            points.append(_point(graph, size, runs[0], runs[1 + warm_up :]))
+    names: dict[str, str] = {}
+    for call in graph.calls:
+        names.setdefault(call_key(graph, call), f"{graph.name} {graph.operators[call.operator].name}")
+    calls = []
+    for key, name in names.items():
+        forward_s, backward_s, saved_bytes = zip(*(figures[key] for figures, _ in points), strict=True)
+        calls.append(CallTimes(key, name, sizes, forward_s, backward_s, saved_bytes))
+    disagreement = tuple(one for _, one in points)
+    return ComputeTimes(tuple(calls), disagreement, cut=bool(bench.blocks) or not graph.blocks)
 
 
 class _Bench:
@@ -100,21 +109,18 @@ class _Bench:
 
     def feed(self, micro_batch: int) -> None:
         """Make the inputs of the passes that follow."""
-        self._inputs = real_inputs(
-            self._module, self._source, micro_batch, self._device, PRECISIONS[self._graph.precision]
-        )
+        dtype = PRECISIONS[self._graph.precision]
+        self._inputs = real_inputs(self._module, self._source, micro_batch, self._device, dtype)
 
-    def run(self, *, count_saved: bool) -> PassTimes:
+    def run(self, count_saved: bool) -> PassTimes:
         """Run a pass; a model that cannot be cut at its blocks runs uncut from then on."""
         try:
-            return run_blockwise(
-                self._module, self._operators, self.blocks, self._inputs, self._clock, count_saved=count_saved
-            )
+            return run_blockwise(self._module, self._operators, self.blocks, self._inputs, self._clock, count_saved)
         except PassError as failure:
             if not self.blocks:
                 raise self._explain(failure) from failure.__cause__
         self.blocks = set()
-        return self.run(count_saved=count_saved)
+        return self.run(count_saved)
 
     def _explain(self, failure: PassError) -> OsdpError:
         error = failure.__cause__ or failure
@@ -122,29 +128,26 @@ class _Bench:
         if failure.operator is not None:
             named = f"the {failure.direction} of `{self._graph.operators[failure.operator].name}`, or what follows it,"
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        return OsdpError(
-            f"cannot run {self._source.name} on {self._device}: {named} raised",
-            got=f"{type(error).__name__}: {first_line(error)}",
-            expected="a forward and backward that run in training mode",
-            advice="a smaller micro-batch" if is_memory else "run the model once on its example inputs",
-        )
+        advice = "a smaller micro-batch" if is_memory else "run the model once on its example inputs"
+        what = f"cannot run {self._source.name} on {self._device}: {named} raised"
+        return explain(what, error, "a forward and backward that run in training mode", advice)
 
 
-class _Point:
-    """The measurements of the graph's calls at one micro-batch."""
-
-    def __init__(self, graph: ModelGraph, micro_batch: int, first: PassTimes, runs: Sequence[PassTimes]) -> None:
-        keys = [call_key(graph, call) for call in graph.calls]
-        order = [call.operator for call in graph.calls]
-        works = [call.forward for call in graph.calls]
-        moved = [work.matmul_bytes(micro_batch) + work.other_bytes(micro_batch) for work in works]
-        kept = [call.saved_bytes(micro_batch) for call in graph.calls]
-        self.micro_batch = micro_batch
-        self.forward_s = _medians(keys, (spread(run.entries, order, run.forward_s, moved) for run in runs))
-        self.backward_s = _medians(keys, (spread(run.entries, order, run.backward_s, moved) for run in runs))
-        self.saved_bytes = _medians(keys, [spread(first.entries, order, first.saved_bytes, kept)])
-        pass_s = median(run.total_s for run in runs)
-        self.disagreement = sum(self.forward_s[key] + self.backward_s[key] for key in keys) / pass_s - 1.0
+def _point(
+    graph: ModelGraph, micro_batch: int, first: PassTimes, runs: Sequence[PassTimes]
+) -> tuple[dict[str, tuple[float, float, float]], float]:
+    """Return seconds of forward and of backward and saved bytes at one micro-batch, by key, and the disagreement."""
+    keys = [call_key(graph, call) for call in graph.calls]
+    order = [call.operator for call in graph.calls]
+    works = [call.forward for call in graph.calls]
+    moved = [work.matmul_bytes(micro_batch) + work.other_bytes(micro_batch) for work in works]
+    kept = [call.saved_bytes(micro_batch) for call in graph.calls]
+    forward_s = _medians(keys, (spread(run.entries, order, run.forward_s, moved) for run in runs))
+    backward_s = _medians(keys, (spread(run.entries, order, run.backward_s, moved) for run in runs))
+    saved_bytes = _medians(keys, [spread(first.entries, order, first.saved_bytes, kept)])
+    pass_s = median(run.total_s for run in runs)
+    disagreement = sum(forward_s[key] + backward_s[key] for key in keys) / pass_s - 1.0
+    return {key: (forward_s[key], backward_s[key], saved_bytes[key]) for key in keys}, disagreement
 
 
 def _medians(keys: Sequence[str], runs: Iterable[Sequence[float]]) -> dict[str, float]:
@@ -177,25 +180,3 @@ def spread(
         whole = sum(parts)
         result += [total * part / whole if whole else total / len(parts) for part in parts]
     return result
-
-
-def _times(graph: ModelGraph, points: Sequence[_Point], cut: bool) -> ComputeTimes:
-    names: dict[str, str] = {}
-    for call in graph.calls:
-        names.setdefault(call_key(graph, call), f"{graph.name} {graph.operators[call.operator].name}")
-
-    def at_each(values: Callable[[_Point], Mapping[str, float]], key: str) -> tuple[float, ...]:
-        return tuple(values(point)[key] for point in points)
-
-    calls = tuple(
-        CallTimes(
-            key=key,
-            name=name,
-            micro_batches=tuple(point.micro_batch for point in points),
-            forward_s=at_each(lambda point: point.forward_s, key),
-            backward_s=at_each(lambda point: point.backward_s, key),
-            saved_bytes=at_each(lambda point: point.saved_bytes, key),
-        )
-        for key, name in names.items()
-    )
-    return ComputeTimes(calls=calls, disagreement=tuple(point.disagreement for point in points), cut=cut)

@@ -67,9 +67,8 @@ def measure_overlap(size_bytes: int, repetitions: int, device: torch.device) -> 
     rounds = [bench.round() for _ in range(WARM_UP_ROUNDS + repetitions)][WARM_UP_ROUNDS:]
     computation_s, communication_s, both_s, under_s = (list(column) for column in zip(*rounds, strict=True))
     ratios = [under / alone for under, alone in zip(under_s, computation_s, strict=True)]
-    return Overlap(
-        median(computation_s), median(communication_s), median(both_s), max(1.0, median(ratios)), device.type == "cuda"
-    )
+    slowdown = max(1.0, median(ratios))
+    return Overlap(median(computation_s), median(communication_s), median(both_s), slowdown, device.type == "cuda")
 
 
 def meet(device: torch.device) -> None:

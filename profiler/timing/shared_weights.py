@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map_only
 
-from profiler.errors import OsdpError, first_line
 from profiler.model_source import Inputs, ModelSource
-from profiler.trace.trace_errors import explain_inputs
+from profiler.trace.trace_errors import explained, explained_inputs
 
 STD = 0.02
 """Standard deviation of the values that stand in for weights, as GPT-2 starts."""
@@ -31,21 +30,13 @@ def build(source: ModelSource, device: torch.device) -> nn.Module:
     (A source that returns a module made before keeps it as it is.)  Raises OsdpError.
     """
     hook = register_module_parameter_registration_hook(_without_data)  # type: ignore[arg-type]
+    what = f"cannot build {source.name} on {device} with its parameters on the meta device"
+    expected = "a constructor that does not read the values of its parameters"
     try:
-        with device:
-            module = source.build()
-    except OsdpError:
-        raise
-    except Exception as error:
-        raise OsdpError(
-            f"cannot build {source.name} on {device} with its parameters on the meta device",
-            got=f"{type(error).__name__}: {first_line(error)}",
-            expected="a constructor that does not read the values of its parameters",
-            advice="compute parameters from shapes alone, or in reset_parameters()",
-        ) from error
+        with explained(what, expected, "compute parameters from shapes alone, or in reset_parameters()"), device:
+            return source.build()
     finally:
         hook.remove()
-    return module
 
 
 def _without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -117,26 +108,18 @@ class _Storages:
         return data.normal_(std=STD, generator=self._generator)
 
 
-def _copy(buffer: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a buffer's copy: a pass may change it. One without data becomes zeros."""
-    wanted = dtype if buffer.is_floating_point() else buffer.dtype
-    if buffer.is_meta:
-        return torch.zeros(buffer.shape, dtype=wanted, device=device)
-    return buffer.detach().to(device, wanted, copy=True)
+def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a buffer or an input: a pass may change it.  One without data becomes zeros."""
+    wanted = dtype if tensor.is_floating_point() else tensor.dtype
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=wanted, device=device)
+    return tensor.detach().to(device, wanted, copy=True).requires_grad_(tensor.requires_grad)
 
 
 def real_inputs(
     module: nn.Module, source: ModelSource, micro_batch: int, device: torch.device, dtype: torch.dtype
 ) -> Inputs:
     """Make the arguments of one forward on the device, floating tensors of `dtype`; raises OsdpError."""
-    try:
-        with device:
-            inputs = source.example_inputs(module, micro_batch)
-    except Exception as error:
-        raise explain_inputs(error, source.name) from error
-
-    def placed(tensor: Tensor) -> Tensor:
-        moved = tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype)
-        return moved.requires_grad_(tensor.requires_grad)
-
-    return tree_map_only(Tensor, placed, inputs)  # type: ignore[no-any-return]
+    with explained_inputs(source.name), device:
+        inputs = source.example_inputs(module, micro_batch)
+    return tree_map_only(Tensor, lambda tensor: _copy(tensor, device, dtype), inputs)  # type: ignore[no-any-return]

@@ -15,22 +15,18 @@ class Clock(Protocol):
 
     def mark(self) -> Any:
         """Return the present instant."""
-        ...
 
     def seconds(self, start: Any, end: Any) -> float:
         """Return the seconds between two instants; may wait for the device."""
-        ...
 
 
 class HostClock:
     """For synchronous devices: the CPU."""
 
     def mark(self) -> float:
-        """Return the present instant."""
         return time.perf_counter()
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the seconds between two instants."""
         return end - start
 
 
@@ -38,13 +34,11 @@ class CudaClock:
     """Events in the device's current stream: the work runs on while the host goes ahead."""
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event after all work that was launched so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Wait for `end`; return the seconds between the events."""
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 

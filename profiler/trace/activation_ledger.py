@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,47 +29,45 @@ NOBODY = -1
 """Operator of the call before the first operator, owner of buffers, producer of inputs."""
 
 
+@dataclass(slots=True)
 class Tally:
     """Work and memory of one direction of a call."""
 
-    __slots__ = ("events", "flops", "matmul_bytes", "other_bytes", "waste")
-
-    def __init__(self) -> None:
-        self.flops = 0
-        self.matmul_bytes = 0
-        self.other_bytes = 0
-        self.events: list[int] = []
-        """Live bytes less what earlier calls saved, in order of time."""
-        self.waste = 0
-        """Most rounding that came on top of any of those, in bytes."""
+    flops: int = 0
+    matmul_bytes: int = 0
+    other_bytes: int = 0
+    events: list[int] = field(default_factory=list)
+    """Live bytes less what earlier calls saved, in order of time."""
+    waste: int = 0
+    """Most rounding that came on top of any of those, in bytes."""
 
 
+@dataclass(slots=True)
 class CallRecord:
     """The record of one call."""
 
-    def __init__(self, operator: int, block: int | None) -> None:
-        self.operator = operator
-        self.block = block
-        self.forward = Tally()
-        self.backward = Tally()
-        self.saved = 0
-        """Bytes that this call is the first to save."""
-        self.saved_waste = 0
-        """Rounding of those."""
-        self.base = 0
-        """Bytes that earlier calls saved."""
-        self.base_waste = 0
-        """Rounding of those."""
-        self.left: int | None = None
-        """Number of the next autograd node when the operator's module was left, None if it was not."""
-        self.inside: int | None = None
-        """How many events of the forward came before the operator's module was left, None if it was not."""
-        self.reached = 0
-        """How many events of the backward came before it reached the module."""
-        self.arrived: int | None = None
-        """Bytes as of an event when the backward reached the module, None if it did not."""
-        self.output = 0
-        """Bytes that this call wrote and later calls read."""
+    operator: int
+    block: int | None
+    base: int = 0
+    """Bytes that earlier calls saved."""
+    base_waste: int = 0
+    """Rounding of those."""
+    saved: int = 0
+    """Bytes that this call is the first to save."""
+    saved_waste: int = 0
+    """Rounding of those."""
+    forward: Tally = field(default_factory=Tally)
+    backward: Tally = field(default_factory=Tally)
+    left: int | None = None
+    """Number of the next autograd node when the operator's module was left, None if it was not."""
+    inside: int | None = None
+    """How many events of the forward came before the operator's module was left, None if it was not."""
+    reached: int = 0
+    """How many events of the backward came before it reached the module."""
+    arrived: int | None = None
+    """Bytes as of an event when the backward reached the module, None if it did not."""
+    output: int = 0
+    """Bytes that this call wrote and later calls read."""
 
 
 class LiveStorage(weakref.ref[torch.UntypedStorage]):
@@ -78,10 +77,25 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
 
     bytes: int
     waste: int
+    """Rounding of those."""
     key: int
     producer: int
     saver: int | None
     handed: bool
+
+
+@dataclass(slots=True)
+class Execution:
+    """One run of a block's forward."""
+
+    path: str
+    """Module path of the block."""
+    inputs: tuple[LiveStorage, ...]
+    """The storages passed in."""
+    kept_below_bytes: int = 0
+    """Of those, what earlier calls keep, whether their own blocks are recomputed or not."""
+    saved_first_bytes: int = 0
+    """Of those, what its first call is the first to save."""
 
 
 class Ledger:
@@ -111,8 +125,7 @@ class Ledger:
         if self.call.operator == NOBODY:
             self.call.operator, self.call.block = operator, block
             return
-        self.call = CallRecord(operator, block)
-        self.call.base, self.call.base_waste = self._saved, self._saved_waste
+        self.call = CallRecord(operator, block, self._saved, self._saved_waste)
         self.tally = self.call.forward
         self.index = len(self.calls)
         self.calls.append(self.call)

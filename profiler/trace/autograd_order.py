@@ -1,13 +1,14 @@
 """Which forward computation a backward kernel belongs to.
 
 Autograd numbers its nodes as the forward creates them, so a node's number tells, by bisection, in
-which call it was created.  The two functions below are private API of torch; they are used nowhere
+which call it was created.  The functions below use private API of torch, which is used nowhere
 else.  Written for torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.autograd.graph import Node
 
 
 def next_number() -> int:
@@ -15,11 +16,12 @@ def next_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def running_number() -> int | None:
-    """Return the number of the node whose backward runs in this thread, or None outside of any.
+def number_of(node: Node) -> int:
+    """Return a node's number; of nodes that only add a gradient to a parameter, more than `next_number` returns."""
+    return int(node._sequence_nr())
 
-    Nodes that only add a gradient to a parameter have no number of their own; theirs is greater
-    than any that `next_number` returns.
-    """
+
+def running_number() -> int | None:
+    """Return the number of the node whose backward runs in this thread, or None outside of any."""
     node = torch._C._current_autograd_node()
-    return None if node is None else int(node._sequence_nr())
+    return None if node is None else number_of(node)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import nn
@@ -21,18 +21,12 @@ from profiler.trace.metered_pass import Pass
 
 BUFFER_NOTE_BYTES = 2**20
 """Smaller buffers are not mentioned."""
-_BACKWARD_BYTES = (
-    "backward_peak_bytes",
-    "module_backward_peak_bytes",
-    "tail_backward_peak_bytes",
-    "backward_start_bytes",
-    "module_backward_start_bytes",
-)
+_BACKWARD_BYTES = tuple(field.name for field in fields(Call) if "backward_" in field.name)
 """Lines of a call that count the live bytes of its backward."""
 
 
 def assemble(
-    module: nn.Module, source: ModelSource, precision: str, groups: Sequence[Group], passes: Sequence[Pass]
+    source: ModelSource, precision: str, module: nn.Module, groups: Sequence[Group], passes: Sequence[Pass]
 ) -> ModelGraph:
     """Return the graph of the passes: one per size of `affine_fit.ALL_SIZES`, the last optional."""
     first = passes[0]
@@ -46,17 +40,12 @@ def assemble(
     position = {group: index for index, group in enumerate(order + unused)}
     run = sorted({call.block for call in first.calls if call.block is not None})
     block_of = {execution: index for index, execution in enumerate(run)}
-    calls = tuple(
-        _call(
-            [one.calls[index] for one in passes],
-            position[record.operator],
-            None if record.block is None else block_of[record.block],
-            groups[record.operator].modules[0],
-        )
-        for index, record in enumerate(first.calls)
-    )
-    operators = _operators(module, [groups[index] for index in order + unused], calls)
-    calls = _without_waiting(calls, _waiting_bytes(module, operators, calls))
+    found = []
+    for record, *others in zip(*(one.calls for one in passes), strict=True):
+        block = None if record.block is None else block_of[record.block]
+        found.append(_call([record, *others], position[record.operator], block, groups[record.operator].modules[0]))
+    operators = _operators(module, [groups[index] for index in order + unused], found)
+    calls = tuple(map(_without_waiting, found, _waiting_bytes(module, operators, found)))
     blocks = _blocks(module, operators, calls, passes, run)
     structure = (operators, calls, blocks, precision, source.sequence_length)
     return ModelGraph(
@@ -85,21 +74,19 @@ def _check_alike(name: str, groups: Sequence[Group], passes: Sequence[Pass]) -> 
             continue
         differing = next((i for i, (a, b) in enumerate(zip(order, expected, strict=False)) if a != b), None)
         at = "its end" if differing is None else f"`{groups[expected[differing][0]].modules[0]}`"
-        raise OsdpError(
-            f"{name} runs different operators at micro-batch {size} than at {SIZES[0]}",
-            got=f"{len(order)} calls against {len(expected)}, differing first at {at}",
-            expected="the same operators in the same order for every micro-batch",
-            advice="do not branch or loop on the batch dimension in forward",
-        )
+        what = f"{name} runs different operators at micro-batch {size} than at {SIZES[0]}"
+        got = f"{len(order)} calls against {len(expected)}, differing first at {at}"
+        advice = "do not branch or loop on the batch dimension in forward"
+        same = "the same operators in the same order for every micro-batch"
+        raise OsdpError(what, got=got, expected=same, advice=advice)
 
 
 def _call(records: Sequence[CallRecord], operator: int, block: int | None, name: str) -> Call:
-    saved = exact_line(
-        [record.saved for record in records],
-        f"what `{name}` saves for backward",
-        add_bytes=max(record.saved_waste for record in records),
-    )
+    saved_bytes, waste = [record.saved for record in records], max(record.saved_waste for record in records)
+    saved = exact_line(saved_bytes, f"what `{name}` saves for backward", add_bytes=waste)
+    always = [slice(None) for _ in records]
     after_module = [slice(0) if record.inside is None else slice(record.inside, None) for record in records]
+    reached = [slice(record.reached, None) for record in records]
     forward, backward = [record.forward for record in records], [record.backward for record in records]
     ran_back = any(tally.events for tally in backward)
     return Call(
@@ -108,14 +95,12 @@ def _call(records: Sequence[CallRecord], operator: int, block: int | None, name:
         forward=_work(forward, f"the forward of `{name}`"),
         backward=_work(backward, f"the backward of `{name}`"),
         saved_bytes=saved,
-        forward_peak_bytes=_peak(forward),
-        module_forward_peak_bytes=_instants_peak(forward, [slice(None, record.inside) for record in records]),
-        tail_forward_peak_bytes=_instants_peak(forward, after_module),
-        backward_peak_bytes=_peak(backward) if ran_back else saved,
-        module_backward_peak_bytes=_instants_peak(backward, [slice(record.reached, None) for record in records])
-        if ran_back
-        else saved,
-        tail_backward_peak_bytes=_instants_peak(backward, [slice(record.reached) for record in records]),
+        forward_peak_bytes=_peak(forward, always),
+        module_forward_peak_bytes=_peak(forward, [slice(record.inside) for record in records]),
+        tail_forward_peak_bytes=_peak(forward, after_module),
+        backward_peak_bytes=_peak(backward, always) if ran_back else saved,
+        module_backward_peak_bytes=_peak(backward, reached) if ran_back else saved,
+        tail_backward_peak_bytes=_peak(backward, [slice(record.reached) for record in records]),
         backward_start_bytes=_start([tally.events[0] if tally.events else None for tally in backward], backward, saved),
         module_backward_start_bytes=_start([record.arrived for record in records], backward, saved),
         output_bytes=line([record.output for record in records]),
@@ -138,16 +123,10 @@ def _start(values: Sequence[int | None], tallies: Sequence[Tally], saved: Affine
     return line(found, add_bytes=max(tally.waste for tally in tallies))
 
 
-def _instants_peak(tallies: Sequence[Tally], instants: Sequence[slice]) -> Affine:
+def _peak(tallies: Sequence[Tally], instants: Sequence[slice]) -> Affine:
     """Return a line over some instants of each size; nothing where there are none."""
     events = [tally.events[part] for tally, part in zip(tallies, instants, strict=True)]
-    if not any(events):
-        return Affine()
-    return envelope(events, add_bytes=max(tally.waste for tally in tallies))
-
-
-def _peak(tallies: Sequence[Tally]) -> Affine:
-    return envelope([tally.events for tally in tallies], add_bytes=max(tally.waste for tally in tallies))
+    return envelope(events, add_bytes=max(tally.waste for tally in tallies)) if any(events) else Affine()
 
 
 def _operators(module: nn.Module, groups: Sequence[Group], calls: Sequence[Call]) -> tuple[Operator, ...]:
@@ -169,42 +148,35 @@ def _operators(module: nn.Module, groups: Sequence[Group], calls: Sequence[Call]
     )
 
 
-def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call]) -> dict[int, int]:
-    """Return, for operators that are called more than once, the bytes of the gradient that waits for the rest.
+def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call]) -> list[int]:
+    """Return for each call the bytes of the gradients of operators that have run back and will again.
 
     Autograd accumulates a parameter's gradient over its uses in one backward; until the last it stays alive.
     """
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     named = dict(module.named_parameters())
-    times = Counter(call.operator for call in calls)
-    waiting = {}
-    for index, operator in enumerate(operators):
-        trained = [named[p.name] for p in operator.parameters if p.trainable]
+    first = {call.operator: index for index, call in reversed(list(enumerate(calls)))}
+    last = {call.operator: index for index, call in enumerate(calls)}
+    waiting = [0] * len(calls)
+    for operator, end in last.items():
+        trained = [named[parameter.name] for parameter in operators[operator].parameters if parameter.trainable]
         tied = [parameter for parameter in trained if uses[id(parameter)] > 1]
-        if times[index] > 1:
-            waiting[index] = sum(allocated_bytes(p.nbytes) for p in tied or trained)
+        size_bytes = sum(allocated_bytes(parameter.nbytes) for parameter in tied or trained)
+        for index in range(first[operator], end):
+            waiting[index] += size_bytes
     return waiting
 
 
-def _without_waiting(calls: Sequence[Call], waiting: Mapping[int, int]) -> tuple[Call, ...]:
-    """Return the calls with gradients that wait in autograd left out of their backward's peak.
+def _without_waiting(call: Call, waiting_bytes: int) -> Call:
+    """Return the call with gradients that wait in autograd left out of its backward's peak.
 
     They belong to the operator that they are for, like its unsharded parameters: the planner adds them.
     """
-    last = {call.operator: index for index, call in enumerate(calls)}
-    first = {call.operator: index for index, call in reversed(list(enumerate(calls)))}
-    result = []
-    for index, call in enumerate(calls):
-        held = sum(size for operator, size in waiting.items() if first[operator] <= index < last[operator])
-        if not held or call.backward_peak_bytes == call.saved_bytes:
-            result.append(call)
-            continue
-        lower: dict[str, Any] = {}
-        for name in _BACKWARD_BYTES:
-            bytes_ = getattr(call, name)
-            lower[name] = Affine(max(0.0, bytes_.fixed - held), bytes_.per_sample)
-        result.append(replace(call, **lower))
-    return tuple(result)
+    if not waiting_bytes or call.backward_peak_bytes == call.saved_bytes:
+        return call
+    higher = {name: getattr(call, name) for name in _BACKWARD_BYTES}
+    lower: Any = {name: replace(one, fixed=max(0.0, one.fixed - waiting_bytes)) for name, one in higher.items()}
+    return replace(call, **lower)
 
 
 def _blocks(
@@ -221,7 +193,7 @@ def _blocks(
         path = passes[0].executions[execution].path
         runs = [one.executions[execution] for one in passes]
         waste = max(sum(storage.waste for storage in run.inputs) for run in runs)
-        inputs = line([run.input_bytes for run in runs], add_bytes=waste)
+        inputs = line([sum(storage.bytes for storage in run.inputs) for run in runs], add_bytes=waste)
         kept_below = line([run.kept_below_bytes for run in runs])
         saved_first = line([run.saved_first_bytes for run in runs])
         module_class = type(module.get_submodule(path)).__name__

@@ -59,7 +59,6 @@ class FakeCpu:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Open a context in which factories make tensors of this device."""
         with warnings.catch_warnings(), self._mode:
             # Copying a fake parameter, as nn.Transformer does, looks at its address to no harm.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -78,7 +77,6 @@ class FakeCpu:
             log.setLevel(before)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is of this device."""
         return getattr(tensor, "fake_mode", None) is self._mode
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,25 +30,17 @@ def device_kernels(device_type: str, traced_on: str) -> Iterator[None]:
     """
     key = {"meta": "AutogradMeta", "cpu": "AutogradCPU"}[traced_on]
     chosen: dict[str, Callable[..., Tensor]] = {}
+    if device_type == "cuda" or traced_on == "meta":
+        chosen["scaled_dot_product_attention"] = partial(_attention, fused_dropout=device_type == "cuda")
     if device_type == "cuda":
-        chosen = {"scaled_dot_product_attention": _attention_with_dropout, "dropout": _masked_dropout}
-    elif traced_on == "meta":
-        chosen = {"scaled_dot_product_attention": _attention}
+        chosen["dropout"] = _masked_dropout
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, kernel in chosen.items():
             library.impl(name, kernel, key)
         yield
 
 
-def _attention_with_dropout(*args: Any, **kwargs: Any) -> Tensor:
-    return _choose_attention(*args, fused_dropout=True, **kwargs)
-
-
-def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    return _choose_attention(*args, fused_dropout=False, **kwargs)
-
-
-def _choose_attention(
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -68,18 +60,17 @@ def _choose_attention(
         zero = torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device)
         never = torch.scalar_tensor(-torch.inf, dtype=query.dtype, device=query.device)
         attn_mask = torch.where(attn_mask, zero, never)
+    out: Tensor
     four = query.dim() == key.dim() == value.dim() == 4
     same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     plain_mask = attn_mask is None or not (attn_mask.requires_grad or is_causal)
     if four and same_width and plain_mask and (dropout_p == 0.0 or fused_dropout):
         fused = aten._scaled_dot_product_flash_attention_for_cpu
-        out: Tensor = fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        out = fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
         return out
-    plain = aten._scaled_dot_product_attention_math
-    weighted: Tensor = plain(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return weighted
+    plain, options = aten._scaled_dot_product_attention_math, {"scale": scale, "enable_gqa": enable_gqa}
+    out = plain(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
+    return out
 
 
 def _masked_dropout(x: Tensor, p: float, train: bool) -> Tensor:

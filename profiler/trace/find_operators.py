@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from networkx.utils import UnionFind
 from torch import nn
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -31,21 +32,15 @@ def find_groups(root: nn.Module) -> tuple[Group, ...]:
         path: [p.untyped_storage()._cdata for p in module._parameters.values() if p is not None]
         for path, module in root.named_modules()
     }
-    leader = {path: path for path in owned}
-
-    def find(path: str) -> str:
-        while leader[path] != path:
-            path = leader[path]
-        return path
-
+    tied = UnionFind(owned)
     first: dict[int, str] = {}
     for path, storages in owned.items():
         for storage in storages:
-            leader[find(path)] = find(first.setdefault(storage, path))
+            tied.union(first.setdefault(storage, path), path)
     groups: dict[str, list[str]] = {}
     for path, storages in owned.items():
         if storages:
-            groups.setdefault(find(path), []).append(path)
+            groups.setdefault(tied[path], []).append(path)
     return tuple(
         Group(tuple(paths), tuple(dict.fromkeys(names[storage] for path in paths for storage in owned[path])))
         for paths in groups.values()
@@ -127,12 +122,9 @@ class _BlockFinder:
 
     def _holds_list(self, module: nn.Module) -> bool:
         """Return whether a container inside has several items of one class with two operators each."""
-        for inner in module.modules():
-            if isinstance(inner, _CONTAINERS):
-                classes = Counter(type(child) for child in inner.children() if self._size(child) >= 2)
-                if any(count > 1 for count in classes.values()):
-                    return True
-        return False
+        lists = (inner for inner in module.modules() if isinstance(inner, _CONTAINERS))
+        classes = (Counter(type(child) for child in one.children() if self._size(child) >= 2) for one in lists)
+        return any(count > 1 for counts in classes for count in counts.values())
 
     def _size(self, module: nn.Module) -> int:
         """Return the number of modules in the tree that own parameters."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -15,29 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs
-from profiler.trace.activation_ledger import CallRecord, LiveStorage
+from profiler.trace.activation_ledger import CallRecord, Execution
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
 from profiler.trace.op_meter import Memo, Meter
-
-
-@dataclass(slots=True)
-class Execution:
-    """One run of a block's forward."""
-
-    path: str
-    """Module path of the block."""
-    inputs: tuple[LiveStorage, ...]
-    """The storages passed in."""
-    kept_below_bytes: int = 0
-    """Of those, what earlier calls keep, whether their own blocks are recomputed or not."""
-    saved_first_bytes: int = 0
-    """Of those, what its first call is the first to save."""
-
-    @property
-    def input_bytes(self) -> int:
-        """Bytes of the storages passed in."""
-        return sum(storage.bytes for storage in self.inputs)
+from profiler.trace.trace_errors import explain_trace
 
 
 @dataclass(slots=True)
@@ -63,50 +44,6 @@ class Pass:
     """Whether the loss is the sum of all outputs, as none is a scalar."""
 
 
-class TraceFailure(Exception):  # noqa: N818 - carries a failure, is none of its own
-    """An exception in a pass, with where it happened; `__cause__` is the exception."""
-
-    def __init__(self, where: str, op: torch._ops.OpOverload | None) -> None:
-        super().__init__(where)
-        self.where = where
-        self.op = op
-
-
-@dataclass(slots=True)
-class _Watch:
-    """Tells the meter which module runs, and marks exceptions with the module that raised them."""
-
-    meter: Meter
-    executions: list[Execution] = field(default_factory=list)
-    ran: dict[str, None] = field(default_factory=dict)
-
-    def wrap(self, path: str, inner: Callable[..., Any], operator: int | None, is_block: bool) -> Callable[..., Any]:
-        """Return a forward that runs `inner` under watch."""
-        meter, ledger, ran = self.meter, self.meter.ledger, self.ran
-
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            ran[path] = None
-            outer = meter.block
-            if is_block and not ledger.in_backward:
-                inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-                meter.block = len(self.executions)
-                self.executions.append(Execution(path, ledger.storages_of(inputs)))
-            if operator is not None:
-                meter.enter(operator)
-            try:
-                return inner(*args, **kwargs)
-            except BaseException as error:
-                error.__dict__.setdefault("osdp_path", path)
-                raise
-            finally:
-                meter.block = outer
-                if operator is not None:
-                    meter.leave(operator)
-
-        return forward
-
-
 @contextmanager
 def replaced_forwards(
     root: nn.Module, replacement: Callable[[str, Callable[..., Any]], Callable[..., Any] | None]
@@ -126,6 +63,7 @@ def replaced_forwards(
 
 
 def run_pass(
+    model: str,
     module: nn.Module,
     groups: Sequence[Group],
     blocks: Sequence[str],
@@ -133,35 +71,29 @@ def run_pass(
     device: DatalessDevice,
     memo: Memo,
 ) -> Pass:
-    """Run one forward and backward under the meter.
-
-    Raises TraceFailure for what the model raises, OsdpError for a loss that cannot be trained.
-    """
-    named = dict(module.named_parameters())
-    parameters = [[named[name] for name in group.parameters] for group in groups]
-    operators = {path: index for index, group in enumerate(groups) for path in group.modules}
-    meter = Meter(parameters, module.buffers(), memo, synthesize=device.synthesize)
-    ledger, watch = meter.ledger, _Watch(meter)
-
-    def watched(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return watch.wrap(path, forward, operators.get(path), path in blocks)
-
+    """Run one forward and backward of a module under the meter; `model` names it in errors.  Raises OsdpError."""
+    meter = Meter(module, groups, blocks, memo, synthesize=device.synthesize)
+    ledger = meter.ledger
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
             ledger.adopt(tensor)
     try:
-        with device.running(), meter, replaced_forwards(module, watched):
+        with device.running(), meter, replaced_forwards(module, meter.watched):
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
             with torch.enable_grad(), hooks:
                 output = module(*inputs[0], **inputs[1])
                 loss, summed = find_loss(output)
             ledger.turn(loss)
-            _find_saved_inputs(watch.executions, ledger.calls)
+            _find_saved_inputs(meter.executions, ledger.calls)
             loss.backward()  # type: ignore[no-untyped-call]
     except OsdpError:
         raise
     except Exception as error:
-        raise _locate(error, meter, groups) from error
+        path = error.__dict__.get("osdp_path")
+        where = f"`{path}`" if path else "the model's own forward"
+        if ledger.in_backward:
+            where = f"the backward of `{groups[ledger.call.operator].modules[0]}`"
+        raise explain_trace(model, where, error.__dict__.get("osdp_op"), error) from error
     finally:
         meter.finish()
     del output, loss
@@ -171,8 +103,8 @@ def run_pass(
     return Pass(
         calls=ledger.calls,
         edges=ledger.edges,
-        executions=watch.executions,
-        ran=watch.ran,
+        executions=meter.executions,
+        ran=meter.ran,
         read_outside=meter.read_outside,
         kept_bytes=ledger.kept_bytes(),
         settled=settled,
@@ -195,13 +127,6 @@ def _find_saved_inputs(executions: Sequence[Execution], calls: Sequence[CallReco
                     execution.kept_below_bytes += storage.bytes
 
 
-def _locate(error: Exception, meter: Meter, groups: Sequence[Group]) -> TraceFailure:
-    op, path = error.__dict__.get("osdp_op"), error.__dict__.get("osdp_path")
-    if meter.ledger.in_backward:
-        return TraceFailure(f"the backward of `{groups[meter.ledger.call.operator].modules[0]}`", op)
-    return TraceFailure(f"`{path}`" if path else "the model's own forward", op)
-
-
 def find_loss(output: Any) -> tuple[Tensor, bool]:
     """Return the scalar to differentiate, and whether it had to be made by summing all outputs.
 
@@ -217,12 +142,11 @@ def find_loss(output: Any) -> tuple[Tensor, bool]:
         floating = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_floating_point()]
         loss = torch.stack([tensor.sum() for tensor in floating]).sum() if floating else None
     if loss is None or not loss.requires_grad:
-        raise OsdpError(
-            "the model's loss does not depend on any trainable parameter",
-            got=type(output).__name__ if loss is None else "a scalar that requires no gradient",
-            expected="an output computed from trainable parameters with gradients enabled",
-            advice="return the loss itself, undetached, and compute it outside torch.no_grad()",
-        )
+        what = "the model's loss does not depend on any trainable parameter"
+        got = type(output).__name__ if loss is None else "a scalar that requires no gradient"
+        expected = "an output computed from trainable parameters with gradients enabled"
+        advice = "return the loss itself, undetached, and compute it outside torch.no_grad()"
+        raise OsdpError(what, got=got, expected=expected, advice=advice)
     return loss, summed
 
 

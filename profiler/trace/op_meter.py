@@ -6,19 +6,21 @@ meta device an op whose output layout is known is not run at all: its outputs ar
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from profiler.trace.activation_ledger import NOBODY, Ledger, LiveStorage
+from profiler.trace.activation_ledger import NOBODY, Execution, Ledger, LiveStorage
 from profiler.trace.autograd_order import next_number, running_number
 from profiler.trace.elementwise import Layout
+from profiler.trace.find_operators import Group
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.shapes import META, Layouts, make, predict
 
@@ -39,43 +41,70 @@ class Meter(TorchDispatchMode):
     """Meters what runs under it into `ledger`. Use once: a forward, `turn`, its backward, `finish`."""
 
     def __init__(
-        self, parameters: Sequence[Sequence[nn.Parameter]], buffers: Iterable[Tensor], memo: Memo, *, synthesize: bool
+        self, module: nn.Module, groups: Sequence[Group], blocks: Sequence[str], memo: Memo, *, synthesize: bool
     ) -> None:
-        """`parameters` are those of each operator.
+        """`memo` caches the results for ops across meters.
 
-        `memo` caches the results for ops across meters.  With `synthesize`,
-        tensors are on the meta device and outputs of known layout are made without running the op.
+        With `synthesize`, tensors are on the meta device and outputs of known layout are made without running the op.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
-        self.block: int | None = None
-        """The block execution that runs now; set by the caller."""
+        self.executions: list[Execution] = []
+        self.ran: dict[str, None] = {}
+        """Paths of the modules whose forward ran."""
         self.read_outside: set[int] = set()
         """Operators whose parameters were read while no module of theirs ran."""
-        self._parameters = parameters
+        named = dict(module.named_parameters())
+        self._parameters = [[named[name] for name in group.parameters] for group in groups]
+        self._operators = {path: index for index, group in enumerate(groups) for path in group.modules}
+        self._blocks = blocks
+        self._block: int | None = None
+        """The block execution that runs now."""
         self._memo = memo
         self._synthesize = synthesize
         self._ops: dict[OpOverload, Op] = {}
         self._entered: tuple[int, int] | None = None
         self._running: Counter[int] = Counter()
-        for operator, tensors in enumerate(parameters):
+        for operator, tensors in enumerate(self._parameters):
             self.ledger.pin(tensors, operator)
-        self.ledger.pin(buffers, NOBODY)
+        self.ledger.pin(module.buffers(), NOBODY)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Return False: the trace is never compiled, and the guard would import dynamo (1.5 s)."""
         return False
 
-    # --- called by whoever runs the pass --------------------------------------------------------
+    # --- modules ----------------------------------------------------------------------------------
 
-    def enter(self, operator: int) -> None:
-        """Note that the forward of a module of `operator` begins: the next op starts a call of it."""
-        self._running[operator] += 1
-        if not self.ledger.in_backward:
-            self._entered = (operator, next_number())
+    def watched(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward of the module at `path` that tells the meter that it runs, and marks its exceptions."""
+        operator, is_block = self._operators.get(path), path in self._blocks
 
-    def leave(self, operator: int) -> None:
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.ran[path] = None
+            outer = self._block
+            if is_block and not self.ledger.in_backward:
+                inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                self._block = len(self.executions)
+                self.executions.append(Execution(path, self.ledger.storages_of(inputs)))
+            if operator is not None:
+                self._running[operator] += 1
+                if not self.ledger.in_backward:
+                    self._entered = (operator, next_number())  # the next op starts a call of it
+            try:
+                return inner(*args, **kwargs)
+            except BaseException as error:
+                error.__dict__.setdefault("osdp_path", path)
+                raise
+            finally:
+                self._block = outer
+                if operator is not None:
+                    self._leave(operator)
+
+        return forward
+
+    def _leave(self, operator: int) -> None:
         """Note that the forward of a module of `operator` has ended."""
         self._running[operator] -= 1
         if not self.ledger.in_backward and self.ledger.call.operator == operator:
@@ -176,12 +205,12 @@ class Meter(TorchDispatchMode):
         """Begin a call if an operator was entered, or if only others' parameters are read."""
         strange = bool(reads) and self.ledger.call.operator not in reads
         if self._entered is not None and (not strange or self._entered[0] in reads):
-            self.ledger.begin(self._entered[0], self.block, self._entered[1])
+            self.ledger.begin(self._entered[0], self._block, self._entered[1])
             self._entered = None
         elif strange:
             # The op's node, if it has one, was made before the op reached us.
             made = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-            self.ledger.begin(reads[0], self.block, next_number() - made)
+            self.ledger.begin(reads[0], self._block, next_number() - made)
             self._entered = None
             if not self._running[reads[0]]:
                 self.read_outside.add(reads[0])

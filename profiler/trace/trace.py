@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -24,9 +23,9 @@ from profiler.trace.build_graph import assemble
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, construct, feed, training
 from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_unrun
-from profiler.trace.metered_pass import Pass, TraceFailure, run_pass
+from profiler.trace.metered_pass import Pass, run_pass
 from profiler.trace.op_meter import Memo
-from profiler.trace.trace_errors import explain, explain_build, explain_inputs
+from profiler.trace.trace_errors import ModelError, explained, explained_inputs
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEVICE_TYPES = ("cpu", "cuda")
@@ -39,49 +38,33 @@ def trace_model(source: ModelSource, precision: str = "fp32", device_type: str =
     `device_type` (`cpu`, `cuda`) is the type of the device whose attention and dropout kernels are
     assumed.  Raises OsdpError for a model that cannot be traced, naming module and op.
     """
-    _check_choice("precision", precision, tuple(PRECISIONS))
-    _check_choice("device_type", device_type, DEVICE_TYPES)
-    dtype = PRECISIONS[precision]
+    for what, got, choices in (("precision", precision, PRECISIONS), ("device_type", device_type, DEVICE_TYPES)):
+        if got not in choices:
+            raise OsdpError(f"unknown {what}", got=got, expected=" or ".join(choices))
     with _no_garbage_collection():
         try:
-            survey = _survey(source, dtype, MetaDevice(), device_type)
-        except _Untraceable:
-            try:
-                survey = _survey(source, dtype, FakeCpu(), device_type)
-            except _Untraceable as failure:
-                raise failure.error from failure.__cause__
-    return assemble(survey.module, source, precision, survey.groups, survey.passes)
+            found = _survey(source, PRECISIONS[precision], MetaDevice(), device_type)
+        except ModelError:
+            found = _survey(source, PRECISIONS[precision], FakeCpu(), device_type)
+    return assemble(source, precision, *found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Survey:
-    module: nn.Module
-    groups: Sequence[Group]
-    passes: Sequence[Pass]
-
-
-class _Untraceable(Exception):  # noqa: N818 - of one dataless device; the other may succeed
-    """The device could not run the model; `error` is for the user if no device can."""
-
-    def __init__(self, error: OsdpError) -> None:
-        super().__init__(error.what)
-        self.error = error
-
-
-def _survey(source: ModelSource, dtype: torch.dtype, device: DatalessDevice, device_type: str) -> _Survey:
+def _survey(
+    source: ModelSource, dtype: torch.dtype, device: DatalessDevice, device_type: str
+) -> tuple[nn.Module, Sequence[Group], Sequence[Pass]]:
     """Build the model on the device and run a pass per micro-batch."""
+    what, expected = f"cannot build {source.name} without data", "build() to return an nn.Module on the meta device"
+    advice = (
+        "if it computes with tensor values (x.item(), loading weights), do that in Python numbers "
+        'or in `with torch.device("cpu")`, or after OSDP has wrapped the module'
+    )
     with device_kernels(device_type, device.torch_device.type):
-        try:
+        with explained(what, expected, advice):
             module = construct(source.build, device)
-        except Exception as error:
-            raise _Untraceable(explain_build(error, source.name)) from error
-        _check_module(source.name, module)
-        try:
+            _check_module(source.name, module)
             module = adapt(module, device, dtype)
-        except Exception as error:
-            raise _Untraceable(explain_build(error, source.name)) from error
         with training(module):
-            return _run_sizes(module, source, dtype, device)
+            return module, *_run_sizes(module, source, dtype, device)
 
 
 def _check_module(name: str, module: nn.Module) -> None:
@@ -89,34 +72,28 @@ def _check_module(name: str, module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise OsdpError(f"{name}: build() did not return a module", got=type(module).__name__, expected="an nn.Module")
     parameters = dict(module.named_parameters())
-    for parameter_name, parameter in parameters.items():
+    for path, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
+            advice = "give the input sizes explicitly, as in nn.Linear instead of nn.LazyLinear"
             raise OsdpError(
-                f"{name} is lazy: the shape of `{parameter_name}` is not known before its first forward",
-                advice="give the input sizes explicitly, as in nn.Linear instead of nn.LazyLinear",
+                f"{name} is lazy: the shape of `{path}` is not known before its first forward", advice=advice
             )
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise OsdpError(
-            f"{name} has no trainable parameters",
-            got=f"{len(parameters)} parameters, none with requires_grad",
-            expected="at least one",
-            advice="unfreeze what is to be trained with parameter.requires_grad_(True)",
-        )
+        got = f"{len(parameters)} parameters, none with requires_grad"
+        advice = "unfreeze what is to be trained with parameter.requires_grad_(True)"
+        raise OsdpError(f"{name} has no trainable parameters", got=got, expected="at least one", advice=advice)
 
 
-def _run_sizes(module: nn.Module, source: ModelSource, dtype: torch.dtype, device: DatalessDevice) -> _Survey:
+def _run_sizes(
+    module: nn.Module, source: ModelSource, dtype: torch.dtype, device: DatalessDevice
+) -> tuple[Sequence[Group], Sequence[Pass]]:
     groups, blocks = find_groups(module), find_blocks(module)
     memo: Memo = {}
 
     def run(size: int) -> Pass:
-        try:
+        with explained_inputs(source.name):
             inputs = feed(lambda: source.example_inputs(module, size), device, dtype)
-        except Exception as error:
-            raise _Untraceable(explain_inputs(error, source.name)) from error
-        try:
-            return run_pass(module, groups, blocks, inputs, device, memo)
-        except TraceFailure as failure:
-            raise _Untraceable(explain(failure, source.name)) from failure.__cause__
+        return run_pass(source.name, module, groups, blocks, inputs, device, memo)
 
     trial = run(SIZES[0])
     merged = merge_unrun(groups, {call.operator for call in trial.calls}, trial.ran)
@@ -127,14 +104,9 @@ def _run_sizes(module: nn.Module, source: ModelSource, dtype: torch.dtype, devic
         passes = [run(SIZES[0])]
         passes[0].kept_bytes = max(passes[0].kept_bytes, trial.kept_bytes)
     passes += [run(size) for size in SIZES[1:]]
-    with suppress(_Untraceable):
+    with suppress(ModelError):
         passes.append(run(SINGLE))
-    return _Survey(module, groups, passes)
-
-
-def _check_choice(what: str, got: str, choices: Sequence[str]) -> None:
-    if got not in choices:
-        raise OsdpError(f"unknown {what}", got=got, expected=" or ".join(choices))
+    return groups, passes
 
 
 @contextmanager

@@ -2,58 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import torch
 
 from profiler.errors import OsdpError, first_line
-from profiler.trace.metered_pass import TraceFailure
 
 _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _DATA_NAMES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
-def explain(failure: TraceFailure, model: str) -> OsdpError:
+class ModelError(OsdpError):
+    """What the model's own code raised; it may run on another dataless device."""
+
+
+def explain(what: str, error: BaseException, expected: str, advice: str) -> ModelError:
+    """Return the error to show for what the model's code raised."""
+    return ModelError(what, got=f"{type(error).__name__}: {first_line(error)}", expected=expected, advice=advice)
+
+
+@contextmanager
+def explained(what: str, expected: str, advice: str) -> Iterator[None]:
+    """Raise `explain` of any exception but an OsdpError."""
+    try:
+        yield
+    except OsdpError:
+        raise
+    except Exception as error:
+        raise explain(what, error, expected, advice) from error
+
+
+def explained_inputs(model: str) -> AbstractContextManager[None]:
+    """Explain that example inputs could not be made."""
+    expected = "(args, kwargs) of the model's forward for a given micro-batch"
+    advice = "build them from shapes alone, e.g. with torch.randint or torch.zeros"
+    return explained(f"cannot make example inputs for {model}", expected, advice)
+
+
+def explain_trace(model: str, where: str, op: torch._ops.OpOverload | None, error: Exception) -> ModelError:
     """Return the error to show for a forward or backward that could not be traced."""
-    error = failure.__cause__ or failure
-    op = failure.op
-    at = f" at op {op}" if op is not None else ""
-    return OsdpError(
-        f"cannot trace {model}: {failure.where} raised{at}",
-        got=f"{type(error).__name__}: {first_line(error)}",
-        expected="a forward and backward that run on shapes alone",
-        advice=_advice(error, op),
-    )
+    what = f"cannot trace {model}: {where} raised" + (f" at op {op}" if op is not None else "")
+    return explain(what, error, "a forward and backward that run on shapes alone", _advice(error, op))
 
 
-def explain_build(error: Exception, model: str) -> OsdpError:
-    """Return the error to show for a module that could not be built."""
-    if isinstance(error, OsdpError):
-        return error
-    return OsdpError(
-        f"cannot build {model} without data",
-        got=f"{type(error).__name__}: {first_line(error)}",
-        expected="build() to return an nn.Module on the meta device",
-        advice="if it computes with tensor values (x.item(), loading weights), do that in Python numbers "
-        'or in `with torch.device("cpu")`, or after OSDP has wrapped the module',
-    )
-
-
-def explain_inputs(error: Exception, model: str) -> OsdpError:
-    """Return the error to show for example inputs that could not be made."""
-    if isinstance(error, OsdpError):
-        return error
-    return OsdpError(
-        f"cannot make example inputs for {model}",
-        got=f"{type(error).__name__}: {first_line(error)}",
-        expected="(args, kwargs) of the model's forward for a given micro-batch",
-        advice="build them from shapes alone, e.g. with torch.randint or torch.zeros",
-    )
-
-
-def _advice(error: BaseException, op: torch._ops.OpOverload | None) -> str:
+def _advice(error: Exception, op: torch._ops.OpOverload | None) -> str:
     shown = f"`{op.namespace}::{op._opname}`" if op is not None else "the op"
-    message = str(error)
     looks_at_data = type(error).__name__.startswith(_DATA_NAMES) or (op is not None and _DATA & set(op.tags))
-    if looks_at_data or "cannot be called on meta tensors" in message:
+    if looks_at_data or "cannot be called on meta tensors" in str(error):
         return (
             "the result depends on the data: replace .item(), boolean masks and nonzero by ops of fixed "
             "shape (torch.where, multiplication by a mask, a fixed capacity)"

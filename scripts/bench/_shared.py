@@ -36,46 +36,74 @@ def take_turns(number: int, contestants: Sequence[T], step: Callable[..., R], *a
     return [results[index] for index in order]
 
 
-def check_losses(losses: Any, tolerance: float) -> None:
-    """Raise unless the losses of one round, a tensor, are equal to a relative tolerance."""
-    import torch
+class Training:
+    """A wrapped model in training on this rank."""
 
-    torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=tolerance, atol=0.0)
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
 
-
-class OsdpTraining:
-    """A model under a plan in training on this rank, by AdamW."""
-
-    def __init__(self, source: Any, module: Any, plan: Any, cluster: Any) -> None:
-        """Build the model of `source`; `module` is one for which it makes example inputs."""
-        import torch
-
-        from osdp import OSDP
-        from runtime.optimizers import OPTIMIZERS
-
-        torch.manual_seed(0)
-        self.model = OSDP(source.build, plan, cluster, example_inputs=partial(source.example_inputs, module))
-        self.optimizer = OPTIMIZERS["adamw"](self.model.parameters(), lr=1e-3, weight_decay=0.0)
-
-    def step(self, micro_batches: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> float:
-        """Train on (args, kwargs) of each micro-batch; return their mean loss."""
-        self.optimizer.zero_grad()
-        total = 0.0
-        for args, kwargs in micro_batches:
-            loss = self.model(*args, **kwargs) / len(micro_batches)
-            loss.backward()
-            total += float(loss.detach())
-        self.optimizer.step()
-        return total
-
-    def timed_step(self, micro_batches: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> tuple[float, float]:
-        """Return this rank's seconds of a step from a barrier, and its loss."""
+    def timed_step(self, micro_batches: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> tuple[float, float, float]:
+        """Train on (args, kwargs) of each micro-batch; return wall and CPU seconds from a barrier, and mean loss."""
         import torch.distributed as dist
 
         dist.barrier()
-        started = time.perf_counter()
-        loss = self.step(micro_batches)
-        return time.perf_counter() - started, loss
+        started, started_cpu = time.perf_counter(), time.process_time()
+        self.optimizer.zero_grad()
+        total: Any = 0.0
+        for args, kwargs in micro_batches:
+            loss = self.model(*args, **kwargs) / len(micro_batches)
+            loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        total = float(total)  # waits for the device
+        return time.perf_counter() - started, time.process_time() - started_cpu, total
+
+
+def osdp_training(source: Any, module: Any, plan: Any, cluster: Any) -> Training:
+    """Return the model of `source` under a plan, with AdamW; `module` is one for which it makes example inputs."""
+    import torch
+
+    from osdp import OSDP
+    from runtime.optimizers import OPTIMIZERS
+
+    torch.manual_seed(0)
+    model = OSDP(source.build, plan, cluster, example_inputs=partial(source.example_inputs, module))
+    return Training(model, OPTIMIZERS["adamw"](model.parameters(), lr=1e-3, weight_decay=0.0))
+
+
+def train_in_turns(
+    options: Any,
+    runners: Sequence[Training],
+    inputs: Callable[[int], tuple[Any, ...]],
+    tolerance: float,
+    step: Callable[..., tuple[float, ...]] = Training.timed_step,
+    *,
+    checked: slice = slice(None),
+    progress: bool = False,
+) -> tuple[Any, float]:
+    """Train all by `step(runner, *inputs(round))`; rounds that warm up are below 0.  A collective call.
+
+    Returns what the steps returned, (rounds, contestants, figures), the highest of all ranks, and the largest relative
+    difference of losses (the third figure) in one of the rounds `checked`.  Raises ValueError if that is above
+    `tolerance`.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rounds = []
+    for number in range(-options.warm_up, options.rounds):
+        rounds.append(take_turns(number, runners, step, *inputs(number)))
+        if progress and dist.get_rank() == 0:
+            took = ", ".join(f"{figures[0]:.2f} s" for figures in rounds[-1])
+            print(f"round {number + 1} of {options.rounds}: {took}", file=sys.stderr, flush=True)
+    figures = torch.tensor(rounds, dtype=torch.float64)
+    losses = figures[checked, :, 2]
+    difference = (losses / losses[:, :1] - 1.0).abs().max()
+    if not difference <= tolerance:
+        raise ValueError(f"the contestants do not compute the same: losses {losses.tolist()}")
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    dist.all_reduce(difference, dist.ReduceOp.MAX)
+    return figures, float(difference)
 
 
 def measured_machine(options: argparse.Namespace) -> Any:

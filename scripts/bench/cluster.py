@@ -128,24 +128,15 @@ def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict
     import torch.distributed as dist
 
     plans, without_data = made["plans"], source.build()
-    runners = [bench.OsdpTraining(source, without_data, plan, cluster) for plan in plans.values()]
+    runners = [bench.osdp_training(source, without_data, plan, cluster) for plan in plans.values()]
     torch.manual_seed(1 + dist.get_rank())
-    seconds = torch.zeros(options.rounds, len(runners), dtype=torch.float64)
-    peaks = torch.zeros(len(runners), dtype=torch.float64)
-    for number in range(-options.warm_up, options.rounds):
-        # In the last round that warms up, so that the optimizer's states are there.
-        track = number == -1
-        found = bench.take_turns(number, runners, timed_step, source.example_inputs(without_data, 1), track)
-        results = torch.tensor(found, dtype=torch.float64)
-        bench.check_losses(results[:, 1], LOSS_TOLERANCE)
-        if track:
-            peaks[:] = results[:, 2]
-        if number >= 0:
-            seconds[number] = results[:, 0]
-        if dist.get_rank() == 0:
-            print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    dist.all_reduce(peaks, dist.ReduceOp.MAX)
+
+    def inputs(number: int) -> tuple[Any, bool]:
+        # Tracked in the last round that warms up, so that the optimizer's states are there.
+        return source.example_inputs(without_data, 1), number == -1
+
+    found, _ = bench.train_in_turns(options, runners, inputs, LOSS_TOLERANCE, timed_step, progress=True)
+    seconds, peaks = found[options.warm_up :, :, 0], found[:, :, 3].amax(0)
     return [
         Contestant(
             name=name,
@@ -161,8 +152,8 @@ def train_all(options: argparse.Namespace, source: Any, cluster: Any, made: dict
     ]
 
 
-def timed_step(runner: bench.OsdpTraining, inputs: Any, track: bool) -> tuple[float, float, int]:
-    """Return this rank's seconds of a step, its loss, and where tracked the peak of live bytes."""
+def timed_step(runner: bench.Training, inputs: Any, track: bool) -> tuple[float, float, float, int]:
+    """Return what `Training.timed_step` does, and where tracked the peak of live bytes."""
     from osdp.training.measure import held_tensors
     from runtime.observe.live_bytes import LiveBytes
 

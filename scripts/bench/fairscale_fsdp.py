@@ -15,21 +15,19 @@ With `--device cpu` the program can be tried on gloo ranks, without fairscale's 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import os
 import sys
-import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from statistics import median
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from _shared import MIB, add_integers, spawn_ranks, take_turns, with_interval
+from _shared import MIB, Training, add_integers, spawn_ranks, train_in_turns, with_interval
 from torch import Tensor, nn
 
 from osdp.cli.exits import status_of
@@ -47,44 +45,29 @@ from runtime.parameter_places import registered_parameters
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is run; see `--help`."""
-
-    model: str
-    nodes: int
-    ranks: int
-    device: str
-    batch: int
-    seq: int
-    large: int
-    rounds: int
-    warm_up: int
-
-    @property
-    def policy(self) -> Callable[..., bool]:
-        """Which modules are wrapped."""
-        return functools.partial(default_auto_wrap_policy, min_num_params=self.large)
+def policy(options: Namespace) -> Callable[..., bool]:
+    """Return which modules are wrapped."""
+    return functools.partial(default_auto_wrap_policy, min_num_params=options.large)
 
 
-def fairscale_own(model: nn.Module, options: Options) -> nn.Module:
+def fairscale_own(model: nn.Module, options: Namespace) -> nn.Module:
     """Wrap as fairscale's documentation does; what is left of the model is wrapped with the model itself."""
     from fairscale.nn import FullyShardedDataParallel
 
     with enable_wrap(wrapper_cls=FullyShardedDataParallel):
-        wrapped: nn.Module = auto_wrap(model.cuda(), auto_wrap_policy=options.policy)
+        wrapped: nn.Module = auto_wrap(model.cuda(), auto_wrap_policy=policy(options))
     own = isinstance(wrapped, FullyShardedDataParallel)
     return wrapped if own else FullyShardedDataParallel(wrapped)
 
 
-def by_osdp(setting: str, model: nn.Module, options: Options) -> nn.Module:
+def by_osdp(setting: str, model: nn.Module, options: Namespace) -> nn.Module:
     """Wrap by OSDP's runtime."""
     fsdp_args = gen_fsdp_args(options.nodes, options.ranks // options.nodes, setting, options.model)
     with enable_wrap(wrapper_cls=FSDP, **fsdp_args):
-        return auto_wrap(model, auto_wrap_policy=options.policy)
+        return auto_wrap(model, auto_wrap_policy=policy(options))
 
 
-def contestants(options: Options) -> dict[str, Wrap]:
+def contestants(options: Namespace) -> dict[str, Wrap]:
     """Return who takes part; ratios are over the first."""
     settings = SETTINGS if options.nodes > 1 and options.ranks > options.nodes else ("none",)
     found = {f"OSDP, {setting}": functools.partial(by_osdp, setting, options=options) for setting in settings[::-1]}
@@ -92,24 +75,11 @@ def contestants(options: Options) -> dict[str, Wrap]:
     return own | found if options.device == "cuda" else dict(found)
 
 
-class Training:
-    """A wrapped model in training."""
-
-    def __init__(self, wrap: Wrap, options: Options) -> None:
-        torch.manual_seed(0)
-        self.model = wrap(untied(load_model(options.model, sequence_length=options.seq).build()))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
-
-    def step(self, tokens: Tensor, keywords: dict[str, Tensor]) -> tuple[float, float]:
-        """Train on a batch; return seconds on this rank, and the loss."""
-        dist.barrier()
-        started_s = time.perf_counter()
-        self.optimizer.zero_grad()
-        loss = self.model(tokens, **keywords)
-        loss.backward()
-        self.optimizer.step()
-        value = loss.item()  # waits for the device
-        return time.perf_counter() - started_s, value
+def training(wrap: Wrap, options: Namespace) -> Training:
+    """Return the model, wrapped, in training."""
+    torch.manual_seed(0)
+    model = wrap(untied(load_model(options.model, sequence_length=options.seq).build()))
+    return Training(model, torch.optim.Adam(model.parameters(), lr=1e-4))
 
 
 def untied(model: nn.Module) -> nn.Module:
@@ -123,50 +93,38 @@ def untied(model: nn.Module) -> nn.Module:
 # --- measurement -----------------------------------------------------------------------------
 
 
-def measure(ranks: Ranks, options: Options) -> None:
-    """Measure on this rank; rank 0 prints. Raises OsdpError if losses differ."""
+def measure(ranks: Ranks, options: Namespace) -> None:
+    """Measure on this rank; rank 0 prints."""
     task = SentencePairs(MadeUp(), options.seq, 0)
 
-    def inputs(number: int) -> tuple[Tensor, dict[str, Tensor]]:
-        first = (number * ranks.world_size + ranks.rank) * options.batch
-        return ranks.tensors(batch(task, range(first, first + options.batch)))
+    def inputs(number: int) -> tuple[Any]:
+        first = ((number + options.warm_up) * ranks.world_size + ranks.rank) * options.batch
+        tokens, keywords = ranks.tensors(batch(task, range(first, first + options.batch)))
+        return ([((tokens,), keywords)],)
 
     wraps = contestants(options)
     peaks_bytes = [peak_bytes(wrap, inputs, ranks, options) for wrap in wraps.values()]
-    runners = [Training(wrap, options) for wrap in wraps.values()]
-    seconds = torch.zeros(options.rounds, len(runners), dtype=torch.float64)
-    losses = torch.zeros(len(runners), dtype=torch.float64)
-    for number in range(options.warm_up + options.rounds):
-        results = take_turns(number, runners, Training.step, *inputs(number))
-        if number >= options.warm_up:
-            seconds[number - options.warm_up] = torch.tensor([step_s for step_s, _ in results])
-        if number == 0:
-            losses[:] = torch.tensor([loss for _, loss in results])
-    if not torch.allclose(losses, losses[:1].expand_as(losses), rtol=1e-4, atol=0.0):
-        raise OsdpError("the contestants do not compute the same", got=f"losses {losses.tolist()} of the first step")
-    there = seconds.to(ranks.device)
-    dist.all_reduce(there, op=dist.ReduceOp.MAX)
+    runners = [training(wrap, options) for wrap in wraps.values()]
+    found, _ = train_in_turns(options, runners, inputs, 1e-4, checked=slice(1))
     if ranks.rank == 0:
-        report(list(wraps), peaks_bytes, there.cpu(), options)
+        report(list(wraps), peaks_bytes, found[options.warm_up :, :, 0], options)
 
 
-def peak_bytes(
-    wrap: Wrap, inputs: Callable[[int], tuple[Tensor, dict[str, Tensor]]], ranks: Ranks, options: Options
-) -> int:
+def peak_bytes(wrap: Wrap, inputs: Callable[[int], tuple[Any]], ranks: Ranks, options: Namespace) -> int:
     """Return the peak of two steps of a contestant that is alone, on the fullest rank; 0 on a CPU."""
     if options.device == "cpu":
         return 0
     torch.cuda.reset_peak_memory_stats()
-    training = Training(wrap, options)
+    runner = training(wrap, options)
     for number in range(2):
-        training.step(*inputs(number))
+        runner.timed_step(*inputs(number))
     found: int = ranks.maximum([torch.cuda.max_memory_allocated()])[0]
-    del training
+    del runner
     gc.collect()
     return found
 
 
-def report(names: list[str], peaks_bytes: list[int], seconds: Tensor, options: Options) -> None:
+def report(names: list[str], peaks_bytes: list[int], seconds: Tensor, options: Namespace) -> None:
     """Print the table; `seconds` (rounds, contestants) are of the slowest rank."""
     print(f"{'':37s}  s a step  samples/s  peak MiB  samples/s, it over {names[0]}")
     for index, name in enumerate(names):
@@ -177,7 +135,7 @@ def report(names: list[str], peaks_bytes: list[int], seconds: Tensor, options: O
         print(f"{name:37s}  {step_s:8.4f}  {speed:9.1f}  {peak}  {ratio}".rstrip(), flush=True)
 
 
-def rank_main(rank: int, options: Options) -> None:
+def rank_main(rank: int, options: Namespace) -> None:
     """Be one rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     device = torch.device("cpu")
@@ -190,9 +148,9 @@ def rank_main(rank: int, options: Options) -> None:
     gc.collect()
 
 
-def read_options() -> Options:
+def read_options() -> Namespace:
     """Parse the command line; raises OsdpError where there are no GPUs for it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="bert-large", help="a BERT: its name or file (default bert-large)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     add_integers(
@@ -207,7 +165,7 @@ def read_options() -> Options:
             ("warm-up", 5, "steps of each before those"),
         ),
     )
-    options = Options(**vars(parser.parse_args()))
+    options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         what = "fairscale's own FSDP needs GPUs, and torch sees none"
         advice = "--device cpu tries the program without fairscale's own"
@@ -222,7 +180,8 @@ def read_options() -> Options:
             raise OsdpError(what, got=str(getattr(options, name)), expected=f"{least} or more")
     if ranks % options.nodes:
         raise OsdpError("the ranks do not divide evenly into nodes", got=f"{ranks} ranks, {options.nodes} nodes")
-    return replace(options, ranks=ranks)
+    options.ranks = ranks
+    return options
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
               micro-batch 1 to 4, 4 to 1,024 ranks: the same
     limits    memory that the chosen plan uses of its limit, and what more could still buy, within it and beyond
     rivals    100 random (model, cluster, limit): the plan against every uniform baseline, by the simulator
-    planning  `osdp plan --model gpt2-1.5b --mem 8GB` from process start, whole space
+    planning  `osdp plan --model gpt2-1.5b --mem 8GB` from process start, as `planning_time.py gpt2`
 
 `--seed` and `--count` change the random cases.  Error is (predicted - tracked) / tracked, without the
 reserve on both sides.  A dry run computes nothing, so that one process does for any number of ranks.
@@ -14,7 +14,6 @@ reserve on both sides.  A dry run computes nothing, so that one process does for
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -22,12 +21,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
-from _shared import GIB, plan_command, run, with_range
+from _shared import GIB
+from planning_time import bench_gpt2
 
 from osdp.planning.verify import Verified, verify
 from osdp.zoo import load_cluster, load_model
@@ -53,7 +54,6 @@ MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-1.5b", "bert-large", "llama
 """Of the zoo; llama-7b is in the fixed list only, gpt2-tiny is too small to be of use."""
 GRIDS = ((1, 4), (1, 8), (2, 8), (8, 8), (32, 8), (128, 8))
 """Nodes x ranks of a node, for random plans."""
-REPEATS = 3
 PROCESSES = max(1, min(4, (os.cpu_count() or 2)))
 
 
@@ -232,25 +232,15 @@ def _problem(number: int) -> tuple[str, float, float, float] | None:
 
 def bench_rivals(options: argparse.Namespace) -> None:
     """Print how the plan compares with the uniform baselines on random problems."""
-    ratios, over_fsdp, gaps, number, only = [], [], [], options.seed, 0
+    numbers = range(options.seed, options.seed + 10 * options.count)
     with get_context("forkserver").Pool(PROCESSES) as pool:
-        for row in pool.imap(_problem, range(number, number + 10 * options.count)):
-            if row is None:
-                continue
-            what, ratio, fsdp, gap = row
-            gaps.append(gap)
-            if ratio == float("inf"):
-                only += 1
-            else:
-                ratios.append(ratio)
-            if fsdp != float("inf"):
-                over_fsdp.append(fsdp)
-            if ratio < 1:
-                print(f"slower: {what}: {ratio:.5f}", flush=True)
-            if len(gaps) == options.count:
-                pool.terminate()
-                break
-    print(f"{len(gaps)} problems with a plan that fits; in {only} of them no uniform baseline does")
+        rows = list(islice(filter(None, pool.imap(_problem, numbers)), options.count))
+    for what, ratio, _, _ in rows:
+        if ratio < 1:
+            print(f"slower: {what}: {ratio:.5f}", flush=True)
+    ratios, over_fsdp = ([row[column] for row in rows if row[column] != float("inf")] for column in (1, 2))
+    only, gaps = len(rows) - len(ratios), [gap for *_, gap in rows]
+    print(f"{len(rows)} problems with a plan that fits; in {only} of them no uniform baseline does")
     for name, values in (("the best baseline", ratios), ("FSDP", over_fsdp)):
         parts = quantiles(values, n=20)
         print(
@@ -260,22 +250,12 @@ def bench_rivals(options: argparse.Namespace) -> None:
     print(f"certified gap: median {median(gaps):.2%}, most {max(gaps):.2%}", flush=True)
 
 
-def bench_planning(options: argparse.Namespace) -> None:
-    """Time the command of the README."""
-    runs = [run(plan_command("--model", "gpt2-1.5b", "--mem", "8GB")) for _ in range(REPEATS)]
-    reports = [json.loads(one.output) for one in runs]
-    print(f"CPU from process start: {with_range([one.cpu_s for one in runs])} s")
-    for name in ("search", "trace"):
-        print(f"{name}: {with_range([report['seconds'][name] for report in reports])} s")
-    print(f"certified gap {reports[-1]['gap']:.2%}", flush=True)
-
-
 BENCHES = {
     "list": lambda options: compare_all(FIXED),
     "random": lambda options: compare_all(list(random_cases(options.seed, options.count))),
     "limits": bench_limits,
     "rivals": bench_rivals,
-    "planning": bench_planning,
+    "planning": lambda options: bench_gpt2(),
 }
 
 

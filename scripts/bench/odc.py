@@ -25,7 +25,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -231,28 +230,19 @@ class Bench:
     def train(self, cluster: Any, plans: dict[str, Any], drawn: Any) -> tuple[list[list[float]], float]:
         """Train all, interleaved; return their seconds per round, and the largest difference of losses."""
         import torch
-        import torch.distributed as dist
 
         source = self.source(self.options.maximum)
         module = source.build()
-        runners = [bench.OsdpTraining(source, module, plan, cluster) for plan in plans.values()]
-        rng = torch.Generator().manual_seed(1 + self.rank)
-        seconds = torch.zeros(len(drawn), len(runners), dtype=torch.float64)
-        worst = 0.0
-        for number, lengths in enumerate(drawn):
-            samples = [torch.randint(512, (1, int(length)), generator=rng) for length in lengths[self.rank]]
-            micro_batches = [((tokens,), {"labels": tokens}) for tokens in samples]
-            found = bench.take_turns(number, runners, bench.OsdpTraining.timed_step, micro_batches)
-            seconds[number] = torch.tensor([took_s for took_s, _ in found])
-            losses = torch.tensor([loss for _, loss in found], dtype=torch.float64)
-            dist.all_reduce(losses)
-            bench.check_losses(losses, LOSS_TOLERANCE)
-            worst = max(worst, float((losses / losses[0] - 1).abs().max()))
-            if self.rank == 0:
-                took = ", ".join(f"{one:.2f} s" for one in seconds[number])
-                print(f"step {number + 1} of {len(drawn)}: {took}", file=sys.stderr, flush=True)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return seconds[self.options.warm_up :].T.tolist(), worst
+        runners = [bench.osdp_training(source, module, plan, cluster) for plan in plans.values()]
+        rng, warm_up = torch.Generator().manual_seed(1 + self.rank), self.options.warm_up
+
+        def inputs(number: int) -> tuple[Any]:
+            lengths = drawn[number + warm_up, self.rank]
+            samples = [torch.randint(512, (1, int(length)), generator=rng) for length in lengths]
+            return ([((tokens,), {"labels": tokens}) for tokens in samples],)
+
+        found, difference = bench.train_in_turns(self.options, runners, inputs, LOSS_TOLERANCE, progress=True)
+        return found[warm_up:, :, 0].T.tolist(), difference
 
 
 def waits_of(costs: Any) -> Any:

@@ -123,12 +123,9 @@ def measure(device: CupyDevice, peers: int, shard_bytes: int, rounds: int, cache
     count, shard = max(2, -(-2 * cache_bytes // size_bytes)), shard_bytes // FP32_BYTES
     sets = [Buffers.make(peers, shard, device.torch_device) for _ in range(count)]
     running = contestants(device, sets)
-    taken: dict[str, list[float]] = {name: [] for name in running}
-    for number in range(-2, rounds):  # two to warm up
-        took_s = take_turns(number, list(running.values()), seconds_of, (number + 2) * CALLS, len(sets))
-        if number >= 0:
-            for times, seconds in zip(taken.values(), took_s, strict=True):
-                times.append(seconds)
+    runs = list(running.values())
+    took_s = [take_turns(n, runs, seconds_of, (n + 2) * CALLS, len(sets)) for n in range(-2, rounds)]  # two to warm up
+    taken = dict(zip(running, zip(*took_s[2:], strict=True), strict=True))
     results = []
     for name, times in taken.items():
         low, middle, high = quantiles([basis / own for basis, own in zip(taken[BASIS], times, strict=True)], n=4)

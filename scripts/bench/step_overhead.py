@@ -15,15 +15,15 @@ equal to 1e-5, or the benchmark fails.
 
 from __future__ import annotations
 
-import argparse
-import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from _shared import add_integers, check_losses, machine, spawn_ranks, take_turns, with_interval
+from _shared import Training, add_integers, machine, spawn_ranks, train_in_turns, with_interval
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate  # not public; run on torch 2.13
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -37,43 +37,25 @@ from osdp.planning.rank_grid import cluster_of_ranks
 from osdp.planning.request import Request
 from osdp.training.choose_plan import uniform_plan
 from planner.cost.workload import Workload
-from profiler.model_source import Inputs, ModelSource
+from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
 Wrap = Callable[[GPT2], nn.Module]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is run; see `--help`."""
-
-    cases: list[str]
-    ranks: int
-    rounds: int
-    warm_up: int
-    hidden: int
-    layers: int
-    tokens: int
-    batch: int
-
-    def model(self) -> GPT2:
-        """Return the model, with the same parameters every time."""
-        torch.manual_seed(0)
-        return GPT2(GPT2Config(512, self.tokens, self.hidden, self.layers, heads=4))
+def build(options: Namespace) -> GPT2:
+    """Return the model, with the same parameters every time."""
+    torch.manual_seed(0)
+    return GPT2(GPT2Config(512, options.tokens, options.hidden, options.layers, heads=4))
 
 
 # --- contestants -----------------------------------------------------------------------------
 
 
-def example_inputs(model: nn.Module, batch: int) -> Inputs:
-    """Return arguments of forward."""
-    assert isinstance(model, GPT2)
-    return model.example_inputs(batch)
-
-
-def by_plan(options: Options, strategy: str) -> Wrap:
+def by_plan(options: Namespace, strategy: str) -> Wrap:
     """Return how OSDP wraps a model under a plan with one strategy for everything."""
-    source = ModelSource("gpt2", options.model, example_inputs, options.tokens)
+    inputs: Any = GPT2.example_inputs
+    source = ModelSource("gpt2", partial(build, options), inputs, options.tokens)
     load = Workload(cluster_of_ranks(None)[0], "adam", "fp32", options.batch)
     plan = uniform_plan(trace_model(source), load, Request(limit_bytes=2**40), strategy)
     return lambda model: OSDP(model, plan)
@@ -92,7 +74,7 @@ def by_hand(model: GPT2, mesh: DeviceMesh | None = None) -> nn.Module:
     return model
 
 
-def contestants(case: str, options: Options) -> dict[str, Wrap]:
+def contestants(case: str, options: Namespace) -> dict[str, Wrap]:
     """Return who takes part, OSDP first."""
     if case == "shard":
         return {"OSDP": by_plan(options, "shard"), "fully_shard by hand": by_hand}
@@ -104,55 +86,38 @@ def contestants(case: str, options: Options) -> dict[str, Wrap]:
     }
 
 
-class Contestant:
-    """A wrapped model in training."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-    def step(self, tokens: Tensor) -> tuple[float, float, float]:
-        """Train on (batch, sequence) tokens; return wall and CPU seconds on this rank, and the loss."""
-        dist.barrier()
-        started, started_cpu = time.perf_counter(), time.process_time()
-        self.optimizer.zero_grad()
-        loss = self.model(tokens, labels=tokens)
-        loss.backward()
-        self.optimizer.step()
-        return time.perf_counter() - started, time.process_time() - started_cpu, loss.item()
-
-
 # --- measurement -----------------------------------------------------------------------------
 
 
-def run_case(case: str, options: Options) -> None:
+def run_case(case: str, options: Namespace) -> None:
     """Run one case on this rank; rank 0 prints it."""
-    runners = {name: Contestant(wrap(options.model())) for name, wrap in contestants(case, options).items()}
+    wraps = contestants(case, options)
+    models = [wrap(build(options)) for wrap in wraps.values()]
+    runners = [Training(model, torch.optim.Adam(model.parameters(), lr=1e-3)) for model in models]
     generator = torch.Generator().manual_seed(dist.get_rank() + 1)
-    seconds = torch.zeros(2, options.rounds, len(runners), dtype=torch.float64)
-    for number in range(-options.warm_up, options.rounds):
+
+    def inputs(number: int) -> tuple[Any]:
         tokens = torch.randint(512, (options.batch, options.tokens), generator=generator)
-        results = torch.tensor(take_turns(number, list(runners.values()), Contestant.step, tokens))
-        check_losses(results[:, 2], 1e-5)
-        if number >= 0:
-            seconds[:, number] = results[:, :2].T
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return ([((tokens,), {"labels": tokens})],)
+
+    found, _ = train_in_turns(options, runners, inputs, 1e-5)
     if dist.get_rank() == 0:
-        report(case, list(runners), seconds, options)
+        report(case, list(wraps), found[options.warm_up :], options)
 
 
-def report(case: str, names: list[str], seconds: Tensor, options: Options) -> None:
-    """Print times and ratios; `seconds` (wall and CPU, rounds, contestants), of the slowest rank."""
+def report(case: str, names: list[str], found: Tensor, options: Namespace) -> None:
+    """Print times and ratios; `found` (rounds, contestants, wall and CPU seconds and loss), of the slowest rank."""
     print(f"\nall-{case} plan, {options.ranks} ranks, {options.rounds} rounds")
     print(f"{'':23s}  s a step  samples/s  {'samples/s, OSDP over it':39s}  CPU s a step, it over OSDP")
     for index, name in enumerate(names):
-        step_s = median(seconds[0, :, index].tolist())
+        step_s = median(found[:, index, 0].tolist())
         speed = options.ranks * options.batch / step_s
-        ratios = [with_interval((kind[:, index] / kind[:, 0]).tolist()) if index else "" for kind in seconds]
+        over = found[:, index] / found[:, 0]
+        ratios = [with_interval(over[:, kind].tolist()) if index else "" for kind in (0, 1)]
         print(f"{name:23s}  {step_s:8.4f}  {speed:9.1f}  {ratios[0]:39s}  {ratios[1]}".rstrip(), flush=True)
 
 
-def rank_main(rank: int, options: Options) -> None:
+def rank_main(rank: int, options: Namespace) -> None:
     """Be one rank."""
     torch.set_num_threads(1)
     for case in options.cases:
@@ -161,7 +126,7 @@ def rank_main(rank: int, options: Options) -> None:
 
 def main() -> None:
     """Parse the command line and start the ranks."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help="shard, replicate (default both)")
     add_integers(
         parser,
@@ -175,12 +140,12 @@ def main() -> None:
             ("batch", 8, "samples of a rank in a step"),
         ),
     )
-    options = Options(**vars(parser.parse_args()))
+    options = parser.parse_args()
     known = ["shard", "replicate"]
     if unknown := set(options.cases) - set(known):
         parser.error(f"unknown case: got {', '.join(sorted(unknown))}, expected {', '.join(known)}")
-    options = replace(options, cases=options.cases or known)
-    parameters = sum(parameter.numel() for parameter in options.model().parameters())
+    options.cases = options.cases or known
+    parameters = sum(parameter.numel() for parameter in build(options).parameters())
     print(f"{machine()}, gloo")
     batch = f"{options.batch} x {options.tokens} tokens a rank"
     print(f"GPT-2 of {parameters:,} parameters, fp32, Adam, {batch}", flush=True)

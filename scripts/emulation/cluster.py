@@ -49,7 +49,7 @@ class Cluster:
         """
         namespaces = [os.open(f"/proc/{self.keeper}/fd/{file}", os.O_RDONLY) for file in self.files[node]]
         pids = os.open(f"/proc/{self.keeper}/ns/pid", os.O_RDONLY)
-        folder = os.getcwd()
+        folder, pipes = os.getcwd(), {"stdin": DEVNULL, "stdout": output, "stderr": output}
 
         def enter_node() -> None:
             if cores is not None:
@@ -60,15 +60,8 @@ class Cluster:
 
         try:
             with linux.inside(pids, "pid"):
-                return Popen(
-                    command,
-                    env=environment(self.links, node),
-                    preexec_fn=enter_node,
-                    start_new_session=True,
-                    stdin=DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                )
+                words = environment(self.links, node)
+                return Popen(command, env=words, preexec_fn=enter_node, start_new_session=True, **pipes)
         finally:
             for file in (*namespaces, pids):
                 os.close(file)
@@ -127,12 +120,10 @@ def emulated(links: Links) -> Iterator[Cluster]:
 
 
 def _not_allowed(error: OSError) -> RefusalError:
-    return RefusalError(
-        "this machine does not let us make a cluster",
-        got=str(error),
-        expected="the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN, and a kernel with namespaces",
-        advice="run it on the machine itself, or in a container: docker run --privileged",
-    )
+    expected = "the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN, and a kernel with namespaces"
+    advice = "run it on the machine itself, or in a container: docker run --privileged"
+    what = "this machine does not let us make a cluster"
+    return RefusalError(what, got=str(error), expected=expected, advice=advice)
 
 
 def _keep(links: Links, writer: int) -> int:

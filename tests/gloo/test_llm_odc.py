@@ -276,7 +276,7 @@ def test_bad_input_is_refused_before_ranks_start(
     module = example()
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(module, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(module, "start_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.setattr(sys, "argv", ["train_llm_odc.py", *arguments])
     with pytest.raises(SystemExit) as ended:
         module.guarded(module.main)()

@@ -230,7 +230,7 @@ class Wayward(nn.Module):
 MODELS: dict[str, ModelSource] = {
     "gpt2": gpt2(64, 3, 128),
     "bert with dropout": ModelSource(
-        "bert", lambda: Bert(BertConfig(256, 128, 2, 64, 3, 4, 128, 0.1)), lambda m, b: m.example_inputs(b), 128
+        "bert", lambda: Bert(BertConfig(256, 128, 64, 3, 4, 2, 128, 0.1)), lambda m, b: m.example_inputs(b), 128
     ),
     "llama": ModelSource(
         "llama",

@@ -164,7 +164,7 @@ def under_bfloat16(build: Build) -> nn.Module:
 
 ZOO: dict[str, Build] = {
     "gpt2": lambda: GPT2(GPT2Config(50, 16, 32, 2, 2)),
-    "bert": lambda: Bert(BertConfig(50, 16, 2, 32, 2, 2, 64)),
+    "bert": lambda: Bert(BertConfig(50, 16, 32, 2, 2, 2, 64)),
     "llama": lambda: Llama(LlamaConfig(50, 16, 32, 2, 4, 2, 48, 1e4, True)),
     "uneven": lambda: Uneven(UnevenConfig(50, 16, 8, (16, 32), (16, 24))),
 }

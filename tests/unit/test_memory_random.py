@@ -19,6 +19,7 @@ from planner.search.search import search
 from planner.search.search_space import Space
 from planner.strategies.notation import format_choice
 from planner.strategies.registry import known_strategies
+from profiler.byte_sizes import whole_mib
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator
@@ -87,7 +88,7 @@ def test_no_plan_that_is_accepted_exceeds_its_limit(
 ) -> None:
     graph, machine = graph_of(family, VOCABULARY[family], LENGTH, precision), cluster(*shape)
     load = Workload(machine, "adam", precision, micro_batch)
-    limit_bytes = round(factor * smallest_plan(Space(graph), load).needed_bytes)
+    limit_bytes = round(factor * whole_mib(smallest_plan(Space(graph), load).peak.total_bytes))
     found = search(Task(graph, machine, limit_bytes, micro_batch=micro_batch))
     plan = make_plan(found.options, found.spanning, found.space, found.load, limit_bytes=limit_bytes, gap=found.gap)
     held = compare(plan, source(family, VOCABULARY[family], LENGTH), graph, machine)

@@ -20,7 +20,7 @@ from osdp.zoo import load_model, model_card, model_names
 
 TINY: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: GPT2(GPT2Config(97, 32, hidden_size=24, layers=2, heads=3)),
-    "bert": lambda: Bert(BertConfig(97, 32, 2, hidden_size=24, layers=2, heads=3, intermediate_size=48)),
+    "bert": lambda: Bert(BertConfig(97, 32, 24, layers=2, heads=3, token_types=2, intermediate_size=48)),
     "llama": lambda: Llama(LlamaConfig(97, 32, 32, 2, 4, 2, 48, rope_base=1e4, tied_head=False)),
     "llama tied": lambda: Llama(LlamaConfig(97, 32, 32, 2, 4, 4, 48, rope_base=1e4, tied_head=True)),
     "uneven": lambda: Uneven(UnevenConfig(97, 32, 8, (16, 24, 24), (32, 16))),
@@ -361,7 +361,7 @@ def test_no_two_neighbours_of_uneven_are_equally_wide() -> None:
     "make",
     [
         lambda: GPT2Config(97, 32, hidden_size=25, layers=2, heads=3),
-        lambda: BertConfig(97, 32, 2, hidden_size=24, layers=2, heads=0, intermediate_size=48),
+        lambda: BertConfig(97, 32, 24, layers=2, heads=0, token_types=2, intermediate_size=48),
         lambda: LlamaConfig(97, 32, 32, 2, 4, 3, 48, rope_base=1e4, tied_head=False),
         lambda: LlamaConfig(97, 32, 12, 2, 4, 4, 48, rope_base=1e4, tied_head=False),
         lambda: UnevenConfig(97, 32, 8, (16, 20), (16,)),

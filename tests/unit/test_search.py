@@ -86,7 +86,7 @@ def a_limit(menu: CandidateSet, fraction: float) -> float:
 def test_program_equals_brute_force(
     graph: ModelGraph, machine: Cluster, batch: int, accumulation: int, fraction: float, seed: int
 ) -> None:
-    menu = some_of(Space(graph).menu(Workload(machine, "adam", "fp32", batch, accumulation), None), seed)
+    menu = some_of(Space(graph).candidates(Workload(machine, "adam", "fp32", batch, accumulation), None), seed)
     limit = a_limit(menu, fraction)
     best = brute_force(menu, limit)
     solution = fastest(menu, limit, exact=True)
@@ -107,7 +107,7 @@ def test_program_equals_brute_force_on_eight_operators(
 ) -> None:
     # Three options each: at most 3^8 plans.
     load = Workload(cluster(1, 2, overlaps=overlaps), "adam", "fp32", 1)
-    menu = some_of(Space(graph).menu(load, None), seed, most=3)
+    menu = some_of(Space(graph).candidates(load, None), seed, most=3)
     limit = a_limit(menu, fraction)
     solution = fastest(menu, limit, exact=True)
     assert solution is not None
@@ -119,7 +119,7 @@ def test_program_equals_brute_force_on_eight_operators(
 def test_bound_holds_for_every_plan(
     graph: ModelGraph, machine: Cluster, accumulation: int, fraction: float, seed: int
 ) -> None:
-    menu = some_of(Space(graph).menu(Workload(machine, "adam", "fp32", 1, accumulation), None), seed)
+    menu = some_of(Space(graph).candidates(Workload(machine, "adam", "fp32", 1, accumulation), None), seed)
     limit = a_limit(menu, fraction)
     best = brute_force(menu, limit)
     assert best is not None
@@ -132,7 +132,7 @@ def test_bound_holds_for_every_plan(
 def test_dynamic_program_is_the_minimum_over_sequences(
     graph: ModelGraph, machine: Cluster, price: float, seed: int
 ) -> None:
-    menu = some_of(Space(graph).menu(Workload(machine, "adam", "fp32", 1, 2), None), seed)
+    menu = some_of(Space(graph).candidates(Workload(machine, "adam", "fp32", 1, 2), None), seed)
     chain_bound, place = ChainBound(menu), events_near(menu, None)[0]
     memory, per_byte = chain_bound.memory(place), price * 1e-10
 
@@ -152,7 +152,7 @@ def test_dynamic_program_is_the_minimum_over_sequences(
 def test_counted_objective_is_the_pure_function(layers: int, fraction: float, overlaps: bool) -> None:
     graph = transformer(layers, 256)
     load = Workload(cluster(1, 4, overlaps=overlaps), "adam", "fp32", 1)
-    menu = Space(graph).menu(load, strategies_on(load.cluster)[1])
+    menu = Space(graph).candidates(load, strategies_on(load.cluster)[1])
     small = peak_memory(CountingProgram.smallest(menu).options, menu.load).total_bytes
     limit = small * (1 + fraction)
     solution = fastest(menu, limit)
@@ -166,11 +166,11 @@ def test_stage_times_sum_to_the_step() -> None:
     graph = transformer(12, 256)
     for accumulation, overlaps in product((1, 3), (True, False)):
         load = Workload(cluster(1, 4, overlaps=overlaps), "adam", "fp32", 1, accumulation)
-        menu = Space(graph).menu(load, strategies_on(load.cluster)[2])
+        menu = Space(graph).candidates(load, strategies_on(load.cluster)[2])
         polisher = LocalSearch(menu, 1e18)
         picks = tuple(i % len(menu.options[kind]) for i, kind in enumerate(menu.stage_classes))
         total = sum(polisher.chain.stage_s(picks, i) for i in range(len(picks)))
-        assert total == pytest.approx(step_time(polisher.options(picks), load).total_s, rel=1e-12)
+        assert total == pytest.approx(step_time(menu.picked(picks), load).total_s, rel=1e-12)
 
 
 @settings(SLOW, max_examples=8)

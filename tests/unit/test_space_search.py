@@ -20,7 +20,7 @@ from planner.cost.stragglers import Imbalance
 from planner.cost.workload import Workload
 from planner.model.operator_split import slice_operators
 from planner.model.stages import cut
-from planner.pricing import make_plan, priced, space_of
+from planner.pricing import PricedPlan, make_plan, priced, space_of
 from planner.problem import Pins, Task
 from planner.search.candidates import StageDecision, choices_of, cuts, splittable
 from planner.search.counting_ilp import fastest
@@ -108,7 +108,7 @@ def test_dominated_options_are_in_no_better_plan(
     graph: ModelGraph, machine: Cluster, accumulation: int, fraction: float, seed: int
 ) -> None:
     space = Space(graph)
-    load = space.workload(machine, "adam", "fp32", 1, accumulation)
+    load = Workload(machine, "adam", "fp32", 1, accumulation)
     choices = [choices_of(stage, graph, strategies_on(machine)) for stage in space.model.stages]
     picked = [[some[(seed // 7**i + i * 13) % len(some)] for i in range(6)] for some in choices]
     full = menu_of(space, load, picked)
@@ -142,7 +142,7 @@ def test_undominated_keeps_the_first_of_equals() -> None:
 def test_options_of_one_and_of_several_segments_are_not_compared() -> None:
     graph, machine = transformer(1, 512, tied=False), cluster(1, 4)
     space = Space(graph)
-    load = space.workload(machine, "adam", "fp32", 1)
+    load = Workload(machine, "adam", "fp32", 1)
     kind = next(k for k, stage in zip(space.stage_classes, space.model.stages, strict=True) if stage.block is not None)
     count = len(next(stage for stage in space.model.stages if stage.block is not None).operators)
     shard, copy = Strategy("shard", 4), Strategy("replicate", 1)
@@ -190,7 +190,7 @@ def decided(draw: st.DrawFn) -> tuple[ModelGraph, Cluster, list[StageDecision], 
     machine = replace(cluster(draw(st.sampled_from([1, 2])), 2), host=HOST if draw(st.booleans()) else None)
     graph = transformer(2, 1024, tied=draw(st.booleans()), vocabulary=2048)
     space = Space(graph)
-    load = space.workload(machine, "adam", "fp32", 1)
+    load = Workload(machine, "adam", "fp32", 1)
     choices = [draw(st.sampled_from(space.choices(kind, load))) for kind in space.stage_classes]
     spanning = draw(st.sampled_from(strategies_on(machine))) if space.model.spanning else None
     return graph, machine, choices, spanning
@@ -203,7 +203,7 @@ def test_a_plan_reads_back_as_it_was_priced(
 ) -> None:
     graph, machine, choices, spanning = case
     space = Space(graph)
-    load = space.workload(machine, "adam", "fp32", 1, accumulation)
+    load = Workload(machine, "adam", "fp32", 1, accumulation)
     settled = priced(space, load, choices, spanning)
     plan = make_plan(settled.options, spanning, settled.space, load, limit_bytes=1 << 40, gap=0.0)
     again, _ = options_of(plan, space_of(plan, graph, machine), load)
@@ -224,7 +224,7 @@ def test_a_plan_reads_back_as_it_was_priced(
 def test_the_mean_over_ranks_is_no_more_than_the_fullest(ops: int, machine: Cluster, fraction: float) -> None:
     graph = small_chain(tuple(range(1, ops + 1)))
     space = Space(graph)
-    load = space.workload(machine, "adam", "fp32", 1)
+    load = Workload(machine, "adam", "fp32", 1)
     owner = Strategy("owner", machine.world_size)
     choices = [StageDecision((owner,)) for _ in space.stage_classes]
     mean = [space.option(kind, c, None, load, None) for kind, c in zip(space.stage_classes, choices, strict=True)]
@@ -351,18 +351,23 @@ def test_pins_of_idle_operators_are_honoured() -> None:
 def test_plans_of_ddp_honour_pins() -> None:
     graph, machine = transformer(4, 256), cluster(1, 2)
     loads = (Workload(machine, "adam", "fp32", 4),)
-    pinned = fastest_replicated(Space(graph, pins=Pins({}, {1: True})), loads, 4 << 30, 0.0)
-    free = fastest_replicated(Space(graph), loads, 4 << 30, 0.0)
+
+    def fastest_of(pins: Pins, limit: float = 4 << 30) -> PricedPlan:
+        plan, _ = fastest_replicated(Space(graph, pins=pins), loads, limit, 0.0)
+        assert plan is not None
+        return plan
+
+    pinned, free = fastest_of(Pins({}, {1: True})), fastest_of(Pins())
     assert [option.recompute for option in pinned.options] == [False, False, True, False, False, False]
     assert not any(option.recompute for option in free.options)
     # A limit between: only what is not pinned is recomputed to make it fit.
     least = [peak_memory(p.options, loads[0]).total_bytes for p in (free, pinned)]
-    tight = fastest_replicated(Space(graph, pins=Pins({}, {3: False})), loads, min(least) * 0.9, 0.0)
+    tight = fastest_of(Pins({}, {3: False}), min(least) * 0.9)
     assert any(option.recompute for option in tight.options)
     assert not tight.options[4].recompute
     shard, copies = Pins({1: (Strategy("shard", 2),)}), Pins({1: (COPY,)})
-    assert fastest_replicated(Space(graph, pins=shard), loads, 4 << 30, 0.0).load is None
-    assert fastest_replicated(Space(graph, pins=copies), loads, 4 << 30, 0.0).samples_per_s == free.samples_per_s
+    assert fastest_replicated(Space(graph, pins=shard), loads, 4 << 30, 0.0)[0] is None
+    assert fastest_of(copies).samples_per_s == free.samples_per_s
 
 
 def test_split_pins_of_spanning_operators_are_refused() -> None:

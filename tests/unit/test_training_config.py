@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from osdp.cli.commands.train import train
-from osdp.training.config import TrainConfig, config_names, load_config
+from osdp.resources import resource_names
+from osdp.training.config import TrainConfig, load_config
 from osdp.training.job import prepare, ranks_to_start
 from osdp.training.lr_schedule import learning_rate
 from profiler.errors import OsdpError
@@ -25,7 +26,7 @@ def written(tmp_path: Path, more: str = "") -> str:
 
 
 def test_every_configuration_that_comes_with_osdp_is_read() -> None:
-    assert config_names() == ["bert", "bert-large", "gpt2", "gpt2-1.5b"]
+    assert resource_names("train") == ["bert", "bert-large", "gpt2", "gpt2-1.5b"]
     large = load_config("gpt2-1.5b", {})
     assert (large.model, large.mem, large.seq) == ("gpt2-1.5b", "8GB", 1024)
     assert load_config(None, {}) == load_config("gpt2", {})

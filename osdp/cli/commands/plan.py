@@ -12,16 +12,14 @@ from typer import Context
 
 from osdp.cli import options
 from osdp.cli.exits import guarded
-from osdp.cli.terminal import STARTED_S, make_console, note, progress_bar
+from osdp.cli.terminal import STARTED_S, make_console, note, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from osdp.planning.plan_questions import FrontierRow
     from osdp.planning.request import Request
     from profiler.cluster.cluster import Cluster
     from profiler.model_source import ModelSource
 
 _NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
-"""Options that change nothing of the plan."""
 
 
 @guarded
@@ -56,8 +54,7 @@ def plan(
 
     limits = None if mem is None else parse_limits(mem)
     several = limits is not None and limits.several
-    to = _Outputs(output, plot, as_json, what_if)
-    _check_outputs(to, several)
+    _check_outputs(output, plot, what_if, several)
     with progress_bar():
         target, why = choose_cluster(cluster, nodes, gpus_per_node)
     limits_bytes = [_limit(target, wanted_bytes) for wanted_bytes in (limits.limits_bytes if limits else (None,))]
@@ -74,28 +71,16 @@ def plan(
     )
     with progress_bar():
         source = load_model(model, sequence_length=seq)
-    task = _PlanTask(source, target, request, why, _how(context, why))
+    task = _PlanTask(source, target, request, why, _how(context, why), output, as_json)
     if several:
-        _plan_several(task, sorted(set(limits_bytes)), to)
+        _plan_several(task, sorted(set(limits_bytes)), plot)
     else:
-        _plan_one(task, to)
-
-
-@dataclass(frozen=True)
-class _Outputs:
-    """What is to be printed and written."""
-
-    output: Path | None
-    """File of the plan, or folder of several."""
-    plot: Path | None
-    """Picture of a frontier."""
-    as_json: bool
-    what_if: bool
+        _plan_one(task, what_if)
 
 
 @dataclass(frozen=True)
 class _PlanTask:
-    """What is planned."""
+    """What is planned, and where the result goes."""
 
     source: ModelSource
     cluster: Cluster
@@ -104,22 +89,25 @@ class _PlanTask:
     """Why this cluster, where the user named none."""
     how: str
     """The command, for the files of plans."""
+    output: Path | None
+    """File of the plan, or folder of several."""
+    as_json: bool
 
 
-def _check_outputs(to: _Outputs, several: bool) -> None:
+def _check_outputs(output: Path | None, plot: Path | None, what_if: bool, several: bool) -> None:
     """Raise OsdpError for what cannot be written, before anything takes time, and for options without effect."""
     from osdp.planning.plan_file import check_output
     from osdp.plots import check_picture
     from profiler.errors import OsdpError
 
-    if several and to.what_if:
+    if several and what_if:
         raise OsdpError("--what-if applies to one plan", got="several limits in --mem", expected="one limit")
-    if not several and to.plot is not None:
+    if not several and plot is not None:
         raise OsdpError("--plot draws a frontier, and this is one plan", expected="several limits, --mem 6GB,8GB,12GB")
-    if to.output is not None and not several:
-        check_output(to.output)
-    if to.plot is not None:
-        check_picture(to.plot, "--plot")
+    if output is not None and not several:
+        check_output(output)
+    if plot is not None:
+        check_picture(plot, "--plot")
 
 
 def _limit(cluster: Cluster, wanted_bytes: int | None) -> int:
@@ -129,10 +117,8 @@ def _limit(cluster: Cluster, wanted_bytes: int | None) -> int:
 
     limit_bytes = memory_limit(cluster, wanted_bytes)
     if wanted_bytes is not None and limit_bytes < wanted_bytes:
-        note(
-            f"of {format_bytes(wanted_bytes)}, the driver of {cluster.device.name} leaves "
-            f"{format_bytes(limit_bytes)} to programs: planning for that"
-        )
+        driver = f"of {format_bytes(wanted_bytes)}, the driver of {cluster.device.name} leaves"
+        note(f"{driver} {format_bytes(limit_bytes)} to programs: planning for that")
     return limit_bytes
 
 
@@ -152,58 +138,57 @@ def _how(context: Context, why: str) -> str:
     return f"Made by osdp {__version__}; every figure is predicted.\n{shlex.join(words)}{cluster}"
 
 
-def _plan_one(task: _PlanTask, to: _Outputs) -> None:
+def _plan_one(task: _PlanTask, what_if: bool) -> None:
     """Find one plan; write it and print it."""
+    from osdp.cli.reports.plan import Circumstances, print_plan
+    from osdp.cli.reports.plan_json import plan_object
     from osdp.planning.plan_file import write_plan
     from osdp.planning.plan_questions import what_if_planned
     from osdp.planning.request import plan_model
 
     with progress_bar() as progress:
         planned = plan_model(task.source, task.cluster, task.request, progress)
-        more = what_if_planned(planned, task.request, progress) if to.what_if else None
-    if to.output is not None:
-        write_plan(to.output, planned.plan, task.how)
+        more = what_if_planned(planned, task.request, progress) if what_if else None
+    if task.output is not None:
+        write_plan(task.output, planned.plan, task.how)
     total_s = time.perf_counter() - STARTED_S
-    if to.as_json:
-        from osdp.cli.reports.plan_json import plan_json
-
-        print(plan_json(planned, total_s, more))
-        return
-    from osdp.cli.reports.plan import Circumstances, print_plan
-
-    print_plan(make_console(), planned, Circumstances(total_s, task.why, str(to.output or ""), more))
+    if task.as_json:
+        print_json(plan_object(planned, total_s, more))
+    else:
+        print_plan(make_console(), planned, Circumstances(total_s, task.why, str(task.output or ""), more))
 
 
 # --- several limits --------------------------------------------------------------------------
 
 
-def _plan_several(task: _PlanTask, limits: Sequence[int], to: _Outputs) -> None:
-    """Find the plans of several limits; write and print them.  Raises OsdpError if none fits."""
+def _plan_several(task: _PlanTask, limits: Sequence[int], plot: Path | None) -> None:
+    """Find the plans of several limits; write, draw and print them.  Raises OsdpError if none fits."""
+    from osdp.cli.reports.frontier import print_frontier
+    from osdp.cli.reports.plan import Circumstances
+    from osdp.cli.reports.plan_json import frontier_object
+    from osdp.planning.plan_file import write_plan
     from osdp.planning.plan_questions import plan_frontier
+    from osdp.plots import plot_frontier
 
-    if to.output is not None:
-        _check_folder(to.output, limits)
+    if task.output is not None:
+        _check_folder(task.output, limits)
     with progress_bar() as progress:
         rows = plan_frontier(task.source, task.cluster, task.request, limits, progress)
     if rows[-1].refusal is not None and not any(row.planned for row in rows):
         raise rows[-1].refusal
-    if to.output is not None:
-        _write_several(to.output, rows, task.how)
-    if to.plot is not None:
-        from osdp.plots import plot_frontier
-
-        plot_frontier(to.plot, rows)
-        note(f"drawn into {to.plot}")
+    if task.output is not None:
+        task.output.mkdir(exist_ok=True)
+        for row in rows:
+            if row.planned is not None:
+                write_plan(task.output / _file_name(row.request.limit_bytes), row.planned.plan, task.how)
+    if plot is not None:
+        plot_frontier(plot, rows)
+        note(f"drawn into {plot}")
     total_s = time.perf_counter() - STARTED_S
-    if to.as_json:
-        from osdp.cli.reports.plan_json import frontier_json
-
-        print(frontier_json(rows, total_s))
-        return
-    from osdp.cli.reports.frontier import print_frontier
-    from osdp.cli.reports.plan import Circumstances
-
-    print_frontier(make_console(), rows, Circumstances(total_s, task.why, str(to.output or "")))
+    if task.as_json:
+        print_json(frontier_object(rows, total_s))
+    else:
+        print_frontier(make_console(), rows, Circumstances(total_s, task.why, str(task.output or "")))
 
 
 def _file_name(limit_bytes: int) -> str:
@@ -227,12 +212,3 @@ def _check_folder(folder: Path, limits: Sequence[int]) -> None:
     if folder.is_dir():
         for limit_bytes in limits:
             check_output(folder / _file_name(limit_bytes))
-
-
-def _write_several(folder: Path, rows: Sequence[FrontierRow], how: str) -> None:
-    from osdp.planning.plan_file import write_plan
-
-    folder.mkdir(exist_ok=True)
-    for row in rows:
-        if row.planned is not None:
-            write_plan(folder / _file_name(row.request.limit_bytes), row.planned.plan, how)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +14,12 @@ from typer import Option
 
 from osdp.cli import options
 from osdp.cli.exits import guarded
-from osdp.cli.rank_process import end_of_rank, launched
-from osdp.cli.terminal import Progress, make_console, progress_bar
+from osdp.cli.rank_process import end_of_rank, start_ranks
+from osdp.cli.terminal import make_console, print_json, progress_bar, show
 
 if TYPE_CHECKING:
     from osdp.profile.session import Wanted
+    from planner.problem import Progress
 
 BUDGET_HELP = "Time for measuring, in seconds; collectives get at most about 60 % of it, the rest is not cut short."
 
@@ -50,7 +52,7 @@ def profile(
     import torch
 
     from osdp.planning.plan_file import check_output
-    from osdp.training.launch import CPU_RANKS, Nodes, is_rank, launch
+    from osdp.training.launch import CPU_RANKS, Nodes, is_rank
 
     asked = model, batch, seq, precision, repetitions, budget_s, device
     if is_rank():
@@ -61,14 +63,12 @@ def profile(
     if node_rank == 0:  # The file is written there.
         check_output(output, "cluster")
     ranks = ranks_per_node or (torch.cuda.device_count() if wanted.device == "cuda" else CPU_RANKS)
-    with launched():
-        launch(sys.argv[1:], ranks, Nodes(nnodes, node_rank, rdzv_endpoint), wanted.device, timeout_s)
+    start_ranks(ranks, Nodes(nnodes, node_rank, rdzv_endpoint), wanted.device, timeout_s)
 
 
 def _wanted(
     model: str | None, batch: str, seq: int | None, precision: str, repetitions: int, budget_s: float, device: str
 ) -> Wanted:
-    """Check the options."""
     import torch
 
     from osdp.profile.session import Wanted
@@ -92,7 +92,7 @@ def _wanted(
 
 def _run_as_rank(wanted: Wanted, output: Path, timeout_s: float, as_json: bool) -> None:
     """Measure with the other ranks; rank 0 writes the file and reports."""
-    from osdp.cli.reports.profile import print_profile, profile_json
+    from osdp.cli.reports.profile import print_profile
     from osdp.planning.plan_file import check_output
     from osdp.profile.cluster_from_timings import assemble
     from osdp.profile.session import measure
@@ -111,7 +111,7 @@ def _run_as_rank(wanted: Wanted, output: Path, timeout_s: float, as_json: bool) 
         comment = "Measured by `osdp profile`; SI units. Plan with it: osdp plan --cluster THIS_FILE"
         from_rank_0("write the profile", lambda: write_yaml(output, cluster, comment))
     if as_json:
-        print(profile_json(cluster))
+        print_json(asdict(cluster))  # the fields of its file
     else:
         print_profile(make_console(), cluster, found.graph, output)
 
@@ -126,24 +126,21 @@ def _progress(is_first: bool) -> Iterator[Progress]:
         with progress_bar() as progress:
             yield progress
         return
-    printed: list[str] = []
+    printed = set()
 
     def print_stage(what: str, fraction: float) -> None:
         stage = what.partition(":")[0]
         if stage not in printed:
-            printed.append(stage)
+            printed.add(stage)
             print(f"osdp: {fraction:4.0%}  {stage}", file=sys.stderr, flush=True)
 
     yield print_stage
 
 
 def _compare(before: Path, after: Path, as_json: bool) -> None:
-    from osdp.cli.reports.profile import comparison_json, print_comparison
+    from osdp.cli.reports.profile import comparison_object, print_comparison
     from osdp.profile.profile_diff import compare_profiles
     from profiler.cluster.read_cluster import read_cluster
 
     rows = compare_profiles(read_cluster(before), read_cluster(after))
-    if as_json:
-        print(comparison_json(rows, str(before), str(after)))
-    else:
-        print_comparison(make_console(), rows, str(before), str(after))
+    show(as_json, comparison_object, print_comparison, rows, str(before), str(after))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +11,8 @@ from typer import Option
 
 from osdp.cli import options
 from osdp.cli.exits import guarded
-from osdp.cli.rank_process import end_of_rank, launched
-from osdp.cli.terminal import make_console, progress_bar
+from osdp.cli.rank_process import end_of_rank, start_ranks
+from osdp.cli.terminal import progress_bar, show
 
 if TYPE_CHECKING:
     from osdp.planning.request import Request
@@ -26,7 +25,6 @@ STRATEGIES = ("replicate", "owner", "shard")
 PRIORITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Values of `evenness_priority` in the table."""
 TIMEOUT_S = 300.0
-"""How long ranks wait for each other."""
 
 
 @guarded
@@ -49,7 +47,7 @@ def strategies(
     """Compare strategies for a whole model. Prints memory and communication of a step with one micro-batch."""
     from osdp.planning.clusters import choose_cluster
     from osdp.planning.request import Request
-    from osdp.training.launch import Nodes, is_rank, launch
+    from osdp.training.launch import Nodes, is_rank
     from osdp.zoo import load_model
     from profiler.errors import OsdpError
 
@@ -58,19 +56,24 @@ def strategies(
         raise OsdpError("--measure runs on this machine only", got=f"--nodes {nodes}", advice="--gpus-per-node N")
     if measure and not is_rank():
         device, ranks = _here(gpus_per_node)
-        with launched():
-            launch(sys.argv[1:], ranks, Nodes(), device, TIMEOUT_S)
+        start_ranks(ranks, Nodes(), device, TIMEOUT_S)
         return
     with progress_bar():
         source = load_model(model, sequence_length=seq)
+    from osdp.cli.reports.strategies import print_strategies, strategies_object
     from osdp.planning.strategy_footprint import NO_LIMIT_BYTES
 
     request = Request(NO_LIMIT_BYTES, precision, optimizer, batch)
     if measure:
         with end_of_rank():
-            _measured(source, cluster, request, names, as_json)
-        return
-    _predicted(source, choose_cluster(cluster, nodes, gpus_per_node)[0], request, names, as_json)
+            found, target = _measured(source, cluster, request, names)
+    else:
+        target, _ = choose_cluster(cluster, nodes, gpus_per_node)
+        with progress_bar() as progress:
+            progress(f"tracing {source.name}", 0.0)
+            found = _predicted(source, target, request, names)
+    if not measure or os.environ["RANK"] == "0":
+        show(as_json, strategies_object, print_strategies, found, target)
 
 
 def _here(ranks: int | None) -> tuple[str, int]:
@@ -87,51 +90,32 @@ def _here(ranks: int | None) -> tuple[str, int]:
     return ("cuda", ranks or available) if available else ("cpu", ranks or CPU_RANKS)
 
 
-def _default_names(cluster: Cluster) -> tuple[str, ...]:
-    """Return the strategies that are compared by default; one rank has but one of them."""
-    return STRATEGIES if cluster.world_size > 1 else STRATEGIES[:1]
-
-
-def _predicted(source: ModelSource, cluster: Cluster, request: Request, names: tuple[str, ...], as_json: bool) -> None:
+def _predicted(source: ModelSource, cluster: Cluster, request: Request, names: tuple[str, ...]) -> list[Uniform]:
     from osdp.planning.strategy_footprint import predict
     from planner.strategies.notation import parse_strategy
     from profiler.trace.trace import trace_model
 
-    names = names or _default_names(cluster)
+    names = names or (STRATEGIES if cluster.world_size > 1 else STRATEGIES[:1])  # one rank has but one of them
     for name in names:
         parse_strategy(name, cluster)  # refuses before the trace takes its seconds
-    with progress_bar() as progress:
-        progress(f"tracing {source.name}", 0.0)
-        graph = trace_model(source, request.precision, cluster.device.kind)
-        found = [predict(graph, cluster, name, request) for name in names]
-    _report(found, cluster, as_json)
+    graph = trace_model(source, request.precision, cluster.device.kind)
+    return [predict(graph, cluster, name, request) for name in names]
 
 
-def _measured(source: ModelSource, name: str | None, request: Request, names: tuple[str, ...], as_json: bool) -> None:
-    """Be one of the ranks."""
+def _measured(
+    source: ModelSource, cluster_name: str | None, request: Request, names: tuple[str, ...]
+) -> tuple[list[Uniform], Cluster]:
+    """Be one of the ranks; return what was predicted and counted, and for which cluster."""
     import torch
 
     from osdp.planning.rank_grid import cluster_of_ranks
-    from osdp.planning.strategy_footprint import counted, predict
+    from osdp.planning.strategy_footprint import count
     from osdp.training.process_group import joined
-    from profiler.trace.trace import trace_model
 
     with joined("cuda" if torch.cuda.is_available() else "cpu", TIMEOUT_S) as ranks:
-        cluster, _ = cluster_of_ranks(name)
-        graph = trace_model(source, request.precision, cluster.device.kind)
-        predicted = [predict(graph, cluster, strategy, request) for strategy in names or _default_names(cluster)]
-        found = counted(source, predicted, cluster, ranks)
-    if os.environ["RANK"] == "0":
-        _report(found, cluster, as_json)
-
-
-def _report(found: Sequence[Uniform], cluster: Cluster, as_json: bool) -> None:
-    from osdp.cli.reports.strategies import print_strategies, strategies_json
-
-    if as_json:
-        print(strategies_json(found, cluster))
-    else:
-        print_strategies(make_console(), found, cluster)
+        cluster, _ = cluster_of_ranks(cluster_name)
+        predicted = _predicted(source, cluster, request, names)
+        return [replace(one, counted=count(source, one, cluster, ranks)) for one in predicted], cluster
 
 
 @guarded
@@ -146,7 +130,7 @@ def partition(
     """Divide whole tensors among ranks. Prints how evenly, for values of `evenness_priority`."""
     import torch
 
-    from osdp.cli.reports.strategies import partition_json, print_partition
+    from osdp.cli.reports.strategies import partition_object, print_partition
     from osdp.compat.zero3_partition import zero3_partition_tensors
     from osdp.zoo import load_model
 
@@ -157,7 +141,4 @@ def partition(
     for count, priority in product(dict.fromkeys(ranks or range(2, 9)), PRIORITIES):
         names = [f"rank {rank}" for rank in range(count)]
         found[count, priority] = zero3_partition_tensors(tensors, names, priority, by_module=by_module)[1]
-    if as_json:
-        print(partition_json(source.name, found))
-    else:
-        print_partition(make_console(), source.name, found)
+    show(as_json, partition_object, print_partition, source.name, found)

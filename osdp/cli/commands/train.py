@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ from typer import Argument, Context, Option
 
 from osdp.cli import options
 from osdp.cli.exits import guarded
-from osdp.cli.rank_process import end_of_rank, launched
+from osdp.cli.rank_process import end_of_rank, start_ranks
 from osdp.cli.terminal import note
 
 if TYPE_CHECKING:
@@ -88,15 +87,13 @@ def train(
 def _launch(config: TrainConfig, nodes: Nodes) -> None:
     """Check what can be checked, then start the ranks and wait for them."""
     from osdp.training.job import check_ranks, prepare, ranks_to_start
-    from osdp.training.launch import launch
     from runtime.state.checkpoint import latest
 
     job, ranks = prepare(config), ranks_to_start(config)
     if job.plan is not None:
         check_ranks(job.plan, nodes.count * config.emulated_nodes, ranks // config.emulated_nodes)
     try:
-        with launched():
-            launch(sys.argv[1:], ranks, nodes, job.device, config.timeout_s)
+        start_ranks(ranks, nodes, job.device, config.timeout_s)
     except KeyboardInterrupt:
         newest = latest(Path(config.checkpoint)) if config.checkpoint else None
         if newest is not None:

@@ -9,7 +9,7 @@ from typer import Option
 
 from osdp.cli.exits import FAULT, guarded
 from osdp.cli.options import AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
-from osdp.cli.terminal import make_console, progress_bar
+from osdp.cli.terminal import progress_bar, show
 
 
 @guarded
@@ -27,7 +27,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check a plan's predicted memory. Compares it with a step of the runtime; exits with 1 if it is too far off."""
-    from osdp.cli.reports.verify import print_verified, verified_json
+    from osdp.cli.reports.verify import print_verified, verified_object
     from osdp.planning.plan_file import read_plan, reopen
     from osdp.planning.verify import verify as run
 
@@ -38,9 +38,6 @@ def verify(
         progress(f"a training step of one of {view.load.cluster.world_size} ranks", 0.3)
         verified = run(view, model, None if device == "auto" else device == "cuda")
     if os.environ.get("RANK", "0") == "0":
-        if as_json:
-            print(verified_json(verified, view.plan))
-        else:
-            print_verified(make_console(), verified, view.plan)
+        show(as_json, verified_object, print_verified, verified, view.plan)
     if not verified.holds:
         raise SystemExit(FAULT)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from osdp.cli.reports.figures import format_count, format_seconds
 from osdp.cli.reports.plan import TERMS
@@ -13,40 +15,28 @@ from osdp.cli.terminal import make_table, print_section
 from planner.analysis.plan_diff import ChoiceChange, Comparison, Delta, SettingChange
 from profiler.byte_sizes import format_bytes
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 SCHEMA = "osdp.plan_diff/1"
 
 
-def diff_json(found: Comparison, before: str, after: str) -> str:
-    """Return the comparison of two files as one JSON object; numbers in bytes and seconds."""
-
-    def by_name(deltas: tuple[Delta, ...]) -> dict[str, dict[str, float]]:
-        return {delta.name: _figures(delta) for delta in deltas}
-
-    return json.dumps(
-        {
-            "schema": SCHEMA,
-            "before": before,
-            "after": after,
-            "same": found.is_empty,
-            "same_operators": found.same_operators,
-            "settings": {change.setting: {"before": change.before, "after": change.after} for change in found.settings},
-            "changed_operators": found.changed_operators,
-            "choices": [asdict(change) for change in found.choices],
-            "predicted": {
-                "peak_memory_bytes": _figures(found.peak_bytes),
-                "memory_by_category": by_name(found.memory),
-                "step_time_s": _figures(found.step_time_s),
-                "time_by_term": by_name(found.time),
-                "samples_per_s": _figures(found.samples_per_s),
-            },
+def diff_object(found: Comparison, before: str, after: str) -> dict[str, Any]:
+    """Return the comparison of two files as plain data; numbers in bytes and seconds."""
+    return {
+        "schema": SCHEMA,
+        "before": before,
+        "after": after,
+        "same": found.is_empty,
+        "same_operators": found.same_operators,
+        "settings": {change.setting: {"before": change.before, "after": change.after} for change in found.settings},
+        "changed_operators": found.changed_operators,
+        "choices": [asdict(change) for change in found.choices],
+        "predicted": {
+            "peak_memory_bytes": _figures(found.peak_bytes),
+            "memory_by_category": {delta.name: _figures(delta) for delta in found.memory},
+            "step_time_s": _figures(found.step_time_s),
+            "time_by_term": {delta.name: _figures(delta) for delta in found.time},
+            "samples_per_s": _figures(found.samples_per_s),
         },
-        indent=2,
-        allow_nan=False,
-    )
+    }
 
 
 def _figures(delta: Delta) -> dict[str, Any]:
@@ -54,7 +44,6 @@ def _figures(delta: Delta) -> dict[str, Any]:
 
 
 def print_diff(console: Console, found: Comparison, before: str, after: str) -> None:
-    """Print what differs, or that nothing does."""
     console.print(f"From {before} to {after}; all figures are predictions from the files.")
     console.print()
     if found.is_empty:
@@ -70,8 +59,8 @@ def print_diff(console: Console, found: Comparison, before: str, after: str) -> 
     elif not found.is_empty:
         console.print("Every operator and block has the same choice in both.")
         console.print()
-    print_section(console, _memory_title(found), _memory(found))
-    print_section(console, _time_title(found), _time(found))
+    print_section(console, *_memory(found))
+    print_section(console, *_time(found))
 
 
 def _settings(changes: tuple[SettingChange, ...]) -> Table:
@@ -96,31 +85,23 @@ def _choices(changes: tuple[ChoiceChange, ...]) -> Table:
     return table
 
 
-def _memory_title(found: Comparison) -> str:
+def _memory(found: Comparison) -> tuple[str, Table]:
     peak = found.peak_bytes
-    return f"Memory at the peak: {format_bytes(peak.before)} to {format_bytes(peak.after)}"
-
-
-def _memory(found: Comparison) -> Table:
     table = make_table("", ">before", ">after", ">change")
-    for delta in (*found.memory, found.peak_bytes):
+    for delta in (*found.memory, peak):
         if delta.before or delta.after:
             sign = "+" if delta.change > 0 else ""
             sizes = (format_bytes(delta.before), format_bytes(delta.after), sign + format_bytes(delta.change))
             table.add_row(delta.name.replace("_", " "), *sizes)
-    return table
+    return f"Memory at the peak: {format_bytes(peak.before)} to {format_bytes(peak.after)}", table
 
 
-def _time_title(found: Comparison) -> str:
+def _time(found: Comparison) -> tuple[str, Table]:
     speed = found.samples_per_s
     before, after = format_count(speed.before), format_count(speed.after)
-    return f"Time: {before} to {after} samples/s, {speed.after / speed.before:.3f} x as fast"
-
-
-def _time(found: Comparison) -> Table:
     table = make_table("per step", ">before", ">after", ">change")
     for delta in (*found.time, found.step_time_s):
         if delta.before or delta.after:
             seconds = [format_seconds(value) for value in (delta.before, delta.after)]
             table.add_row(TERMS.get(delta.name, delta.name), *seconds, format_seconds(delta.change, signed=True))
-    return table
+    return f"Time: {before} to {after} samples/s, {speed.after / speed.before:.3f} x as fast", table

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from osdp.cli.reports.figures import format_count, format_seconds, name_phase
 from osdp.cli.reports.plan import WAITING, print_what_if
@@ -12,10 +14,6 @@ from osdp.cli.terminal import make_table, print_section
 from planner.analysis.explain import TIED, Alternative, OpenPlan, Target, alternatives, best_of, parts
 from planner.analysis.what_if import WhatIf
 from profiler.byte_sizes import format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 COLUMNS = {
     "recompute_s": ">recompute",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from osdp.cli.reports.figures import bar, format_count, rates
 from osdp.cli.reports.plan import Circumstances, baseline_name
@@ -15,10 +17,6 @@ from planner.analysis.plan_diff import compare
 from planner.plan import Plan
 from planner.search.baselines import Baseline
 from profiler.byte_sizes import format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 BAR = 16
 SHOWN_CHANGES = 3

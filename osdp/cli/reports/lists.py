@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from rich.console import Console
 
 from osdp.cli.reports.figures import figures_of, format_parameters, format_rate
 from osdp.cli.terminal import make_table, print_section
 from osdp.zoo import cluster_names, load_cluster, model_card, model_names
 from profiler.byte_sizes import format_bytes
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 def print_models(console: Console) -> None:
-    """Print the models of the zoo."""
     table = make_table("model", ">parameters", ">tokens", "description")
     for name in model_names():
         card = model_card(name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from osdp.cli.reports.figures import bar, format_count, format_parameters, format_seconds, name_phase, rates, sources_of
 from osdp.cli.reports.rows import plan_rows, short_names
@@ -16,10 +18,6 @@ from planner.cost.stragglers import Waits
 from planner.search.baselines import Baseline
 from planner.search.candidates import DIVERSE_STRATEGIES, LIGHT, MIXED_STRATEGIES, SPLIT_STRATEGIES
 from profiler.byte_sizes import MIB, format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 WAITING = "waiting_s"
 """The term of uneven micro-batches."""
@@ -35,7 +33,6 @@ HEADLINE = "Plan: all times and memory figures below are predicted, none was mea
 BASELINES_HEADLINE = "Compared with one strategy for the whole model, each at its best micro-batch size"
 WHAT_IF_HEADLINE = "What if: predicted by a new search for each change"
 PINNED = ", pinned"
-"""Marks what the user decided."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +50,10 @@ class Circumstances:
 
 
 def print_plan(console: Console, planned: Planned, around: Circumstances) -> None:
-    """Print the whole report."""
     print_section(console, HEADLINE, _header(planned, around))
-    print_section(console, _choices_title(planned), _choices(planned))
-    print_section(console, _memory_title(planned), _memory(planned))
-    hidden = format_seconds(planned.plan.predicted.time_by_term[HIDDEN])
-    overlapped = f"Another {hidden} of communication overlaps with computation and is not part of the sum."
-    print_section(console, _time_title(planned), _time(planned), overlapped)
+    print_section(console, *_choices(planned))
+    print_section(console, *_memory(planned))
+    print_section(console, *_time(planned))
     print_section(console, BASELINES_HEADLINE, baseline_table(planned))
     if around.more is not None:
         print_what_if(console, around.more)
@@ -99,51 +93,35 @@ def _waits(waits: Waits) -> str:
     return f"{waits.source}: {fill}{slowest}"
 
 
-def _choices_title(planned: Planned) -> str:
+def _choices(planned: Planned) -> tuple[str, Table]:
+    """Return the choices, by class of blocks and operators, under a headline."""
     plan, world = planned.plan, planned.cluster.world_size
     samples = world * plan.micro_batch * plan.accumulation
     factors = f"Micro-batch {plan.micro_batch} x {world} ranks x accumulation {plan.accumulation}"
-    return f"{factors} = {samples:,} samples per step"
-
-
-def _choices(planned: Planned) -> Table:
-    """Return the choices, by class of blocks and operators."""
     table = make_table("part", ">count", "=strategy", "recompute", ">parameters", "which")
-    for row in plan_rows(planned.plan, planned.graph, planned.pins):
+    for row in plan_rows(plan, planned.graph, planned.pins):
         recompute = "" if row.recompute is None else "yes" if row.recompute else "no"
         strategy, recompute = row.strategy + PINNED * row.pinned, recompute + PINNED * row.pinned_recompute
         size, names = format_parameters(row.parameters), short_names(row.names)
-        table.add_row(row.part, str(row.count), strategy, recompute, size, names)
-    return table
+        table.add_row(row.part, str(len(row.names)), strategy, recompute, size, names)
+    return f"{factors} = {samples:,} samples per step", table
 
 
-def _memory_title(planned: Planned) -> str:
+def _memory(planned: Planned) -> tuple[str, Table]:
+    """Return the peak by category, as shares of the limit, under a headline."""
     predicted, limit_bytes = planned.plan.predicted, planned.plan.limit_bytes
-    peak_bytes = predicted.peak_memory_bytes
-    share, where = f"{peak_bytes / limit_bytes:.1%} used", name_phase(predicted.peak_phase)
-    return f"Memory: peak {format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}, {share}, in {where}"
-
-
-def _memory(planned: Planned) -> Table:
-    """Return the peak by category, as shares of the limit."""
     table = make_table("at the peak", ">bytes", ">of limit", "")
-    categories = planned.plan.predicted.memory_by_category
-    for category, size_bytes in sorted(categories.items(), key=lambda item: -item[1]):
-        share = size_bytes / planned.plan.limit_bytes
+    for category, size_bytes in sorted(predicted.memory_by_category.items(), key=lambda item: -item[1]):
+        share = size_bytes / limit_bytes
         table.add_row(category.replace("_", " "), format_bytes(size_bytes), f"{share:.1%}", bar(share))
-    return table
+    peak_bytes, where = predicted.peak_memory_bytes, name_phase(predicted.peak_phase)
+    used = f"{format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}, {peak_bytes / limit_bytes:.1%} used"
+    return f"Memory: peak {used}, in {where}", table
 
 
-def _time_title(planned: Planned) -> str:
+def _time(planned: Planned) -> tuple[str, Table, str]:
+    """Return the step time by term, under a headline, and what is not part of it."""
     predicted, length = planned.plan.predicted, planned.graph.sequence_length
-    tokens = f", {format_count(predicted.samples_per_s * length)} tokens/s" if length > 1 else ""
-    speed = f"{format_count(predicted.samples_per_s)} samples/s{tokens}"
-    return f"Time: {format_seconds(predicted.step_time_s)} per step, {speed}"
-
-
-def _time(planned: Planned) -> Table:
-    """Return the step time by term."""
-    predicted = planned.plan.predicted
     table = make_table("per step", ">time", ">share", "")
     for term, label in TERMS.items():
         seconds = predicted.time_by_term[term]
@@ -151,7 +129,11 @@ def _time(planned: Planned) -> Table:
             continue
         share = seconds / predicted.step_time_s
         table.add_row(label, format_seconds(seconds), f"{share:.1%}", bar(share))
-    return table
+    tokens = f", {format_count(predicted.samples_per_s * length)} tokens/s" if length > 1 else ""
+    speed = f"{format_count(predicted.samples_per_s)} samples/s{tokens}"
+    hidden = format_seconds(predicted.time_by_term[HIDDEN])
+    overlapped = f"Another {hidden} of communication overlaps with computation and is not part of the sum."
+    return f"Time: {format_seconds(predicted.step_time_s)} per step, {speed}", table, overlapped
 
 
 def baseline_table(planned: Planned) -> Table:
@@ -225,7 +207,6 @@ def print_what_if(console: Console, more: WhatIf, plan_samples_per_s: float | No
 
 
 def _bottlenecks(more: WhatIf) -> str:
-    """Return the bottlenecks in words."""
     now = f"{format_count(more.samples_per_s)} samples/s now, at most {format_count(more.bound_samples_per_s)}"
     if not more.binds:
         return f"None of these is a bottleneck: no change alone gives more than is possible without it ({now})."

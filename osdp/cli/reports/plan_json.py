@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -16,20 +15,15 @@ SCHEMA = "osdp.plan_report/1"
 FRONTIER_SCHEMA = "osdp.frontier/1"
 
 
-def plan_json(planned: Planned, total_s: float, more: WhatIf | None = None) -> str:
-    """Return the report as one JSON object; `total_s` is seconds since the command started."""
-    report = plan_object(planned, total_s) | ({} if more is None else {"what_if": what_if_object(more)})
-    return json.dumps(report, indent=2, allow_nan=False)
-
-
-def plan_object(planned: Planned, total_s: float) -> dict[str, Any]:
-    """Return the report as plain data.
+def plan_object(planned: Planned, total_s: float, more: WhatIf | None = None) -> dict[str, Any]:
+    """Return the report as plain data; `total_s` is seconds since the command started.
 
     The categories of memory sum to the peak and the terms of time to the step, so communication
     that is hidden under computation is left out.  Of a baseline that does not fit, the figures are
     those of the micro-batch that needs least memory, as if there were enough.
     """
     plan, predicted = planned.plan, planned.plan.predicted
+    what_if = {} if more is None else {"what_if": {**asdict(more), "binds": more.binds}}
     return {
         "schema": SCHEMA,
         "model": plan.model.name,
@@ -63,32 +57,22 @@ def plan_object(planned: Planned, total_s: float) -> dict[str, Any]:
         "headroom_bytes": plan.headroom_bytes,
         "pins": plan.asked.pins,
         "not_run_yet": [],  # a published key; every strategy that is planned runs
+        **what_if,
     }
 
 
-def what_if_object(more: WhatIf) -> dict[str, Any]:
-    """Return what binds a plan and what more would buy, as plain data."""
-    return {
-        "samples_per_s": more.samples_per_s,
-        "bound_samples_per_s": more.bound_samples_per_s,
-        "binds": list(more.binds),
-        "answers": [asdict(answer) for answer in more.answers],
-    }
-
-
-def frontier_json(rows: Sequence[FrontierRow], total_s: float) -> str:
-    """Return a frontier as one JSON object; at least one limit has a plan."""
+def frontier_object(rows: Sequence[FrontierRow], total_s: float) -> dict[str, Any]:
+    """Return a frontier as plain data; at least one limit has a plan."""
     plan = next(row.planned.plan for row in rows if row.planned)
-    report = {
+    return {
         "schema": FRONTIER_SCHEMA,
         "model": plan.model.name,
         "cluster": plan.cluster.name,
-        "frontier": [_frontier_object(row, total_s) for row in rows],
+        "frontier": [_row_object(row, total_s) for row in rows],
     }
-    return json.dumps(report, indent=2, allow_nan=False)
 
 
-def _frontier_object(row: FrontierRow, total_s: float) -> dict[str, Any]:
+def _row_object(row: FrontierRow, total_s: float) -> dict[str, Any]:
     """Return one limit: the plan's object, or what the smallest plan needs."""
     found: dict[str, Any] = {"limit_bytes": row.request.limit_bytes, "feasible": row.planned is not None}
     if row.planned is not None:

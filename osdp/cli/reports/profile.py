@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from osdp.cli.reports.figures import format_rate, format_seconds
 from osdp.cli.terminal import make_table, print_section
@@ -20,16 +22,7 @@ from profiler.cluster.measurements import CollectiveTimes, Measured, call_key
 from profiler.cluster.piecewise_fit import is_bad
 from profiler.model_graph import ModelGraph
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 SCHEMA = "osdp.profile_comparison/1"
-
-
-def profile_json(cluster: Cluster) -> str:
-    """Return the profile as one JSON object, with the fields of its file."""
-    return json.dumps(asdict(cluster), indent=2)
 
 
 def print_profile(console: Console, cluster: Cluster, graph: ModelGraph | None, path: Path) -> None:
@@ -114,10 +107,10 @@ def _calls(cluster: Cluster, graph: ModelGraph) -> Table:
     return table
 
 
-def comparison_json(rows: Sequence[Row], before: str, after: str) -> str:
-    """Return two profiles as one JSON object."""
+def comparison_object(rows: Sequence[Row], before: str, after: str) -> dict[str, Any]:
+    """Return two profiles as plain data."""
     figures = [asdict(row) | {"ratio": row.ratio} for row in rows]
-    return json.dumps({"schema": SCHEMA, "before": before, "after": after, "figures": figures}, indent=2)
+    return {"schema": SCHEMA, "before": before, "after": after, "figures": figures}
 
 
 def print_comparison(console: Console, rows: Sequence[Row], before: str, after: str) -> None:

@@ -22,8 +22,6 @@ class Row:
 
     part: str
     """Class name; within a block whose operators differ, also which of them."""
-    count: int
-    """How many blocks or operators."""
     strategy: str
     recompute: bool | None
     """None outside blocks."""
@@ -55,11 +53,10 @@ def plan_rows(plan: Plan, graph: ModelGraph, pins: Pins = NO_PINS) -> list[Row]:
             for part, strategy, numel, is_pinned in _parts(block, inside[operator.block], plan, pinned):
                 key = (part, strategy, block.name in recomputed, is_pinned, operator.block in pins.recompute)
                 found.setdefault(key, []).append((block.name, numel))
-    rows = []
-    for (part, strategy, recompute, is_pinned, is_fixed), members in found.items():
-        names, numels = zip(*members, strict=True)
-        rows.append(Row(part, len(names), strategy, recompute, sum(numels), names, is_pinned, is_fixed))
-    return rows
+    return [
+        Row(part, strategy, recompute, sum(numel for _, numel in members), tuple(name for name, _ in members), *pinned)
+        for (part, strategy, recompute, *pinned), members in found.items()
+    ]
 
 
 def _parts(block: Block, operators: list[Operator], plan: Plan, pinned: set[str]) -> list[tuple[str, str, int, bool]]:
@@ -67,12 +64,11 @@ def _parts(block: Block, operators: list[Operator], plan: Plan, pinned: set[str]
     alike: dict[tuple[str, bool], list[Operator]] = {}
     for operator in operators:
         alike.setdefault((plan.choices[operator.name], operator.name in pinned), []).append(operator)
-    if len(alike) == 1:
-        return [(block.kind, strategy, _numel(members), fixed) for (strategy, fixed), members in alike.items()]
-    return [
-        (f"{block.kind}: {_inside(block, members, operators)}", strategy, _numel(members), fixed)
-        for (strategy, fixed), members in alike.items()
-    ]
+    found = []
+    for (strategy, is_pinned), members in alike.items():
+        label = block.kind if len(alike) == 1 else f"{block.kind}: {_inside(block, members, operators)}"
+        found.append((label, strategy, sum(operator.numel for operator in members), is_pinned))
+    return found
 
 
 def _inside(block: Block, members: Iterable[Operator], operators: Iterable[Operator]) -> str:
@@ -87,10 +83,6 @@ def _inside(block: Block, members: Iterable[Operator], operators: Iterable[Opera
 def _module(name: str) -> str:
     """Return the outermost module of a path within a block."""
     return name.partition(".")[0]
-
-
-def _numel(operators: Iterable[Operator]) -> int:
-    return sum(operator.numel for operator in operators)
 
 
 def _with_ties(operator: Operator) -> str:

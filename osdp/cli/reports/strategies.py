@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from osdp.cli.terminal import make_table, print_section
 from osdp.compat.zero3_partition import Balance
 from osdp.planning.strategy_footprint import KEPT, MOMENTS, STEPS, Footprint, Uniform
 from profiler.byte_sizes import format_bytes
 from profiler.cluster.cluster import Cluster
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 SCHEMA = "osdp.strategies/1"
 PARTITION_SCHEMA = "osdp.partition/1"
@@ -23,33 +21,28 @@ Balances = Mapping[tuple[int, float], Balance]
 """By number of ranks and priority."""
 
 
-def strategies_json(found: Sequence[Uniform], cluster: Cluster) -> str:
-    """Return the tables as one JSON object, in bytes."""
+def strategies_object(found: Sequence[Uniform], cluster: Cluster) -> dict[str, Any]:
+    """Return the tables as plain data, in bytes."""
     plan = found[0].plan
-    return json.dumps(
-        {
-            "schema": SCHEMA,
-            "model": plan.model.name,
-            "parameters": plan.model.parameters,
-            "cluster": cluster.name,
-            "ranks": cluster.world_size,
-            "precision": plan.model.precision,
-            "optimizer": plan.optimizer,
-            "micro_batch": plan.micro_batch,
-            "strategies": [
-                {
-                    "strategy": one.strategy,
-                    "predicted": _as_json(one.predicted),
-                    "measured": None if one.counted is None else _as_json(one.counted),
-                }
-                for one in found
-            ],
-        },
-        indent=2,
-    )
+    return {
+        "schema": SCHEMA,
+        "model": plan.model.name,
+        "parameters": plan.model.parameters,
+        "cluster": cluster.name,
+        "ranks": cluster.world_size,
+        "precision": plan.model.precision,
+        "optimizer": plan.optimizer,
+        "micro_batch": plan.micro_batch,
+        "strategies": [
+            {"strategy": one.strategy, "predicted": _object(one.predicted), "measured": _object(one.counted)}
+            for one in found
+        ],
+    }
 
 
-def _as_json(found: Footprint) -> dict[str, Any]:
+def _object(found: Footprint | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
     kept = {f"{name}_bytes": found.kept_bytes[name] for name in KEPT}
     return {**kept, "peak_bytes": found.peak_bytes, "sent_bytes": found.sent}
 
@@ -58,12 +51,9 @@ def print_strategies(console: Console, found: Sequence[Uniform], cluster: Cluste
     """Print what a rank keeps, and what it sends, predicted and counted."""
     plan = found[0].plan
     whole = 4 * plan.model.parameters
-    print_section(
-        console,
-        f"{plan.model.name} on {cluster.nodes} x {cluster.gpus_per_node} ranks of {cluster.name}: "
-        f"{plan.model.parameters:,} parameters, {plan.model.precision}, {plan.optimizer}, "
-        f"micro-batch {plan.micro_batch}",
-    )
+    where = f"{plan.model.name} on {cluster.nodes} x {cluster.gpus_per_node} ranks of {cluster.name}"
+    how = f"{plan.model.precision}, {plan.optimizer}, micro-batch {plan.micro_batch}"
+    print_section(console, f"{where}: {plan.model.parameters:,} parameters, {how}")
     headline = "Memory of the fullest rank between backward and the optimizer step, and its peak"
     print_section(console, headline, _kept_table(found, whole))
     print_section(console, "Communication per step, in bytes of whole (unsharded) tensors", _sent_table(found))
@@ -77,12 +67,8 @@ def print_strategies(console: Console, found: Sequence[Uniform], cluster: Cluste
 
 def _rows(found: Sequence[Uniform]) -> list[tuple[str, str, Footprint]]:
     """Return the name, where the figures are from, and the figures."""
-    rows = []
-    for one in found:
-        rows.append((one.strategy, "predicted", one.predicted))
-        if one.counted is not None:
-            rows.append(("", "measured", one.counted))
-    return rows
+    both = [((one.strategy, "predicted", one.predicted), ("", "measured", one.counted)) for one in found]
+    return [(name, how, figures) for rows in both for name, how, figures in rows if figures is not None]
 
 
 def _kept_table(found: Sequence[Uniform], whole_bytes: int) -> Table:
@@ -108,25 +94,14 @@ def _sizes(sent: Mapping[str, int]) -> str:
 # --- partition -------------------------------------------------------------------------------
 
 
-def partition_json(model: str, found: Balances) -> str:
-    """Return the table as one JSON object."""
-    return json.dumps(
-        {
-            "schema": PARTITION_SCHEMA,
-            "model": model,
-            "partitions": [
-                {
-                    "ranks": ranks,
-                    "evenness_priority": priority,
-                    "bytes_by_rank": balance.bytes_by_rank,
-                    "max_over_mean": balance.max_over_mean,
-                    "neighbours_parted": balance.neighbours_parted,
-                }
-                for (ranks, priority), balance in found.items()
-            ],
-        },
-        indent=2,
-    )
+def partition_object(model: str, found: Balances) -> dict[str, Any]:
+    """Return the table as plain data."""
+    figures = ("bytes_by_rank", "max_over_mean", "neighbours_parted")
+    partitions = [
+        {"ranks": ranks, "evenness_priority": priority} | {name: getattr(balance, name) for name in figures}
+        for (ranks, priority), balance in found.items()
+    ]
+    return {"schema": PARTITION_SCHEMA, "model": model, "partitions": partitions}
 
 
 def print_partition(console: Console, model: str, found: Balances) -> None:

@@ -12,7 +12,7 @@ from osdp.training.reporters import Event, Saved, Start, Step, Summary
 from profiler.byte_sizes import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 
 class TrainReport:
@@ -21,17 +21,15 @@ class TrainReport:
     def __init__(self) -> None:
         self._steps = 0
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
 
     def report(self, event: Event) -> None:
-        """Print an event."""
         match event:
             case Start():
                 self._start(event)
             case Step():
                 self._print(step_line(event, self._steps))
-                if self._bar is not None and self._task is not None:
-                    self._bar.update(self._task, completed=event.number)
+                if self._bar is not None:
+                    self._bar.update(self._bar.task_ids[0], completed=event.number)
             case Saved():
                 self._print(f"checkpoint {event.path}")
             case Summary():
@@ -42,18 +40,16 @@ class TrainReport:
 
     def _start(self, start: Start) -> None:
         """Print the plan and what it is predicted to do."""
-        self._steps = start.steps
+        self._steps = start.config.steps
         for line in start_lines(start):
             _say(line)
         if not start.fits:
-            predicted = start.plan.predicted.peak_memory_bytes
-            note(
-                f"this is predicted to need {format_bytes(predicted)} per rank, more than the limit of "
-                f"{format_bytes(start.plan.limit_bytes)}; running {start.fsdp_type} anyway"
-            )
+            predicted, limit = start.plan.predicted.peak_memory_bytes, format_bytes(start.plan.limit_bytes)
+            needs = f"this is predicted to need {format_bytes(predicted)} per rank, more than the limit of {limit}"
+            note(f"{needs}; running {start.config.sharding} anyway")
         if sys.stdout.isatty():
             self._bar = _make_bar()
-            self._task = self._bar.add_task("training", total=start.steps, completed=start.first_step)
+            self._bar.add_task("training", total=start.config.steps, completed=start.first_step)
             self._bar.start()
 
     def _print(self, line: str) -> None:
@@ -65,15 +61,15 @@ class TrainReport:
 
 
 def start_lines(start: Start) -> list[str]:
-    """Return what is printed before the first step."""
-    plan, predicted = start.plan, start.plan.predicted
+    config, plan, predicted = start.config, start.plan, start.plan.predicted
+    device = f"{start.device} ({'NCCL' if start.device == 'cuda' else 'gloo'})"
     ranks = plan.cluster.nodes * plan.cluster.gpus_per_node
     counts = Counter(plan.choices.values())
     taken = ", ".join(f"{strategy} {count}" for strategy, count in counts.most_common())
     how = f"planned in {format_seconds(start.planned_s)}" if start.planned_s else "read from a file"
     lines = [
-        f"{start.fsdp_type} trains {plan.model.name} ({plan.model.parameters:,} parameters) on {ranks} ranks "
-        f"({plan.cluster.nodes} x {plan.cluster.gpus_per_node}), {start.device}: {start.task}, "
+        f"{config.sharding} trains {plan.model.name} ({plan.model.parameters:,} parameters) on {ranks} ranks "
+        f"({plan.cluster.nodes} x {plan.cluster.gpus_per_node}), {device}: {config.task}, "
         f"{plan.model.sequence_length} tokens per sample, {plan.model.precision}, {plan.optimizer}",
         f"plan       {how}; operators: {taken}; {len(plan.recomputed_blocks)} blocks recomputed",
         f"step       micro-batch {plan.micro_batch} x {ranks} ranks x accumulation {plan.accumulation} = "
@@ -83,12 +79,11 @@ def start_lines(start: Start) -> list[str]:
         f"{format_count(predicted.samples_per_s)} samples/s on {plan.cluster.name}",
     ]
     if start.resumed is not None:
-        lines.append(f"resumed    {start.resumed}: {start.first_step} of {start.steps} steps are done")
+        lines.append(f"resumed    {start.resumed}: {start.first_step} of {config.steps} steps are done")
     return lines
 
 
 def step_line(step: Step, steps: int) -> str:
-    """Return the line of one step."""
     width = len(str(steps))
     norm = "" if step.gradient_norm is None else f"  norm {step.gradient_norm:<9.4g}"
     return (
@@ -101,8 +96,7 @@ def summary_lines(summary: Summary) -> list[str]:
     """Return what is printed at the end. MB are 2^20 bytes, as in the limit."""
     plan, lines = summary.plan, [f"done: {summary.steps} steps in this run"]
     predicted_bytes = plan.predicted.tensors_bytes
-    if summary.memory is not None:
-        memory = summary.memory
+    if (memory := summary.memory) is not None:
         taken = f", allocator reserved {_megabytes(memory.reserved_bytes)} MB" if memory.reserved_bytes else ""
         lines.append(
             f"device memory utilization: {_megabytes(memory.peak_bytes)} MB / {plan.limit_bytes / MIB:.0f} MB "
@@ -137,7 +131,6 @@ def _make_bar() -> Progress:
 
     class PlainCursor(Console):
         def show_cursor(self, show: bool = True) -> bool:
-            """Leave it as it is."""
             return False
 
     console = PlainCursor(markup=False, highlight=False, emoji=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING
+from typing import Any
+
+from rich.console import Console
 
 from osdp.cli.reports.figures import name_phase
 from osdp.cli.terminal import make_table, print_section
@@ -11,34 +12,18 @@ from osdp.planning.verify import MOST_TOO_HIGH, MOST_TOO_LOW, Verified
 from planner.plan import Plan
 from profiler.byte_sizes import MIB, format_bytes
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 SCHEMA = "osdp.verification/1"
+FIGURES = (
+    *("how", "world_size", "rank", "predicted", "tracked", "predicted_peak_bytes", "tracked_peak_bytes"),
+    *("error", "reserved_bytes", "allocatable_bytes", "holds", "seconds"),
+)
+"""Of `Verified`, in the order of the JSON object."""
 
 
-def verified_json(found: Verified, plan: Plan) -> str:
-    """Return the comparison as one JSON object, in bytes and seconds."""
-    return json.dumps(
-        {
-            "schema": SCHEMA,
-            "model": plan.model.name,
-            "cluster": plan.cluster.name,
-            "how": found.how,
-            "world_size": found.world_size,
-            "rank": found.rank,
-            "predicted": dict(found.predicted),
-            "tracked": dict(found.tracked),
-            "predicted_peak_bytes": found.predicted_peak_bytes,
-            "tracked_peak_bytes": found.tracked_peak_bytes,
-            "error": found.error,
-            "reserved_bytes": found.reserved_bytes,
-            "allocatable_bytes": found.allocatable_bytes,
-            "holds": found.holds,
-            "seconds": found.seconds,
-        },
-        indent=2,
-    )
+def verified_object(found: Verified, plan: Plan) -> dict[str, Any]:
+    """Return the comparison as plain data, in bytes and seconds."""
+    head = {"schema": SCHEMA, "model": plan.model.name, "cluster": plan.cluster.name}
+    return head | {name: getattr(found, name) for name in FIGURES}
 
 
 def print_verified(console: Console, found: Verified, plan: Plan) -> None:

@@ -94,7 +94,6 @@ class FlatUnit:
             self._handle._use_sharded_grad_views()
 
     def forget(self) -> None:
-        """Forget whether there was a gradient."""
         self.pushed = [False] * len(self.trained)
 
     def reshard(self) -> None:

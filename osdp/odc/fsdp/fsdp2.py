@@ -7,6 +7,7 @@ pushes, by FSDP2's own interface for that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import cast
 from weakref import WeakSet
 
@@ -106,12 +107,9 @@ def _wrapped(model: nn.Module) -> Wrapped:
                 part.set_custom_reduce_scatter(communication[1])
             part.set_requires_all_reduce(True, recurse=False)
 
-    def check() -> None:
-        _check_found(units)
-
     for part in modules.values():
         part.set_requires_all_reduce(mesh.ndim == 1, recurse=False)  # across replicas it is done once per step
-    return Wrapped("fsdp2", model, units, first.device, len(ranks), reshard, restore, check)
+    return Wrapped("fsdp2", model, units, first.device, len(ranks), reshard, restore, partial(_check_found, units))
 
 
 def _check(modules: Mapping[str, FSDPModule]) -> None:

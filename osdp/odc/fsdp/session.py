@@ -39,7 +39,6 @@ class Wrapped:
     model: nn.Module
     units: Sequence[Unit]
     device: torch.device
-    """Where parameters are."""
     shards: int
     """Ranks over which each unit is split."""
     reshard: Callable[[], None]

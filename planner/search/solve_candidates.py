@@ -34,22 +34,19 @@ PROVEN = 1e-9
 
 def columns_of(chain: ChainBound, limit_bytes: float) -> CandidateSet:
     """Return the candidates with the options that are passed to the program."""
-    menu = chain.menu
-    if all(len(options) <= FEW_OPTIONS for options in menu.options):
-        return menu
-    kept = [
-        {k for k, choice in enumerate(choices) if len(choices) <= FEW_OPTIONS or choice.is_whole}
-        for choices in menu.choices
-    ]
-    events = events_near(menu, None)
+    candidates = chain.candidates
+    if all(len(options) <= FEW_OPTIONS for options in candidates.options):
+        return candidates
+    kept = [{k for k, c in enumerate(some) if len(some) <= FEW_OPTIONS or c.is_whole} for some in candidates.choices]
+    events = events_near(candidates, None)
     _, best = chain.tightest(limit_bytes, events)
     for event in dict.fromkeys((best or events[0], events[-1])):
         _, price = chain.dual(limit_bytes, event)
         memory = chain.memory(event)
         for factor in PRICES if price else (0.0,):
-            for stage_class, pick in zip(menu.stage_classes, chain.sequence(memory, factor * price), strict=True):
+            for stage_class, pick in zip(candidates.stage_classes, chain.sequence(memory, factor * price), strict=True):
                 kept[stage_class].add(pick)
-    return menu.only([sorted(rows) for rows in kept])
+    return candidates.only([sorted(rows) for rows in kept])
 
 
 def solve(chain: ChainBound, space: Space, limit_bytes: int, exact: bool = True) -> tuple[PricedPlan | None, float]:
@@ -64,45 +61,42 @@ def solve(chain: ChainBound, space: Space, limit_bytes: int, exact: bool = True)
         for choices, least_s in _solutions(chain, limit, exact):
             if attempt == 0:
                 bound_s = max(bound_s, least_s)
-            plan = priced(space, chain.load, choices, chain.menu.spanning)
-            over = peak_memory(plan.options, chain.load).total_bytes - limit_bytes
+            plan = priced(space, chain.load, choices, chain.candidates.spanning)
+            over = plan.peak.total_bytes - limit_bytes
             excess = max(excess, over)
             fitting += [plan.as_run(limit_bytes)] if over <= 0 else []
         if fitting or excess == 0:
             break
         limit -= excess
-    if limit < limit_bytes and (uniform := _without_owners(chain.menu)) is not None:
+    if limit < limit_bytes and (uniform := _without_owners(chain.candidates)) is not None:
         found, _ = solve(ChainBound(uniform), space, limit_bytes, exact)
         fitting += [found] if found else []
     return max(fitting, key=lambda plan: plan.samples_per_s, default=None), bound_s
 
 
-def _without_owners(menu: CandidateSet) -> CandidateSet | None:
+def _without_owners(candidates: CandidateSet) -> CandidateSet | None:
     """Return the candidates without strategy `owner`, under which ranks differ; None if there are none with it, or if
     a stage would have no option."""
-    kept = [
-        [k for k, choice in enumerate(choices) if not any(s.spec.has_owner for s in choice.strategies)]
-        for choices in menu.choices
-    ]
-    fewer = any(len(rows) < len(options) for rows, options in zip(kept, menu.options, strict=True))
-    return menu.only(kept) if fewer and all(kept) else None
+    owned = [[any(s.spec.has_owner for s in choice.strategies) for choice in some] for some in candidates.choices]
+    kept = [[k for k, is_owned in enumerate(some) if not is_owned] for some in owned]
+    return candidates.only(kept) if any(map(any, owned)) and all(kept) else None
 
 
 def _solutions(chain: ChainBound, limit_bytes: float, exact: bool) -> Iterator[tuple[tuple[StageDecision, ...], float]]:
     """Yield good plans that fit by the mean rank's memory, each with a lower bound on the seconds (0: none known)."""
     columns = columns_of(chain, limit_bytes)
-    local = LocalSearch(columns, limit_bytes, chain if columns is chain.menu else None)
+    local = LocalSearch(columns, limit_bytes, chain if columns is chain.candidates else None)
     start = fastest(columns, limit_bytes) or CountingProgram.smallest(columns)
     events = events_near(columns, peak_memory(start.options, columns.load).stage)
     best_s = float("inf")
     for picks in (start.picks if local.fits(start.picks) else None, local.cheapest_fitting(events[0])):
         if picks is not None:
             improved = local.improve(picks)
-            best_s = min(best_s, step_time(local.options(improved), columns.load).total_s)
+            best_s = min(best_s, step_time(columns.picked(improved), columns.load).total_s)
             yield columns.chosen(improved), 0.0
     few = exact and len(columns.stage_classes) <= EXACT_STAGES
     if few and best_s > chain.bound_s(limit_bytes, events) * (1 + PROVEN):
         # Where memory is tight, options that are optimal at no price can double the speed.
-        exactly = fastest(chain.menu, limit_bytes, exact=True)
+        exactly = fastest(chain.candidates, limit_bytes, exact=True)
         if exactly is not None:
-            yield chain.menu.chosen(exactly.picks), exactly.least_s
+            yield chain.candidates.chosen(exactly.picks), exactly.least_s
