@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 
@@ -136,14 +136,14 @@ def validate(data: object, type_: type[T], at: Location = ()) -> tuple[T | None,
     from pydantic import ValidationError  # here, because it costs 0.15 s
 
     try:
-        return _adapter(type_).validate_json(json.dumps(data), strict=True), []
+        return cast(T, _adapter(cast(Any, type_)).validate_json(json.dumps(data), strict=True)), []
     except ValidationError as error:
         details = error.errors(include_url=False)
     return None, [_problem(detail, type_, at) for detail in details]
 
 
 @cache
-def _adapter(type_: type[T]) -> TypeAdapter[T]:
+def _adapter(type_: Any) -> TypeAdapter[Any]:
     """Return what validates a type; making it costs more than using it."""
     from pydantic import TypeAdapter
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import itertools
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import programs
@@ -86,6 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Run no more tests at once than there are cores, of those that do not wait for ranks."""
+    _forget_garbage(item.path)
     if item.path.parent.name == "gloo":
         return (yield)
     for number in itertools.cycle(range(CORES)):
@@ -93,3 +96,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             fcntl.flock(core, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return (yield)
         time.sleep(0.02)
+
+
+@cache
+def _forget_garbage(before: Path) -> None:
+    """Have collections skip what there is before a file's first test: traces and dry runs collect again and again."""
+    gc.collect()
+    gc.freeze()
