@@ -14,8 +14,10 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     compute_dtypes               the mixed precision policy of a unit
     has_secondary_mesh           whether `reshard_after_forward` of a unit is a number
     packed_parameters            in what order a unit's parameters are gathered, and where their padded rows lie
+    gather_for_every_backward    FSDP2 hooks the outputs of one module of a unit only
     gathers                      no public name tells which parameters a forward has gathered
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
+    is_fake                      no public name tells whether a tensor has data
     no_modes                     no public name leaves dispatch modes
     keep_after_forward           when a forward runs again in backward, only newer versions leave what it gathered
                                  gathered, and `set_reshard_after_forward` forgets K, so it cannot be set and set back
@@ -33,6 +35,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
@@ -180,6 +183,17 @@ def packed_parameters(module: FSDPModule) -> list[Any]:
     padded with zeros to as many as every other rank has.
     """
     return [parameter for group in _param_groups(module) for parameter in group.fsdp_params]
+
+
+def gather_for_every_backward(first: FSDPModule, modules: Sequence[nn.Module]) -> None:
+    """Gather a unit before the backward of any of its modules, which `fully_shard` has wrapped together.
+
+    FSDP2 does it before the backward of the one that runs last, which may have none: a frozen embedding, a head whose
+    output is not in the loss.
+    """
+    state = cast(Any, first)._get_fsdp_state()
+    for module in modules:
+        module.register_forward_hook(lambda module, args, output: state._register_pre_backward_hook(output))
 
 
 def gathers(module: FSDPModule, parameter: nn.Parameter) -> bool:

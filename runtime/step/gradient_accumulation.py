@@ -11,7 +11,7 @@ micro-batch does not come before the next one's forward, it is the optimizer's s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from profiler.errors import OsdpError
+from runtime.local_shards import LocalShard
 from runtime.sharded_model import ShardedModel
 from runtime.step.optimizer_hooks import watch_optimizers
+from runtime.step.torch_clipping import watch_clipping
 from runtime.strategies.alias_outputs import refuse_double_backward, tensors_in
 
 
@@ -42,6 +44,7 @@ class Accumulation:
         self._in_backward = False
         """Whether a backward has begun and not ended; at a forward: it failed."""
         watch_optimizers(self, (shard.parameter for shard in sharded.local_shards), sharded.replaced)
+        watch_clipping(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -160,9 +163,26 @@ class Accumulation:
             unit.complete_reduction()
         self.done = 0
 
+    @property
+    def local_shards(self) -> Sequence[LocalShard]:
+        """What this rank holds."""
+        return self.sharded.local_shards
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.sharded.device
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the gradients of the step so far are complete."""
+        waits_for_step = self.sharded.finishes_in_optimizer_step and self.pushed > 0
+        return not (waits_for_step or (self.done and self.once_per_step))
+
     def gathers(self, parameter: nn.Parameter) -> bool:
-        """Return whether a forward has put this in the place of a parameter that rests, to be discarded."""
-        return any(unit.gathers(parameter) for unit in self.sharded.units)
+        """Return whether the model has this beside the parameters that rest: gathered by a forward, or added later."""
+        added = any(parameter is registered for registered in self.sharded.module.parameters())
+        return added or any(unit.gathers(parameter) for unit in self.sharded.units)
 
     def after_step(self) -> None:
         """Publish the parameters that the optimizer has changed."""

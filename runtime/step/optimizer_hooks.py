@@ -28,7 +28,7 @@ class Trained(Protocol):
         """React to a step that is done."""
 
     def gathers(self, parameter: nn.Parameter) -> bool:
-        """Return whether a forward has put this in the place of a parameter that rests, to be discarded."""
+        """Return whether the model has this beside the parameters that rest: gathered by a forward, or added later."""
 
 
 _watched: weakref.WeakKeyDictionary[Trained, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -85,7 +85,10 @@ def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
     others = {id(one): one for one in parameters if not any(id(one) in known for known in _watched.values())}
     replaced = [one for key, one in others.items() if _replaced.get(key) is one]
     gathered = [one for one in others.values() if any(model.gathers(one) for model in _watched)]
-    for lost, why in ((replaced, "were the model's before OSDP(...)"), (gathered, "are gathered for one step only")):
+    for lost, why in (
+        (replaced, "were the model's before OSDP(...)"),
+        (gathered, "are gathered for one step only, or were added later"),
+    ):
         if lost:
             what = "optimizer.step() would change parameters that the model no longer trains"
             got = f"{type(optimizer).__name__} with {len(parameters)} parameters, of which {len(lost)} {why}"

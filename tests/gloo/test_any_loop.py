@@ -11,6 +11,7 @@ import torch
 from parity import traced_once
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.tensor import DTensor
 from toys import STRATEGIES, Blocks, batch_of, loss_of, plan_of, refusal, seeded
 
 build = partial(Blocks, frozen=False)
@@ -21,7 +22,9 @@ MIXED = "mixed"
 def plan(name: str, accumulation: int = 1) -> Any:
     """Return a plan of one strategy, or of all in turn."""
     names = plan_of(build()).choices
-    choices = {one: STRATEGIES[index % len(STRATEGIES)] for index, one in enumerate(names)} if name == MIXED else {}
+    choices = (
+        {one: STRATEGIES[-1 - index % len(STRATEGIES)] for index, one in enumerate(names)} if name == MIXED else {}
+    )
     return plan_of(build(), "shard" if name == MIXED else name, choices, accumulation=accumulation)
 
 
@@ -102,6 +105,9 @@ def refuse_steps(rank: int) -> dict[str, str]:
         is_resting = {id(parameter) for parameter in model.parameters()}
         if not all(id(parameter) in is_resting for parameter in gathered.param_groups[0]["params"]):
             said[f"{name} gathered"] = refusal(gathered.step)
+        model.module.blocks[0].register_parameter("late", nn.Parameter(torch.ones(3)))
+        said[f"{name} gathered later"] = refusal(adam(model.module.blocks[0].late for _ in range(1)).step)
+        del model.module.blocks[0].late
         model.zero_grad()
         torch.testing.assert_close(model.full_state_dict(rank0_only=False), dict(seeded(build).state_dict()))
     return said
@@ -115,7 +121,9 @@ def test_an_optimizer_of_other_parameters_is_refused_at_its_first_step() -> None
     assert "shard_grad gathered" in said
     for name, text in said.items():
         assert "make the optimizer after OSDP(...)" in text, name
-        assert ("before OSDP(...)" if name.endswith("early") else "gathered for one step") in text, (name, text)
+        assert (
+            "before OSDP(...)" if name.endswith("early") else "gathered for one step only, or were added later"
+        ) in text, (name, text)
 
 
 def reference_of_counts(counts: tuple[int, ...], max_norm: float) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -160,3 +168,38 @@ def train_any_count(rank: int, counts: tuple[int, ...], is_marked: bool) -> None
 )
 def test_steps_may_have_any_number_of_micro_batches(counts: tuple[int, ...], is_marked: bool) -> None:
     run_ranks(train_any_count, 4, counts, is_marked, ranks_per_node=2)
+
+
+@traced_once()
+def clip_by_habit(rank: int) -> list[str]:
+    """Clip by torch's function as it was imported before OSDP was; return what was said where that cannot be right."""
+    from osdp import OSDP
+
+    said = []
+    for norm_type in (2.0, float("inf")):
+        alone = seeded(build)
+        batches = [batch_of(build(), each, 0) for each in range(4)]
+        (sum(loss_of(alone(*args, **kwargs)) for args, kwargs in batches) / 4).backward()
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.01, norm_type)
+        wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
+        for name in (*STRATEGIES, MIXED):
+            model = OSDP(seeded(build), plan(name))
+            args, kwargs = batch_of(build(), rank, 0)
+            loss_of(model(*args, **kwargs)).backward()
+            if model.sharded.finishes_in_optimizer_step:
+                said.append(refusal(lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+                model.settle_gradients()
+            got = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+            got = got.full_tensor() if isinstance(got, DTensor) else got
+            assert got.item() == pytest.approx(norm.item(), rel=1e-4), (name, norm_type)
+            for shard in model.sharded.local_shards:
+                if shard.numel:
+                    part = wanted[shard.name][shard.slices]
+                    torch.testing.assert_close(shard.local(shard.parameter.grad), part, rtol=1e-4, atol=1e-6)
+    return said
+
+
+def test_torch_clips_what_osdp_shards() -> None:
+    for said in run_ranks(clip_by_habit, 4, ranks_per_node=2):
+        assert len(said) == 6  # odc, odc_ordered and the mixture, for each of two norms
+        assert all("model.clip_grad_norm_(max_norm)" in text for text in said)
