@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,7 @@ class OSDP(nn.Module):
         self.schedule = self.sharded.schedule
         self.module: nn.Module = self.sharded.module
         self._accumulation = Accumulation(self.sharded, self.plan.accumulation)
+        self.register_load_state_dict_post_hook(self._forget_missing)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns for these arguments."""
@@ -112,7 +114,7 @@ class OSDP(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`; return the norm before.
 
-        A collective call. In place of `torch.nn.utils.clip_grad_norm_`, which refuses mixed meshes.
+        A collective call. `torch.nn.utils.clip_grad_norm_` does the same where gradients are reduced already.
         """
         self._accumulation.finish_gradients()
         return clip(self.sharded.local_shards, max_norm, norm_type, self.sharded.device, error_if_nonfinite)
@@ -120,8 +122,11 @@ class OSDP(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters under the names of the model; slices of a split operator under their own."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+        """Yield what rests on this rank under the names of the model; slices of a split operator under their own.
+
+        The same at any time, also where a forward has gathered other tensors.
+        """
+        return self.sharded.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -129,17 +134,21 @@ class OSDP(nn.Module):
         """Yield buffers under the names of the model."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """Return what this rank holds, under the original names; see `full_state_dict` for whole tensors.
 
-        Takes no arguments. Raises OsdpError if there are any.
+        As `nn.Module.state_dict`, so also as a part of another module's.
         """
-        if args or kwargs:
-            raise OsdpError("state_dict takes no arguments here", got=", ".join([*map(repr, args), *kwargs]))
-        return sharded_state_dict(self.sharded)
+        destination = OrderedDict() if destination is None else destination
+        own = sharded_state_dict(self.sharded, keep_vars)
+        destination.update({prefix + name: value for name, value in own.items()})
+        return cast(dict[str, Any], destination)
 
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Tensor]:
-        """Return the state dict of the unsharded model on the CPU of rank 0, or of every rank. A collective call."""
+        """Return the state dict of the unsharded model on the CPU of rank 0, or of every rank. A collective call.
+
+        Buffers that differ by rank, such as statistics of BatchNorm, are those of rank 0.
+        """
         return full_state_dict(self.sharded, rank0_only)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -150,6 +159,27 @@ class OSDP(nn.Module):
         if assign:
             raise OsdpError("load_state_dict cannot assign here", advice="leave assign out: values are copied")
         return nn.modules.module._IncompatibleKeys(*load_state_dict(self.sharded, state_dict, strict))
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        """Load as a part of another module; `lists`: of missing keys, of unexpected keys, and of errors."""
+        missing, unexpected, errors = lists
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        try:
+            found = load_state_dict(self.sharded, own, strict=False)
+        except OsdpError as error:
+            errors.append(str(error))
+        else:
+            for names, keys in zip(found, (missing, unexpected), strict=True):
+                keys.extend(prefix + name for name in names)
+        self._loaded_prefix = f"{prefix}module."
+
+    @staticmethod
+    def _forget_missing(model: OSDP, incompatible: Any) -> None:
+        """Take back what the modules within miss: `_load_from_state_dict` has loaded them."""
+        inside = model._loaded_prefix
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if not key.startswith(inside)]
 
     def save_checkpoint(
         self,

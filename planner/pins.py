@@ -3,7 +3,8 @@
 A pattern matches operators by their own path, by that of a module around them, or by a block; a choice is a strategy
 as plan files write it (`shard`, `group_shard:4+offload`, `split(4*shard)`, `owner@1` for rank 1), or `recompute` or
 `keep` for blocks.  `.` means the parameters that the model owns directly, outside all of its modules.
-A pin holds in every plan of the search, or is rejected here with the reason.
+A pin holds in every plan of the search, or is rejected here with the reason.  Of two pins that match an operator (or
+block), the one that matches a part of what the other does takes precedence: `blocks.0=owner` over `*=shard`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ ITSELF = "."
 """Pattern of the parameters that the model owns directly; their operator has no name."""
 
 Chosen = TypeVar("Chosen", bool, tuple[Strategy, ...])
+_Matched = list[tuple["Pin", frozenset[int], Chosen]]
+"""Pins, with the indices of what they match and what they choose for it."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +59,26 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
     Raises OsdpError for a pin that cannot be applied: unknown names, strategies that do not exist on the cluster,
     operators that cannot be split, pins that contradict each other.
     """
-    strategies: dict[int, tuple[Pin, tuple[Strategy, ...]]] = {}
-    recompute: dict[int, tuple[Pin, bool]] = {}
+    strategies: _Matched[tuple[Strategy, ...]] = []
+    recompute: _Matched[bool] = []
     for pin in given:
         blocks = [index for index, block in enumerate(graph.blocks) if matches(block.name, pin.pattern)]
         if pin.choice in RECOMPUTE:
+            if not graph.blocks:
+                what = f"--pin {pin}: the model has no blocks: no module of it repeats, so none can be recomputed"
+                raise OsdpError(what, advice="leave the pin out")
             if not blocks:
                 what = f"--pin {pin}: the model has no such block, and only blocks can be recomputed or kept"
                 raise unknown_name(pin.pattern, (block.name for block in graph.blocks), what)
-            for index in blocks:
-                _decide(recompute, index, pin, RECOMPUTE[pin.choice], graph.blocks[index].name)
+            recompute.append((pin, frozenset(blocks), RECOMPUTE[pin.choice]))
             continue
         slices = _slices(pin, cluster)
-        for index in _operators(pin, graph, blocks):
+        operators = _operators(pin, graph, blocks)
+        for index in operators:
             _check_split(pin, graph, index, len(slices))
-            _decide(strategies, index, pin, slices, " and ".join(graph.operators[index].modules))
-    taken = {index: slices for index, (_, slices) in strategies.items()}
-    return Pins(taken, {block: again for block, (_, again) in recompute.items()})
+        strategies.append((pin, frozenset(operators), slices))
+    names = [" and ".join(operator.modules) for operator in graph.operators]
+    return Pins(_decided(strategies, names), _decided(recompute, [block.name for block in graph.blocks]))
 
 
 def on_cluster(pins: Pins, cluster: Cluster) -> Pins:
@@ -81,15 +87,21 @@ def on_cluster(pins: Pins, cluster: Cluster) -> Pins:
     return Pins(strategies, pins.recompute)
 
 
-def _decide(decisions: dict[int, tuple[Pin, Chosen]], index: int, pin: Pin, choice: Chosen, names: str) -> None:
-    """Record a pin's choice; raises OsdpError if another pin has made a different one."""
-    before, decided = decisions.setdefault(index, (pin, choice))
-    if decided == choice:
-        return
-    tied = " (one operator, as they share a parameter)" if " and " in names else ""
-    what, advice = f"two pins contradict each other for {names}{tied}", "use patterns that do not overlap"
-    expected = "one choice for each operator and each block; no pin takes precedence"
-    raise OsdpError(what, got=f"{before} and {pin}", expected=expected, advice=advice)
+def _decided(matched: _Matched[Chosen], names: Sequence[str]) -> dict[int, Chosen]:
+    """Return what the most specific pins choose, by index. Raises OsdpError where two of them differ."""
+    decided: dict[int, Chosen] = {}
+    for index in sorted(set[int]().union(*(found for _, found, _ in matched))):
+        mine = [one for one in matched if index in one[1]]
+        (first, _, choice), *others = [one for one in mine if not any(other[1] < one[1] for other in mine)]
+        for other, _, another in others:
+            if another != choice:
+                tied = " (one operator, as they share a parameter)" if " and " in names[index] else ""
+                what = f"two pins contradict each other for {names[index]}{tied}"
+                expected = "one choice for each operator and each block; a pin that matches less takes precedence"
+                advice = "use patterns that do not overlap"
+                raise OsdpError(what, got=f"{first} and {other}", expected=expected, advice=advice)
+        decided[index] = choice
+    return decided
 
 
 def _operators(pin: Pin, graph: ModelGraph, blocks: Sequence[int]) -> list[int]:

@@ -13,6 +13,7 @@ Units are wrapped from the inside out, as `fully_shard` demands.  A file in `run
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
@@ -66,6 +67,7 @@ def apply_schedule(
         if hasattr(wrapping, "substitute"):
             schedule = wrapping.substitute(schedule, meshes)
     sharded = ShardedModel(model, schedule, device)
+    originals = [weakref.ref(parameter) for parameter in model.parameters()]
     for split in schedule.splits:
         split_linear(model, split.module, split.count)
     recompute(sharded, compile_backend)
@@ -74,6 +76,8 @@ def apply_schedule(
         model=model, schedule=schedule, meshes=meshes, device=device, find_unused_parameters=find_unused_parameters
     )
     _wrap(sharded, context)
+    kept = set(map(id, model.parameters()))
+    sharded.replaced = [reference for reference in originals if id(reference()) not in kept]
     return sharded
 
 
@@ -103,6 +107,7 @@ def _wrap(sharded: ShardedModel, context: WrapContext) -> None:
         made, origin = unit_of[path]
         shards.append(made.local_shard(origin, parameter))
     sharded.local_shards = tuple(shards)
+    sharded.resting = dict(context.model.named_parameters(remove_duplicate=False))
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -45,6 +46,9 @@ class WrappedUnit:
     def set_requires_all_reduce(self, required: bool) -> None:
         """Say whether the next reduction is the last of its step."""
 
+    def complete_reduction(self) -> None:
+        """Reduce what waits for the last backward of the step, where there was none. Collective."""
+
     def reshard(self) -> None:
         """Reshard the parameters that a forward left unsharded; a later backward gathers them again."""
 
@@ -70,6 +74,10 @@ class WrappedUnit:
     def expire(self) -> None:
         """Note that parameters were changed by other means than an optimizer."""
 
+    def gathers(self, parameter: nn.Parameter) -> bool:
+        """Return whether its modules had this in place of a parameter that rests, to discard it within the step."""
+        return False
+
     def communication_tensors(self) -> Sequence[Tensor]:
         """Return what a dry run holds from step to step in order to communicate."""
         return ()
@@ -88,6 +96,10 @@ class ShardedModel:
     units: list[WrappedUnit] = field(default_factory=list)
     local_shards: tuple[LocalShard, ...] = ()
     """What this rank holds, in the order of `module.named_parameters()`."""
+    resting: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """The parameters that rest on this rank, by all names that they have in `module`."""
+    replaced: Sequence[weakref.ref[nn.Parameter]] = ()
+    """Those that the model had before it was sharded and has no more."""
 
     @property
     def runner(self) -> DistributedDataParallel | None:
@@ -98,6 +110,17 @@ class ShardedModel:
     def finishes_in_optimizer_step(self) -> bool:
         """Whether gradients are complete only after `finish_gradients`, which the optimizer's step calls."""
         return any(unit.finishes_in_optimizer_step for unit in self.units)
+
+    def named_parameters(
+        self, prefix: str, recurse: bool, remove_duplicate: bool
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that rest as `nn.Module.named_parameters` does, whatever is gathered now."""
+        yielded = set()
+        for name, registered in self.module.named_parameters(prefix, recurse, remove_duplicate=False):
+            parameter = self.resting.get(name[len(prefix) + 1 :] if prefix else name, registered)
+            if not (remove_duplicate and id(parameter) in yielded):
+                yielded.add(id(parameter))
+                yield name, parameter
 
     def reshard(self) -> None:
         """Reshard the parameters that a forward left unsharded; a later backward gathers them again."""

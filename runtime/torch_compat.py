@@ -6,6 +6,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     default_timeout              no public name gives it
     data_parallel                2.13 renamed an option of DistributedDataParallel
     AllGather, ReduceScatter     interfaces of custom communication, not exported by torch.distributed.fsdp
+    complete_reduction           FSDP2 all-reduces only in a backward
     share_secondary_mesh         `reshard_after_forward=K` makes a new mesh, and so new process groups,
                                  for every call; here all units with equal K get one
     reset_iteration              2.13 has it, but leaves unsharded gradients for the next backward to add to
@@ -13,7 +14,10 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     compute_dtypes               the mixed precision policy of a unit
     has_secondary_mesh           whether `reshard_after_forward` of a unit is a number
     packed_parameters            in what order a unit's parameters are gathered, and where their padded rows lie
+    gather_for_every_backward    FSDP2 hooks the outputs of one module of a unit only
+    gathers                      no public name tells which parameters a forward has gathered
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
+    is_fake                      no public name tells whether a tensor has data
     no_modes                     no public name leaves dispatch modes
     keep_after_forward           when a forward runs again in backward, only newer versions leave what it gathered
                                  gathered, and `set_reshard_after_forward` forgets K, so it cannot be set and set back
@@ -31,11 +35,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -108,6 +114,29 @@ def reset_iteration(root: FSDPModule) -> None:
                     parameter._unsharded_param.grad = None
 
 
+def complete_reduction(module: FSDPModule) -> None:
+    """All-reduce a unit's gradients where all backwards of a step ran under `set_requires_all_reduce(False)`.
+
+    As the backward of one more micro-batch does whose gradients are zero. Raises OsdpError where some parameters
+    had no gradient: which they are is no longer known.
+    """
+    for group in _param_groups(module):
+        if group._partial_reduce_output is None:
+            continue
+        trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
+        if group._partial_reduce_output.numel() != sum(one._sharded_param_data.numel() for one in trained):
+            what = "a step with fewer micro-batches than planned cannot be completed"
+            advice = "call model.sync() before its last micro-batch"
+            raise OsdpError(what, got="parameters without a gradient", advice=advice)
+        for one in trained:
+            one.unsharded_accumulated_grad = torch.zeros(one._orig_size, dtype=one.orig_dtype, device=group.device)
+        with patch.multiple(group, all_reduce_grads=True, reduce_grads=True):
+            group.post_backward()
+        group.finalize_backward()
+        group._training_state = TrainingState.IDLE
+        group.comm_ctx.reduce_scatter_states.clear()  # what it held is ordered before what comes now
+
+
 def share_secondary_mesh(mesh: DeviceMesh) -> AbstractContextManager[object]:
     """Let `fully_shard(reshard_after_forward=K)` use `mesh`, of shape (N / K, K), instead of a new one."""
     return patch.object(_fsdp_init, "DeviceMesh", lambda device_type, ranks: mesh)
@@ -154,6 +183,30 @@ def packed_parameters(module: FSDPModule) -> list[Any]:
     padded with zeros to as many as every other rank has.
     """
     return [parameter for group in _param_groups(module) for parameter in group.fsdp_params]
+
+
+def gather_for_every_backward(first: FSDPModule, modules: Sequence[nn.Module]) -> None:
+    """Gather a unit before the backward of any of its modules, which `fully_shard` has wrapped together.
+
+    FSDP2 does it before the backward of the one that runs last, which may have none: a frozen embedding, a head whose
+    output is not in the loss.
+    """
+    state = cast(Any, first)._get_fsdp_state()
+    for module in modules:
+        module.register_forward_hook(lambda module, args, output: state._register_pre_backward_hook(output))
+
+
+def gathers(module: FSDPModule, parameter: nn.Parameter) -> bool:
+    """Return whether a unit's modules have had this in place of a parameter that rests.
+
+    After a forward with `reshard_after_forward=K` that is a new one each time, on a mesh that nothing rests on.
+    """
+    if any(parameter is getattr(one, "_unsharded_param", None) for one in packed_parameters(module)):
+        return True
+    return isinstance(parameter, DTensor) and any(
+        group._use_post_forward_mesh and parameter.device_mesh is group.post_forward_mesh_info.mesh
+        for group in _param_groups(module)
+    )
 
 
 def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:

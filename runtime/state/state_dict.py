@@ -48,9 +48,9 @@ def _in_order(sharded: ShardedModel, state: dict[str, T]) -> dict[str, T]:
 
 
 def full_state_dict(sharded: ShardedModel, rank0_only: bool = True) -> dict[str, Tensor]:
-    """Return the state dict of the original model, on the CPU, tied parameters shared.
+    """Return the state dict of the original model, on the CPU, tied parameters shared; buffers are those of rank 0.
 
-    On rank 0, or on every rank; elsewhere it is empty. A collective call.
+    On rank 0, or the same on every rank; elsewhere it is empty. A collective call.
     """
     keeps = not rank0_only or dist.get_rank() == 0
     state: dict[str, Tensor] = {}
@@ -68,12 +68,16 @@ def full_state_dict(sharded: ShardedModel, rank0_only: bool = True) -> dict[str,
         state[name] = known[key]
     if not keeps:
         return {}
-    state |= {name: value.detach().cpu() for name, value in persistent_buffers(sharded.module).items()}
+    for name, value in persistent_buffers(sharded.module).items():
+        buffer = value.detach().to(sharded.device, copy=True)
+        if not rank0_only:
+            dist.broadcast(buffer, src=0)
+        state[name] = buffer.cpu()
     return _in_order(sharded, state)
 
 
-def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
-    """Return what this rank holds, by original names.
+def sharded_state_dict(sharded: ShardedModel, keep_vars: bool = False) -> dict[str, Any]:
+    """Return what this rank holds, by original names; with `keep_vars` the parameters themselves where they are whole.
 
     Values are DTensors; plain tensors of a model that is all replicated; GlobalTensors of operators
     that one rank owns or that are split.
@@ -82,7 +86,7 @@ def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     for name, shards in local_shards_by_name(sharded).items():
         parameter = shards[0].parameter
         if len(shards) == 1 and not shards[0].is_uneven:
-            state[name] = parameter.detach()
+            state[name] = parameter if keep_vars else parameter.detach()
         else:
             parts = tuple((shard.offsets, shard.local(shard.parameter)) for shard in shards if shard.numel)
             state[name] = GlobalTensor(shards[0].shape, parameter.dtype, parts)

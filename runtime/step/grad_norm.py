@@ -6,7 +6,7 @@ number of ranks that hold the same shard,
     p < inf    ( sum_r sum_shards ||g||_p^p / c )^(1/p)        one all-reduce for the whole model
     p = inf    max_r max_shards ||g||_inf
 
-`torch.nn.utils.clip_grad_norm_` refuses gradients on different meshes.
+`torch.nn.utils.clip_grad_norm_` fails on different meshes; `runtime.step.torch_clipping` makes it do the same.
 """
 
 from __future__ import annotations
@@ -52,10 +52,15 @@ def clip(
     norm = total_norm(shards, norm_type, device)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise OsdpError("the gradient norm is not finite", got=str(norm.item()), advice="lower the learning rate")
+    scale_to(shards, max_norm, norm)
+    return norm
+
+
+def scale_to(shards: Sequence[LocalShard], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients, whose norm over all ranks is given, so that it is at most `max_norm`."""
     # Always multiplied, even by 1, which needs no device-to-host copy.
     scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     for shard in shards:
         if shard.parameter.grad is not None:
             local = shard.local(shard.parameter.grad)
             local.mul_(scale.to(local.device, local.dtype))
-    return norm

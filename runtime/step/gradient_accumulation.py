@@ -1,27 +1,29 @@
 """Gradient accumulation: strategies that reduce once per step must know the step's last micro-batch.
 
 Unless the user marks it with `no_sync()`, the plan's number of micro-batches decides: every M-th
-backward reduces.  A step of the optimizer in between would use gradients that differ from rank to
-rank; it is refused.
+backward reduces.  If the optimizer steps or gradients are clipped before, what waits is reduced then;
+where the user has put all micro-batches into `no_sync()`, that is refused.
 
 Micro-batches count when their backward begins, so a forward without one (evaluation, whatever the
-mode) does not.  Only DistributedDataParallel must know in forward already: under it the
-backward of a micro-batch comes before the next one's forward, or the step is refused.
+mode) does not.  Only DistributedDataParallel must know in forward already: where the backward of a
+micro-batch does not come before the next one's forward, it is the optimizer's step that reduces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from profiler.errors import OsdpError
+from runtime.local_shards import LocalShard
 from runtime.sharded_model import ShardedModel
 from runtime.step.optimizer_hooks import watch_optimizers
+from runtime.step.torch_clipping import watch_clipping
 from runtime.strategies.alias_outputs import refuse_double_backward, tensors_in
 
 
@@ -41,7 +43,8 @@ class Accumulation:
         self._postpones = False
         self._in_backward = False
         """Whether a backward has begun and not ended; at a forward: it failed."""
-        watch_optimizers(self, (shard.parameter for shard in sharded.local_shards))
+        watch_optimizers(self, (shard.parameter for shard in sharded.local_shards), sharded.replaced)
+        watch_clipping(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -73,8 +76,8 @@ class Accumulation:
         Raises OsdpError if gradients of the model are not all reduced, and PeerLost, naming ranks, if some
         do not take part.
         """
+        self._complete_reduction()
         if self.sharded.finishes_in_optimizer_step:
-            self._check_reduced()
             self.sharded.finish_gradients(self.pushed)
             self.pushed = 0
 
@@ -139,21 +142,47 @@ class Accumulation:
 
         Raises OsdpError if gradients of this model are not all reduced, or a closure would make further ones.
         """
-        self._check_reduced()
+        self._complete_reduction()
         if has_closure and self.sharded.finishes_in_optimizer_step:
             what = "an optimizer's step cannot run a closure under odc, whose ranks synchronize before the step"
             raise OsdpError(what, advice="run forward and backward before step(), or plan without odc")
         self.sharded.reshard()
         self.finish_gradients()
 
-    def _check_reduced(self) -> None:
-        if self.done and self.once_per_step:
+    def _complete_reduction(self) -> None:
+        """Reduce what waits for a last micro-batch that does not come. Raises OsdpError if all were in `no_sync`."""
+        if not (self.done and self.once_per_step):
+            return
+        if self.explicit:
             count = "1 micro-batch" if self.done == 1 else f"{self.done} micro-batches"
-            what = "optimizer.step() was called before the last micro-batch, so gradients are not all reduced"
-            expected = "one outside of no_sync()" if self.explicit else f"{self.micro_batches}, as in the plan"
-            mark = "mark the last one: run the others in `with model.no_sync():`, or call model.sync() before it"
+            what = "gradients are not all reduced: all micro-batches of this step ran in no_sync()"
+            mark = "run the last one outside of no_sync(), or call model.sync() before it"
             advice = f"{mark}; model.zero_grad() discards the step"
-            raise OsdpError(what, got=count, expected=expected, advice=advice)
+            raise OsdpError(what, got=count, expected="one outside of no_sync()", advice=advice)
+        for unit in self.sharded.units:
+            unit.complete_reduction()
+        self.done = 0
+
+    @property
+    def local_shards(self) -> Sequence[LocalShard]:
+        """What this rank holds."""
+        return self.sharded.local_shards
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.sharded.device
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the gradients of the step so far are complete."""
+        waits_for_step = self.sharded.finishes_in_optimizer_step and self.pushed > 0
+        return not (waits_for_step or (self.done and self.once_per_step))
+
+    def gathers(self, parameter: nn.Parameter) -> bool:
+        """Return whether the model has this beside the parameters that rest: gathered by a forward, or added later."""
+        added = any(parameter is registered for registered in self.sharded.module.parameters())
+        return added or any(unit.gathers(parameter) for unit in self.sharded.units)
 
     def after_step(self) -> None:
         """Publish the parameters that the optimizer has changed."""

@@ -4,21 +4,31 @@ A block that is one unit is gathered around all that happens here: its forward i
 `fully_shard`'s hooks stay outside.  Where a block has several units, they are gathered again when
 its forward runs again, and kept from there to their backward, so that each is gathered twice per
 micro-batch and not three times.
+
+A forward that runs again must do what it did, and leave nothing behind.  So buffers that it changes (statistics of
+BatchNorm, vectors of spectral norms) have again the values that they had before it, and keep those that it gave them;
+and in the first step its matrix products are compared: a block that remembers something else is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.flop_counter import flop_registry
 
+from profiler.errors import OsdpError
+from runtime.parameter_places import ParameterSite
 from runtime.sharded_model import ShardedModel
+from runtime.torch_compat import is_fake
 
 Forward = Callable[..., Any]
+Buffers = dict[ParameterSite, Tensor]
 
 
 def recompute(sharded: ShardedModel, compile_backend: str | None) -> None:
@@ -32,29 +42,107 @@ def recompute(sharded: ShardedModel, compile_backend: str | None) -> None:
                 vars(block)["forward"] = torch.compile(block.forward, backend=compile_backend)
     for name in schedule.recomputed:
         block = model.get_submodule(name)
-        vars(block)["forward"] = _checkpointed(block, sharded, is_unit=name in units)
+        checkpointed = _Checkpointed(name, block, sharded, name in units, compile_backend is not None)
+        vars(block)["forward"] = checkpointed.run
 
 
-def _checkpointed(block: nn.Module, sharded: ShardedModel, is_unit: bool) -> Forward:
-    forward = block.forward
+class _Checkpointed:
+    """A block whose forward runs again in backward."""
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), nullcontext() if is_unit else _kept_inside(block, sharded)
+    def __init__(self, name: str, block: nn.Module, sharded: ShardedModel, is_unit: bool, is_compiled: bool) -> None:
+        self.name, self.block, self.sharded, self.is_unit = name, block, sharded, is_unit
+        self.forward: Forward = block.forward
+        self.is_checked = is_compiled
+        """Whether a forward was seen to run again as it did; a compiled one cannot be watched."""
+        self.changed: dict[tuple[bool, ...], frozenset[ParameterSite]] = {}
+        """Buffers that a forward changes, by which of the modules are in training mode."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward, to be run again in backward if there is one."""
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        mode = tuple(module.training for module in self.block.modules())
+        before = self._copies(self.changed.get(mode))
+        again = _Again(self, before)
         # Stopped early, the last unit's forward would not reach the hook that ends it.
-        with set_checkpoint_early_stop(is_unit):
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        with set_checkpoint_early_stop(self.is_unit):
+            output = checkpoint(
+                self.forward, *args, use_reentrant=False, context_fn=lambda: (again.first, again), **kwargs
+            )
+        if mode not in self.changed:
+            self.changed[mode] = frozenset(site for site, old in before.items() if not _same(site, old))
+        for site in before.keys() - self.changed[mode]:
+            del before[site]
+        return output
 
-    return run
+    def _copies(self, sites: frozenset[ParameterSite] | None) -> Buffers:
+        """Return copies of the block's buffers, or of some of them."""
+        with torch.no_grad():
+            return {
+                (module, name): buffer.clone()
+                for module in self.block.modules()
+                for name, buffer in module.named_buffers(recurse=False)
+                if not is_fake(buffer) and (sites is None or (module, name) in sites)
+            }
 
 
-@contextmanager
-def _kept_inside(block: nn.Module, sharded: ShardedModel) -> Iterator[None]:
-    """Keep what is gathered in this block: its backward comes next."""
-    inside = set(block.modules())
-    with ExitStack() as stack:
-        for unit in sharded.units:
-            if not inside.isdisjoint(unit.modules):
-                stack.enter_context(unit.keep_after_forward())
-        yield
+def _same(site: ParameterSite, old: Tensor) -> bool:
+    module, name = site
+    return torch.equal(module.get_buffer(name), old)
+
+
+class _Again(AbstractContextManager[None]):
+    """What surrounds a forward that runs again; there may be several backwards."""
+
+    def __init__(self, block: _Checkpointed, before: Buffers) -> None:
+        self.block, self.before = block, before
+        """`before`: buffers that the forward changes, as they were."""
+        self.first = nullcontext() if block.is_checked else _Products(block.name, None)
+        """What surrounds the forward when it runs first."""
+        self.stack = ExitStack()
+
+    def __enter__(self) -> None:
+        if not self.block.is_unit:
+            inside = set(self.block.block.modules())
+            for unit in self.block.sharded.units:
+                if not inside.isdisjoint(unit.modules):  # its backward comes next
+                    self.stack.enter_context(unit.keep_after_forward())
+        for (module, name), old in self.before.items():
+            # Other tensors in their places: autograd may have kept those that are there.
+            self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
+            module._buffers[name] = old.clone()
+        if isinstance(self.first, _Products) and not self.block.is_checked:
+            self.stack.enter_context(_Products(self.block.name, self.first.seen))
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
+        self.block.is_checked = True
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the matrix products and convolutions of a forward, or compares them with those of the first."""
+
+    def __init__(self, block: str, expected: Sequence[str] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.block, self.expected = block, expected
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if getattr(func, "_overloadpacket", None) in flop_registry:
+            first = output[0] if isinstance(output, (tuple, list)) else output
+            self.seen.append(f"{func} -> {tuple(first.shape)}")
+            position = len(self.seen) - 1
+            if self.expected is not None and self.expected[position : position + 1] != self.seen[position:]:
+                self._refuse(self.seen[position], *self.expected[position : position + 1])
+        return output
+
+    def __exit__(self, error: Any, value: Any, traceback: Any) -> None:
+        super().__exit__(error, value, traceback)  # type: ignore[no-untyped-call]
+        if error is None and self.expected is not None and len(self.seen) < len(self.expected):
+            self._refuse("no more", self.expected[len(self.seen)])
+
+    def _refuse(self, got: str, expected: str = "no more") -> None:
+        what = f"block {self.block} cannot be recomputed: its forward does something else when it runs again"
+        advice = "turn off what it remembers (use_cache=False in transformers), or plan with the pin"
+        raise OsdpError(what, got=got, expected=expected, advice=f"{advice} {self.block}=keep")

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Sequence
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 
 from runtime.schedule import ScheduledUnit
@@ -47,6 +48,16 @@ class ReplicatedModel(WrappedUnit):
     def reset(self) -> None:
         self.runner = None  # the old reducer goes before the new one comes
         self.runner = data_parallel(self.model, self.device, self.find_unused_parameters)
+
+    def complete_reduction(self) -> None:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in trained], device=self.device).int()
+        dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX)  # a rank may have left out layers
+        for parameter, is_trained in zip(trained, has_gradient.tolist(), strict=True):
+            if is_trained:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(dist.get_world_size())
 
 
 class ReplicatedUnit(WrappedUnit):

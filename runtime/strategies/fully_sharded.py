@@ -15,7 +15,14 @@ from runtime.sharded_model import WrappedUnit
 from runtime.strategies.alias_outputs import return_no_views
 from runtime.strategies.ring_reduce_scatter import RingReduceScatter
 from runtime.strategies.wrap_context import WrapContext
-from runtime.torch_compat import keep_after_forward, reset_iteration, share_secondary_mesh
+from runtime.torch_compat import (
+    complete_reduction,
+    gather_for_every_backward,
+    gathers,
+    keep_after_forward,
+    reset_iteration,
+    share_secondary_mesh,
+)
 
 
 class FullyShardedUnit(WrappedUnit):
@@ -30,6 +37,12 @@ class FullyShardedUnit(WrappedUnit):
 
     def reshard(self) -> None:
         self.module.reshard()
+
+    def complete_reduction(self) -> None:
+        complete_reduction(self.module)
+
+    def gathers(self, parameter: nn.Parameter) -> bool:
+        return gathers(self.module, parameter)
 
 
 class Root(WrappedUnit):
@@ -75,6 +88,8 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
         raise OsdpError(f"{unit.name} cannot be wrapped as scheduled", got=str(error).splitlines()[0]) from error
     first = modules[0]
     assert isinstance(first, FSDPModule)
+    if len(modules) > 1:
+        gather_for_every_backward(first, modules)
     return FullyShardedUnit(unit, first, modules)
 
 

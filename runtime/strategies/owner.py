@@ -128,6 +128,9 @@ class OwnedUnit(WrappedUnit):
             parameter.register(parameter.resting)
         self.flat.untyped_storage().resize_(0)
 
+    def gathers(self, parameter: nn.Parameter) -> bool:
+        return any(parameter is one.full for one in self.parameters)
+
     def reset(self) -> None:
         for parameter in self.parameters:
             parameter.full.grad = None

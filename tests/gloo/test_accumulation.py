@@ -131,7 +131,7 @@ def test_reduces_once_per_step() -> None:
 
 
 def refuse(rank: int) -> list[str]:
-    """Return what is said of early steps, by plan."""
+    """Return what is said of steps all of whose micro-batches ran in `no_sync`, by plan."""
     from osdp import OSDP
 
     said = []
@@ -140,19 +140,14 @@ def refuse(rank: int) -> list[str]:
         model = OSDP(seeded(build), plan_of(build(), strategy, accumulation=MICRO_BATCHES))
         other = OSDP(seeded(build), plan_of(build(), strategy))
         optimizer, others = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, other))
-        loss_of(model(*args, **kwargs)).backward()
+        with model.no_sync():
+            loss_of(model(*args, **kwargs)).backward()
         loss_of(other(*args, **kwargs)).backward()
         others.step()  # another model's optimizer is free
         said.append(refusal(optimizer.step))
-        for _ in range(MICRO_BATCHES - 1):
-            loss_of(model(*args, **kwargs)).backward()
+        said.append(refusal(lambda model=model: model.clip_grad_norm_(1.0)))
+        loss_of(model(*args, **kwargs)).backward()
         optimizer.step()
-        with model.no_sync():
-            loss_of(model(*args, **kwargs)).backward()
-        said.append(refusal(optimizer.step))
-    model = OSDP(seeded(build), plan_of(build(), "replicate", accumulation=MICRO_BATCHES))
-    forwards_first(model, rank, 0)
-    said.append(refusal(torch.optim.SGD(model.parameters(), lr=0.5).step))
     # What reduces in every micro-batch may step at any.
     model = OSDP(seeded(build), plan_of(build(), "shard", accumulation=MICRO_BATCHES))
     loss_of(model(*args, **kwargs)).backward()
@@ -160,9 +155,9 @@ def refuse(rank: int) -> list[str]:
     return said
 
 
-def test_refuses_to_step_early() -> None:
+def test_refuses_to_step_without_a_reduction() -> None:
     for said in run_ranks(refuse, 4, ranks_per_node=2):
         for words in said:
-            assert "called before the last micro-batch" in words
-            assert "no_sync" in words
-        assert ["3, as in the plan" in words for words in said] == [True, False, True, False, True]
+            assert "1 micro-batch" in words
+            assert "all micro-batches of this step ran in no_sync()" in words
+        assert len(said) == 4

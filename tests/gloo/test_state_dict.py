@@ -87,7 +87,6 @@ def refuse(rank: int) -> dict[str, str]:
         "lacking": refusal(lambda: model.load_state_dict(lacking)),
         "unknown": refusal(lambda: model.load_state_dict(other | {"tail.weight": torch.zeros(1)})),
         "assign": refusal(lambda: model.load_state_dict(other, assign=True)),
-        "arguments": refusal(lambda: model.state_dict(prefix="a.")),
     }
     assert_equal(model.full_state_dict(rank0_only=False), wanted)
     missing = model.load_state_dict(lacking | {"tail.weight": torch.zeros(1)}, strict=False)
@@ -103,7 +102,6 @@ def test_refuses_other_models() -> None:
         "lacking": ("head.bias",),
         "unknown": ("tail.weight",),
         "assign": ("assign",),
-        "arguments": ("prefix",),
     }.items():
         assert all(part in said[name] for part in parts), said[name]
 

@@ -124,7 +124,7 @@ def test_pins_are_kept_shown_and_remembered(cli: Cli) -> None:
         (("norm=split(2*shard)",), "norm cannot be split"),
         (("norm=sahrd",), "no such strategy"),
         (("wte=shard", "lm_head=replicate"), "one operator, as they share a parameter"),
-        (("blocks.*=shard", "blocks.0.*=replicate"), "contradict each other"),
+        (("blocks.0=shard", "blocks.*.mlp.up=replicate"), "contradict each other"),
         (("norm=keep",), "only blocks can be recomputed or kept"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
@@ -102,6 +103,23 @@ def test_agreeing_pins_are_no_contradiction(graph: ModelGraph, machine: Cluster)
     assert names_of(graph, machine, "blocks.*=shard", "blocks.1=shard")["blocks.1.up"] == "shard"
 
 
+def test_the_pin_that_matches_less_takes_precedence(graph: ModelGraph, machine: Cluster) -> None:
+    """In whatever order they are given, also of blocks."""
+    for order in permutations(("*=shard", "blocks.1=group_shard:2", "blocks.1.up=replicate")):
+        names = names_of(graph, machine, *order)
+        assert names["blocks.1.up"] == "replicate"
+        assert names["blocks.1.down"] == "group_shard:2"
+        assert {names[name] for name in names if not name.startswith("blocks.1.")} == {"shard"}
+    for order in permutations(("*=recompute", "blocks.1=keep")):
+        pins = resolve([parse_pin(pin) for pin in order], graph, machine)
+        assert pins.recompute == {index: index != 1 for index in range(len(graph.blocks))}
+
+
+def test_a_model_without_blocks_has_nothing_to_recompute(graph: ModelGraph, machine: Cluster) -> None:
+    with pytest.raises(OsdpError, match="the model has no blocks"):
+        resolve([Pin("*", "recompute")], replace(graph, blocks=()), machine)
+
+
 def test_the_same_pins_on_more_ranks(graph: ModelGraph, machine: Cluster) -> None:
     pins = resolve([Pin("blocks.0.up", "shard"), Pin("blocks.0", "keep")], graph, machine)
     moved = on_cluster(pins, cluster(2, 4))
@@ -127,10 +145,10 @@ def test_the_same_pins_on_more_ranks(graph: ModelGraph, machine: Cluster) -> Non
             ["blocks.2.norm1 cannot be split", "matches linear layers only", "split(2*shard)"],
         ),
         (
-            ["blocks.*=shard", "blocks.1.up=replicate"],
-            ["contradict each other for blocks.1.up", "blocks.*=shard and blocks.1.up=replicate"],
+            ["blocks.1=shard", "blocks.*.up=replicate"],
+            ["contradict each other for blocks.1.up", "blocks.1=shard and blocks.*.up=replicate"],
         ),
-        (["blocks.0=keep", "*=recompute"], ["contradict each other for blocks.0"]),
+        (["blocks.0=keep", "blocks.0=recompute"], ["contradict each other for blocks.0"]),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(

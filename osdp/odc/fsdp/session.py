@@ -133,6 +133,10 @@ class Session:
             raise OsdpError(what, got="gradients of this rank alone", expected=expected)
         self.wrapped.reshard()
 
+    def gathers(self, parameter: nn.Parameter) -> bool:
+        """Return False: FSDP itself says what its parameters are."""
+        return False
+
     def after_step(self) -> None:
         """Publish parameters before the next pull."""
         if self.exchange is not None:

@@ -1,0 +1,95 @@
+"""Makes `torch.nn.utils.clip_grad_norm_` right for sharded models: loops and frameworks call it by habit.
+
+By itself it fails on gradients of different meshes and for some norms of empty shards, and takes gradients that are
+still to be reduced for complete.  It looks up two functions of its module when it is called (checked on torch 2.13),
+and these are replaced, so that it is right wherever it was imported from.  Other models are left to PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+from profiler.errors import OsdpError
+from runtime.local_shards import LocalShard
+from runtime.step.grad_norm import scale_to, total_norm
+
+
+class Clipped(Protocol):
+    """A sharded model whose gradients may be clipped."""
+
+    @property
+    def local_shards(self) -> Sequence[LocalShard]:
+        """What this rank holds."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the gradients of the step so far are complete."""
+
+
+_models: WeakSet[Any] = WeakSet()
+
+
+def watch_clipping(model: Clipped) -> None:
+    """Make PyTorch's clipping right for a model, until it is collected."""
+    _models.add(model)
+    _replace()
+
+
+def _is_sharded(shards: Sequence[LocalShard]) -> bool:
+    """Whether PyTorch cannot add up these gradients: meshes may differ, and it has no maximum of an empty shard."""
+    return any(isinstance(shard.parameter, DTensor) for shard in shards)
+
+
+@cache
+def _replace() -> None:
+    norm_by_torch, scale_by_torch = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+
+    def get_total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = set(map(id, tensors))
+        for model in list(_models):
+            shards = [shard for shard in model.local_shards if id(shard.parameter.grad) in given]
+            if not model.is_reduced and (shards or not tensors):
+                what = "torch.nn.utils.clip_grad_norm_ was called before gradients are reduced over all ranks"
+                raise OsdpError(what, advice="call model.clip_grad_norm_(max_norm), which completes them first")
+            if _is_sharded(shards):
+                if len(shards) < len(tensors):
+                    got = f"{len(tensors)} gradients, of which {len(shards)} are the model's"
+                    advice = "clip the others by themselves, and the model's by model.clip_grad_norm_(max_norm)"
+                    what = "gradients of a sharded model and others have no common norm"
+                    raise OsdpError(what, got=got, advice=advice)
+                norm = total_norm(shards, norm_type, model.device)
+                if error_if_nonfinite and not torch.isfinite(norm):
+                    raise OsdpError("the gradient norm is not finite", got=str(norm.item()))
+                return norm
+        return norm_by_torch(tensors, norm_type, error_if_nonfinite, foreach)
+
+    def clip_grads_with_norm_(
+        parameters: Iterable[Tensor] | Tensor, max_norm: float, total_norm: Tensor, foreach: bool | None = None
+    ) -> None:
+        others = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for model in list(_models):
+            given = set(map(id, others))
+            shards = [shard for shard in model.local_shards if id(shard.parameter) in given]
+            if _is_sharded(shards):
+                scale_to(shards, max_norm, total_norm)
+                own = {id(shard.parameter) for shard in shards}
+                others = [parameter for parameter in others if id(parameter) not in own]
+        if others:
+            scale_by_torch(others, max_norm, total_norm, foreach)
+
+    clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = get_total_norm, clip_grads_with_norm_

@@ -1,0 +1,205 @@
+"""Habits of training loops: an optimizer made at any moment, steps of any number of micro-batches, torch's clipping."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from parity import traced_once
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+from toys import STRATEGIES, Blocks, batch_of, loss_of, plan_of, refusal, seeded
+
+build = partial(Blocks, frozen=False)
+MIXED = "mixed"
+"""Strategies in turn, operator by operator."""
+
+
+def plan(name: str, accumulation: int = 1) -> Any:
+    """Return a plan of one strategy, or of all in turn."""
+    names = plan_of(build()).choices
+    choices = (
+        {one: STRATEGIES[-1 - index % len(STRATEGIES)] for index, one in enumerate(names)} if name == MIXED else {}
+    )
+    return plan_of(build(), "shard" if name == MIXED else name, choices, accumulation=accumulation)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of every run."""
+    return torch.optim.Adam(parameters, lr=1e-2, eps=1e-3)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], number: int) -> None:
+    """Train on the batches of these ranks."""
+    batches = [batch_of(build(), rank, number) for rank in ranks]
+    (sum(loss_of(model(*args, **kwargs)) for args, kwargs in batches) / len(batches)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def reference(steps: int) -> dict[str, torch.Tensor]:
+    """Train in one process; return what it has learnt."""
+    model = seeded(build)
+    optimizer = adam(model.parameters())
+    for number in range(steps):
+        step(model, optimizer, [0, 1, 2, 3], number)
+    return dict(model.state_dict())
+
+
+def forward(model: Any) -> None:
+    """Run a forward with gradients, of which nothing comes."""
+    args, kwargs = batch_of(build(), 0, 99)
+    model(*args, **kwargs)
+
+
+@traced_once()
+def make_optimizers_at_any_moment(rank: int) -> None:
+    """After a forward, amid a step, and groups that are added later."""
+    from osdp import OSDP
+
+    wanted = reference(3)
+    for name in (*STRATEGIES, MIXED):
+        model = OSDP(seeded(build), plan(name))
+        before = [id(parameter) for parameter in model.parameters()]
+        forward(model)
+        assert [id(parameter) for parameter in model.parameters()] == before, name
+        first, *others = model.parameters()
+        optimizer = adam([first])
+        for number in range(3):
+            args, kwargs = batch_of(build(), rank, number)
+            loss = loss_of(model(*args, **kwargs))
+            if others:
+                optimizer.add_param_group({"params": list(model.parameters())[1:]})
+                others = []
+            loss.backward()
+            assert all(parameter.grad is not None or not parameter.requires_grad for parameter in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        got = model.full_state_dict(rank0_only=False)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_an_optimizer_may_be_made_at_any_moment() -> None:
+    run_ranks(make_optimizers_at_any_moment, 4, ranks_per_node=2)
+
+
+@traced_once()
+def refuse_steps(rank: int) -> dict[str, str]:
+    """Return what is said to optimizers of other parameters than those that rest; the parameters must not change."""
+    from osdp import OSDP
+
+    said = {}
+    for name in (*STRATEGIES[1:], MIXED):
+        made = seeded(build)
+        early = adam(made.parameters())
+        model = OSDP(made, plan(name))
+        forward(model)
+        gathered = adam(model.module.blocks[0].parameters())  # what a submodule has registered now
+        args, kwargs = batch_of(build(), rank, 0)
+        loss_of(model(*args, **kwargs)).backward()
+        said[f"{name} early"] = refusal(early.step)
+        is_resting = {id(parameter) for parameter in model.parameters()}
+        if not all(id(parameter) in is_resting for parameter in gathered.param_groups[0]["params"]):
+            said[f"{name} gathered"] = refusal(gathered.step)
+        model.module.blocks[0].register_parameter("late", nn.Parameter(torch.ones(3)))
+        said[f"{name} gathered later"] = refusal(adam(model.module.blocks[0].late for _ in range(1)).step)
+        del model.module.blocks[0].late
+        model.zero_grad()
+        torch.testing.assert_close(model.full_state_dict(rank0_only=False), dict(seeded(build).state_dict()))
+    return said
+
+
+def test_an_optimizer_of_other_parameters_is_refused_at_its_first_step() -> None:
+    by_rank = run_ranks(refuse_steps, 4, ranks_per_node=2)
+    said = by_rank[0]
+    assert by_rank[1:] == [said] * 3
+    assert "shard early" in said
+    assert "shard_grad gathered" in said
+    for name, text in said.items():
+        assert "make the optimizer after OSDP(...)" in text, name
+        assert (
+            "before OSDP(...)" if name.endswith("early") else "gathered for one step only, or were added later"
+        ) in text, (name, text)
+
+
+def reference_of_counts(counts: tuple[int, ...], max_norm: float) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Train in one process with so many micro-batches in each step; return what it has learnt and the norms."""
+    model, norms = seeded(build), []
+    optimizer = adam(model.parameters())
+    for number, count in enumerate(counts):
+        for micro_batch in range(count):
+            batches = [batch_of(build(), rank, 10 * number + micro_batch) for rank in range(4)]
+            (sum(loss_of(model(*args, **kwargs)) for args, kwargs in batches) / 4 / count).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict()), norms
+
+
+@traced_once()
+def train_any_count(rank: int, counts: tuple[int, ...], is_marked: bool) -> None:
+    """Run other numbers of micro-batches than planned, marked by `no_sync` as the documents show, or not at all."""
+    from osdp import OSDP
+
+    wanted, norms = reference_of_counts(counts, max_norm=0.05)
+    for name in (*STRATEGIES, MIXED):
+        model = OSDP(seeded(build), plan(name, accumulation=3))
+        optimizer = adam(model.parameters())
+        for number, count in enumerate(counts):
+            for micro_batch in range(count):
+                args, kwargs = batch_of(build(), rank, 10 * number + micro_batch)
+                with nullcontext() if micro_batch == count - 1 or not is_marked else model.no_sync():
+                    (loss_of(model(*args, **kwargs)) / count).backward()
+            assert model.clip_grad_norm_(0.05).item() == pytest.approx(norms[number], rel=1e-4), (name, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        got = model.full_state_dict(rank0_only=False)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_marked"),
+    # Unmarked, a fourth micro-batch would be the first of another step of three.
+    [((1, 3, 2, 4), True), ((1, 3, 2, 3), False)],
+)
+def test_steps_may_have_any_number_of_micro_batches(counts: tuple[int, ...], is_marked: bool) -> None:
+    run_ranks(train_any_count, 4, counts, is_marked, ranks_per_node=2)
+
+
+@traced_once()
+def clip_by_habit(rank: int) -> list[str]:
+    """Clip by torch's function as it was imported before OSDP was; return what was said where that cannot be right."""
+    from osdp import OSDP
+
+    said = []
+    for norm_type in (2.0, float("inf")):
+        alone = seeded(build)
+        batches = [batch_of(build(), each, 0) for each in range(4)]
+        (sum(loss_of(alone(*args, **kwargs)) for args, kwargs in batches) / 4).backward()
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.01, norm_type)
+        wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
+        for name in (*STRATEGIES, MIXED):
+            model = OSDP(seeded(build), plan(name))
+            args, kwargs = batch_of(build(), rank, 0)
+            loss_of(model(*args, **kwargs)).backward()
+            if model.sharded.finishes_in_optimizer_step:
+                said.append(refusal(lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+                model.settle_gradients()
+            got = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+            got = got.full_tensor() if isinstance(got, DTensor) else got
+            assert got.item() == pytest.approx(norm.item(), rel=1e-4), (name, norm_type)
+            for shard in model.sharded.local_shards:
+                if shard.numel:
+                    part = wanted[shard.name][shard.slices]
+                    torch.testing.assert_close(shard.local(shard.parameter.grad), part, rtol=1e-4, atol=1e-6)
+    return said
+
+
+def test_torch_clips_what_osdp_shards() -> None:
+    for said in run_ranks(clip_by_habit, 4, ranks_per_node=2):
+        assert len(said) == 6  # odc, odc_ordered and the mixture, for each of two norms
+        assert all("model.clip_grad_norm_(max_norm)" in text for text in said)

@@ -1,0 +1,139 @@
+"""Units of several modules of which some are frozen, skipped or not in the loss, and models inside other modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parity import traced_once
+from ranks import run_ranks
+from torch import Tensor, nn
+from toys import STRATEGIES, Blocks, Toy, batch_of, loss_of, plan_of, seeded
+
+
+class FrozenLast(nn.Module):
+    """A block whose module that runs last is a frozen embedding, whose output gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.positions = nn.Embedding(5, 6)
+        self.positions.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 5, 6) -> the same."""
+        y = self.first(torch.tanh(self.other(x)))
+        return x + y + self.positions(torch.arange(5))
+
+
+class Aside(nn.Module):
+    """A block with a head that runs last and whose output only a part of the calls uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 5, 6) -> the same."""
+        y = x + self.first(torch.tanh(self.other(x)))
+        self.seen = self.head(y).detach()
+        return y
+
+
+class Stack(Toy):
+    """Two blocks of a class."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block(), block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 5, 6) -> a loss."""
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def train_odd_blocks(rank: int, block: type[nn.Module]) -> int:
+    """Train with units of several modules under every strategy; return how many such units there were."""
+    from osdp import OSDP
+
+    reference = seeded(lambda: Stack(block))
+    optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1)
+    for step in range(3):
+        (sum(reference(*batch_of(reference, each, step)[0]) for each in range(4)) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    joined = 0
+    for name in STRATEGIES:
+        other = "shard" if name == "owner" else "owner"
+        for recomputed in ((), ("blocks.0",)):
+            plan = plan_of(Stack(block), name, {f"blocks.{i}.other": other for i in (0, 1)}, recomputed=recomputed)
+            model = OSDP(seeded(lambda: Stack(block)), plan)
+            joined += sum(len(unit.modules) > 1 for unit in model.schedule.units)
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            for step in range(3):
+                model(*batch_of(reference, rank, step)[0]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            got = model.full_state_dict(rank0_only=False)
+            torch.testing.assert_close(got, dict(reference.state_dict()), rtol=1e-4, atol=1e-5)
+    return joined
+
+
+@pytest.mark.parametrize("block", [FrozenLast, Aside])
+def test_a_unit_trains_whichever_of_its_modules_runs_last(block: type[nn.Module]) -> None:
+    assert all(count > 0 for count in run_ranks(train_odd_blocks, 4, block, ranks_per_node=2))
+
+
+class Outer(nn.Module):
+    """A module around a sharded model, with a layer of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Linear(1, 1)
+
+
+@traced_once()
+def nest(rank: int) -> None:
+    """State dicts of a module around it have its parameters under their names, and are loaded back."""
+    from osdp import OSDP
+
+    for name in (*STRATEGIES, "mixed"):
+        names = plan_of(Blocks()).choices
+        choices = {one: STRATEGIES[i % len(STRATEGIES)] for i, one in enumerate(names)} if name == "mixed" else {}
+        plan = plan_of(Blocks(), "shard" if name == "mixed" else name, choices)
+        outer = Outer(OSDP(seeded(Blocks), plan))
+        plain = Outer(seeded(Blocks))
+        state = outer.state_dict()
+        assert list(state) == list(plain.state_dict())
+        assert outer.inner.state_dict(prefix="x.").keys() == {f"x.{key}" for key in Blocks().state_dict()}
+        resting = {id(parameter) for parameter in outer.inner.parameters()}
+        kept = outer.inner.state_dict(keep_vars=True)
+        is_whole = [isinstance(value, Tensor) for value in outer.inner.state_dict().values()]
+        assert [id(value) in resting for value in kept.values()] == [
+            one and key != "mask" for key, one in zip(kept, is_whole, strict=True)
+        ]
+        saved = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        args, kwargs = batch_of(Blocks(), rank)
+        loss_of(outer.inner(*args, **kwargs)).backward()
+        torch.optim.SGD(outer.inner.parameters(), lr=1.0).step()
+        changed = outer.inner.full_state_dict(rank0_only=False)
+        assert not torch.equal(changed["head.weight"], plain.inner.head.weight)
+        # Whole tensors, as another process has saved them; then what this rank had.
+        for source in (plain.state_dict(), saved if name not in ("owner", "mixed") else plain.state_dict()):
+            result = outer.load_state_dict(source)
+            assert (result.missing_keys, result.unexpected_keys) == ([], [])
+            loaded = outer.inner.full_state_dict(rank0_only=False)
+            torch.testing.assert_close(loaded, dict(plain.inner.state_dict()), rtol=0, atol=0)
+        with pytest.raises(RuntimeError, match=r"inner\.head\.weight"):
+            outer.load_state_dict({key: value for key, value in plain.state_dict().items() if "head.w" not in key})
+        with pytest.raises(RuntimeError, match=r"inner\.nothing"):
+            outer.load_state_dict({**plain.state_dict(), "inner.nothing": torch.ones(1)})
+        partial = outer.load_state_dict({"inner.head.weight": plain.inner.head.weight}, strict=False)
+        assert "inner.head.bias" in partial.missing_keys
+        assert not any(key.startswith("inner.module.") for key in partial.missing_keys)
+
+
+def test_a_sharded_model_is_a_part_of_another_module() -> None:
+    run_ranks(nest, 4, ranks_per_node=2)

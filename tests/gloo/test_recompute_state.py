@@ -1,0 +1,143 @@
+"""Blocks that remember: recomputation updates their buffers once, and what cannot run again as it did is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from toys import Toy, plan_of, refusal, seeded
+
+
+class Normed(nn.Module):
+    """A block with statistics, a power iteration, a running mean that is assigned anew, and one changed in eval too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.up = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8))
+        self.down = nn.Linear(8, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("constant", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) -> the same."""
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x + self.down(torch.relu(self.up(self.norm(x - self.mean) * self.constant)))
+
+
+class Statistics(Toy):
+    """Two such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Normed(), Normed()])
+
+    def example_inputs(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments of forward."""
+        return (torch.randn(batch, 6),), {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) -> a loss."""
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def batch(step: int) -> Tensor:
+    """Return the batch of a step, the same on every rank, so that statistics are those of one process."""
+    return torch.randn(7, 6, generator=torch.Generator().manual_seed(step))
+
+
+def train_with_statistics(rank: int) -> None:
+    """Two forwards a step, then in eval mode with gradients, with and without recomputation, as one process does."""
+    from osdp import OSDP
+
+    for strategy in ("replicate", "shard", "shard_grad", "owner"):
+        for recomputed in ((), ("blocks.0", "blocks.1")):
+            reference = seeded(Statistics)
+            model = OSDP(seeded(Statistics), plan_of(Statistics(), strategy, recomputed=recomputed, ranks=(1, 2)))
+            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+            for step in range(4):
+                for each, optimizer in zip((model, reference), optimizers, strict=True):
+                    each.train(step != 2)
+                    for micro_batch in range(2):
+                        (each(batch(10 * step + micro_batch)) / 2).backward()
+                        if isinstance(each, OSDP):
+                            each.sync()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            got = model.full_state_dict(rank0_only=False)
+            assert got["blocks.1.calls"] == 8
+            assert got["blocks.0.norm.num_batches_tracked"] == 6
+            torch.testing.assert_close(got, dict(reference.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def test_buffers_are_updated_once() -> None:
+    run_ranks(train_with_statistics, 2)
+
+
+def differ(rank: int) -> tuple[Tensor, Tensor]:
+    """Train on other batches on every rank; return a statistic of this rank, and as the state dict has it."""
+    from osdp import OSDP
+
+    model = OSDP(seeded(Statistics), plan_of(Statistics(), "shard", ranks=(1, 2)))
+    model(batch(rank)).backward()
+    own = model.module.blocks[0].norm.running_mean.clone()
+    return own, model.full_state_dict(rank0_only=False)["blocks.0.norm.running_mean"]
+
+
+def test_whole_state_dicts_have_the_buffers_of_rank_0() -> None:
+    (first, in_first), (second, in_second) = run_ranks(differ, 2)
+    assert not torch.equal(first, second)
+    assert torch.equal(in_first, first)
+    assert torch.equal(in_second, first)
+
+
+class Remembering(nn.Module):
+    """A block that keeps what it computed in the first of its calls since the last reset, as a key-value cache does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.cache: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) -> the same."""
+        if not self.cache:
+            self.cache.append(self.first(x).detach())
+        return x + self.second(self.cache[0])
+
+
+class Cached(Statistics):
+    """Two blocks that remember, forgotten when a forward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Remembering(), Remembering()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) -> a loss."""
+        for block in self.blocks:
+            block.cache.clear()
+        return super().forward(x)
+
+
+def recompute_what_remembers(rank: int, strategy: str) -> str:
+    """Return what is said in the first backward."""
+    from osdp import OSDP
+
+    model = OSDP(seeded(Cached), plan_of(Cached(), strategy, recomputed=("blocks.1",), ranks=(1, 2)))
+    return refusal(lambda: model(batch(0)).backward())
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "shard", "owner"])
+def test_what_cannot_run_again_is_named(strategy: str) -> None:
+    said = run_ranks(recompute_what_remembers, 2, strategy)
+    assert said[0] == said[1]
+    assert "block blocks.1 cannot be recomputed" in said[0]
+    assert "blocks.1=keep" in said[0]
