@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fairscale.nn.wrap import auto_wrap as fairscale_auto_wrap
 from fairscale.nn.wrap import wrap
 from ranks import run_ranks
+from thoroughness import THOROUGH
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -226,6 +227,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.skipif(not THOROUGH, reason="a benchmark, with --thorough only")
 def test_the_benchmark_compares_the_settings_on_cpu_ranks() -> None:
     """It fails by itself if losses differ."""
     done = bench(
