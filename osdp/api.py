@@ -29,7 +29,7 @@ from runtime.deferred_init.deferred_init import is_meta, record
 from runtime.deferred_init.initialise import fill, share_rank_0
 from runtime.schedule import Schedule
 from runtime.sharded_model import ShardedModel
-from runtime.state import checkpoint
+from runtime.state import checkpoint, pretrained
 from runtime.state.state_dict import full_state_dict, load_state_dict, sharded_state_dict
 from runtime.step.grad_norm import clip
 from runtime.step.gradient_accumulation import Accumulation
@@ -159,6 +159,29 @@ class OSDP(nn.Module):
         if assign:
             raise OsdpError("load_state_dict cannot assign here", advice="leave assign out: values are copied")
         return nn.modules.module._IncompatibleKeys(*load_state_dict(self.sharded, state_dict, strict))
+
+    def load_pretrained(
+        self, folder: str | Path, *, rename: pretrained.Rename = None, strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Load a folder of Hugging Face (safetensors), each rank its part; return missing and unexpected names.
+
+        folder: of `save_pretrained`, theirs or ours.
+        rename: function or mapping from a name of the model to the one in the files.
+
+        See `runtime.state.pretrained.load`. Raises OsdpError.
+        """
+        return pretrained.load(self.sharded, Path(folder), rename, strict)
+
+    def save_pretrained(
+        self, folder: str | Path, *, max_shard_bytes: int = 5 << 30, rename: pretrained.Rename = None
+    ) -> None:
+        """Save for Hugging Face's `from_pretrained`: safetensors files with an index, and `config` if there is one.
+
+        max_shard_bytes: largest file, which one rank holds while it writes it.
+
+        A collective call. See `runtime.state.pretrained.save`. Raises OsdpError.
+        """
+        pretrained.save(self.sharded, Path(folder), max_shard_bytes, rename)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]

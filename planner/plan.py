@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Lt
 
 from planner.cost.stragglers import NO_WAITS, Waits
-from planner.model.fsdp_units import check_scalars
 from planner.strategies.notation import parse_choice
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
@@ -161,10 +160,7 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
         expected = f"also {', '.join(missing[:5])}" if missing else "only names of the model"
         what = "the plan's operators or blocks are not the model's"
         raise OsdpError(what, got=got, expected=expected, advice="plan the model again")
-    choices = [parse_choice(plan.choices[operator.name], cluster) for operator in graph.operators]
-    for operator in graph.operators:
-        check_scalars(operator)
-    return choices
+    return [parse_choice(plan.choices[operator.name], cluster) for operator in graph.operators]
 
 
 def model_ref(graph: ModelGraph) -> ModelRef:

@@ -25,7 +25,7 @@ from torch import nn
 
 import runtime.strategies
 from profiler.errors import OsdpError
-from runtime.local_shards import LocalShard, Origin
+from runtime.local_shards import LocalShard, Origin, whole
 from runtime.meshes import Meshes
 from runtime.parameter_places import registered_buffers
 from runtime.schedule import Schedule, ScheduledUnit
@@ -33,6 +33,7 @@ from runtime.sharded_model import ShardedModel, WrappedUnit
 from runtime.strategies import ddp
 from runtime.strategies.activation_checkpointing import recompute
 from runtime.strategies.fully_sharded import wrap_root
+from runtime.strategies.scalars import Scalars
 from runtime.strategies.split_linear import split_linear
 from runtime.strategies.wrap_context import WrapContext
 
@@ -91,6 +92,11 @@ def _wrap(sharded: ShardedModel, context: WrapContext) -> None:
     """Wrap all units, and list what this rank holds."""
     wrapped: dict[ModuleType, list[WrappedUnit]] = {}
     unit_of: dict[str, tuple[WrappedUnit, Origin]] = {}
+    if found := context.scalars():
+        scalars = Scalars(found, context.device, context.schedule.by_ddp)
+        context.ignored.update(scalars.parameters)
+        unit_of |= {path: (scalars, whole(path, ())) for path in found}
+        sharded.units.append(scalars)
     for unit in inside_out(context.schedule.units):
         wrapping = _wrapping(unit, context.schedule)
         made = wrapping.wrap(unit, context)

@@ -63,7 +63,6 @@ def units_of(model: StagedModel, choices: Mapping[int, tuple[Strategy, ...]]) ->
     """
     for operator, slices in choices.items():
         check_split(model.graph.operators[operator], len(slices))
-        check_scalars(model.graph.operators[operator])
     units: list[Unit] = []
     for stage in model.stages:
         own = join(stage.operators, (choices[operator] for operator in stage.operators), model.slices)
@@ -88,19 +87,6 @@ def unit_parameters(unit: Unit, graph: ModelGraph) -> tuple[Parameter, ...]:
     """Return the parameters of a unit's operators, or of its slice of one, in order."""
     parameters = tuple(p for operator in unit.operators for p in graph.operators[operator].parameters)
     return parameters if unit.slice is None else split_parameters(parameters, *unit.slice)
-
-
-def check_scalars(operator: Operator) -> None:
-    """Raise `OsdpError` if an operator has a scalar (0-d) parameter.
-
-    `fully_shard` rejects them on every mesh (torch 2.13), and the tensors of strategy `owner` need a first
-    dimension too.
-    """
-    for parameter in operator.parameters:
-        if not parameter.shape:
-            what = f"parameter {parameter.name} is a scalar, and fully_shard does not shard scalar parameters"
-            advice = "make it a tensor of shape (1,)"
-            raise OsdpError(what, got="shape ()", expected="at least one dimension", advice=advice)
 
 
 def check_split(operator: Operator, slices: int) -> None:

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost.workload import Workload
-from planner.model.fsdp_units import check_scalars
 from planner.pricing import Options, PricedPlan
 from planner.problem import NO_PINS, Progress, Task, micro_batches
 from planner.search.baselines import Baseline, baselines
@@ -108,12 +107,9 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
     """Return the fastest plan within the limit.
 
     Several searches of one graph with the same pins can share a `space`, whose caches then do.
-    Raises `OsdpError` if no plan fits, with the smallest limit that is enough and the operators that need it, or if
-    a parameter is a scalar.
+    Raises `OsdpError` if no plan fits, with the smallest limit that is enough and the operators that need it.
     """
     started = time.perf_counter()
-    for operator in task.graph.operators:
-        check_scalars(operator)
     space = space or Space(task.graph, pins=task.pins)
     settings = task.cluster, task.optimizer, task.graph.precision
     loads = tuple(space.known_load(Workload(*settings, *sizes, task.waits(*sizes))) for sizes in micro_batches(task))

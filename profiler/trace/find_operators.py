@@ -24,12 +24,15 @@ class Group:
 
 
 def find_groups(root: nn.Module) -> tuple[Group, ...]:
-    """Return the operators of `root` in module order: one per owning module, tied modules together."""
+    """Return the operators of `root` in module order: one per owning module, tied modules together.
+
+    Parameters without dimensions (`logit_scale` of CLIP) belong to none: there is nothing to shard or to plan.
+    """
     names: dict[int, str] = {}  # by storage: tied parameters have one
     for name, parameter in root.named_parameters():
         names.setdefault(parameter.untyped_storage()._cdata, name)
     owned = {
-        path: [p.untyped_storage()._cdata for p in module._parameters.values() if p is not None]
+        path: [p.untyped_storage()._cdata for p in module._parameters.values() if p is not None and p.dim()]
         for path, module in root.named_modules()
     }
     tied = UnionFind(owned)

@@ -67,7 +67,7 @@ class Meter(TorchDispatchMode):
         self._running: Counter[int] = Counter()
         for operator, tensors in enumerate(self._parameters):
             self.ledger.pin(tensors, operator)
-        self.ledger.pin(module.buffers(), NOBODY)
+        self.ledger.pin([*module.buffers(), *(one for one in named.values() if not one.dim())], NOBODY)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

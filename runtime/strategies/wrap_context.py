@@ -48,6 +48,11 @@ class WrapContext:
         """Return the modules to wrap."""
         return [self.model.get_submodule(path) for path in unit.modules]
 
+    def scalars(self) -> dict[str, Registration[nn.Parameter]]:
+        """Return the parameters without dimensions, by name; `fully_shard` does not take them. To be called once."""
+        paths = [path for path, registration in self._unwrapped.items() if not registration.tensor.dim()]
+        return {path: self._unwrapped.pop(path) for path in paths}
+
     def materialise(self, unit: ScheduledUnit) -> dict[nn.Parameter, list[ParameterSite]]:
         """Return the unit's parameters and where they are registered; those on meta get uninitialised memory.
 

@@ -144,18 +144,6 @@ def test_takes_every_description_and_device(tmp_path: Path) -> None:
 # --- what is refused -------------------------------------------------------------------------
 
 
-class Scalar(Toy):
-    """Has a parameter without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, 5, 6) -> the same."""
-        return self.layer(x) * self.scale
-
-
 class Looking(Toy):
     """Looks at its values, which a trace has none of."""
 
@@ -185,7 +173,6 @@ def refuse(rank: int) -> dict[str, str]:
         "strategy": gpt2(Case("gpt2", {}, "shards").plan()),
         "differ": gpt2(Case("gpt2", {linear: "owner" if rank == 2 else "shard"}).plan()),
         "trace": lambda: OSDP(Looking(), None, "2GB"),
-        "scalar": lambda: OSDP(Scalar(), None, "2GB"),
         "keys": gpt2({"micro_batches": 3}),
         "value": gpt2({"precision": "fp8", "micro_batch": 0}),
         "split norm": gpt2(replace(shard.plan(), choices=shard.plan().choices | {"norm": "split(2*shard)"})),
@@ -215,7 +202,6 @@ def test_refuses_on_all_ranks_with_useful_words() -> None:
         "strategy": ("shards", "shard_grad"),
         "differ": ("schedule is not the same on all ranks", "ranks 2 differ"),
         "trace": ("Looking",),
-        "scalar": ("scale", "shape (1,)"),
         "keys": ("micro_batches", "micro_batch, global_batch"),
         "value": ("precision", "fp8", "micro_batch"),
         "split norm": ("norm cannot be split", "LayerNorm"),

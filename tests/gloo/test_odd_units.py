@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from parity import traced_once
@@ -137,3 +140,72 @@ def nest(rank: int) -> None:
 
 def test_a_sharded_model_is_a_part_of_another_module() -> None:
     run_ranks(nest, 4, ranks_per_node=2)
+
+
+class Scaled(nn.Module):
+    """A block with a temperature, and a scale that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.scale = nn.Parameter(torch.tensor(1.5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 5, 6) -> the same."""
+        return x + self.scale * self.other(torch.tanh(self.layer(x) * self.temperature))
+
+
+class Scalars(Stack):
+    """Two such blocks, and a scalar of the model itself as CLIP has it."""
+
+    def __init__(self) -> None:
+        super().__init__(Scaled)
+        self.logit_scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 5, 6) -> a loss."""
+        return super().forward(x) * self.logit_scale.exp()
+
+
+@traced_once()
+def train_scalars(rank: int, folder: Path) -> None:
+    """Train parameters without dimensions under every strategy, saved under one plan and loaded under another."""
+    from osdp import OSDP
+
+    reference = seeded(Scalars)
+    optimizer = torch.optim.Adam([p for p in reference.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+    for step in range(3):
+        for micro_batch in range(2):
+            batches = [batch_of(reference, each, 10 * step + micro_batch)[0] for each in range(4)]
+            (sum(reference(*args) for args in batches) / 8).backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    last: Any = None
+    for number, name in enumerate(STRATEGIES):
+        # From a live model, and made shard by shard.
+        plan = plan_of(Scalars(), name, accumulation=2)
+        made = seeded(Scalars) if number % 2 else Scalars
+        torch.manual_seed(3)
+        model = OSDP(made, plan)
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+        for step in range(3):
+            if step == 1 and last is not None:
+                model.load_checkpoint(folder / last, optimizer)
+            for micro_batch in range(2):
+                args, _ = batch_of(reference, rank, 10 * step + micro_batch)
+                (model(*args) / 2).backward()
+            got = model.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                model.save_checkpoint(folder / name.replace(":", "-"), optimizer)
+        last = name.replace(":", "-")
+        torch.testing.assert_close(got, norm, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        whole = model.full_state_dict(rank0_only=False)
+        torch.testing.assert_close(whole, dict(reference.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_without_dimensions_are_replicated(tmp_path: Path) -> None:
+    run_ranks(train_scalars, 4, tmp_path, ranks_per_node=2)

@@ -47,7 +47,7 @@ class Rule:
 RULES = {
     "profiler": Rule(frozenset(), frozenset({"annotated_types", "torch", "networkx", "numpy", "pydantic", "yaml"})),
     "planner": Rule(PLAIN_DATA, frozenset({"annotated_types", "networkx", "numpy", "pulp", "highspy"})),
-    "runtime": Rule(PLAIN_DATA | PLANS, frozenset({"torch", "numpy"}), frozenset({"cupy"})),
+    "runtime": Rule(PLAIN_DATA | PLANS, frozenset({"torch", "numpy"}), frozenset({"cupy", "safetensors"})),
     "osdp": Rule(
         frozenset({"profiler", "planner", "runtime"}),
         frozenset({"torch", "networkx", "numpy", "pulp", "pydantic", "yaml", "typer", "rich", "fairscale"}),

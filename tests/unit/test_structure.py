@@ -76,6 +76,13 @@ def test_modules_without_parameters_are_no_groups() -> None:
     assert find_groups(tree) == (Group(("b",), ("b.weight",)),)
 
 
+def test_parameters_without_dimensions_belong_to_no_group() -> None:
+    tree = Tree(layer=nn.Linear(4, 2))
+    tree.scale = nn.Parameter(torch.tensor(1.0))
+    tree.layer.temperature = nn.Parameter(torch.tensor(1.0))
+    assert find_groups(tree) == (Group(("layer",), ("layer.weight", "layer.bias")),)
+
+
 def test_unrun_modules_join_the_nearest_ancestor_that_ran() -> None:
     tree = Tree(inner=Tree(attention=nn.MultiheadAttention(4, 2), plain=Tree(linear=nn.Linear(4, 4))))
     groups = find_groups(tree)

@@ -11,15 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import chain, operator, transformer
 
-from planner.model.fsdp_units import (
-    Unit,
-    check_scalars,
-    check_split,
-    owners_of,
-    split_bounds,
-    split_parameters,
-    units_of,
-)
+from planner.model.fsdp_units import Unit, check_split, owners_of, split_bounds, split_parameters, units_of
 from planner.model.stages import StagedModel, cut
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
@@ -127,10 +119,3 @@ def test_what_cannot_be_split_is_refused(found: Operator, slices: int, reason: s
     with pytest.raises(OsdpError, match=reason):
         check_split(found, slices)
     check_split(found, 1)
-
-
-def test_parameters_without_dimensions_are_refused_as_fully_shard_does() -> None:
-    scale = replace(operator("scale", (8,)), parameters=(Parameter("scale.gain", ()),))
-    with pytest.raises(OsdpError, match=r"scale\.gain"):
-        check_scalars(scale)
-    check_scalars(operator("a", (8,)))
