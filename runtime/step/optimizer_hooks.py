@@ -1,7 +1,8 @@
 """Notifies models before and after the steps of the optimizers that train them.
 
 An optimizer's parameters must be those that rest.  Steps of others would be lost without a word, so they are refused:
-those that the model had before it was sharded, and those that a forward gathers and the next discards.
+those that the model had before it was sharded, and those that a forward gathers and the next discards.  So are steps of
+optimizers that look at whole tensors where a rank has parts: on torch 2.13 Muon trained something else on some meshes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from profiler.errors import OsdpError
+
+WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP")
+"""Classes of optimizers, of PyTorch and others, whose steps are not element by element."""
 
 
 class Trained(Protocol):
@@ -80,9 +85,16 @@ def _watch() -> None:
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OsdpError if an optimizer has parameters whose steps would be lost."""
+    """Raise OsdpError if an optimizer has parameters whose steps would be lost, or parts of what it needs whole."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     others = {id(one): one for one in parameters if not any(id(one) in known for known in _watched.values())}
+    parts = [one for one in parameters if isinstance(one, DTensor) and id(one) not in others]
+    name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in WHOLE_TENSORS), None)
+    if name is not None and parts:
+        what = f"{name} computes with whole tensors, of which this plan leaves parts on each rank"
+        got = f"{len(parts)} of {len(parameters)} parameters sharded"
+        advice = "plan with the pin *=replicate, or take an optimizer that steps element by element, such as AdamW"
+        raise OsdpError(what, got=got, expected="replicated parameters", advice=advice)
     replaced = [one for key, one in others.items() if _replaced.get(key) is one]
     gathered = [one for one in others.values() if any(model.gathers(one) for model in _watched)]
     for lost, why in (

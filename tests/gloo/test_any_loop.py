@@ -203,3 +203,77 @@ def test_torch_clips_what_osdp_shards() -> None:
     for said in run_ranks(clip_by_habit, 4, ranks_per_node=2):
         assert len(said) == 6  # odc, odc_ordered and the mixture, for each of two norms
         assert all("model.clip_grad_norm_(max_norm)" in text for text in said)
+
+
+class HalfOfEach(torch.optim.Optimizer):
+    """An optimizer of nobody's that works on local tensors."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Subtract half of the gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(0.5 * parameter.grad)
+
+
+def whole_tensor_optimizers(model: nn.Module) -> dict[str, list[torch.optim.Optimizer]]:
+    """Return optimizers that look at whole tensors, with others for what they do not take."""
+    parameters = list(model.parameters())
+    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+    rest = [parameter for parameter in parameters if parameter.dim() != 2]
+    return {
+        "Adafactor": [torch.optim.Adafactor(parameters, lr=1e-2)],
+        "Muon": [torch.optim.Muon(matrices, lr=1e-2), torch.optim.SGD(rest, lr=1e-2)],
+        "LBFGS": [torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)],
+        "none": [HalfOfEach(parameters)],
+    }
+
+
+@traced_once()
+def step_whole_tensors(rank: int) -> dict[str, str]:
+    """Step where tensors are whole as one process does; return what is said where they are not."""
+    from osdp import OSDP
+
+    def advance(model: nn.Module, optimizers: list[torch.optim.Optimizer], ranks: list[int], number: int) -> None:
+        batches = [batch_of(build(), each, number) for each in ranks]
+
+        def closure() -> Any:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = sum(loss_of(model(*args, **kwargs)) for args, kwargs in batches) / len(batches)
+            loss.backward()
+            return loss
+
+        closure()
+        for optimizer in optimizers:
+            optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
+
+    said = {}
+    for name in ("Adafactor", "Muon", "LBFGS", "none"):
+        alone = seeded(build)
+        optimizers = whole_tensor_optimizers(alone)[name]
+        for number in range(3):
+            advance(alone, optimizers, [0, 1, 2, 3], number)
+        for strategy in ("replicate", "shard", "group_shard:2", "owner", "odc:2"):
+            model = OSDP(seeded(build), plan(strategy))
+            optimizers = whole_tensor_optimizers(model)[name]
+            if strategy == "replicate" or name == "none":
+                for number in range(3):
+                    advance(model, optimizers, [rank], number)
+                got = model.full_state_dict(rank0_only=False)
+                torch.testing.assert_close(got, dict(alone.state_dict()), rtol=1e-4, atol=1e-5)
+            else:
+                said[f"{name} {strategy}"] = refusal(lambda: advance(model, optimizers, [rank], 0))  # noqa: B023
+    return said
+
+
+def test_optimizers_of_whole_tensors_are_refused_where_there_are_parts() -> None:
+    by_rank = run_ranks(step_whole_tensors, 4, ranks_per_node=2)
+    assert len({str(said.keys()) for said in by_rank}) == 1
+    assert len(by_rank[0]) == 12
+    for said in by_rank:
+        for name, text in said.items():
+            assert f"{name.split()[0]} computes with whole tensors" in text, text
