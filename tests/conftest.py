@@ -25,8 +25,8 @@ __all__ = ["cli"]  # a fixture
 settings.register_profile("osdp", deadline=None, derandomize=True)
 settings.load_profile("osdp")
 
-WORKERS, CORES = 4, 2
-"""Files that run at once: ranks wait for each other, so four of theirs keep two cores busy; two of the others do."""
+WORKERS, CORES = 3, 2
+"""Files that run at once: ranks wait for each other, so three of theirs keep two cores busy; two of the others do."""
 LONGEST = (
     "gloo/test_parity.py",
     "gloo/test_seed_commands.py",

@@ -306,9 +306,13 @@ def test_a_crash_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_next_run_removes_what_a_crash_at_the_start_left(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="exit code -9"):
-        run_ranks(_killed, 2, tmp_path, "at the start")
-    dead = int((tmp_path / "0").read_text())
-    assert len(names_left(dead)) == 1
+    for _ in range(5):
+        with pytest.raises(RankError, match="exit code -9"):
+            run_ranks(_killed, 2, tmp_path, "at the start")
+        dead = int((tmp_path / "0").read_text())
+        left = names_left(dead)
+        if left:  # else ranks of a test beside this one were that next run
+            break
+    assert len(left) == 1
     assert run_ranks(sums_large_windows, 2) == [True] * 2
     assert names_left(dead) == []

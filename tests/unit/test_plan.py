@@ -27,7 +27,7 @@ from planner.search.search_space import Space
 from planner.strategies.registry import known_strategies
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph, Parameter
+from profiler.model_graph import ModelGraph
 
 GRAPH = transformer(12, 256)
 LIMIT = 192 << 20
@@ -178,20 +178,6 @@ def tied() -> ModelGraph:
     """As traced, the tied operator has the modules of both its uses."""
     embed = replace(GRAPH.operators[0], modules=("embed", "head"))
     return replace(GRAPH, operators=(embed, *GRAPH.operators[1:]))
-
-
-def test_a_parameter_without_dimensions_is_named() -> None:
-    graph = chain([(2048, 1024)], gflops=[1], saved_mb=[1])
-    gain = Parameter("op0.gain", ())
-    scaled = replace(graph, operators=(replace(graph.operators[0], parameters=(gain,)),))
-    with pytest.raises(OsdpError, match=r"(?s)op0\.gain.*\(1,\)"):
-        planned(scaled)
-    _, plan = planned(graph)
-    load = Workload(cluster(1, 4), "adam", "fp32", 1)
-    with pytest.raises(OsdpError, match=r"op0\.gain"):
-        options_of(plan, Space(scaled), load)
-    with pytest.raises(OsdpError, match=r"op0\.gain"):
-        options_of(replace(plan, choices={"op0": "owner"}), Space(scaled), load)
 
 
 @pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated")
