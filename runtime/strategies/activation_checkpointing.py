@@ -62,18 +62,37 @@ class _Checkpointed:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         mode = tuple(module.training for module in self.block.modules())
-        before = self._copies(self.changed.get(mode))
+        before, states = self._copies(self.changed.get(mode)), self._states()
         again = _Again(self, before)
         # Stopped early, the last unit's forward would not reach the hook that ends it.
         with set_checkpoint_early_stop(self.is_unit):
             output = checkpoint(
                 self.forward, *args, use_reentrant=False, context_fn=lambda: (again.first, again), **kwargs
             )
-        if mode not in self.changed:
+        is_first = mode not in self.changed
+        if is_first:
             self.changed[mode] = frozenset(site for site, old in before.items() if not _same(site, old))
         for site in before.keys() - self.changed[mode]:
             del before[site]
+        if not is_first:
+            self._check_others(before, states)
         return output
+
+    def _states(self) -> dict[ParameterSite, tuple[int, int]]:
+        """Return which tensor each buffer is, and how often it was changed."""
+        sites = ((module, *item) for module in self.block.modules() for item in module.named_buffers(recurse=False))
+        return {(module, name): (id(buffer), buffer._version) for module, name, buffer in sites}
+
+    def _check_others(self, before: Buffers, states: dict[ParameterSite, tuple[int, int]]) -> None:
+        """Raise OsdpError if a buffer of which there is no copy has changed: an earlier forward left it as it was."""
+        changed = [
+            site[1]
+            for site, state in self._states().items()
+            if site not in before and states.get(site) != state and not is_fake(site[0].get_buffer(site[1]))
+        ]
+        if changed:
+            what = f"block {self.name} cannot be recomputed: some of its forwards change buffers that others leave"
+            raise OsdpError(what, got=", ".join(changed), advice=f"plan with the pin {self.name}=keep")
 
     def _copies(self, sites: frozenset[ParameterSite] | None) -> Buffers:
         """Return copies of the block's buffers, or of some of them."""
@@ -116,7 +135,8 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
-        self.block.is_checked = True
+        if not isinstance(error[1], OsdpError):
+            self.block.is_checked = True
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]

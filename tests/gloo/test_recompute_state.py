@@ -141,3 +141,44 @@ def test_what_cannot_run_again_is_named(strategy: str) -> None:
     assert said[0] == said[1]
     assert "block blocks.1 cannot be recomputed" in said[0]
     assert "blocks.1=keep" in said[0]
+
+
+class Sometimes(nn.Module):
+    """A block that changes its buffer in every third forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(6))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) -> the same."""
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.seen += x.detach().mean(0)
+        return x + self.other(torch.relu(self.layer(x)))
+
+
+class Late(Statistics):
+    """Two such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Sometimes(), Sometimes()])
+
+
+def change_late(rank: int) -> str:
+    """Return what is said in the forward in which a buffer changes that the first left as it was."""
+    from osdp import OSDP
+
+    model = OSDP(seeded(Late), plan_of(Late(), "shard", recomputed=("blocks.1",), ranks=(1, 2)))
+    model(batch(0)).backward()  # the second call of the block is the recomputation
+    return refusal(lambda: model(batch(1)))
+
+
+def test_buffers_that_change_later_are_named() -> None:
+    said = run_ranks(change_late, 2)
+    assert said[0] == said[1]
+    assert "block blocks.1 cannot be recomputed" in said[0]
+    assert "seen" in said[0]
