@@ -27,7 +27,10 @@ class Description:
 
     schema: str = SCHEMA
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute dtype; gradients are reduced and parameters rest in fp32."""
+    """`bf16`: mixed precision, parameters compute in bf16; `fp32`: in the dtype that they have. Parameters rest in the
+    dtype that they have, gradients are reduced in fp32."""
+    master_weights: Literal["fp32"] | None = None
+    """`fp32`: trained parameters of fewer bits (a bf16 checkpoint's) rest in fp32, and so do their optimizer states."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     micro_batch: Count | None = None
     """Samples per rank in one forward."""

@@ -39,6 +39,8 @@ class ModelRef(_Strict):
     sequence_length: Count
     precision: str
     """`fp32` or `bf16`."""
+    master_weights: str = ""
+    """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,9 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
 
 def model_ref(graph: ModelGraph) -> ModelRef:
     """Return the reference to a model that its plans hold."""
-    return ModelRef(graph.name, graph.fingerprint, graph.numel, graph.sequence_length, graph.precision)
+    return ModelRef(
+        graph.name, graph.fingerprint, graph.numel, graph.sequence_length, graph.precision, graph.master_weights
+    )
 
 
 def check_parameters(plan: Plan, graph: ModelGraph) -> None:
@@ -185,5 +189,7 @@ def check_model(plan: Plan, graph: ModelGraph) -> None:
 def _other_model(plan: Plan, graph: ModelGraph, detail: str) -> OsdpError:
     got = f"{graph.name} ({graph.fingerprint}, {graph.numel:,} parameters){detail}"
     expected = f"{plan.model.name} ({plan.model.fingerprint}, {plan.model.parameters:,} parameters)"
-    advice = "plan this model again, or give the model, --seq and --precision that the plan was made for"
+    advice = (
+        "plan this model again, or give the model, --seq, --precision and --master-weights that the plan was made for"
+    )
     return OsdpError("this plan was made for another model", got=got, expected=expected, advice=advice)

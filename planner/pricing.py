@@ -259,6 +259,8 @@ def runs_by_ddp(plan: Plan, graph: ModelGraph, cluster: Cluster) -> bool:
     if len(taken) > len(slices) or not can_replicate(graph, taken, plan.model.precision):
         return False
     space = Space(graph)
-    load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation)
+    load = Workload(
+        cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation, outside=graph.outside
+    )
     recomputed = [choice.recompute for choice in decisions_of(plan, space, cluster).choices]
     return peak_memory(replica(space, load).options(recomputed), load).total_bytes <= plan.usable_bytes

@@ -9,6 +9,7 @@ Every cost is a function of the micro-batch b and affine in it, f(b) = fixed + p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
 
@@ -31,7 +32,17 @@ class Affine:
         return Affine(self.fixed + other.fixed, self.per_sample + other.per_sample)
 
 
-@dataclass(frozen=True, slots=True)
+ELEMENT_BYTES = {
+    **dict.fromkeys(("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
+    **dict.fromkeys(("float32", "int32", "complex32"), 4),
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Bytes of one element by the name of its dtype in torch."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Parameter:
     """One parameter tensor, under the name that the unsharded model gives it."""
 
@@ -41,6 +52,30 @@ class Parameter:
     """Unsharded shape."""
     trainable: bool = True
     """Whether it gets a gradient and optimizer state."""
+    dtype: str = "float32"
+    """What it rests in, as torch names it."""
+    keeps_dtype: bool = False
+    """Whether it computes in that under mixed precision too."""
+
+    def __repr__(self) -> str:
+        """Leave out what is as a rule, so that fingerprints of models in fp32 are those of earlier versions."""
+        text = f"Parameter(name={self.name!r}, shape={self.shape!r}, trainable={self.trainable!r}"
+        text += f", dtype={self.dtype!r}" if self.dtype != "float32" else ""
+        return text + (", keeps_dtype=True)" if self.keeps_dtype else ")")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element as it rests."""
+        return ELEMENT_BYTES[self.dtype]
+
+    def compute_bytes(self, precision: str) -> int:
+        """Bytes of one element as its module computes with it."""
+        return self.element_bytes if precision == "fp32" or self.keeps_dtype else 2
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of one element of its gradient as it is reduced: in fp32, or in its own dtype if that has more."""
+        return max(4, self.element_bytes)
 
     @property
     def numel(self) -> int:
@@ -186,11 +221,22 @@ class ModelGraph:
     """Hash of the structure (names, shapes, kinds, costs): tells whether a plan is for this model."""
     notes: tuple[str, ...] = ()
     """What the tracer assumed or could not trace, for the user."""
+    master_weights: str = ""
+    """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
+    outside: tuple[Parameter, ...] = ()
+    """Parameters that no operator has, so that every rank holds them whole: without dimensions, or of another dtype
+    than the others of their module."""
 
     @property
     def numel(self) -> int:
         """Number of parameters, tied ones once."""
-        return sum(operator.numel for operator in self.operators)
+        return sum(operator.numel for operator in self.operators) + sum(one.numel for one in self.outside)
+
+    @cached_property
+    def matmul_precision(self) -> str:
+        """`bf16` if most elements compute in two bytes, else `fp32`: whose rate matrix products are priced at."""
+        sizes = [(p.numel, p.compute_bytes(self.precision)) for o in self.operators for p in o.parameters]
+        return "bf16" if 2 * sum(numel for numel, size in sizes if size == 2) > self.numel else "fp32"
 
     def dag(self) -> nx.DiGraph[Any]:
         """Return the calls as a networkx DAG; nodes are call indices with the operator's name."""

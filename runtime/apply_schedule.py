@@ -25,16 +25,17 @@ from torch import nn
 
 import runtime.strategies
 from profiler.errors import OsdpError
+from profiler.mixed_precision import cast_inputs
 from runtime.local_shards import LocalShard, Origin, whole
 from runtime.meshes import Meshes
 from runtime.parameter_places import registered_buffers
 from runtime.schedule import Schedule, ScheduledUnit
 from runtime.sharded_model import ShardedModel, WrappedUnit
-from runtime.strategies import ddp
+from runtime.strategies import ddp, unsharded
 from runtime.strategies.activation_checkpointing import recompute
 from runtime.strategies.fully_sharded import wrap_root
-from runtime.strategies.scalars import Scalars
 from runtime.strategies.split_linear import split_linear
+from runtime.strategies.unsharded import UnshardedParameters
 from runtime.strategies.wrap_context import WrapContext
 
 
@@ -77,6 +78,7 @@ def apply_schedule(
         model=model, schedule=schedule, meshes=meshes, device=device, find_unused_parameters=find_unused_parameters
     )
     _wrap(sharded, context)
+    cast_inputs(model, schedule.precision)
     kept = set(map(id, model.parameters()))
     sharded.replaced = [reference for reference in originals if id(reference()) not in kept]
     return sharded
@@ -84,20 +86,21 @@ def apply_schedule(
 
 def _wrapping(unit: ScheduledUnit, schedule: Schedule) -> ModuleType:
     """Return the file that wraps a unit. DistributedDataParallel runs a whole model, whatever its units are."""
-    name = unit.strategy.spec.wrapping
-    return ddp if schedule.by_ddp else import_module(f"{runtime.strategies.__name__}.{name}")
+    if schedule.by_ddp:
+        return ddp
+    return unsharded if unit.is_plain else import_module(f"{runtime.strategies.__name__}.{unit.strategy.spec.wrapping}")
 
 
 def _wrap(sharded: ShardedModel, context: WrapContext) -> None:
     """Wrap all units, and list what this rank holds."""
     wrapped: dict[ModuleType, list[WrappedUnit]] = {}
     unit_of: dict[str, tuple[WrappedUnit, Origin]] = {}
-    if found := context.scalars():
-        scalars = Scalars(found, context.device, context.schedule.by_ddp)
-        context.ignored.update(scalars.parameters)
-        unit_of |= {path: (scalars, whole(path, ())) for path in found}
-        sharded.units.append(scalars)
-    for unit in inside_out(context.schedule.units):
+    if found := context.outside_units():
+        outside = UnshardedParameters(list(found.values()), context)
+        unit_of |= {path: (outside, whole(path, parameter.shape)) for path, parameter in found.items()}
+        sharded.units.append(outside)
+    # What FSDP2 must leave alone comes first: units around it would take it.
+    for unit in sorted(inside_out(context.schedule.units), key=lambda unit: not unit.is_plain):
         wrapping = _wrapping(unit, context.schedule)
         made = wrapping.wrap(unit, context)
         wrapped.setdefault(wrapping, []).append(made)

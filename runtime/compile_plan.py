@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
+from planner.cost.unit_memory import is_plain
 from planner.model.fsdp_units import Unit, owners_of, split_bounds, unit_parameters, units_of
 from planner.model.stages import cut
 from planner.plan import Plan, read_choices
@@ -34,9 +36,10 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
     called = {call.operator for call in graph.calls}
     scheduled = []
     for index, unit in enumerate(units):
-        collectives = unit_collectives(unit_parameters(unit, graph), unit.strategy, precision, cluster)
-        idle = not called.intersection(unit.operators)
-        scheduled.append(_scheduled(unit, graph, collectives, owners.get(index), idle))
+        parameters = unit_parameters(unit, graph)
+        collectives = unit_collectives(parameters, unit.strategy, precision, cluster)
+        made = _scheduled(unit, graph, collectives, owners.get(index), not called.intersection(unit.operators))
+        scheduled.append(replace(made, is_plain=is_plain(parameters, unit.strategy, precision)))
     splits = tuple(
         Split(graph.operators[index].modules[0], len(slices)) for index, slices in choices.items() if len(slices) > 1
     )
@@ -49,6 +52,7 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
         splits=splits,
         recomputed=tuple(block.name for block in graph.blocks if block.name in set(plan.recomputed_blocks)),
         by_ddp=runs_by_ddp(plan, graph, cluster),
+        master_weights=plan.model.master_weights,
     )
     verify(schedule, graph)
     return schedule
@@ -75,14 +79,15 @@ def _scheduled(
 
 def _parameter(parameter: Parameter, unit: Unit, operators: Sequence[Operator], path: str) -> ScheduledParameter:
     """Return a parameter with the place that it, or the slice of it in the module at `path`, has in the original."""
+    dtype = parameter.element_bytes, parameter.keeps_dtype
     if unit.slice is None:
-        return ScheduledParameter(parameter.name, whole(parameter.name, parameter.shape), parameter.trainable)
+        return ScheduledParameter(parameter.name, whole(parameter.name, parameter.shape), parameter.trainable, *dtype)
     shape, offsets = parameter.shape, (0,) * len(parameter.shape)
     if len(shape) == 2:
         (weight,) = (p for operator in operators for p in operator.parameters if p.name == parameter.name)
         shape, offsets = weight.shape, (0, split_bounds(weight.shape[1], unit.slice[1])[unit.slice[0]])
     origin = Origin(parameter.name, shape, offsets, parameter.shape)
-    return ScheduledParameter(f"{path}.{parameter.name.rpartition('.')[2]}", origin, parameter.trainable)
+    return ScheduledParameter(f"{path}.{parameter.name.rpartition('.')[2]}", origin, parameter.trainable, *dtype)
 
 
 def verify(schedule: Schedule, graph: ModelGraph) -> None:

@@ -27,6 +27,10 @@ class ScheduledParameter:
     origin: Origin
     """Which part of which parameter of the original model it is."""
     trainable: bool
+    element_bytes: int = 4
+    """Of one element as it rests."""
+    keeps_dtype: bool = False
+    """Whether it computes in what it rests in under mixed precision too."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class ScheduledUnit:
     """Rank that keeps its parameters, of strategy `owner`."""
     idle: bool = False
     """Whether the model never runs it."""
+    is_plain: bool = False
+    """Whether it is nothing but tensors on every rank (`planner.cost.unit_memory.is_plain`)."""
 
     @property
     def reduces_once_per_step(self) -> bool:
@@ -85,6 +91,8 @@ class Schedule:
     """Blocks whose forward runs again in backward."""
     by_ddp: bool
     """Whether DistributedDataParallel runs it: all is replicated, and its buckets fit as well."""
+    master_weights: str = ""
+    """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
 
     @property
     def world_size(self) -> int:
@@ -102,7 +110,7 @@ class Schedule:
     def __str__(self) -> str:
         """Return a table of the units, in execution order.
 
-        The mesh is (copies x shards of each); the bytes are of all the unit's parameters in fp32.  A
+        The mesh is (copies x shards of each); the bytes are of all the unit's parameters as they rest.  A
         unit is gathered while the one named there computes: in forward, and then in backward.
         """
         head = f"{self.world_size} ranks ({self.nodes} x {self.ranks_per_node}), {self.precision}, "
@@ -113,7 +121,7 @@ class Schedule:
         for index, unit in enumerate(self.units):
             before = self.units[index - 1].name if index else "nothing"
             after = self.units[index + 1].name if index + 1 < len(self.units) else "nothing"
-            numel = sum(parameter.origin.numel for parameter in unit.parameters)
+            size = sum(parameter.element_bytes * parameter.origin.numel for parameter in unit.parameters)
             gathers = any(collective.phase == "forward" for collective in unit.collectives)
             again = any(collective.phase == "backward" for collective in unit.collectives)
             rows.append(
@@ -122,7 +130,7 @@ class Schedule:
                     str(len(unit.operators)),
                     format_choice((unit.strategy,)) + (f" on rank {unit.owner}" if unit.owner is not None else ""),
                     f"{self.world_size // unit.strategy.group} x {unit.strategy.group}",
-                    format_bytes(4 * numel),
+                    format_bytes(size),
                     _after_forward(unit.strategy),
                     before if gathers else "-",
                     after if again else "-",

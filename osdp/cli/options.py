@@ -21,6 +21,13 @@ IMBALANCE_HELP = (
     "How much the compute time of micro-batches varies: the coefficient of variation (such as 0.5), or a "
     "text file with the length of one sample per line, whose longest has --seq tokens. Default: not at all."
 )
+PRECISION_HELP = (
+    "bf16: mixed precision, parameters compute in bf16. fp32: none, they compute in the dtype that they have."
+)
+MASTER_WEIGHTS_HELP = (
+    "fp32: trained parameters of fewer bits, such as those of a bf16 checkpoint, and their optimizer states are kept "
+    "in fp32. Default: in the dtype that they have."
+)
 OUTPUT_HELP = "Write the plan to this YAML file, for OSDP() to run; with several limits, the plans to this folder."
 
 PlanPath = Annotated[Path, Argument(metavar="PLAN", help="A plan file, as `osdp plan -o` writes it.")]
@@ -39,7 +46,8 @@ Batch = Annotated[int | None, Option(min=1, help="Micro-batch size of a rank. De
 GlobalBatch = Annotated[int | None, Option(min=1, help="Samples of all ranks per step. Default: one micro-batch each.")]
 Imbalance = Annotated[str | None, Option(help=IMBALANCE_HELP)]
 SequenceLength = Annotated[int | None, Option(min=1, help="Tokens per sample. Default: the model's.")]
-Precision = Annotated[str, Option(help="Compute dtype: fp32 or bf16.")]
+Precision = Annotated[str, Option(help=PRECISION_HELP)]
+MasterWeights = Annotated[str | None, Option(help=MASTER_WEIGHTS_HELP)]
 OptimizerName = Annotated[str, Option(help="adam, adamw or sgd.")]
 WhatIf = Annotated[bool, Option("--what-if", help="Also find the bottleneck: what more memory or faster parts gain.")]
 Output = Annotated[Path | None, Option("--output", "-o", help=OUTPUT_HELP)]

@@ -31,10 +31,11 @@ from osdp.api import shard
 from osdp.compat.seed_groups import grouped_strategy
 from osdp.planning.clusters import load_cluster
 from osdp.planning.rank_grid import CPU_CLUSTER
-from planner.strategies.spec import COMPUTE_BYTES, Strategy
+from planner.strategies.spec import Strategy
 from planner.strategies.unit_collectives import unit_collectives
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
+from profiler.mixed_precision import COMPUTE_DTYPE, keeps_dtype
 from profiler.model_graph import Parameter
 from runtime.local_shards import whole
 from runtime.meshes import check_process_group, check_world
@@ -133,8 +134,8 @@ def _checked(groups: Groups | None = None, precision: str = "fp32", **unknown: A
         what = "FSDP does not take these options"
         advice = "fairscale's own options have no counterpart here: leave them out"
         raise OsdpError(what, got=got, expected="groups, as gen_fsdp_args gives them, and precision", advice=advice)
-    if precision not in COMPUTE_BYTES:
-        raise OsdpError("FSDP does not know this precision", got=repr(precision), expected=", ".join(COMPUTE_BYTES))
+    if precision not in COMPUTE_DTYPE:
+        raise OsdpError("FSDP does not know this precision", got=repr(precision), expected=", ".join(COMPUTE_DTYPE))
     check_process_group()
     if groups is None:
         ranks = dist.get_world_size()
@@ -183,18 +184,21 @@ def schedule_of(model: nn.Module, chosen: Mapping[nn.Module, Groups]) -> Schedul
     cluster = load_cluster(CPU_CLUSTER, root.nodes, root.ranks_per_node)
     units = tuple(
         _unit(modules, held, [chosen[model.get_submodule(path)] for path in modules], cluster)
-        for modules, held in _units(model, chosen).items()
+        for modules, held in _units(model, chosen, root.precision).items()
     )
     return Schedule(root.nodes, root.ranks_per_node, root.precision, 1, units, splits=(), recomputed=(), by_ddp=False)
 
 
-def _units(model: nn.Module, chosen: Mapping[nn.Module, Groups]) -> dict[tuple[str, ...], list[Registered]]:
-    """Return the parameters of each unit by the paths of its modules."""
+def _units(
+    model: nn.Module, chosen: Mapping[nn.Module, Groups], precision: str
+) -> dict[tuple[str, ...], list[Registered]]:
+    """Return the parameters of each unit by the paths of its modules, but for those that mixed precision leaves."""
     first: dict[nn.Module, str] = {}
     modules = model.named_modules(remove_duplicate=False)
     paths = {path: first.setdefault(module, path) for path, module in modules if module in chosen}
     joined = {path: {path} for path in paths.values()}
-    registered = registered_parameters(model).values()
+    kept = keeps_dtype(model) if COMPUTE_DTYPE[precision] else ()
+    registered = [one for name, one in registered_parameters(model).items() if name not in kept]
     for registration in registered:
         holders = {_innermost(name, paths) for name in registration.names}
         together = set().union(*(joined[holder] for holder in holders))
@@ -222,7 +226,12 @@ def _unit(
     if any(one.strategy != strategy for one in ways):
         what = "modules that share parameters are wrapped in different ways"
         raise OsdpError(what, got=", ".join(modules), expected="one strategy for all of them")
-    parameters = [Parameter(r.names[0], tuple(r.tensor.shape), r.tensor.requires_grad) for r in held]
-    scheduled = tuple(ScheduledParameter(p.name, whole(p.name, p.shape), p.trainable) for p in parameters)
+    parameters = [
+        Parameter(r.names[0], tuple(r.tensor.shape), r.tensor.requires_grad, str(r.tensor.dtype).removeprefix("torch."))
+        for r in held
+    ]
+    scheduled = tuple(
+        ScheduledParameter(p.name, whole(p.name, p.shape), p.trainable, p.element_bytes) for p in parameters
+    )
     collectives = unit_collectives(parameters, strategy, groups.precision, cluster)
     return ScheduledUnit(modules[0] or groups.model, modules, modules, scheduled, strategy, collectives)

@@ -47,6 +47,8 @@ class Request:
     """How unlike micro-batches are."""
     imbalance_as_given: str = ""
     """As the user gave that; the plan's file gets it as `lasting` makes it."""
+    master_weights: str = ""
+    """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -111,7 +113,7 @@ def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Pro
 
     progress(f"tracing {source.name}", 0.0)
     started = time.perf_counter()
-    graph = trace_model(source, request.precision, cluster.device.kind)
+    graph = trace_model(source, request.precision, cluster.device.kind, request.master_weights)
     return graph, time.perf_counter() - started
 
 

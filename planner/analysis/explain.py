@@ -144,7 +144,8 @@ def open_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> OpenPlan:
     """
     check_model(plan, graph)
     space = space_of(plan, graph, cluster)
-    load = Workload(cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation, plan.waits)
+    sizes = plan.micro_batch, plan.accumulation
+    load = Workload(cluster, plan.optimizer, plan.model.precision, *sizes, plan.waits, graph.outside)
     decided = decisions_of(plan, space, cluster)
     prediction = predict(decided.options(space, load, plan.usable_bytes), space, load)
     return OpenPlan(plan, space, load, decided, prediction)

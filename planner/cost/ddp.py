@@ -38,7 +38,7 @@ from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
 from planner.strategies.replicate import COPY
-from planner.strategies.spec import REDUCE_BYTES, Strategy
+from planner.strategies.spec import Strategy
 from profiler.model_graph import ModelGraph, Parameter
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -73,11 +73,11 @@ def buckets(graph: ModelGraph) -> tuple[Bucket, ...]:
             left_bytes = BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
             groups.append([])
         groups[-1].append((index, parameter))
-        left_bytes -= REDUCE_BYTES * parameter.numel
+        left_bytes -= parameter.element_bytes * parameter.numel
     found = []
     for members in groups if is_rebuilt else reversed(groups):
         names, operators = tuple(p.name for _, p in members), frozenset(index for index, _ in members)
-        found.append(Bucket(names, operators, REDUCE_BYTES * sum(p.numel for _, p in members)))
+        found.append(Bucket(names, operators, sum(p.element_bytes * p.numel for _, p in members)))
     return tuple(found)
 
 
@@ -86,7 +86,8 @@ def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: 
 
     Not if some parameter is frozen: DDP would never reduce the gradients of one that is unfrozen later.
     """
-    trains = all(parameter.trainable for operator in graph.operators for parameter in operator.parameters)
+    parameters = [parameter for operator in graph.operators for parameter in operator.parameters]
+    trains = all(parameter.trainable and parameter.dtype == "float32" for parameter in parameters)
     plain = all(strategy.spec.by_ddp and not strategy.offload for strategy in strategies)
     return trains and plain and precision == "fp32"
 
@@ -164,6 +165,7 @@ class Replica:
                 parameters=own.parameters,
                 optimizer=own.optimizer,
                 gradients=own.full_gradients,
+                stepped=own.full_gradients,
                 saved=costs.block_saved if again else costs.saved[-1],
                 moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
                 segments=tuple(segments),

@@ -8,7 +8,8 @@ With stages j in execution order, at a moment of stage i that holds `local` byte
     optimizer  sum_j (S + OPT + W + SG)_j + temporaries of the optimizer (foreach Adam: one more SG)
 
 M > 1 means gradient accumulation, where the sharded gradients of earlier micro-batches stay.
-The reserve of the device (context, communicators, workspaces) is added to every moment.
+The reserve of the device (context, communicators, workspaces), and parameters that no unit holds, are added to every
+moment.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
     resting = float(sum(option.rest for option in options))
     gradients = float(sum(option.gradients for option in options))
     best = optimizer_moment(options, load)
-    highest = best.total_bytes - load.cluster.reserve_bytes - resting
+    highest = best.total_bytes - load.fixed_bytes - resting
     found: tuple[int, Moment, float, float] | None = None
     reductions, gathers = _reductions_above(options), _gathers_below(options)
     before, after, waiting = 0.0, gradients, float(sum(option.reduced_after_backward for option in options))
@@ -99,10 +100,10 @@ def _gathers_below(options: Sequence[StageCandidate]) -> list[tuple[StageCandida
 
 def optimizer_moment(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak:
     """Return the memory of the optimizer step."""
-    gradients = float(sum(option.gradients for option in options))
+    gradients = float(sum(option.stepped for option in options))
     windows = float(sum(option.window for option in options))
     categories = {
-        "parameters": float(sum(option.parameters for option in options)),
+        "parameters": float(sum(option.parameters for option in options)) + load.outside_bytes,
         "optimizer": float(sum(option.optimizer for option in options)),
         "gradients": gradients,
         **({"communication_buffers": windows} if windows else {}),
@@ -118,7 +119,7 @@ def _peak_at(
     before, option = options[:index], options[index]
     waiting = 0 if moment.phase == "forward" else option.ambient_gradients
     categories = {
-        "parameters": float(sum(option.parameters for option in options)),
+        "parameters": float(sum(option.parameters for option in options)) + load.outside_bytes,
         "optimizer": float(sum(option.optimizer for option in options)),
         "gradients": reduced + moment.gradients + waiting,
         "unsharded_parameters": moment.unsharded + option.ambient_unsharded + sum(o.kept for o in before),

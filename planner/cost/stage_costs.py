@@ -8,7 +8,7 @@ from planner.cost.unit_communication import UnitTraffic, unit_traffic
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
-from planner.strategies.spec import COMPUTE_BYTES, Strategy
+from planner.strategies.spec import Strategy
 
 Costs = tuple[UnitBytes, UnitTraffic]
 
@@ -24,8 +24,8 @@ class UnitCosts:
         key, load, cluster = (operators, strategy, elsewhere), self.load, self.load.cluster
         if key not in self.known:
             parameters = [p for operator in operators for p in self.graph.operators[operator].parameters]
-            node = cluster.gpus_per_node
-            held = unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, node)
+            ranks = cluster.gpus_per_node, cluster.world_size
+            held = unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, *ranks)
             self.known[key] = held, unit_traffic(parameters, strategy, load.precision, cluster)
         return self.known[key]
 
@@ -66,10 +66,10 @@ class StageCosts:
             # The part of that which is held in addition to what the first call saves when the block is recomputed.
             self.block_extra = max(0.0, self.block_saved - min(self.saved[1], block.saved_first_bytes(batch)))
         self.withheld = self._withheld()
-        compute = COMPUTE_BYTES[load.precision]
+        trained = {c.operator: [p for p in graph.operators[c.operator].parameters if p.trainable] for c in stage.calls}
         self.full_gradients = {
-            call.operator: compute * sum(p.numel for p in graph.operators[call.operator].parameters if p.trainable)
-            for call in stage.calls
+            operator: sum(p.compute_bytes(load.precision) * p.numel for p in parameters)
+            for operator, parameters in trained.items()
         }
 
     def _handed(self) -> list[float]:

@@ -77,7 +77,9 @@ class StageCandidate:
     optimizer: int
     """OPT, at rest."""
     gradients: int
-    """SG, from its reduction (accumulating: always) to the end of the step."""
+    """What holds gradients from their reduction (accumulating: always) to the end of backward."""
+    stepped: int
+    """SG, in the optimizer's step."""
     saved: float
     """Activations kept from forward to backward."""
     moments: tuple[Moment, ...]
@@ -86,7 +88,8 @@ class StageCandidate:
     optimizer_s: float
 
     reduced_after_backward: int = 0
-    """U + G - SG (accumulating: U + G) of units that are reduced only when all backward is over."""
+    """U + G - SG (accumulating: U + G) of units that are reduced only when all backward is over, and gradients beside
+    `gradients` that are there from the reduction to the end of backward."""
     kept: int = 0
     """Unsharded parameters kept from forward to backward."""
     gather_output: int = 0
@@ -169,7 +172,7 @@ def make_option(
     `elsewhere` are owned by another rank, if their strategy is `owner`.
     """
     stage = costs.stage
-    found = join(stage.operators, ((strategy,) for strategy in strategies), costs.model.slices)
+    found = join(costs.model.graph, stage.operators, ((strategy,) for strategy in strategies), costs.model.slices)
     own = [make_unit(costs, u.operators, u.strategy, units, True, u.operators[0] in elsewhere) for u in found]
     here = [make_unit(costs, (o,), spanning[o], units, False, o in elsewhere) for o in stage.spanning]
     walk = StageMemoryWalk(costs, own, here, recompute)
@@ -183,7 +186,9 @@ def make_option(
     closed = max((unit for unit in gathering if unit.closes), key=lambda unit: unit.last, default=None)
     reducing = min((unit for unit in opened if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
     waiting = [unit for unit in own if unit.reduced_after_backward]
-    gradients = sum(unit.bytes.gradients for unit in opened)
+    gradients, stepped = (sum(getattr(unit.bytes, held) for unit in opened) for held in ("gradients", "stepped"))
+    # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
+    held = [unit.bytes.stepped for unit in opened if walk.accumulates and unit.bytes.gradients > unit.bytes.stepped]
     opened_operators = (costs.model.graph.operators[index] for unit in opened for index in unit.operators)
     tensors = sum(parameter.trainable for operator in opened_operators for parameter in operator.parameters)
     # What FSDP2 keeps on the device of offloaded gradients until they are reduced across groups.
@@ -194,9 +199,11 @@ def make_option(
         recompute=recompute,
         parameters=sum(unit.bytes.parameters for unit in opened),
         optimizer=sum(unit.bytes.optimizer for unit in opened),
-        gradients=gradients,
+        gradients=gradients - sum(held),
+        stepped=stepped,
         reduced_after_backward=sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
-        - (0 if walk.accumulates else sum(unit.bytes.gradients for unit in waiting)),
+        - (0 if walk.accumulates else sum(unit.bytes.gradients for unit in waiting))
+        + sum(held),
         kept=sum(unit.kept for unit in own),
         saved=costs.block_saved if recompute else costs.saved[-1],
         moments=walk.moments(),
@@ -208,7 +215,7 @@ def make_option(
         reduce_input=reducing.bytes.reduce_input if reducing else 0,
         reduces=reducing is not None,
         segments=tuple(s.apart(costs.load.cluster.interference) for s in _segments(costs, walk.units, recompute)),
-        optimizer_s=costs.load.optimizer_s(gradients, sum(unit.bytes.offloaded for unit in opened), tensors),
+        optimizer_s=costs.load.optimizer_s(stepped, sum(unit.bytes.offloaded for unit in opened), tensors),
         syncs_each_microbatch=any(unit.traffic.syncs_each_microbatch for unit in walk.units),
         window=sum(unit.bytes.window for unit in opened) + partial,
     )

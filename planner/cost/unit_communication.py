@@ -1,6 +1,6 @@
 """Seconds that a unit communicates: its collectives, and what offload copies between host and device.
 
-With S the fp32 shard that rests and SG its gradient, one rank of a unit with `+offload` copies, at
+With S the shard that rests and SG its gradient, one rank of a unit with `+offload` copies, at
 the rate of `Host.link_bytes_per_s`, as FSDP2 with `CPUOffloadPolicy` does (torch 2.13,
 `FSDPParam.all_gather_inputs` and `foreach_reduce`),
 
@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planner.collectives import ONE_SIDED
-from planner.strategies.spec import MASTER_BYTES, REDUCE_BYTES, Phase, Strategy
-from planner.strategies.unit_collectives import padded_numel, unit_collectives
+from planner.strategies.spec import Phase, Strategy
+from planner.strategies.unit_collectives import unit_collectives, volume_of
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import Parameter
 
@@ -65,9 +65,8 @@ def unit_traffic(parameters: Iterable[Parameter], strategy: Strategy, precision:
             seconds[phase] += cluster.measured.overhead_s(strategy.spec.one_sided) if seconds[phase] else 0.0
     add_s = 0.0
     if strategy.offload and cluster.host:
-        rested = MASTER_BYTES * padded_numel(parameters, strategy.parts) // strategy.parts
-        trained = (parameter for parameter in parameters if parameter.trainable)
-        reduced = REDUCE_BYTES * padded_numel(trained, strategy.parts) // strategy.parts
+        volume = volume_of(parameters, strategy.parts, precision)
+        rested, reduced = volume.rested // strategy.parts, volume.reduced // strategy.parts
         copies = strategy.spec.host_copies(strategy, cluster)
         for phase, is_gradient in copies:
             seconds[phase] += (reduced if is_gradient else rested) / cluster.host.link_bytes_per_s.value

@@ -1,12 +1,12 @@
 """Memory of one unit on the device of the fullest rank.
 
 For a unit whose tensors are cut into `parts` (`Strategy.parts`: the ranks of the group, 1 if one rank
-holds them whole), with e_p bytes per parameter in compute dtype and e_r = 4 in reduce dtype, per parameter
-tensor of first dimension d0 and `rest` elements per row padded to ceil(d0/parts) parts rows
-(FSDP2 pads so),
+holds them whole), with e_s bytes per element as parameters rest, e_p in compute dtype and e_r in reduce
+dtype (in fp32: 4, 4, 4; mixed precision: 4, 2, 4; bf16 at rest: 2, 2, 4), per parameter tensor of first
+dimension d0 and `rest` elements per row padded to ceil(d0/parts) parts rows (FSDP2 pads so),
 
-    S    sharded parameters, fp32                   4 pad/parts          `UnitBytes.parameters`
-    SG   sharded gradients                          e_r pad/parts        `UnitBytes.gradients`
+    S    sharded parameters                         e_s pad/parts        `UnitBytes.parameters`
+    SG   sharded gradients                          e_s pad/parts        `UnitBytes.stepped`
     OPT  optimizer states (Adam: 2 S + 512)                              `UnitBytes.optimizer`
     U    unsharded parameters                       e_p pad              `UnitBytes.unsharded`
     AG   all-gather output (none if parts = 1)      e_p pad              `UnitBytes.gathered`
@@ -14,40 +14,48 @@ tensor of first dimension d0 and `rest` elements per row padded to ceil(d0/parts
     G    unsharded gradients                        e_p numel            `UnitBytes.full_gradients`
     G1   the last of those, which FSDP2 holds on to as it reduces        `UnitBytes.last_gradient`
     H    secondary copy over K ranks                e_p pad/K            `UnitBytes.secondary`
-    AGX  what only an all-gather holds as it runs: under bf16 e_p pad/parts, the shard that is sent
+    AGX  what only an all-gather holds as it runs: if e_p < e_s, the shard that is sent, e_p pad/parts
                                                                          `UnitBytes.gather_temporary`
-    RSX  the same of a reduction                                         `UnitBytes.reduce_temporary`
+    RSX  the same of a reduction: if e_s < e_r, the shard that was reduced, e_r pad/parts
+                                                                         `UnitBytes.reduce_temporary`
     W    window: published shard, A accumulators    (e_p + A e_r) pad/G  `UnitBytes.window`
 
-each tensor rounded up to 512 bytes.  Source: measured on FSDP2 (torch 2.13.0) with PyTorch's memory
-tracker on fake tensors.  With `+offload`, S, SG and OPT are 0, they are in the host's memory; AGX has S on top, the
-copy that is gathered from, and RSX has SG, on its way to the host.  Other differences
-are documented in the strategies' files in `planner/strategies/`.
+each tensor rounded up to 512 bytes.  `UnitBytes.gradients` is what holds gradients from their reduction to
+the end of backward: SG and, if e_s < e_r and sums of a group are all-reduced over other groups, those too:
+FSDP2 (torch 2.13) lets go of them at the end.
+
+A copy on every rank (G = 1) of parameters of which none is trained is not FSDP2's: there is S and nothing
+else, unless e_p < e_s.
+
+Source: measured on FSDP2 (torch 2.13.0) with PyTorch's memory tracker on fake tensors.  With `+offload`, S, SG
+and OPT are 0, they are in the host's memory; AGX has S on top, the copy that is gathered from, and RSX has
+SG, on its way to the host.  Other differences are documented in the strategies' files in
+`planner/strategies/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from planner.strategies.spec import COMPUTE_BYTES, MASTER_BYTES, REDUCE_BYTES, Strategy
-from planner.strategies.unit_collectives import padded_rows
+from planner.strategies.spec import Strategy
+from planner.strategies.unit_collectives import padded_rows, volume_of
 from profiler.byte_sizes import ALLOCATION_BYTES, allocated_bytes
 from profiler.model_graph import Parameter
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """State, temporaries and memory traffic of an optimizer per parameter."""
+    """State, temporaries and memory traffic of an optimizer per parameter, whose dtype they have."""
 
     moments: int
-    """fp32 tensors of the parameter's size kept between steps."""
+    """Tensors of the parameter's size kept between steps."""
     has_step_counter: bool
     """Whether it keeps one scalar tensor per parameter."""
     temporaries: int
-    """fp32 tensors of the parameter's size that live while it steps (foreach implementation)."""
+    """Tensors of the parameter's size that live while it steps (foreach implementation)."""
     touched: int
-    """fp32 tensors of the parameter's size that a step reads and writes."""
+    """Tensors of the parameter's size that a step reads and writes."""
 
 
 OPTIMIZERS = {
@@ -67,6 +75,7 @@ class UnitBytes:
 
     parameters: int = 0
     gradients: int = 0
+    stepped: int = 0
     optimizer: int = 0
     unsharded: int = 0
     gathered: int = 0
@@ -91,56 +100,77 @@ def unit_bytes(
     optimizer: Optimizer,
     elsewhere: bool = False,
     node: int = 1,
+    ranks: int = 0,
 ) -> UnitBytes:
     """Return the memory of a unit; equations at the top of this module.
 
-    `elsewhere` means that another rank owns it, for strategies with an owner; `node` is the number of ranks per node.
+    `elsewhere` means that another rank owns it, for strategies with an owner; `node` is the number of ranks per node,
+    `ranks` that of all.
     """
-    parts, compute = strategy.parts, COMPUTE_BYTES[precision]
-    total, flat, flat_trained, last_gradient, counters = UnitBytes(), 0, 0, 0, 0
+    parts, parameters = strategy.parts, tuple(parameters)
+    if is_plain(parameters, strategy, precision):
+        return UnitBytes(parameters=sum(allocated_bytes(p.element_bytes * p.numel) for p in parameters))
+    total, sent, gradients, last_gradient, counters = UnitBytes(), 0, 0, 0, 0
     for parameter in parameters:
         rows, rest = padded_rows(parameter, parts)
-        shard, padded = rows * rest, rows * rest * parts
-        flat += padded
+        shard, compute = rows * rest, parameter.compute_bytes(precision)
+        sent += compute * shard if compute < parameter.element_bytes else 0
         state = gradient = 0
         if parameter.trainable:
-            flat_trained += padded
+            gradients += parameter.element_bytes * shard
             counter = ALLOCATION_BYTES if optimizer.has_step_counter else 0
             counters += counter
-            state = optimizer.moments * allocated_bytes(MASTER_BYTES * shard) + counter
+            state = optimizer.moments * allocated_bytes(parameter.element_bytes * shard) + counter
             gradient = last_gradient = allocated_bytes(compute * parameter.numel)
         total += UnitBytes(
-            parameters=allocated_bytes(MASTER_BYTES * shard),
+            parameters=allocated_bytes(parameter.element_bytes * shard),
             optimizer=state,
-            unsharded=allocated_bytes(compute * padded),
+            unsharded=allocated_bytes(compute * shard * parts),
             full_gradients=gradient,
-            secondary=allocated_bytes(compute * padded // strategy.secondary) if strategy.secondary else 0,
+            secondary=allocated_bytes(compute * shard * parts // strategy.secondary) if strategy.secondary else 0,
         )
-    spec, shard_bytes, trained_bytes = strategy.spec, compute * flat // parts, REDUCE_BYTES * flat_trained // parts
+    spec, volume = strategy.spec, volume_of(parameters, parts, precision)
+    # The shard is reduced in reduce dtype: a copy, unless it rests in that dtype, or the buffer is one rank's anyway.
+    reduced = allocated_bytes(volume.reduced // parts) if gradients < volume.reduced // parts else 0
+    reduced = 0 if spec.has_owner or spec.one_sided else reduced
     # The shard is sent in compute dtype: a copy, unless it rests in that dtype (offloaded, the copy S is larger).
-    copies = compute < MASTER_BYTES and parts > 1 and not (strategy.offload or spec.one_sided)
-    windows = (shard_bytes, spec.accumulators(strategy) * trained_bytes) if spec.one_sided else ()
+    copies = parts > 1 and not (strategy.offload or spec.one_sided)
+    windows = (volume.gathered // parts, spec.accumulators(strategy) * volume.reduced // parts)
     unit = total + UnitBytes(
-        gradients=allocated_bytes(trained_bytes),
-        gathered=allocated_bytes(compute * flat) if parts > 1 else 0,
-        reduce_input=allocated_bytes(REDUCE_BYTES * flat_trained),
+        gradients=allocated_bytes(gradients) + (reduced if strategy.group < ranks else 0),
+        stepped=allocated_bytes(gradients),
+        gathered=allocated_bytes(volume.gathered) if parts > 1 else 0,
+        reduce_input=allocated_bytes(volume.reduced),
         last_gradient=last_gradient if parts > 1 else 0,
-        gather_temporary=sum(map(allocated_bytes, spec.temporaries(compute * flat, node)))
-        + (allocated_bytes(shard_bytes) if copies else 0),
-        reduce_temporary=sum(map(allocated_bytes, spec.temporaries(REDUCE_BYTES * flat_trained, node))),
-        window=sum(map(allocated_bytes, windows)),
+        gather_temporary=sum(map(allocated_bytes, spec.temporaries(volume.gathered, node)))
+        + (allocated_bytes(sent) if copies else 0),
+        reduce_temporary=sum(map(allocated_bytes, spec.temporaries(volume.reduced, node)))
+        + (0 if strategy.group < ranks else reduced),
+        window=sum(map(allocated_bytes, windows)) if spec.one_sided else 0,
     )
     # Optimizers count the steps of an empty shard too.
     return _at_rest(unit, strategy, counters, elsewhere)
 
 
+def outside_bytes(parameters: Iterable[Parameter], precision: str, optimizer: Optimizer) -> int:
+    """Return the memory of parameters that no unit holds: each rank has them, their states and two gradients whole."""
+    alone = [unit_bytes([parameter], Strategy("replicate", 1), precision, optimizer) for parameter in parameters]
+    return sum(unit.parameters + unit.optimizer + unit.full_gradients + unit.reduce_input for unit in alone)
+
+
+def is_plain(parameters: Sequence[Parameter], strategy: Strategy, precision: str) -> bool:
+    """Return whether a unit is nothing but tensors on every rank, which no collective and no hook concerns."""
+    is_copied = strategy.group == 1 and not strategy.offload
+    return is_copied and not any(p.trainable or p.compute_bytes(precision) < p.element_bytes for p in parameters)
+
+
 def _at_rest(unit: UnitBytes, strategy: Strategy, counters: int, elsewhere: bool) -> UnitBytes:
     """Return a unit's bytes without what does not rest on this device."""
     if strategy.spec.has_owner and elsewhere:
-        return replace(unit, parameters=0, gradients=0, optimizer=0 if strategy.offload else counters)
+        return replace(unit, parameters=0, gradients=0, stepped=0, optimizer=0 if strategy.offload else counters)
     if strategy.offload:
-        shard, gradient = (unit.parameters, unit.gradients) if strategy.spec.offload_buffers else (0, 0)
+        shard, gradient = (unit.parameters, unit.stepped) if strategy.spec.offload_buffers else (0, 0)
         gather, reduction = unit.gather_temporary + shard, unit.reduce_temporary + gradient
-        kept = replace(unit, gather_temporary=gather, reduce_temporary=reduction, offloaded=unit.gradients)
-        return replace(kept, parameters=0, gradients=0, optimizer=0)
+        kept = replace(unit, gather_temporary=gather, reduce_temporary=reduction, offloaded=unit.stepped)
+        return replace(kept, parameters=0, gradients=0, stepped=0, optimizer=0)
     return unit

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.cost.stragglers import NO_WAITS, Waits
-from planner.cost.unit_memory import OPTIMIZERS, Optimizer
+from planner.cost.unit_memory import OPTIMIZERS, Optimizer, outside_bytes
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import CallTimes, call_key, interpolated
 from profiler.errors import OsdpError
-from profiler.model_graph import Call, ModelGraph, Work
+from profiler.model_graph import Call, ModelGraph, Parameter, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,8 @@ class Workload:
     """Micro-batches per optimizer step."""
     waits: Waits = NO_WAITS
     """How long ranks wait for the slowest."""
+    outside: tuple[Parameter, ...] = ()
+    """Parameters that no unit holds (`ModelGraph.outside`)."""
 
     def __post_init__(self) -> None:
         if self.optimizer_name not in OPTIMIZERS:
@@ -51,6 +53,16 @@ class Workload:
     def optimizer(self) -> Optimizer:
         """The optimizer's description."""
         return OPTIMIZERS[self.optimizer_name]
+
+    @cached_property
+    def outside_bytes(self) -> int:
+        """Memory of parameters that no unit holds, the same under every plan."""
+        return outside_bytes(self.outside, self.precision, self.optimizer)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """What no plan changes: the reserve, and parameters that no unit holds."""
+        return self.cluster.reserve_bytes + self.outside_bytes
 
     @property
     def samples_per_step(self) -> int:
@@ -68,15 +80,16 @@ class Workload:
         That is the measured time where there is one, else the roofline's, for samples of full length, times
         `Waits.fill`.
         """
-        forward_s, backward_s = self.compute_s(call.forward), self.compute_s(call.backward)
+        rate = graph.matmul_precision
+        forward_s, backward_s = self.compute_s(call.forward, rate), self.compute_s(call.backward, rate)
         key, whole = call.slice_of or (call_key(graph, call) if self._times else "", call)
         if (times := self._times.get(key)) is not None:
-            forward_s = self._measured_s(times, times.forward_s, whole.forward, forward_s)
-            backward_s = self._measured_s(times, times.backward_s, whole.backward, backward_s)
+            forward_s = self._measured_s(times, times.forward_s, whole.forward, rate, forward_s)
+            backward_s = self._measured_s(times, times.backward_s, whole.backward, rate, backward_s)
         return self.waits.fill * forward_s, self.waits.fill * backward_s
 
-    def _measured_s(self, times: CallTimes, seconds: Sequence[float], work: Work, here_s: float) -> float:
-        rooflines = [replace(self, micro_batch=size).compute_s(work) for size in times.micro_batches]
+    def _measured_s(self, times: CallTimes, seconds: Sequence[float], work: Work, rate: str, here_s: float) -> float:
+        rooflines = [replace(self, micro_batch=size).compute_s(work, rate) for size in times.micro_batches]
         if not all(rooflines):
             return interpolated(times.micro_batches, seconds, self.micro_batch)
         ratios = [found / roofline for found, roofline in zip(seconds, rooflines, strict=True)]
@@ -87,10 +100,14 @@ class Workload:
         measured = self.cluster.measured
         return {times.key: times for times in measured.calls} if measured else {}
 
-    def compute_s(self, work: Work) -> float:
-        """Return the seconds that one direction of a call computes, by the roofline."""
+    def compute_s(self, work: Work, precision: str) -> float:
+        """Return the seconds that one direction of a call computes, by the roofline of matrix products in `precision`.
+
+        Of a device that has no rate for that, the rate is the one for the precision that was asked for.
+        """
         device, batch = self.cluster.device, self.micro_batch
-        rate = device.matmul_flops_per_s[self.precision].value * device.matmul_efficiency.value
+        rates = device.matmul_flops_per_s
+        rate = rates.get(precision, rates[self.precision]).value * device.matmul_efficiency.value
         bandwidth = device.memory_bytes_per_s.value
         matmul_s = max(work.matmul_flops(batch) / rate, work.matmul_bytes(batch) / bandwidth)
         return matmul_s + work.other_bytes(batch) / bandwidth

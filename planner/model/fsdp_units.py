@@ -1,6 +1,6 @@
 """How operators form units: what is wrapped, gathered and reduced together.
 
-    consecutive operators of a stage with equal strategy     one unit
+    consecutive operators of a stage with equal strategy     one unit of each kind (see `_Kind`)
     an operator that one rank holds whole (`owner`)          a unit of its own: it has one owner
     a split operator                                         one unit per slice
     a spanning operator, an operator that is never called    a unit of its own
@@ -34,8 +34,35 @@ class Unit:
     """Index of the block, if the unit is all of a block's own operators."""
 
 
+_Kind = tuple[bool, bool, str, frozenset[str]]
+"""What operators of one unit have in common, as FSDP2 has one policy for each unit: whether mixed precision leaves
+them as they are, whether all are frozen (of copies: then no gradient is reduced), the dtype of what is trained
+(empty: any), and where windows hold them, all dtypes."""
+
+
+def _kind(operator: Operator, strategy: Strategy) -> _Kind:
+    trained = [parameter.dtype for parameter in operator.parameters if parameter.trainable]
+    is_frozen_copy = strategy.group == 1 and not trained
+    dtypes = frozenset(parameter.dtype for parameter in operator.parameters) if strategy.spec.one_sided else frozenset()
+    keeps = any(parameter.keeps_dtype for parameter in operator.parameters)
+    return keeps, is_frozen_copy, trained[0] if trained else "", dtypes
+
+
+def _fitting(kind: _Kind, among: Iterable[_Kind]) -> _Kind | None:
+    """Return the first kind of a unit that an operator can join."""
+    *rest, trained, dtypes = kind
+    for other in among:
+        *its, one, every = other
+        if its == rest and dtypes == every and (one == trained or not one or not trained):
+            return other
+    return None
+
+
 def join(
-    operators: Iterable[int], choices: Iterable[tuple[Strategy, ...]], alone: frozenset[int] = frozenset()
+    graph: ModelGraph,
+    operators: Iterable[int],
+    choices: Iterable[tuple[Strategy, ...]],
+    alone: frozenset[int] = frozenset(),
 ) -> tuple[Unit, ...]:
     """Return the units of one stage's operators, given the strategies of each one's slices.
 
@@ -43,15 +70,21 @@ def join(
     """
     units: list[tuple[list[int], Strategy, tuple[int, int] | None]] = []
     joinable: Strategy | None = None
+    open_units: dict[_Kind, list[int]] = {}
     for operator, slices in zip(operators, choices, strict=True):
         count = len(slices)
         for index, strategy in enumerate(slices):
             joins = count == 1 and strategy.spec.joins and operator not in alone
-            if joins and strategy == joinable:
-                units[-1][0].append(operator)
+            if not (joins and strategy == joinable):
+                open_units, joinable = {}, strategy if joins else None
+            kind = _kind(graph.operators[operator], strategy)
+            if joins and (fitting := _fitting(kind, open_units)) is not None:
+                members = open_units.pop(fitting)
+                members.append(operator)
+                open_units[(*kind[:2], kind[2] or fitting[2], kind[3])] = members
                 continue
             units.append(([operator], strategy, (index, count) if count > 1 else None))
-            joinable = strategy if joins else None
+            open_units[kind] = units[-1][0]
     return tuple(Unit(tuple(members), strategy, part) for members, strategy, part in units)
 
 
@@ -61,23 +94,26 @@ def units_of(model: StagedModel, choices: Mapping[int, tuple[Strategy, ...]]) ->
     `choices` gives the strategies of every operator's slices, one for an operator that is not split.
     Raises `OsdpError` for an operator that cannot be split, or that its strategy cannot hold.
     """
+    graph = model.graph
     for operator, slices in choices.items():
-        check_split(model.graph.operators[operator], len(slices))
+        check_split(graph.operators[operator], len(slices))
+        for strategy in slices:
+            check_dtypes(graph.operators[operator], strategy)
     units: list[Unit] = []
     for stage in model.stages:
-        own = join(stage.operators, (choices[operator] for operator in stage.operators), model.slices)
+        own = join(graph, stage.operators, (choices[operator] for operator in stage.operators), model.slices)
         if len(own) == 1 and own[0].slice is None and stage.block is not None:
             own = (replace(own[0], whole_block=stage.block),)
         first = {call.operator: position for position, call in reversed(list(enumerate(stage.calls)))}
-        own += join(stage.opens, (choices[operator] for operator in stage.opens), frozenset(stage.opens))
+        own += join(graph, stage.opens, (choices[operator] for operator in stage.opens), frozenset(stage.opens))
         units += sorted(own, key=lambda unit: first[unit.operators[0]])
-    return (*units, *join(model.idle, (choices[operator] for operator in model.idle), frozenset(model.idle)))
+    return (*units, *join(graph, model.idle, (choices[operator] for operator in model.idle), frozenset(model.idle)))
 
 
 def owners_of(units: Sequence[Unit], graph: ModelGraph, ranks: int) -> dict[int, int]:
     """Return the owning rank of each unit that one rank holds whole, by its position among the units."""
     owned = [position for position, unit in enumerate(units) if unit.strategy.spec.has_owner]
-    sizes = [4 * sum(p.numel for p in unit_parameters(units[position], graph)) for position in owned]
+    sizes = [sum(p.element_bytes * p.numel for p in unit_parameters(units[i], graph)) for i in owned]
     asked = [units[position].strategy.owner for position in owned]
     given = {index: rank for index, rank in enumerate(asked) if rank is not None}
     return dict(zip(owned, assign_owners(sizes, ranks, given), strict=True))
@@ -102,6 +138,15 @@ def check_split(operator: Operator, slices: int) -> None:
     if shapes[0][1] < slices:
         what = f"operator {operator.name} cannot be split into {slices} slices"
         raise OsdpError(what, got=f"{shapes[0][1]} input features", expected=f"at least {slices}")
+
+
+def check_dtypes(operator: Operator, strategy: Strategy) -> None:
+    """Raise `OsdpError` if the windows of a strategy cannot hold an operator's parameters."""
+    dtypes = {parameter.dtype for parameter in operator.parameters}
+    if strategy.spec.one_sided and (len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16"}):
+        what = f"{strategy.name} cannot hold operator {operator.name}"
+        got, expected = f"parameters of {' and '.join(sorted(dtypes))}", "parameters of one dtype, float32 or bfloat16"
+        raise OsdpError(what, got=got, expected=expected, advice="pin it to another strategy")
 
 
 def split_bounds(features: int, slices: int) -> tuple[int, ...]:

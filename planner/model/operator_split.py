@@ -23,7 +23,6 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from planner.model.fsdp_units import check_split, split_bounds, split_parameters
-from planner.strategies.spec import COMPUTE_BYTES
 from profiler.cluster.measurements import call_key
 from profiler.model_graph import Affine, Call, ModelGraph, Operator, Work
 
@@ -81,7 +80,8 @@ def _at_least(one: Affine, other: Affine) -> Affine:
 
 def _calls(operator: Operator, whole: Call, count: int, precision: str) -> Iterator[Call]:
     """Yield the calls of an operator's slices, given the call of the whole; their `operator` is still the whole."""
-    weight, compute = operator.parameters[0], COMPUTE_BYTES[precision]
+    weight = operator.parameters[0]
+    compute = weight.compute_bytes(precision)
     features = weight.shape[1]
     x = _times(whole.forward.matmul_flops, compute / (2 * weight.shape[0]))
     y = _times(whole.forward.matmul_flops, compute / (2 * features))

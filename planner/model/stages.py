@@ -10,7 +10,7 @@ Stages with equal `stage_class` are interchangeable: the search only counts them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from profiler.model_graph import Call, ModelGraph
 
@@ -118,7 +118,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         key: object = (start,)
         holds_idle = bool(idle) and start == 0
         if block is not None and not holds_idle and not any(c.operator in spanning for c in calls):
-            shapes = tuple(tuple((p.shape, p.trainable) for p in graph.operators[o].parameters) for o in operators)
+            shapes = tuple(tuple(replace(p, name="") for p in graph.operators[o].parameters) for o in operators)
             key = (graph.blocks[block].block_class, shapes, around)
         name = graph.blocks[block].name if block is not None else graph.operators[calls[0].operator].name
         stages.append(

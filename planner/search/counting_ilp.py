@@ -105,7 +105,7 @@ class CountingProgram:
         self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
         self.limit: pulp.LpVariable | float = self.problem.add_variable("limit_mib", 0)
         if limit_bytes is not None:
-            self.limit = float(limit_bytes - self.load.cluster.reserve_bytes)
+            self.limit = float(limit_bytes - self.load.fixed_bytes)
         self.count: list[list[pulp.LpVariable]] = []
         self.used: list[list[pulp.LpVariable]] = []
         self.with_rows: set[int] = set()
@@ -183,7 +183,7 @@ class CountingProgram:
     def limit_memory(self) -> None:
         """Add the optimizer's row and the rows of every run's ends."""
         gradients = 1 + self.load.optimizer.temporaries
-        self._at_most_limit(self._of_each(lambda r, option: option.rest + gradients * option.gradients))
+        self._at_most_limit(self._of_each(lambda r, option: option.rest + gradients * option.stepped))
         # Of many runs only the last two can be expected to matter; the others are added when violated.
         first = 0 if len(self.runs) <= FEW_RUNS else len(self.runs) - 2
         for r in range(first, len(self.runs)):
@@ -303,7 +303,7 @@ class CountingProgram:
             peak = peak_memory(solution.options, candidates.load)
             if best is None or peak.total_bytes < best[0]:
                 best = peak.total_bytes, solution
-            claimed_bytes = solution.objective_s * 2**20 + candidates.load.cluster.reserve_bytes
+            claimed_bytes = solution.objective_s * 2**20 + candidates.load.fixed_bytes
             if peak.stage is None or peak.total_bytes <= claimed_bytes * (1 + SAME_PEAK):
                 break
             program._cut_off(solution, claimed_bytes)
@@ -339,7 +339,7 @@ class CountingProgram:
         # What the stage itself holds is the peak less what the row has for all others.
         others = self._moment_terms(r, k, forward, 0.0, first)
         elsewhere = sum(value * (n.value() or 0.0) for n, value in others.items())
-        own = peak.total_bytes - self.load.cluster.reserve_bytes - elsewhere
+        own = peak.total_bytes - self.load.fixed_bytes - elsewhere
         self._at_most_limit(self._moment_terms(r, k, forward, own, first))
 
 

@@ -243,7 +243,7 @@ class ChainBound:
 
     def least_bytes(self, event: MemoryEvent) -> float:
         """Return a lower bound on what any plan holds at a moment, reserve included."""
-        return sum(float(row.min()) for row in self.memory(event)) + self.load.cluster.reserve_bytes
+        return sum(float(row.min()) for row in self.memory(event)) + self.load.fixed_bytes
 
     def dual(self, limit_bytes: float, event: MemoryEvent, rounds: int = ROUNDS) -> tuple[float, float]:
         """Return the bound at one moment, and the price of a byte that gives it."""
@@ -255,11 +255,11 @@ class ChainBound:
     def near(self, limit_bytes: float, event: MemoryEvent, price: float) -> tuple[float, float]:
         """Return the best bound at one moment and its price, of a few prices about a given one."""
         memory, prices = self.memory(event), price * np.array([0.6, 1.0, 1.7])
-        duals = self.least(memory, prices) - prices * (limit_bytes - self.load.cluster.reserve_bytes)
+        duals = self.least(memory, prices) - prices * (limit_bytes - self.load.fixed_bytes)
         return float(duals.max()), float(prices[np.argmax(duals)])
 
     def _dual(self, limit_bytes: float, event: MemoryEvent, rounds: int) -> tuple[float, float]:
-        room = limit_bytes - self.load.cluster.reserve_bytes
+        room = limit_bytes - self.load.fixed_bytes
         memory = self.memory(event)
         best, price, scale = self.free_s, 0.0, self.free_s / max(room, 1.0)
         low, high, steps = -7.0, 5.0, 13
@@ -308,7 +308,7 @@ class ChainBound:
 def _held(option: StageCandidate, relation: int, moment: Moment | None, load: Workload) -> float:
     """Return the bytes that one stage's option adds at a moment of a stage so far away, None if far."""
     if relation == 9:
-        return option.rest + (1 + load.optimizer.temporaries) * option.gradients
+        return option.rest + (1 + load.optimizer.temporaries) * option.stepped
     held = float(option.rest)
     if load.accumulation > 1 or relation > 0:
         held += option.gradients

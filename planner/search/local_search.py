@@ -79,7 +79,7 @@ class LocalSearch:
         held = [sum(row[pick] for row, pick in zip(memory, picks, strict=True)) for memory in rows]
         top = int(np.argmax(held))
         self.held = [row.tolist() for row in rows[top]]
-        self.room_bytes = self.limit_bytes - self.candidates.load.cluster.reserve_bytes - held[top]
+        self.room_bytes = self.limit_bytes - self.candidates.load.fixed_bytes - held[top]
 
     def _held(self, move: Mapping[int, int]) -> float:
         return sum(self.held[i][pick] for i, pick in move.items()) if self.held else 0.0

@@ -2,10 +2,10 @@
 
 A *unit* is a set of operators that are wrapped, gathered and reduced together (`planner.model.fsdp_units`).
 In the files of the strategies, P are a unit's parameters and T its trainable ones, every tensor's rows padded
-to a multiple of the ranks that it is split over; e_p bytes per parameter in compute dtype, e_r = 4 in reduce
-dtype; N ranks in all, n nodes of g ranks, groups of G ranks.  AG(n, S) is an all-gather, RS a reduce-scatter and
-AR an all-reduce over n ranks of a tensor of S bytes in all.  S, SG, U, AG, RSI, AGX, RSX, H and W are the bytes of
-`planner.cost.unit_memory`.
+to a multiple of the ranks that it is split over; e_p bytes per parameter in compute dtype, e_r in reduce
+dtype (`profiler.model_graph.Parameter` says how many); N ranks in all, n nodes of g ranks, groups of G ranks.
+AG(n, S) is an all-gather, RS a reduce-scatter and AR an all-reduce over n ranks of a tensor of S bytes in all.  S, SG,
+U, AG, RSI, AGX, RSX, H and W are the bytes of `planner.cost.unit_memory`.
 
 The defaults of `StrategySpec` are what PyTorch's `fully_shard` does on a mesh of G ranks:
 
@@ -25,13 +25,6 @@ from typing import Literal
 
 from planner.collectives import Operation, collective_s
 from profiler.cluster.cluster import Cluster
-
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
-"""Bytes per parameter in compute dtype."""
-REDUCE_BYTES = 4
-"""Gradients are reduced and kept in fp32 under every precision."""
-MASTER_BYTES = 4
-"""Sharded parameters rest in fp32 under every precision."""
 
 Phase = Literal["forward", "backward", "reduce", "step"]
 """`forward` and `backward`: before those; `reduce`: after backward, in every micro-batch; `step`: after backward, in
@@ -108,7 +101,7 @@ class Volume:
     reduced: int
     """Unsharded gradients of trainable parameters in reduce dtype, padded."""
     rested: int
-    """Parameters as they rest, in fp32, padded."""
+    """Parameters as they rest, padded."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from planner.strategies.spec import COMPUTE_BYTES, MASTER_BYTES, REDUCE_BYTES, Collective, Strategy, Volume
+from planner.strategies.spec import Collective, Strategy, Volume
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import Parameter
 
@@ -16,9 +16,20 @@ def padded_rows(parameter: Parameter, parts: int) -> tuple[int, int]:
     return -(-rows // parts), parameter.numel // max(rows, 1)
 
 
-def padded_numel(parameters: Iterable[Parameter], parts: int) -> int:
-    """Return the number of elements of the parameters, each padded to so many equal parts."""
-    return sum(rows * rest * parts for rows, rest in (padded_rows(p, parts) for p in parameters))
+def padded_numel(parameter: Parameter, parts: int) -> int:
+    """Return the number of elements of a parameter, padded to so many equal parts."""
+    rows, rest = padded_rows(parameter, parts)
+    return rows * rest * parts
+
+
+def volume_of(parameters: Iterable[Parameter], parts: int, precision: str) -> Volume:
+    """Return the bytes of a unit's flat tensors, each parameter padded to so many equal parts."""
+    sizes = [(parameter, padded_numel(parameter, parts)) for parameter in parameters]
+    return Volume(
+        sum(parameter.compute_bytes(precision) * numel for parameter, numel in sizes),
+        sum(parameter.reduce_bytes * numel for parameter, numel in sizes if parameter.trainable),
+        sum(parameter.element_bytes * numel for parameter, numel in sizes),
+    )
 
 
 def unit_collectives(
@@ -28,10 +39,7 @@ def unit_collectives(
 
     Offload copies between host and device are not collectives: see `planner.cost.unit_communication`.
     """
-    parameters = tuple(parameters)
-    every = padded_numel(parameters, strategy.parts)
-    trained = padded_numel((parameter for parameter in parameters if parameter.trainable), strategy.parts)
-    volume = Volume(COMPUTE_BYTES[precision] * every, REDUCE_BYTES * trained, MASTER_BYTES * every)
+    volume = volume_of(parameters, strategy.parts, precision)
     sent = strategy.spec.collectives(volume, strategy, cluster)
     sent = tuple(c for c in sent if c.ranks > 1 and (c.size_bytes > 0 or c.operation == "barrier"))
     if not cluster.ring:

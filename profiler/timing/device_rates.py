@@ -19,8 +19,7 @@ from statistics import median
 
 import torch
 
-from profiler.trace.trace import PRECISIONS
-
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MATRIX = {"cpu": 768, "cuda": 8192}
 """Rows of the matrices by type of device."""
 ELEMENTS = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -67,7 +66,7 @@ def measure_rates(device: torch.device, repetitions: int, barrier: Callable[[], 
     """Return this rank's rates; a collective call."""
     rows, count = MATRIX[device.type], ELEMENTS[device.type]
     works: dict[str, Callable[[], object]] = {}
-    for name, dtype in PRECISIONS.items():
+    for name, dtype in DTYPES.items():
         matrix = torch.randn(rows, rows, device=device).to(dtype)
         works[name] = partial(torch.matmul, matrix, matrix)
     vector = torch.randn(count, device=device)
@@ -81,7 +80,7 @@ def measure_rates(device: torch.device, repetitions: int, barrier: Callable[[], 
             seconds[name].append(timed_s(work, device))
     middle = {name: median(found[1:]) for name, found in seconds.items()}  # The first one allocates.
     add, gelu = 12 * count / middle["add"], 8 * count / middle["gelu"]
-    return DeviceRates({name: 2.0 * rows**3 / middle[name] for name in PRECISIONS}, (add * gelu) ** 0.5)
+    return DeviceRates({name: 2.0 * rows**3 / middle[name] for name in DTYPES}, (add * gelu) ** 0.5)
 
 
 def device_memory(device: torch.device, ranks_per_node: int) -> DeviceMemory:

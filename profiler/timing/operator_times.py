@@ -27,7 +27,6 @@ from profiler.timing.blockwise_pass import PassError, PassTimes, run_blockwise
 from profiler.timing.shared_weights import build, real_inputs, shared_weights
 from profiler.timing.stopwatch import Clock, clock_of
 from profiler.trace.dataless_device import training
-from profiler.trace.trace import PRECISIONS
 from profiler.trace.trace_errors import explain
 
 
@@ -69,9 +68,10 @@ def measure_calls(
     if not sizes or sizes[0] < 1 or repetitions < 1 or warm_up < 0:
         got = f"micro-batches {list(micro_batches)}, {repetitions} repetitions, warm-up {warm_up}"
         raise OsdpError("nothing to measure", got=got, expected="at least one of each, and a warm-up of 0 or more")
-    module, dtype = build(source, device), PRECISIONS[graph.precision]
+    module = build(source, device)
     random_numbers = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with shared_weights(module, device, dtype), training(module), random_numbers:
+    weights = shared_weights(module, device, graph.precision, graph.master_weights)
+    with weights, training(module), random_numbers:
         bench = _Bench(module, source, graph, device, clock or clock_of(device))
         done, passes, points = 0, len(sizes) * (1 + warm_up + repetitions), []
         for size in sizes:
@@ -109,8 +109,7 @@ class _Bench:
 
     def feed(self, micro_batch: int) -> None:
         """Make the inputs of the passes that follow."""
-        dtype = PRECISIONS[self._graph.precision]
-        self._inputs = real_inputs(self._module, self._source, micro_batch, self._device, dtype)
+        self._inputs = real_inputs(self._module, self._source, micro_batch, self._device)
 
     def run(self, count_saved: bool) -> PassTimes:
         """Run a pass; a model that cannot be cut at its blocks runs uncut from then on."""

@@ -7,7 +7,7 @@ parameter over storage that all modules of the same class with the same shapes h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map_only
 
+from profiler.mixed_precision import cast_inputs, resting_dtypes
 from profiler.model_source import Inputs, ModelSource
 from profiler.trace.trace_errors import explained, explained_inputs
 
@@ -47,14 +48,20 @@ def _without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) 
 
 
 @contextmanager
-def shared_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[list[Tensor]]:
+def shared_weights(
+    module: nn.Module, device: torch.device, precision: str, master_weights: str = ""
+) -> Iterator[list[Tensor]]:
     """Give the module parameters and buffers with data on the device, and its own ones back at the end.
 
-    Floating ones are of `dtype`.  Yields the parameters' storages, as tensors.  Tied parameters share
-    storage as they did, but become parameters of their own, so that each gets a gradient of its own.
+    Parameters are of the dtypes that they compute in (`profiler.mixed_precision`).  Yields the parameters' storages,
+    as tensors.  Tied parameters share storage as they did, but become parameters of their own, so that each gets a
+    gradient of its own.
     """
     before = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
-    storages, buffers = _Storages(device, dtype), dict[int, Tensor]()
+    named = dict(module.named_parameters())
+    dtypes = resting_dtypes(module, precision, master_weights)
+    storages = _Storages(device, {id(named[name]): dtype.compute for name, dtype in dtypes.items()})
+    buffers, casts = dict[int, Tensor](), cast_inputs(module, precision)
     try:
         for owner, parameters, registered in before:
             for name, parameter in parameters.items():
@@ -64,10 +71,12 @@ def shared_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) 
             for name, buffer in registered.items():
                 if buffer is not None:
                     if id(buffer) not in buffers:
-                        buffers[id(buffer)] = _copy(buffer, device, dtype)
+                        buffers[id(buffer)] = _copy(buffer, device)
                     owner._buffers[name] = buffers[id(buffer)]
         yield storages.made
     finally:
+        for hook in casts:
+            hook.remove()
         for owner, parameters, registered in before:
             owner._parameters.clear()
             owner._parameters.update(parameters)
@@ -78,9 +87,10 @@ def shared_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) 
 class _Storages:
     """Data for parameters: one tensor for each parameter name of equal modules."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtypes: Mapping[int, torch.dtype]) -> None:
+        """Take the dtypes of parameters by identity."""
         self.made: list[Tensor] = []
-        self._device, self._dtype = device, dtype
+        self._device, self._dtypes = device, dtypes
         self._generator = torch.Generator(device).manual_seed(SEED)
         self._by_place: dict[tuple[Any, ...], Tensor] = {}
         self._by_parameter: dict[int, Tensor] = {}
@@ -88,7 +98,7 @@ class _Storages:
     def of(self, owner: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
         """Return the data of a module's parameter; tied ones have that of the first."""
         shapes = [(key, tuple(other.shape)) for key, other in owner._parameters.items() if other is not None]
-        place = (type(owner), *shapes, name, parameter.dtype)
+        place = (type(owner), *shapes, name, parameter.dtype, self._dtypes[id(parameter)])
         data = self._by_parameter.get(id(parameter), self._by_place.get(place))
         if data is None:
             data = self._fill(name, parameter)
@@ -99,8 +109,7 @@ class _Storages:
         return data
 
     def _fill(self, name: str, parameter: nn.Parameter) -> Tensor:
-        dtype = self._dtype if parameter.is_floating_point() else parameter.dtype
-        data = torch.zeros(parameter.shape, dtype=dtype, device=self._device)
+        data = torch.zeros(parameter.shape, dtype=self._dtypes[id(parameter)], device=self._device)
         if not data.is_floating_point():
             return data
         if data.dim() == 1 and name == "weight":  # a norm's
@@ -108,18 +117,15 @@ class _Storages:
         return data.normal_(std=STD, generator=self._generator)
 
 
-def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a buffer or an input: a pass may change it.  One without data becomes zeros."""
-    wanted = dtype if tensor.is_floating_point() else tensor.dtype
     if tensor.is_meta:
-        return torch.zeros(tensor.shape, dtype=wanted, device=device)
-    return tensor.detach().to(device, wanted, copy=True).requires_grad_(tensor.requires_grad)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
 
-def real_inputs(
-    module: nn.Module, source: ModelSource, micro_batch: int, device: torch.device, dtype: torch.dtype
-) -> Inputs:
-    """Make the arguments of one forward on the device, floating tensors of `dtype`; raises OsdpError."""
+def real_inputs(module: nn.Module, source: ModelSource, micro_batch: int, device: torch.device) -> Inputs:
+    """Make the arguments of one forward on the device; raises OsdpError."""
     with explained_inputs(source.name), device:
         inputs = source.example_inputs(module, micro_batch)
-    return tree_map_only(Tensor, lambda tensor: _copy(tensor, device, dtype), inputs)  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, lambda tensor: _copy(tensor, device), inputs)  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from profiler.byte_sizes import allocated_bytes
 from profiler.errors import OsdpError
+from profiler.mixed_precision import RestingDtype
 from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
 from profiler.model_source import ModelSource
 from profiler.trace.activation_ledger import NOBODY, CallRecord, Tally
@@ -26,7 +27,12 @@ _BACKWARD_BYTES = tuple(field.name for field in fields(Call) if "backward_" in f
 
 
 def assemble(
-    source: ModelSource, precision: str, module: nn.Module, groups: Sequence[Group], passes: Sequence[Pass]
+    source: ModelSource,
+    precision: str,
+    module: nn.Module,
+    dtypes: Mapping[str, RestingDtype],
+    groups: Sequence[Group],
+    passes: Sequence[Pass],
 ) -> ModelGraph:
     """Return the graph of the passes: one per size of `affine_fit.ALL_SIZES`, the last optional."""
     first = passes[0]
@@ -44,7 +50,7 @@ def assemble(
     for record, *others in zip(*(one.calls for one in passes), strict=True):
         block = None if record.block is None else block_of[record.block]
         found.append(_call([record, *others], position[record.operator], block, groups[record.operator].modules[0]))
-    operators = _operators(module, [groups[index] for index in order + unused], found)
+    operators = _operators(module, dtypes, [groups[index] for index in order + unused], found)
     calls = tuple(map(_without_waiting, found, _waiting_bytes(module, operators, found)))
     blocks = _blocks(module, operators, calls, passes, run)
     structure = (operators, calls, blocks, precision, source.sequence_length)
@@ -57,6 +63,7 @@ def assemble(
         blocks=blocks,
         edges=tuple(sorted(first.edges)),
         fingerprint=hashlib.sha256(repr(structure).encode()).hexdigest()[:16],
+        outside=_outside(module, dtypes, groups),
         notes=tuple(_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
     )
 
@@ -129,7 +136,9 @@ def _peak(tallies: Sequence[Tally], instants: Sequence[slice]) -> Affine:
     return envelope(events, add_bytes=max(tally.waste for tally in tallies)) if any(events) else Affine()
 
 
-def _operators(module: nn.Module, groups: Sequence[Group], calls: Sequence[Call]) -> tuple[Operator, ...]:
+def _operators(
+    module: nn.Module, dtypes: Mapping[str, RestingDtype], groups: Sequence[Group], calls: Sequence[Call]
+) -> tuple[Operator, ...]:
     named = dict(module.named_parameters())
     blocks: list[set[int | None]] = [set() for _ in groups]
     for call in calls:
@@ -138,14 +147,25 @@ def _operators(module: nn.Module, groups: Sequence[Group], calls: Sequence[Call]
         Operator(
             name=group.modules[0],
             kind=type(module.get_submodule(group.modules[0])).__name__,
-            parameters=tuple(
-                Parameter(name, tuple(named[name].shape), named[name].requires_grad) for name in group.parameters
-            ),
+            parameters=tuple(_parameter(name, named[name], dtypes[name]) for name in group.parameters),
             modules=group.modules,
             block=next(iter(blocks[index])) if len(blocks[index]) == 1 else None,
         )
         for index, group in enumerate(groups)
     )
+
+
+def _parameter(name: str, parameter: nn.Parameter, dtype: RestingDtype) -> Parameter:
+    rest = str(dtype.rest).removeprefix("torch.")
+    return Parameter(name, tuple(parameter.shape), parameter.requires_grad, rest, dtype.keeps)
+
+
+def _outside(module: nn.Module, dtypes: Mapping[str, RestingDtype], groups: Sequence[Group]) -> tuple[Parameter, ...]:
+    """Return the parameters that no operator has."""
+    named = dict(module.named_parameters())
+    held = {named[name].untyped_storage()._cdata for group in groups for name in group.parameters}
+    outside = [name for name, parameter in named.items() if parameter.untyped_storage()._cdata not in held]
+    return tuple(_parameter(name, named[name], dtypes[name]) for name in outside)
 
 
 def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call]) -> list[int]:
@@ -208,8 +228,7 @@ def _likeness(call: Call, operators: Sequence[Operator], path: str) -> tuple[Any
     """Return what a call in the block at `path` has in common with the equal calls of other blocks."""
     operator = operators[call.operator]
     parameters = tuple(
-        (parameter.name.removeprefix(f"{path}."), parameter.shape, parameter.trainable)
-        for parameter in operator.parameters
+        replace(parameter, name=parameter.name.removeprefix(f"{path}.")) for parameter in operator.parameters
     )
     return (operator.kind, parameters, replace(call, operator=0, block=None))
 

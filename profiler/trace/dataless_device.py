@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -126,35 +126,34 @@ def construct(make: Callable[[], nn.Module], device: DatalessDevice) -> nn.Modul
         return make()
 
 
-def adapt(module: nn.Module, device: DatalessDevice, dtype: torch.dtype) -> nn.Module:
-    """Return the module with all tensors on the device, floating ones of `dtype`.
+def adapt(module: nn.Module, device: DatalessDevice, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
+    """Return the module with all tensors on the device, and parameters of other dtypes by name.
 
     Where anything has to change, this is a copy, so that a module which the user holds on to stays
     as it is; tied parameters stay tied.
     """
-    tensors = (*module.parameters(), *module.buffers())
-    moved = {id(tensor): _like(tensor, device, dtype) for tensor in tensors}
-    if all(moved[id(tensor)] is tensor for tensor in tensors):
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    moved = {id(tensor): _like(tensor, device, dtypes.get(name, tensor.dtype)) for name, tensor in tensors}
+    if all(moved[id(tensor)] is tensor for _, tensor in tensors):
         return module
     return copy.deepcopy(module, dict(moved))
 
 
 def _like(tensor: Tensor, device: DatalessDevice, dtype: torch.dtype) -> Tensor:
-    wanted = dtype if tensor.is_floating_point() else tensor.dtype
-    if device.holds(tensor) and tensor.dtype == wanted:
+    if device.holds(tensor) and tensor.dtype == dtype:
         return tensor
     with device.running():
-        placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=device.torch_device)
+        placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device.torch_device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(placed, requires_grad=tensor.requires_grad)
     return placed.requires_grad_(tensor.requires_grad)
 
 
-def feed(example: Callable[[], Inputs], device: DatalessDevice, dtype: torch.dtype) -> Inputs:
-    """Make the arguments of one forward, on the device, floating tensors of `dtype`."""
+def feed(example: Callable[[], Inputs], device: DatalessDevice) -> Inputs:
+    """Make the arguments of one forward, on the device."""
     with device.building(), _WithoutFills(device):
         inputs = example()
-    return tree_map_only(Tensor, lambda tensor: _like(tensor, device, dtype), inputs)  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, lambda tensor: _like(tensor, device, tensor.dtype), inputs)  # type: ignore[no-any-return]
 
 
 @contextmanager

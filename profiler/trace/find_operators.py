@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from networkx.utils import UnionFind
 from torch import nn
 
@@ -23,16 +24,21 @@ class Group:
     """Names of the parameters as in `named_parameters()`."""
 
 
-def find_groups(root: nn.Module) -> tuple[Group, ...]:
+def find_groups(root: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> tuple[Group, ...]:
     """Return the operators of `root` in module order: one per owning module, tied modules together.
 
-    Parameters without dimensions (`logit_scale` of CLIP) belong to none: there is nothing to shard or to plan.
+    `dtypes` are those that parameters rest in, by name; None: those that they have.
+
+    Parameters without dimensions (`logit_scale` of CLIP) belong to none: there is nothing to shard or to plan.  Of a
+    module whose trained parameters have several dtypes, neither do those that are not of the most frequent one: FSDP2
+    reduces gradients of one dtype together.
     """
+    rested = {id(one): dtypes[name] if dtypes else one.dtype for name, one in root.named_parameters()}
     names: dict[int, str] = {}  # by storage: tied parameters have one
     for name, parameter in root.named_parameters():
         names.setdefault(parameter.untyped_storage()._cdata, name)
     owned = {
-        path: [p.untyped_storage()._cdata for p in module._parameters.values() if p is not None and p.dim()]
+        path: [parameter.untyped_storage()._cdata for parameter in _shardable(module, rested)]
         for path, module in root.named_modules()
     }
     tied = UnionFind(owned)
@@ -48,6 +54,16 @@ def find_groups(root: nn.Module) -> tuple[Group, ...]:
         Group(tuple(paths), tuple(dict.fromkeys(names[storage] for path in paths for storage in owned[path])))
         for paths in groups.values()
     )
+
+
+def _shardable(module: nn.Module, dtypes: Mapping[int, torch.dtype]) -> list[nn.Parameter]:
+    """Return the parameters that a module owns and that can be in one unit; `dtypes` are by identity."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None and parameter.dim()]
+    trained: Counter[torch.dtype] = Counter()
+    for parameter in own:
+        trained[dtypes[id(parameter)]] += parameter.numel() if parameter.requires_grad else 0
+    most = max(trained, key=lambda dtype: trained[dtype], default=None)
+    return [parameter for parameter in own if not parameter.requires_grad or dtypes[id(parameter)] == most]
 
 
 def merge_unrun(groups: Iterable[Group], used: Iterable[int], ran: Mapping[str, Any]) -> tuple[Group, ...]:

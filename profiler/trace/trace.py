@@ -9,13 +9,14 @@ No tensor has data, nothing is computed, no device is needed.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
-import torch
 from torch import nn
 
 from profiler.errors import OsdpError
+from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, RestingDtype, inputs_cast, resting_dtypes
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import SINGLE, SIZES
@@ -27,32 +28,39 @@ from profiler.trace.metered_pass import Pass, run_pass
 from profiler.trace.op_meter import Memo
 from profiler.trace.trace_errors import ModelError, explained, explained_inputs
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEVICE_TYPES = ("cpu", "cuda")
 
 
-def trace_model(source: ModelSource, precision: str = "fp32", device_type: str = "cpu") -> ModelGraph:
+def trace_model(
+    source: ModelSource, precision: str = "fp32", device_type: str = "cpu", master_weights: str = ""
+) -> ModelGraph:
     """Measure a model's operators, calls and blocks without data and without a device.
 
-    `precision` (`fp32`, `bf16`) is the dtype of parameters, floating buffers and floating inputs.
+    `precision` (`fp32`, `bf16`) is that of `profiler.mixed_precision`, as is `master_weights` (`fp32`, or empty).
     `device_type` (`cpu`, `cuda`) is the type of the device whose attention and dropout kernels are
     assumed.  Raises OsdpError for a model that cannot be traced, naming module and op.
     """
-    for what, got, choices in (("precision", precision, PRECISIONS), ("device_type", device_type, DEVICE_TYPES)):
+    asked = (
+        ("precision", precision, COMPUTE_DTYPE),
+        ("device_type", device_type, DEVICE_TYPES),
+        ("master_weights", master_weights, MASTER_WEIGHTS),
+    )
+    for what, got, choices in asked:
         if got not in choices:
-            raise OsdpError(f"unknown {what}", got=got, expected=" or ".join(choices))
+            raise OsdpError(f"unknown {what}", got=got, expected=" or ".join(choice for choice in choices if choice))
     with _no_garbage_collection():
         try:
-            found = _survey(source, PRECISIONS[precision], MetaDevice(), device_type)
+            found = _survey(source, (precision, master_weights), MetaDevice(), device_type)
         except ModelError:
-            found = _survey(source, PRECISIONS[precision], FakeCpu(), device_type)
-    return assemble(source, precision, *found)
+            found = _survey(source, (precision, master_weights), FakeCpu(), device_type)
+    return replace(assemble(source, precision, *found), master_weights=master_weights)
 
 
 def _survey(
-    source: ModelSource, dtype: torch.dtype, device: DatalessDevice, device_type: str
-) -> tuple[nn.Module, Sequence[Group], Sequence[Pass]]:
-    """Build the model on the device and run a pass per micro-batch."""
+    source: ModelSource, dtypes: tuple[str, str], device: DatalessDevice, device_type: str
+) -> tuple[nn.Module, Mapping[str, RestingDtype], Sequence[Group], Sequence[Pass]]:
+    """Build the model on the device and run a pass per micro-batch; `dtypes`: precision and master weights."""
+    precision, master_weights = dtypes
     what, expected = f"cannot build {source.name} without data", "build() to return an nn.Module on the meta device"
     advice = (
         "if it computes with tensor values (x.item(), loading weights), do that in Python numbers "
@@ -62,9 +70,11 @@ def _survey(
         with explained(what, expected, advice):
             module = construct(source.build, device)
             _check_module(source.name, module)
-            module = adapt(module, device, dtype)
-        with training(module):
-            return module, *_run_sizes(module, source, dtype, device)
+            rested = resting_dtypes(module, precision, master_weights)
+            module = adapt(module, device, {name: one.compute for name, one in rested.items()})
+        with training(module), inputs_cast(module, precision):
+            groups = find_groups(module, {name: one.rest for name, one in rested.items()})
+            return module, rested, *_run_sizes(module, source, groups, device)
 
 
 def _check_module(name: str, module: nn.Module) -> None:
@@ -85,14 +95,13 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 
 def _run_sizes(
-    module: nn.Module, source: ModelSource, dtype: torch.dtype, device: DatalessDevice
+    module: nn.Module, source: ModelSource, groups: Sequence[Group], device: DatalessDevice
 ) -> tuple[Sequence[Group], Sequence[Pass]]:
-    groups, blocks = find_groups(module), find_blocks(module)
-    memo: Memo = {}
+    blocks, memo = find_blocks(module), Memo()
 
     def run(size: int) -> Pass:
         with explained_inputs(source.name):
-            inputs = feed(lambda: source.example_inputs(module, size), device, dtype)
+            inputs = feed(lambda: source.example_inputs(module, size), device)
         return run_pass(source.name, module, groups, blocks, inputs, device, memo)
 
     trial = run(SIZES[0])

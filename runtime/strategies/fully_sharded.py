@@ -80,7 +80,7 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,
                 reshard_after_forward=strategy.reshard_after_forward,
-                mp_policy=context.mixed_precision,
+                mp_policy=context.mixed_precision(unit),
                 offload_policy=pinned if strategy.offload else OffloadPolicy(),
                 ignored_params=context.ignored,
             )
@@ -101,9 +101,7 @@ def uses_ring(unit: ScheduledUnit) -> list[bool]:
 def wrap_root(context: WrapContext) -> Root:
     """Make the model itself an FSDP2 module, if it is no unit, when all units are wrapped."""
     if not isinstance(context.model, FSDPModule):
-        mesh, policy = context.meshes.mesh(context.schedule.world_size), context.mixed_precision
-        fully_shard(
-            context.model, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=context.ignored
-        )
+        mesh = context.meshes.mesh(context.schedule.world_size)
+        fully_shard(context.model, mesh=mesh, reshard_after_forward=True, ignored_params=context.ignored)
     assert isinstance(context.model, FSDPModule)
     return Root(context.model)

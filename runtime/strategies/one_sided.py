@@ -42,7 +42,7 @@ class WindowedUnit(FullyShardedUnit):
         self.reduces_in_last_backward = False  # but in the optimizer's step, by the `Exchange`
         self.replicas = context.schedule.world_size // unit.strategy.group
         self.sharing = Sharing(unit.strategy.group, unit.strategy.spec.ordered)
-        self.one_sided = OneSidedUnit(unit.name, wrapped.module, context.compute_dtype)
+        self.one_sided = OneSidedUnit(unit.name, wrapped.module, context.compute_dtype(unit))
 
 
 def wrap(unit: ScheduledUnit, context: WrapContext) -> WindowedUnit:

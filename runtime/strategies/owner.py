@@ -1,6 +1,6 @@
 """Owner sharding: an operator's parameters are kept whole by one rank.
 
-    forward     the owner broadcasts the parameters, in compute dtype, as one flat buffer; freed afterwards
+    forward     the owner broadcasts the parameters, in compute dtype, as one flat buffer of bytes; freed afterwards
     backward    broadcast again before the operator's backward; gradients reduced to the owner, in fp32
 
 A unit's backward begins with the gradient of an output of its modules.  It ends with the gradients of
@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +39,12 @@ from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import uneven_dtensor
 
 T = TypeVar("T")
+ALIGNMENT_BYTES = 512
+"""Of parameters in the flat buffer, as the allocator aligns tensors."""
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class OwnedParameter:
@@ -56,22 +64,22 @@ class OwnedUnit(WrappedUnit):
 
     def __init__(self, unit: ScheduledUnit, context: WrapContext) -> None:
         assert unit.owner is not None
-        self.owner, self.device, self.compute_dtype = unit.owner, context.device, context.compute_dtype
+        self.owner, self.device, compute = unit.owner, context.device, context.compute_dtype(unit)
         self.mesh = context.meshes.mesh(context.schedule.world_size)
         self.group = self.mesh.get_group()
         self.is_owner = dist.get_rank() == self.owner
         self.home = torch.device("cpu") if unit.strategy.offload else self.device
         places = context.materialise(unit)
         wanted = list(places)
-        dtype = self.compute_dtype or wanted[0].dtype
-        self.flat = torch.empty(sum(p.numel() for p in wanted), dtype=dtype, device=self.device)
-        parts = torch.split(self.flat, [parameter.numel() for parameter in wanted])
-        fulls = [nn.Parameter(part.view(like.shape)) for part, like in zip(parts, wanted, strict=True)]
+        dtypes = [compute if compute and one.is_floating_point() else one.dtype for one in wanted]
+        ends = [*accumulate(_aligned(one.numel() * dtype.itemsize) for one, dtype in zip(wanted, dtypes, strict=True))]
+        self.flat = torch.empty(ends[-1], dtype=torch.uint8, device=self.device)
+        self.parameters = []
+        for parameter, dtype, start in zip(wanted, dtypes, [0, *ends], strict=False):
+            part = self.flat[start : start + parameter.numel() * dtype.itemsize].view(dtype).view(parameter.shape)
+            full = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            self.parameters.append(OwnedParameter(places[parameter], self._rested(parameter), full))
         self.flat.untyped_storage().resize_(0)
-        self.parameters = [
-            OwnedParameter(places[parameter], self._rested(parameter), full)
-            for parameter, full in zip(wanted, fulls, strict=True)
-        ]
         self.modules = context.modules(unit)
         self.to_run: set[nn.Module] = set()
         """Modules whose forward is still to come in this pass: tied ones are gathered once for all."""
@@ -109,14 +117,11 @@ class OwnedUnit(WrappedUnit):
         """Broadcast the owner's parameters and let the modules see them."""
         if self.is_gathered:
             return
-        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        self.flat.untyped_storage().resize_(self.flat.numel())
         # Through `.data`: autograd's saved views are of this storage, and filling it is no new version.
-        data = self.flat.data
-        if self.is_owner:
-            parts = torch.split(data, [parameter.full.numel() for parameter in self.parameters])
-            for parameter, part in zip(self.parameters, parts, strict=True):
-                part.copy_(local_data(parameter.resting).reshape(-1))
-        dist.broadcast(data, src=self.owner, group=self.group)
+        for parameter in self.parameters if self.is_owner else ():
+            parameter.full.data.copy_(local_data(parameter.resting))
+        dist.broadcast(self.flat.data, src=self.owner, group=self.group)
         for parameter in self.parameters:
             parameter.full.requires_grad_(parameter.resting.requires_grad)
             parameter.register(parameter.full)
@@ -145,10 +150,7 @@ class OwnedUnit(WrappedUnit):
             self._release_if_idle()  # what a pass that left out some module has left gathered may be old
             self.to_run = set(self.modules)
         self.gather()
-        inputs, dtype = (args, kwargs), self.compute_dtype
-        if dtype is not None:
-            inputs = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
-        return _mark(inputs, self.end_backward) if is_first else inputs
+        return _mark((args, kwargs), self.end_backward) if is_first else (args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self.to_run.discard(module)
@@ -180,7 +182,7 @@ class OwnedUnit(WrappedUnit):
         self.in_backward = False
         trained = [parameter for parameter in self.parameters if parameter.full.grad is not None]
         sizes = [parameter.full.numel() for parameter in trained]
-        dtype = torch.promote_types(self.flat.dtype, torch.float32)
+        dtype = reduce(torch.promote_types, (parameter.full.dtype for parameter in trained), torch.float32)
         reduced = torch.empty(sum(sizes), dtype=dtype, device=self.device)
         parts = torch.split(reduced, sizes)
         for parameter, part in zip(trained, parts, strict=True):
@@ -190,7 +192,8 @@ class OwnedUnit(WrappedUnit):
         self.reshard()
         if not trained:
             return
-        dist.reduce(reduced, dst=self.owner, op=dist.ReduceOp.SUM, group=self.group)
+        sent = torch.view_as_real(reduced) if dtype.is_complex else reduced
+        dist.reduce(sent, dst=self.owner, op=dist.ReduceOp.SUM, group=self.group)
         reduced.div_(self.group.size())
         for parameter, part in zip(trained, parts, strict=True):
             add_gradient(parameter.resting, part)

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from profiler.mixed_precision import COMPUTE_DTYPE, master_dtype
 from runtime.meshes import Meshes
 from runtime.parameter_places import ParameterSite, Registration, registered_parameters
 from runtime.schedule import Schedule, ScheduledUnit
-
-COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,25 +32,28 @@ class WrapContext:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_unwrapped", registered_parameters(self.model))
 
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """What parameters and floating-point inputs are cast to; None: left as they are."""
-        return COMPUTE_DTYPE[self.schedule.precision]
+    def compute_dtype(self, unit: ScheduledUnit) -> torch.dtype | None:
+        """What a unit's parameters are cast to; None: left as they are."""
+        keeps = any(parameter.keeps_dtype for parameter in unit.parameters)
+        return None if keeps else COMPUTE_DTYPE[self.schedule.precision]
 
-    @property
-    def mixed_precision(self) -> MixedPrecisionPolicy:
-        """What `fully_shard` takes as `mp_policy`."""
-        dtype = self.compute_dtype
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    def mixed_precision(self, unit: ScheduledUnit) -> MixedPrecisionPolicy:
+        """What `fully_shard` takes as `mp_policy` for a unit; inputs are cast by hooks of the modules themselves."""
+        dtype, trained = self.compute_dtype(unit), [one for one in unit.parameters if one.trainable]
+        raises = dtype is not None or any(one.element_bytes < torch.float32.itemsize for one in trained)
+        reduce_dtype = torch.float32 if raises and all(one.element_bytes <= 4 for one in trained) else None
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     def modules(self, unit: ScheduledUnit) -> list[nn.Module]:
         """Return the modules to wrap."""
         return [self.model.get_submodule(path) for path in unit.modules]
 
-    def scalars(self) -> dict[str, Registration[nn.Parameter]]:
-        """Return the parameters without dimensions, by name; `fully_shard` does not take them. To be called once."""
-        paths = [path for path, registration in self._unwrapped.items() if not registration.tensor.dim()]
-        return {path: self._unwrapped.pop(path) for path in paths}
+    def outside_units(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that no unit holds, by name. To be called once."""
+        held = {parameter.path for unit in self.schedule.units for parameter in unit.parameters}
+        return {
+            path: self._take(path, self.device)[0] for path in [path for path in self._unwrapped if path not in held]
+        }
 
     def materialise(self, unit: ScheduledUnit) -> dict[nn.Parameter, list[ParameterSite]]:
         """Return the unit's parameters and where they are registered; those on meta get uninitialised memory.
@@ -59,13 +61,17 @@ class WrapContext:
         To be called once: what is about to be sharded is not held here any longer.
         """
         home = torch.device("cpu") if unit.strategy.offload else self.device
-        found = {}
-        for scheduled in unit.parameters:
-            registration = self._unwrapped.pop(scheduled.path)
-            parameter = registration.tensor
-            if parameter.is_meta:
-                parameter = nn.Parameter(torch.empty_like(parameter, device=home), parameter.requires_grad)
-                for module, name in registration.places:
-                    module.register_parameter(name, parameter)
-            found[parameter] = registration.places
-        return found
+        return dict(self._take(scheduled.path, home) for scheduled in unit.parameters)
+
+    def _take(self, path: str, home: torch.device) -> tuple[nn.Parameter, list[ParameterSite]]:
+        """Return a parameter, with data and in the dtype that it rests in, and where it is registered."""
+        registration = self._unwrapped.pop(path)
+        parameter = registration.tensor
+        dtype = master_dtype(parameter, self.schedule.master_weights)
+        if parameter.is_meta:
+            parameter = nn.Parameter(torch.empty_like(parameter, device=home, dtype=dtype), parameter.requires_grad)
+            for module, name in registration.places:
+                module.register_parameter(name, parameter)
+        elif parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+        return parameter, registration.places

@@ -37,6 +37,7 @@ def plan(
     imbalance: options.Imbalance = None,
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
+    master_weights: options.MasterWeights = None,
     optimizer: options.OptimizerName = "adam",
     what_if: options.WhatIf = False,
     output: options.Output = None,
@@ -68,6 +69,7 @@ def plan(
         pins=tuple(parse_pin(text) for text in pin or ()),
         imbalance=BALANCED if imbalance is None else read_imbalance(imbalance),
         imbalance_as_given=imbalance or "",
+        master_weights=master_weights or "",
     )
     with progress_bar():
         source = load_model(model, sequence_length=seq)

@@ -100,8 +100,8 @@ def _calls(cluster: Cluster, graph: ModelGraph) -> Table:
         call, name = by_key[one.key], (one.name.removeprefix(f"{graph.name} "), str(counts[one.key]))
         for index, micro_batch in enumerate(one.micro_batches):
             load = Workload(cluster, "adam", graph.precision, micro_batch)
-            forward = one.forward_s[index], load.compute_s(call.forward)
-            backward = one.backward_s[index], load.compute_s(call.backward)
+            forward = one.forward_s[index], load.compute_s(call.forward, graph.matmul_precision)
+            backward = one.backward_s[index], load.compute_s(call.backward, graph.matmul_precision)
             times, saved = map(format_seconds, (*forward, *backward)), format_bytes(one.saved_bytes[index])
             table.add_row(*(("", "") if index else name), str(micro_batch), *times, saved)
     return table

@@ -1,0 +1,75 @@
+"""Parameters that every rank holds whole, outside of FSDP2.
+
+Those that no unit can hold, whatever the plan says (without dimensions, or of another dtype than the others of their
+module), and replicated units of which nothing is trained: these are neither copied nor gathered.
+
+Gradients are averaged over ranks all at once, in the optimizer's step or before they are clipped.  Averaging twice
+changes nothing.  What was frozen may be trained later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runtime.local_shards import LocalShard, Origin, local_shard
+from runtime.schedule import ScheduledUnit
+from runtime.sharded_model import WrappedUnit
+from runtime.strategies.wrap_context import WrapContext
+from runtime.torch_compat import is_fake
+
+
+class UnshardedParameters(WrappedUnit):
+    """Parameters of a model that every rank holds."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], context: WrapContext) -> None:
+        """Move them to the device, and keep `fully_shard` away from them."""
+        self.replicas, self.device = context.schedule.world_size, context.device
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.device)
+        self.parameters = parameters
+        self.is_reduced_by_ddp = context.schedule.by_ddp
+        context.ignored.update(parameters)
+
+    @property
+    def reduced(self) -> list[nn.Parameter]:
+        """Those whose gradients it averages."""
+        return [] if self.is_reduced_by_ddp else [one for one in self.parameters if one.requires_grad]
+
+    @property
+    def finishes_in_optimizer_step(self) -> bool:  # type: ignore[override]
+        return bool(self.reduced)
+
+    def local_shard(self, origin: Origin, parameter: nn.Parameter) -> LocalShard:
+        return local_shard(origin, parameter, self.replicas)
+
+    def finish_gradients(self, micro_batches: int) -> float:
+        """Average the gradients; a rank without one, of layers that it left out, counts as zero."""
+        parameters = self.reduced
+        if not parameters:
+            return 1.0
+        has_gradient = torch.tensor([one.grad is not None for one in parameters], device=self.device).int()
+        dist.all_reduce(has_gradient)
+        counts = [1] * len(parameters) if is_fake(has_gradient) else has_gradient.tolist()
+        alike: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter, count in zip(parameters, counts, strict=True):
+            if count:
+                alike.setdefault(torch.promote_types(parameter.dtype, torch.float32), []).append(parameter)
+        for dtype, members in alike.items():
+            total = torch.cat([_gradient(one).to(dtype).reshape(-1) for one in members])
+            dist.all_reduce(torch.view_as_real(total) if dtype.is_complex else total)
+            for one, part in zip(members, torch.split(total, [one.numel() for one in members]), strict=True):
+                one.grad = (part / self.replicas).to(one.dtype).view(one.shape)
+        return 1.0
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+
+
+def wrap(unit: ScheduledUnit, context: WrapContext) -> UnshardedParameters:
+    """Leave a unit's parameters as they are, on the device."""
+    return UnshardedParameters(list(context.materialise(unit)), context)
