@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from planner.model.fsdp_units import check_split
+from planner.model.fsdp_units import check_dtypes, check_split
 from planner.name_patterns import matches, unknown_name
 from planner.problem import Pins
 from planner.strategies.notation import format_choice, parse_choice
@@ -76,6 +76,7 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
         operators = _operators(pin, graph, blocks)
         for index in operators:
             _check_split(pin, graph, index, len(slices))
+            check_dtypes(graph.operators[index], slices)
         strategies.append((pin, frozenset(operators), slices))
     names = [" and ".join(operator.modules) for operator in graph.operators]
     return Pins(_decided(strategies, names), _decided(recompute, [block.name for block in graph.blocks]))

@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cost.unit_memory import is_plain
 from planner.model.fsdp_units import Unit, owners_of, split_bounds, unit_parameters, units_of
 from planner.model.stages import cut
 from planner.plan import Plan, read_choices
 from planner.pricing import runs_by_ddp
 from planner.strategies.spec import Collective
-from planner.strategies.unit_collectives import unit_collectives
+from planner.strategies.unit_collectives import is_plain, unit_collectives
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator, Parameter

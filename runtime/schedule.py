@@ -52,7 +52,7 @@ class ScheduledUnit:
     idle: bool = False
     """Whether the model never runs it."""
     is_plain: bool = False
-    """Whether it is nothing but tensors on every rank (`planner.cost.unit_memory.is_plain`)."""
+    """Whether it is nothing but tensors on every rank (`planner.strategies.unit_collectives.is_plain`)."""
 
     @property
     def reduces_once_per_step(self) -> bool:

@@ -250,12 +250,12 @@ def train_all(rank: int, cases: Sequence[Case], plans: Sequence[Plan]) -> list[t
 @contextmanager
 def traced_once() -> Iterator[None]:
     """Have OSDP trace the models of a name for the first of them only, which was most of the time."""
-    graphs: dict[tuple[str, str, str], ModelGraph] = {}
+    graphs: dict[tuple[str, ...], ModelGraph] = {}
 
-    def traced(source: ModelSource, precision: str, device_type: str) -> ModelGraph:
-        key = source.name, precision, device_type
+    def traced(source: ModelSource, *settings: str) -> ModelGraph:
+        key = source.name, *settings
         if key not in graphs:
-            graphs[key] = trace_model(source, precision, device_type)
+            graphs[key] = trace_model(source, *settings)
         return graphs[key]
 
     with mock.patch("osdp.prepare.trace_model", traced):

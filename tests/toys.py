@@ -129,9 +129,11 @@ def plan_of(
     accumulation: int = 1,
     recomputed: tuple[str, ...] = (),
     ranks: tuple[int, int] = (2, 2),
+    precision: str = "fp32",
+    master_weights: str = "",
 ) -> Plan:
     """Return a plan for a model on so many nodes and ranks per node."""
-    graph, cluster = _graph(model), cluster_of(*ranks)
+    graph, cluster = graph_of(model, precision, master_weights), cluster_of(*ranks)
     return Plan(
         schema=Plan.SCHEMA,
         model=model_ref(graph),
@@ -150,11 +152,12 @@ def plan_of(
 _graphs: dict[str, ModelGraph] = {}
 
 
-def _graph(model: nn.Module) -> ModelGraph:
-    """Return the traced model; models that print alike and train alike are traced once."""
-    key = f"{model} {[name for name, parameter in model.named_parameters() if parameter.requires_grad]}"
+def graph_of(model: nn.Module, precision: str = "fp32", master_weights: str = "") -> ModelGraph:
+    """Return the traced model; models that print alike and have alike parameters are traced once."""
+    parameters = [(name, parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()]
+    key = f"{model} {parameters} {precision} {master_weights}"
     if key not in _graphs:
-        _graphs[key] = trace_model(source_of(model, "toy", None, None), "fp32")
+        _graphs[key] = trace_model(source_of(model, "toy", None, None), precision, "cpu", master_weights)
     return _graphs[key]
 
 

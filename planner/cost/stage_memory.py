@@ -39,6 +39,7 @@ from planner.cost.stage_costs import StageCosts, UnitCosts
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.strategies.spec import Strategy
+from planner.strategies.unit_collectives import is_plain
 
 
 class Neighbours(NamedTuple):
@@ -103,7 +104,8 @@ class StagedUnit:
     freed: int
     """What goes before its gradients are reduced."""
     stalls: bool
-    """Whether its communication is on the stream that computes."""
+    """Whether FSDP2's streams and buffers do not know it: its communication is on the stream that computes, or there
+    is none."""
     reduction_s: float
     """After its backward, in every micro-batch."""
     reduction_stalls: bool
@@ -131,6 +133,7 @@ def make_unit(
     spec, repeats, graph = strategy.spec, costs.load.accumulation, costs.model.graph
     # Token ids have no gradient, and neither has what goes into the first call of all (or its slices);
     # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.
+    parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
     this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
     return StagedUnit(
         operators=operators,
@@ -145,7 +148,7 @@ def make_unit(
         own=own,
         kept=unit.unsharded if strategy.keeps_unsharded else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,
-        stalls=spec.stalls,
+        stalls=spec.stalls or is_plain(parameters, strategy, costs.load.precision),
         reduction_s=traffic.reduce_s + traffic.add_s * (repeats - 1) / repeats,
         reduction_stalls=spec.stalls or (repeats > 1 and traffic.add_s > 0),
     )

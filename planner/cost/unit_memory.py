@@ -35,11 +35,11 @@ SG, on its way to the host.  Other differences are documented in the strategies'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from planner.strategies.spec import Strategy
-from planner.strategies.unit_collectives import padded_rows, volume_of
+from planner.strategies.unit_collectives import is_plain, padded_rows, volume_of
 from profiler.byte_sizes import ALLOCATION_BYTES, allocated_bytes
 from profiler.model_graph import Parameter
 
@@ -156,12 +156,6 @@ def outside_bytes(parameters: Iterable[Parameter], precision: str, optimizer: Op
     """Return the memory of parameters that no unit holds: each rank has them, their states and two gradients whole."""
     alone = [unit_bytes([parameter], Strategy("replicate", 1), precision, optimizer) for parameter in parameters]
     return sum(unit.parameters + unit.optimizer + unit.full_gradients + unit.reduce_input for unit in alone)
-
-
-def is_plain(parameters: Sequence[Parameter], strategy: Strategy, precision: str) -> bool:
-    """Return whether a unit is nothing but tensors on every rank, which no collective and no hook concerns."""
-    is_copied = strategy.group == 1 and not strategy.offload
-    return is_copied and not any(p.trainable or p.compute_bytes(precision) < p.element_bytes for p in parameters)
 
 
 def _at_rest(unit: UnitBytes, strategy: Strategy, counters: int, elsewhere: bool) -> UnitBytes:

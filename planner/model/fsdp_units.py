@@ -97,8 +97,7 @@ def units_of(model: StagedModel, choices: Mapping[int, tuple[Strategy, ...]]) ->
     graph = model.graph
     for operator, slices in choices.items():
         check_split(graph.operators[operator], len(slices))
-        for strategy in slices:
-            check_dtypes(graph.operators[operator], strategy)
+        check_dtypes(graph.operators[operator], slices)
     units: list[Unit] = []
     for stage in model.stages:
         own = join(graph, stage.operators, (choices[operator] for operator in stage.operators), model.slices)
@@ -140,13 +139,20 @@ def check_split(operator: Operator, slices: int) -> None:
         raise OsdpError(what, got=f"{shapes[0][1]} input features", expected=f"at least {slices}")
 
 
-def check_dtypes(operator: Operator, strategy: Strategy) -> None:
-    """Raise `OsdpError` if the windows of a strategy cannot hold an operator's parameters."""
+def can_hold(operator: Operator, strategy: Strategy) -> bool:
+    """Return whether a strategy can hold an operator's parameters: windows have one dtype."""
     dtypes = {parameter.dtype for parameter in operator.parameters}
-    if strategy.spec.one_sided and (len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16"}):
-        what = f"{strategy.name} cannot hold operator {operator.name}"
-        got, expected = f"parameters of {' and '.join(sorted(dtypes))}", "parameters of one dtype, float32 or bfloat16"
-        raise OsdpError(what, got=got, expected=expected, advice="pin it to another strategy")
+    return not strategy.spec.one_sided or (len(dtypes) == 1 and dtypes <= {"float32", "bfloat16"})
+
+
+def check_dtypes(operator: Operator, strategies: Iterable[Strategy]) -> None:
+    """Raise `OsdpError` if one of the strategies cannot hold an operator's parameters."""
+    for strategy in strategies:
+        if not can_hold(operator, strategy):
+            what = f"{strategy.name} cannot hold operator {operator.name}"
+            got = f"parameters of {' and '.join(sorted({parameter.dtype for parameter in operator.parameters}))}"
+            expected, advice = "parameters of one dtype, float32 or bfloat16", "pin it to another strategy"
+            raise OsdpError(what, got=got, expected=expected, advice=advice)
 
 
 def split_bounds(features: int, slices: int) -> tuple[int, ...]:

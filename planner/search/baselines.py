@@ -15,6 +15,7 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
+from planner.model.fsdp_units import can_hold
 from planner.pricing import as_run, fixed
 from planner.search.candidates import StageDecision
 from planner.search.search_space import Space
@@ -71,7 +72,9 @@ def baselines(space: Space, loads: tuple[Workload, ...], limit_bytes: float) -> 
     """Return every baseline, with and without recomputation; `loads` by growing micro-batch."""
     found = []
     has_blocks = any(stage.block is not None for stage in space.model.stages)
+    operators = space.graph.operators
     strategies = [strategy for strategy in strategies_on(loads[0].cluster) if not strategy.offload]
+    strategies = [strategy for strategy in strategies if all(can_hold(one, strategy) for one in operators)]
     for name in NAMES:
         group = [strategy for strategy in strategies if strategy.spec.baseline == name]
         for recompute in (False, True) if has_blocks and group else (False,) if group else ():

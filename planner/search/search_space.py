@@ -23,6 +23,7 @@ from planner.cost.stage_costs import Costs, StageCosts, UnitCosts
 from planner.cost.stage_option import StageCandidate, ambient, make_option
 from planner.cost.unit_memory import UnitBytes
 from planner.cost.workload import Workload
+from planner.model.fsdp_units import can_hold
 from planner.model.operator_split import slice_operators, slice_starts
 from planner.model.stages import StagedModel, cut
 from planner.problem import NO_PINS, Pins
@@ -228,7 +229,8 @@ class Space:
         example, uneven = self.examples[stage_class], load.waits.are_uneven
         key = (example, id(load.cluster), load.precision, load.optimizer_name, uneven)
         if key not in self._offers:
-            stage, strategies = self.model.stages[example], strategies_on(load.cluster, uneven)
+            stage = self.model.stages[example]
+            strategies = self._fitting(stage.operators, strategies_on(load.cluster, uneven))
             if self.pins.strategies.keys().isdisjoint(stage.operators):
                 strategies = self._offered(stage.operators, strategies, load)
             light = example in self.light
@@ -236,6 +238,11 @@ class Space:
             strategies = first_and_least(strategies, light) if whole else strategies
             self._offers[key] = tuple(choices_of(stage, self.model.graph, strategies, self.pins, whole))
         return self._offers[key]
+
+    def _fitting(self, operators: Sequence[int], strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+        """Return the strategies that can hold all of the operators."""
+        held = [self.graph.operators[operator] for operator in operators]
+        return tuple(strategy for strategy in strategies if all(can_hold(one, strategy) for one in held))
 
     def _offered(
         self, operators: Sequence[int], strategies: Sequence[Strategy], load: Workload, alone: bool = False
@@ -256,7 +263,8 @@ class Space:
 
     def spanning_offered(self, load: Workload) -> tuple[Spanning, ...]:
         """Return the strategies of the spanning operators that the search tries."""
-        strategies, spanning = strategies_on(load.cluster, load.waits.are_uneven), self.model.spanning
+        spanning = self.model.spanning
+        strategies = self._fitting(spanning, strategies_on(load.cluster, load.waits.are_uneven))
         if not spanning:
             return (None,)
         if self.pins.strategies.keys().isdisjoint(spanning):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from planner.strategies.spec import Collective, Strategy, Volume
@@ -30,6 +30,12 @@ def volume_of(parameters: Iterable[Parameter], parts: int, precision: str) -> Vo
         sum(parameter.reduce_bytes * numel for parameter, numel in sizes if parameter.trainable),
         sum(parameter.element_bytes * numel for parameter, numel in sizes),
     )
+
+
+def is_plain(parameters: Sequence[Parameter], strategy: Strategy, precision: str) -> bool:
+    """Return whether a unit is nothing but tensors on every rank, which no collective and no hook concerns."""
+    is_copied = strategy.group == 1 and not strategy.offload
+    return is_copied and not any(p.trainable or p.compute_bytes(precision) < p.element_bytes for p in parameters)
 
 
 def unit_collectives(

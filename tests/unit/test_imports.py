@@ -28,6 +28,8 @@ PLAIN_DATA = frozenset(
     )
 )
 """The profiler's modules that need no torch: what passes between the stages, and its files."""
+SHARED = frozenset({"profiler.mixed_precision"})
+"""What the tracer does to a model and the runtime must do alike."""
 PLANS = frozenset({"planner.plan", "planner.pricing", "planner.strategies", "planner.model"})
 """The planner's modules that say what a plan means."""
 
@@ -47,7 +49,7 @@ class Rule:
 RULES = {
     "profiler": Rule(frozenset(), frozenset({"annotated_types", "torch", "networkx", "numpy", "pydantic", "yaml"})),
     "planner": Rule(PLAIN_DATA, frozenset({"annotated_types", "networkx", "numpy", "pulp", "highspy"})),
-    "runtime": Rule(PLAIN_DATA | PLANS, frozenset({"torch", "numpy"}), frozenset({"cupy", "safetensors"})),
+    "runtime": Rule(PLAIN_DATA | PLANS | SHARED, frozenset({"torch", "numpy"}), frozenset({"cupy", "safetensors"})),
     "osdp": Rule(
         frozenset({"profiler", "planner", "runtime"}),
         frozenset({"torch", "networkx", "numpy", "pulp", "pydantic", "yaml", "typer", "rich", "fairscale"}),

@@ -33,9 +33,12 @@ class WithBuffers(nn.Module):
 def test_buffers_are_computed_and_parameters_are_not() -> None:
     module = build(source(WithBuffers, (8,)), CPU)
     assert all(parameter.is_meta for parameter in module.parameters())
-    with shared_weights(module, CPU, torch.bfloat16) as made:
-        assert torch.equal(module.get_buffer("scale"), torch.arange(1, 17).to(torch.bfloat16))
-        assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+    with shared_weights(module, CPU, "bf16") as made:
+        # Buffers, and batch norm, are not cast.
+        assert torch.equal(module.get_buffer("scale"), torch.arange(16.0) + 1)
+        dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {"norm.weight", "norm.bias"}
+        assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
         assert [parameter.requires_grad for parameter in module.parameters()] == [True, True, False, False, True, True]
         assert torch.equal(module.get_parameter("norm.weight").float(), torch.ones(16))
         assert len(made) == 6
