@@ -39,12 +39,6 @@ from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import uneven_dtensor
 
 T = TypeVar("T")
-ALIGNMENT_BYTES = 512
-"""Of parameters in the flat buffer, as the allocator aligns tensors."""
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class OwnedParameter:
@@ -72,7 +66,10 @@ class OwnedUnit(WrappedUnit):
         places = context.materialise(unit)
         wanted = list(places)
         dtypes = [compute if compute and one.is_floating_point() else one.dtype for one in wanted]
-        ends = [*accumulate(_aligned(one.numel() * dtype.itemsize) for one, dtype in zip(wanted, dtypes, strict=True))]
+        # Each begins where the largest element could: of one dtype, there is nothing between them.
+        whole = max(dtype.itemsize for dtype in dtypes)
+        sizes = (-(-one.numel() * dtype.itemsize // whole) * whole for one, dtype in zip(wanted, dtypes, strict=True))
+        ends = [*accumulate(sizes)]
         self.flat = torch.empty(ends[-1], dtype=torch.uint8, device=self.device)
         self.parameters = []
         for parameter, dtype, start in zip(wanted, dtypes, [0, *ends], strict=False):
