@@ -157,8 +157,9 @@ def model_and_task(config: TrainConfig) -> tuple[ModelSource, Task, nn.Module]:
         is_fitting, advice = set(needed) <= set(forward), "a BERT such as bert-large, or another --task"
         source = _fed_by(task, source)
     else:
-        needed, fed = {"labels": None}, set(source.example_inputs(module, 1)[1])
-        is_fitting = fed in ({"labels"}, {"input_ids", "labels"})
+        needed, (args, kwargs) = {"labels": None}, source.example_inputs(module, 1)
+        one_label_per_token = len({tensor.shape for tensor in (*args, *kwargs.values())}) == 1
+        is_fitting = set(kwargs) in ({"labels"}, {"input_ids", "labels"}) and one_label_per_token
         advice = "--task sentences for a BERT, or osdp.OSDP(your model) in your own loop"
     if not takes_tokens or not is_fitting:
         what = f"{config.model} cannot learn the task {task.name}"

@@ -57,7 +57,7 @@ def assemble(
         blocks=blocks,
         edges=tuple(sorted(first.edges)),
         fingerprint=hashlib.sha256(repr(structure).encode()).hexdigest()[:16],
-        notes=tuple(_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
+        notes=(*source.notes, *_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
     )
 
 

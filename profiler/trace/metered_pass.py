@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
-from profiler.model_source import Inputs
+from profiler.model_source import Inputs, ModelSource
 from profiler.trace.activation_ledger import CallRecord, Execution
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
@@ -63,7 +63,7 @@ def replaced_forwards(
 
 
 def run_pass(
-    model: str,
+    source: ModelSource,
     module: nn.Module,
     groups: Sequence[Group],
     blocks: Sequence[str],
@@ -71,7 +71,7 @@ def run_pass(
     device: DatalessDevice,
     memo: Memo,
 ) -> Pass:
-    """Run one forward and backward of a module under the meter; `model` names it in errors.  Raises OsdpError."""
+    """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError."""
     meter = Meter(module, groups, blocks, memo, synthesize=device.synthesize)
     ledger = meter.ledger
     for tensor in tree_leaves(inputs):
@@ -93,7 +93,7 @@ def run_pass(
         where = f"`{path}`" if path else "the model's own forward"
         if ledger.in_backward:
             where = f"the backward of `{groups[ledger.call.operator].modules[0]}`"
-        raise explain_trace(model, where, error.__dict__.get("osdp_op"), error) from error
+        raise explain_trace(source, where, error.__dict__.get("osdp_op"), error) from error
     finally:
         meter.finish()
     del output, loss

@@ -93,7 +93,7 @@ def _run_sizes(
     def run(size: int) -> Pass:
         with explained_inputs(source.name):
             inputs = feed(lambda: source.example_inputs(module, size), device, dtype)
-        return run_pass(source.name, module, groups, blocks, inputs, device, memo)
+        return run_pass(source, module, groups, blocks, inputs, device, memo)
 
     trial = run(SIZES[0])
     merged = merge_unrun(groups, {call.operator for call in trial.calls}, trial.ran)
