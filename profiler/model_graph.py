@@ -9,6 +9,7 @@ Every cost is a function of the micro-batch b and affine in it, f(b) = fixed + p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
 
@@ -191,6 +192,11 @@ class ModelGraph:
     def numel(self) -> int:
         """Number of parameters, tied ones once."""
         return sum(operator.numel for operator in self.operators)
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether any parameter is trained; if none is, a step is a forward."""
+        return any(parameter.trainable for operator in self.operators for parameter in operator.parameters)
 
     def dag(self) -> nx.DiGraph[Any]:
         """Return the calls as a networkx DAG; nodes are call indices with the operator's name."""

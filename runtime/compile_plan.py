@@ -34,7 +34,8 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
     called = {call.operator for call in graph.calls}
     scheduled = []
     for index, unit in enumerate(units):
-        collectives = unit_collectives(unit_parameters(unit, graph), unit.strategy, precision, cluster)
+        parameters = unit_parameters(unit, graph)
+        collectives = unit_collectives(parameters, unit.strategy, precision, cluster, trains=graph.trains)
         idle = not called.intersection(unit.operators)
         scheduled.append(_scheduled(unit, graph, collectives, owners.get(index), idle))
     splits = tuple(

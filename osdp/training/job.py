@@ -150,6 +150,10 @@ def model_and_task(config: TrainConfig) -> tuple[ModelSource, Task, nn.Module]:
     source, task = _source_and_task(config)
     with torch.device("meta"):
         module = source.build()
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        what = f"{config.model} has no parameter to train"
+        advice = "parameter.requires_grad_(True); osdp.OSDP runs the forwards of a frozen model"
+        raise OsdpError(what, expected="at least one with requires_grad", advice=advice)
     forward = inspect.signature(module.forward).parameters
     takes_tokens = any(parameter.kind is not parameter.KEYWORD_ONLY for parameter in forward.values())
     if config.task == "sentences":

@@ -26,7 +26,10 @@ class UnitCosts:
             parameters = [p for operator in operators for p in self.graph.operators[operator].parameters]
             node = cluster.gpus_per_node
             held = unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, node)
-            self.known[key] = held, unit_traffic(parameters, strategy, load.precision, cluster)
+            self.known[key] = (
+                held,
+                unit_traffic(parameters, strategy, load.precision, cluster, trains=self.graph.trains),
+            )
         return self.known[key]
 
 

@@ -17,7 +17,7 @@ from profiler.model_source import ModelSource
 from profiler.trace.activation_ledger import NOBODY, CallRecord, Tally
 from profiler.trace.affine_fit import SINGLE, SIZES, envelope, exact_line, line
 from profiler.trace.find_operators import Group
-from profiler.trace.metered_pass import Pass
+from profiler.trace.metered_pass import Pass, trains
 
 BUFFER_NOTE_BYTES = 2**20
 """Smaller buffers are not mentioned."""
@@ -219,6 +219,8 @@ def _notes(
 ) -> list[str]:
     first = passes[0]
     notes = []
+    if not trains(module):
+        notes.append("no parameter is trained (requires_grad), so a step is a forward")
     if len(passes) == len(SIZES):
         notes.append(f"micro-batch {SINGLE} could not be traced; its costs come from larger ones")
     if first.summed_outputs:

@@ -1,4 +1,4 @@
-"""One metered pass: forward, loss and backward of a module without data."""
+"""One metered pass: forward, loss and backward of a module without data; of a frozen one, the forward."""
 
 from __future__ import annotations
 
@@ -62,6 +62,11 @@ def replaced_forwards(
                 module.__dict__["forward"] = old
 
 
+def trains(module: nn.Module) -> bool:
+    """Return whether the module has a parameter that is trained."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
 def run_pass(
     source: ModelSource,
     module: nn.Module,
@@ -82,10 +87,13 @@ def run_pass(
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
             with torch.enable_grad(), hooks:
                 output = module(*inputs[0], **inputs[1])
-                loss, summed = find_loss(output)
-            ledger.turn(loss)
-            _find_saved_inputs(meter.executions, ledger.calls)
-            loss.backward()  # type: ignore[no-untyped-call]
+                loss, summed = find_loss(output) if trains(module) else (None, False)
+            if loss is None:
+                ledger.end_forward()
+            else:
+                ledger.turn(loss)
+                _find_saved_inputs(meter.executions, ledger.calls)
+                loss.backward()  # type: ignore[no-untyped-call]
     except OsdpError:
         raise
     except Exception as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from profiler.trace.build_graph import assemble
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, construct, feed, training
 from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_unrun
-from profiler.trace.metered_pass import Pass, run_pass
+from profiler.trace.metered_pass import Pass, run_pass, trains
 from profiler.trace.op_meter import Memo
 from profiler.trace.trace_errors import ModelError, explained, explained_inputs
 
@@ -63,12 +63,12 @@ def _survey(
             module = construct(source.build, device)
             _check_module(source.name, module)
             module = adapt(module, device, dtype)
-        with training(module):
+        with training(module) if trains(module) else nullcontext():  # what is only run is in the mode it is run in
             return module, *_run_sizes(module, source, dtype, device)
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    """Raise OsdpError for what is not a module, is lazy, or has no trainable parameters."""
+    """Raise OsdpError for what is not a module, is lazy, or has no parameters."""
     if not isinstance(module, nn.Module):
         raise OsdpError(f"{name}: build() did not return a module", got=type(module).__name__, expected="an nn.Module")
     parameters = dict(module.named_parameters())
@@ -78,10 +78,8 @@ def _check_module(name: str, module: nn.Module) -> None:
             raise OsdpError(
                 f"{name} is lazy: the shape of `{path}` is not known before its first forward", advice=advice
             )
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        got = f"{len(parameters)} parameters, none with requires_grad"
-        advice = "unfreeze what is to be trained with parameter.requires_grad_(True)"
-        raise OsdpError(f"{name} has no trainable parameters", got=got, expected="at least one", advice=advice)
+    if not parameters:
+        raise OsdpError(f"{name} has no parameters", expected="at least one: there is nothing to plan")
 
 
 def _run_sizes(
