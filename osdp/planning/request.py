@@ -111,7 +111,7 @@ def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Pro
 
     progress(f"tracing {source.name}", 0.0)
     started = time.perf_counter()
-    graph = trace_model(source, request.precision, cluster.device.kind)
+    graph = trace_model(source, request.precision, cluster.device.kind, request.micro_batch)
     return graph, time.perf_counter() - started
 
 

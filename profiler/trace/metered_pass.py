@@ -43,6 +43,15 @@ class Pass:
     summed_outputs: bool
     """Whether the loss is the sum of all outputs, as none is a scalar."""
 
+    @property
+    def sums(self) -> list[int]:
+        """For each call, the sum of all that is measured of it: on a line in the micro-batch if all of that is."""
+        tallies = [(call, (call.forward, call.backward)) for call in self.calls]
+        return [
+            call.saved + call.output + sum(t.flops + t.matmul_bytes + t.other_bytes + sum(t.events) for t in directions)
+            for call, directions in tallies
+        ]
+
 
 @contextmanager
 def replaced_forwards(

@@ -1,7 +1,7 @@
 """From a model to its `ModelGraph`: the pipeline of the tracer.
 
     build (dataless_device) -> operators, blocks (find_operators) -> a pass per micro-batch (metered_pass, op_meter)
-      -> lines through the passes (affine_fit) -> ModelGraph (build_graph)
+      -> lines, or parabolas, through the passes (affine_fit) -> ModelGraph (build_graph)
 
 No tensor has data, nothing is computed, no device is needed.
 """
@@ -9,7 +9,7 @@ No tensor has data, nothing is computed, no device is needed.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
-from profiler.trace.affine_fit import SINGLE, SIZES
+from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES, StepsError
 from profiler.trace.build_graph import assemble
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, construct, feed, training
 from profiler.trace.device_kernels import device_kernels
@@ -31,27 +31,39 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEVICE_TYPES = ("cpu", "cuda")
 
 
-def trace_model(source: ModelSource, precision: str = "fp32", device_type: str = "cpu") -> ModelGraph:
+def trace_model(
+    source: ModelSource, precision: str = "fp32", device_type: str = "cpu", micro_batch: int | None = None
+) -> ModelGraph:
     """Measure a model's operators, calls and blocks without data and without a device.
 
     `precision` (`fp32`, `bf16`) is the dtype of parameters, floating buffers and floating inputs.
     `device_type` (`cpu`, `cuda`) is the type of the device whose attention and dropout kernels are
-    assumed.  Raises OsdpError for a model that cannot be traced, naming module and op.
+    assumed.  `micro_batch` is the only one that is of interest, if it is fixed: where costs step with
+    it, they are measured there.  Raises OsdpError for a model that cannot be traced, naming module and op.
     """
     for what, got, choices in (("precision", precision, PRECISIONS), ("device_type", device_type, DEVICE_TYPES)):
         if got not in choices:
             raise OsdpError(f"unknown {what}", got=got, expected=" or ".join(choices))
+    try:
+        return _trace(source, precision, device_type, SIZES)
+    except StepsError:
+        if micro_batch is None:
+            raise
+        return _trace(source, precision, device_type, (micro_batch,))
+
+
+def _trace(source: ModelSource, precision: str, device_type: str, sizes: Sequence[int]) -> ModelGraph:
     with _no_garbage_collection():
         try:
-            found = _survey(source, PRECISIONS[precision], MetaDevice(), device_type)
+            found = _survey(source, PRECISIONS[precision], MetaDevice(), device_type, sizes)
         except ModelError:
-            found = _survey(source, PRECISIONS[precision], FakeCpu(), device_type)
+            found = _survey(source, PRECISIONS[precision], FakeCpu(), device_type, sizes)
     return assemble(source, precision, *found)
 
 
 def _survey(
-    source: ModelSource, dtype: torch.dtype, device: DatalessDevice, device_type: str
-) -> tuple[nn.Module, Sequence[Group], Sequence[Pass]]:
+    source: ModelSource, dtype: torch.dtype, device: DatalessDevice, device_type: str, sizes: Sequence[int]
+) -> tuple[nn.Module, Sequence[Group], Mapping[int, Pass]]:
     """Build the model on the device and run a pass per micro-batch."""
     what, expected = f"cannot build {source.name} without data", "build() to return an nn.Module on the meta device"
     advice = (
@@ -64,7 +76,7 @@ def _survey(
             _check_module(source.name, module)
             module = adapt(module, device, dtype)
         with training(module) if trains(module) else nullcontext():  # what is only run is in the mode it is run in
-            return module, *_run_sizes(module, source, dtype, device)
+            return module, *_run_sizes(module, source, dtype, device, sizes)
 
 
 def _check_module(name: str, module: nn.Module) -> None:
@@ -83,8 +95,8 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 
 def _run_sizes(
-    module: nn.Module, source: ModelSource, dtype: torch.dtype, device: DatalessDevice
-) -> tuple[Sequence[Group], Sequence[Pass]]:
+    module: nn.Module, source: ModelSource, dtype: torch.dtype, device: DatalessDevice, sizes: Sequence[int]
+) -> tuple[Sequence[Group], Mapping[int, Pass]]:
     groups, blocks = find_groups(module), find_blocks(module)
     memo: Memo = {}
 
@@ -93,17 +105,21 @@ def _run_sizes(
             inputs = feed(lambda: source.example_inputs(module, size), device, dtype)
         return run_pass(source, module, groups, blocks, inputs, device, memo)
 
-    trial = run(SIZES[0])
+    first, *others = sizes
+    trial = run(first)
     merged = merge_unrun(groups, {call.operator for call in trial.calls}, trial.ran)
-    if trial.settled and merged == groups:
-        passes = [trial]
-    else:
+    passes = {first: trial}
+    if not (trial.settled and merged == groups):
         groups = merged
-        passes = [run(SIZES[0])]
-        passes[0].kept_bytes = max(passes[0].kept_bytes, trial.kept_bytes)
-    passes += [run(size) for size in SIZES[1:]]
-    with suppress(ModelError):
-        passes.append(run(SINGLE))
+        passes[first] = run(first)
+        passes[first].kept_bytes = max(passes[first].kept_bytes, trial.kept_bytes)
+    passes |= {size: run(size) for size in others}
+    if others:
+        sums = [one.sums for one in passes.values()]
+        if any(one - 2 * two + three for one, two, three in zip(*sums, strict=False)):
+            passes[FOURTH] = run(FOURTH)
+        with suppress(ModelError):
+            passes[SINGLE] = run(SINGLE)
     return groups, passes
 
 
