@@ -150,11 +150,11 @@ def _like(tensor: Tensor, device: DatalessDevice, dtype: torch.dtype) -> Tensor:
     return placed.requires_grad_(tensor.requires_grad)
 
 
-def feed(example: Callable[[], Inputs], device: DatalessDevice, dtype: torch.dtype) -> Inputs:
-    """Make the arguments of one forward, on the device, floating tensors of `dtype`."""
+def feed(example: Callable[[], Inputs], device: DatalessDevice) -> Inputs:
+    """Make the arguments of one forward, on the device."""
     with device.building(), _WithoutFills(device):
         inputs = example()
-    return tree_map_only(Tensor, lambda tensor: _like(tensor, device, dtype), inputs)  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, lambda tensor: _like(tensor, device, tensor.dtype), inputs)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
@@ -82,6 +82,7 @@ def run_pass(
     groups: Sequence[Group],
     blocks: Sequence[str],
     inputs: Inputs,
+    dtype: torch.dtype,
     device: DatalessDevice,
     memo: Memo,
 ) -> Pass:
@@ -95,7 +96,7 @@ def run_pass(
         with device.running(), meter, replaced_forwards(module, meter.watched):
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
             with torch.enable_grad(), hooks:
-                output = module(*inputs[0], **inputs[1])
+                output = _call(module, inputs, dtype)
                 loss, summed = find_loss(output) if trains(module) else (None, False)
             if loss is None:
                 ledger.end_forward()
@@ -127,6 +128,16 @@ def run_pass(
         settled=settled,
         summed_outputs=summed,
     )
+
+
+def _call(module: nn.Module, inputs: Inputs, dtype: torch.dtype) -> Any:
+    """Run a forward on inputs cast to the compute dtype, as FSDP2 does: the caller holds on to those that it gave."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    args, kwargs = tree_map_only(Tensor, cast, inputs)
+    return module(*args, **kwargs)
 
 
 def _find_saved_inputs(executions: Sequence[Execution], calls: Sequence[CallRecord]) -> None:

@@ -36,7 +36,7 @@ def trace_model(
 ) -> ModelGraph:
     """Measure a model's operators, calls and blocks without data and without a device.
 
-    `precision` (`fp32`, `bf16`) is the dtype of parameters, floating buffers and floating inputs.
+    `precision` (`fp32`, `bf16`) is the dtype of parameters and floating buffers; floating inputs are cast to it.
     `device_type` (`cpu`, `cuda`) is the type of the device whose attention and dropout kernels are
     assumed.  `micro_batch` is the only one that is of interest, if it is fixed: where costs step with
     it, they are measured there.  Raises OsdpError for a model that cannot be traced, naming module and op.
@@ -102,8 +102,8 @@ def _run_sizes(
 
     def run(size: int) -> Pass:
         with explained_inputs(source.name):
-            inputs = feed(lambda: source.example_inputs(module, size), device, dtype)
-        return run_pass(source, module, groups, blocks, inputs, device, memo)
+            inputs = feed(lambda: source.example_inputs(module, size), device)
+        return run_pass(source, module, groups, blocks, inputs, dtype, device, memo)
 
     first, *others = sizes
     trial = run(first)
