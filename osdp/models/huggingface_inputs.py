@@ -179,7 +179,8 @@ def find_inputs(
     needed = [name for name, required in takes.items() if required or name == main]
     unknown = [name for name in needed if name not in fed]
     if unknown or not fed:
-        got = f"the forward of {head} takes {', '.join(unknown or takes)}"
+        lacking = {name: f" (without {' or '.join(_SIZES[name])} in the configuration)" for name in _SIZES}
+        got = f"the forward of {head} takes " + ", ".join(name + lacking.get(name, "") for name in unknown or takes)
         expected = f"{', '.join(_SIZES)}, and their sizes in the configuration"
         raise OsdpError(f"what {spec} is to be fed with is not known", got=got, expected=expected, advice=FACTORY)
     if "labels" not in takes and "decoder_input_ids" in takes:

@@ -56,8 +56,13 @@ def _trace(source: ModelSource, precision: str, device_type: str, sizes: Sequenc
     with _no_garbage_collection():
         try:
             found = _survey(source, PRECISIONS[precision], MetaDevice(), device_type, sizes)
-        except ModelError:
-            found = _survey(source, PRECISIONS[precision], FakeCpu(), device_type, sizes)
+        except ModelError as error:
+            try:
+                found = _survey(source, PRECISIONS[precision], FakeCpu(), device_type, sizes)
+            except ModelError:
+                raise
+            except OsdpError:  # what the builder says of fake tensors; without them it had no complaint
+                raise error from None
     return assemble(source, precision, *found)
 
 
