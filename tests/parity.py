@@ -252,10 +252,10 @@ def traced_once() -> Iterator[None]:
     """Have OSDP trace the models of a name for the first of them only, which was most of the time."""
     graphs: dict[tuple[str, str, str], ModelGraph] = {}
 
-    def traced(source: ModelSource, precision: str, device_type: str) -> ModelGraph:
+    def traced(source: ModelSource, precision: str, device_type: str, micro_batch: int | None) -> ModelGraph:
         key = source.name, precision, device_type
         if key not in graphs:
-            graphs[key] = trace_model(source, precision, device_type)
+            graphs[key] = trace_model(source, precision, device_type, micro_batch)
         return graphs[key]
 
     with mock.patch("osdp.prepare.trace_model", traced):
