@@ -175,11 +175,17 @@ def find_inputs(
             fed.remove("pixel_values")
             notes.append("fed with text alone, as every sample's images are cut in another way")
         fed += [name for name in ("token_type_ids",) if name in takes]
+    for name in ("input_values", "input_features"):
+        if "input_ids" in fed and name in fed and not takes[name]:
+            fed.remove(name)
+            notes.append("fed with text alone, as where its sound belongs in the text is not known")
     main = model_class.main_input_name
     needed = [name for name, required in takes.items() if required or name == main]
     unknown = [name for name in needed if name not in fed]
     if unknown or not fed:
-        lacking = {name: f" (without {' or '.join(_SIZES[name])} in the configuration)" for name in _SIZES}
+        lacking = {
+            name: f" (without {' or '.join(keys)} in the configuration)" for name, keys in _SIZES.items() if keys
+        }
         got = f"the forward of {head} takes " + ", ".join(name + lacking.get(name, "") for name in unknown or takes)
         expected = f"{', '.join(_SIZES)}, and their sizes in the configuration"
         raise OsdpError(f"what {spec} is to be fed with is not known", got=got, expected=expected, advice=FACTORY)
