@@ -59,7 +59,8 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
         check_world(wish.cluster.nodes, wish.cluster.gpus_per_node)
         cluster = cluster_of_plan(wish, device_info)
         source = source_of(model, wish.model.name, wish.model.sequence_length, example_inputs)
-        graph = trace_model(source, wish.model.precision, cluster.device.kind, wish.model.master_weights)
+        settings = wish.model.precision, cluster.device.kind, wish.micro_batch, wish.model.master_weights
+        graph = trace_model(source, *settings)
         check_parameters(wish, graph)
         return _Traced(source, graph, cluster, wish)
     cluster, limit_bytes = cluster_of_ranks(device_info)
@@ -68,7 +69,7 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
     request = Request(limit_bytes, *asked, pins=pins, master_weights=wish.master_weights or "")
     name = wish.name or str(getattr(model, "__name__", type(model).__name__))
     source = source_of(model, name, wish.sequence_length, example_inputs)
-    graph = trace_model(source, wish.precision, cluster.device.kind, request.master_weights)
+    graph = trace_model(source, wish.precision, cluster.device.kind, wish.micro_batch, request.master_weights)
     return _Traced(source, graph, cluster, request)
 
 

@@ -3,7 +3,8 @@
     nn.Module --trace--> ModelGraph --planner--> Plan
 
 Every cost is a function of the micro-batch b and affine in it, f(b) = fixed + per_sample * b
-(`Affine`): the tracer measures at two sizes and checks at a third.  Nothing here needs torch.
+(`Affine`): the tracer measures at two sizes and checks at a third.  Where samples interact, as in a contrastive loss,
+there is a part in b^2 too (`Quadratic`).  Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,40 @@ class Affine:
         return self.fixed + self.per_sample * micro_batch
 
     def __add__(self, other: Affine) -> Affine:
-        return Affine(self.fixed + other.fixed, self.per_sample + other.per_sample)
+        return growth(*(one + two for one, two in zip(self.coefficients, other.coefficients, strict=True)))
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """Parts that do not depend on the micro-batch b, and that go with b and with b^2."""
+        return self.fixed, self.per_sample, 0.0
+
+    def times(self, factor: float) -> Affine:
+        """Return that many of it."""
+        return growth(*(factor * one for one in self.coefficients))
+
+    def at_least(self, other: Affine) -> Affine:
+        """Return a quantity that is nowhere below either."""
+        return growth(*map(max, self.coefficients, other.coefficients))
+
+
+@dataclass(frozen=True, slots=True)
+class Quadratic(Affine):
+    """A quantity that grows with the square of the micro-batch too."""
+
+    per_pair: float = 0.0
+    """Part per pair of samples of the micro-batch, and each with itself (bytes or FLOPs)."""
+
+    def __call__(self, micro_batch: int) -> float:
+        return self.fixed + self.per_sample * micro_batch + self.per_pair * micro_batch**2
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        return self.fixed, self.per_sample, self.per_pair
+
+
+def growth(fixed: float = 0.0, per_sample: float = 0.0, per_pair: float = 0.0) -> Affine:
+    """Return a quantity with these parts."""
+    return Quadratic(fixed, per_sample, per_pair) if per_pair else Affine(fixed, per_sample)
 
 
 ELEMENT_BYTES = {
@@ -237,6 +271,11 @@ class ModelGraph:
         """`bf16` if most elements compute in two bytes, else `fp32`: whose rate matrix products are priced at."""
         sizes = [(p.numel, p.compute_bytes(self.precision)) for o in self.operators for p in o.parameters]
         return "bf16" if 2 * sum(numel for numel, size in sizes if size == 2) > self.numel else "fp32"
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether any parameter is trained; if none is, a step is a forward."""
+        return any(parameter.trainable for operator in self.operators for parameter in operator.parameters)
 
     def dag(self) -> nx.DiGraph[Any]:
         """Return the calls as a networkx DAG; nodes are call indices with the operator's name."""

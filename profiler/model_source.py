@@ -27,3 +27,5 @@ class ModelSource:
     """Tokens per sample in those inputs (1 where the model has no sequence)."""
     notes: tuple[str, ...] = ()
     """What was assumed when it was loaded, for the user."""
+    inputs_advice: str = "check that the example inputs fit the model's forward, by running it once on real tensors"
+    """What to try where its forward raises."""

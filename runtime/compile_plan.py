@@ -36,7 +36,7 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
     scheduled = []
     for index, unit in enumerate(units):
         parameters = unit_parameters(unit, graph)
-        collectives = unit_collectives(parameters, unit.strategy, precision, cluster)
+        collectives = unit_collectives(parameters, unit.strategy, precision, cluster, trains=graph.trains)
         made = _scheduled(unit, graph, collectives, owners.get(index), not called.intersection(unit.operators))
         scheduled.append(replace(made, is_plain=is_plain(parameters, unit.strategy, precision)))
     splits = tuple(

@@ -12,6 +12,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     reset_iteration              2.13 has it, but leaves unsharded gradients for the next backward to add to
     communication_of             what `set_custom_all_gather` and `set_custom_reduce_scatter` have set
     compute_dtypes               the mixed precision policy of a unit
+    free_secondary_shards        what `reshard_after_forward=K` keeps for a backward stays where none comes
     has_secondary_mesh           whether `reshard_after_forward` of a unit is a number
     packed_parameters            in what order a unit's parameters are gathered, and where their padded rows lie
     gather_for_every_backward    FSDP2 hooks the outputs of one module of a unit only
@@ -174,6 +175,13 @@ def compute_dtypes(module: FSDPModule) -> list[torch.dtype | None]:
 def has_secondary_mesh(module: FSDPModule) -> bool:
     """Whether a unit was wrapped with `reshard_after_forward=K`."""
     return any(group._use_post_forward_mesh for group in _param_groups(module))
+
+
+def free_secondary_shards(module: FSDPModule) -> None:
+    """Free what a forward with `reshard_after_forward=K` has kept of a unit that is sharded again."""
+    for group in _param_groups(module):
+        for one in group.fsdp_params if group._use_post_forward_mesh and group.is_sharded else ():
+            one._sharded_post_forward_param = one._sharded_post_forward_param_data = None
 
 
 def packed_parameters(module: FSDPModule) -> list[Any]:

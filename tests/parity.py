@@ -250,9 +250,9 @@ def train_all(rank: int, cases: Sequence[Case], plans: Sequence[Plan]) -> list[t
 @contextmanager
 def traced_once() -> Iterator[None]:
     """Have OSDP trace the models of a name for the first of them only, which was most of the time."""
-    graphs: dict[tuple[str, ...], ModelGraph] = {}
+    graphs: dict[tuple[Any, ...], ModelGraph] = {}
 
-    def traced(source: ModelSource, *settings: str) -> ModelGraph:
+    def traced(source: ModelSource, *settings: Any) -> ModelGraph:
         key = source.name, *settings
         if key not in graphs:
             graphs[key] = trace_model(source, *settings)

@@ -157,7 +157,7 @@ def graph_of(model: nn.Module, precision: str = "fp32", master_weights: str = ""
     parameters = [(name, parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()]
     key = f"{model} {parameters} {precision} {master_weights}"
     if key not in _graphs:
-        _graphs[key] = trace_model(source_of(model, "toy", None, None), precision, "cpu", master_weights)
+        _graphs[key] = trace_model(source_of(model, "toy", None, None), precision, "cpu", master_weights=master_weights)
     return _graphs[key]
 
 

@@ -73,7 +73,8 @@ def reopen(plan: Plan, model: str | None = None, cluster: str | None = None) -> 
         warnings.warn(text, stacklevel=2)
     from profiler.trace.trace import trace_model
 
-    graph = trace_model(source, plan.model.precision, target.device.kind, plan.model.master_weights)
+    ref = plan.model
+    graph = trace_model(source, ref.precision, target.device.kind, plan.micro_batch, ref.master_weights)
     return open_plan(plan, graph, target)
 
 

@@ -113,7 +113,8 @@ def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Pro
 
     progress(f"tracing {source.name}", 0.0)
     started = time.perf_counter()
-    graph = trace_model(source, request.precision, cluster.device.kind, request.master_weights)
+    asked = request.micro_batch, request.master_weights
+    graph = trace_model(source, request.precision, cluster.device.kind, *asked)
     return graph, time.perf_counter() - started
 
 

@@ -35,7 +35,7 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
-from profiler.trace.metered_pass import find_loss
+from profiler.trace.metered_pass import find_loss, trains
 from runtime.compile_plan import compile_plan
 from runtime.observe.collective_log import record_collectives
 from runtime.observe.live_bytes import LiveBytes
@@ -129,9 +129,12 @@ def count(source: ModelSource, found: Uniform, cluster: Cluster, ranks: Ranks) -
         with LiveBytes() as live:
             live.hold(held_tensors(model, optimizer))
             with _recorded(sent, "forward"):
-                loss = find_loss(model(*args, **kwargs))[0]
+                output = model(*args, **kwargs)
+                loss = find_loss(output)[0] if trains(model) else None
+                del output
             with _recorded(sent, "backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
+                if loss is not None:
+                    loss.backward()  # type: ignore[no-untyped-call]
             del loss
             with _recorded(sent, "step"):
                 optimizer.step()

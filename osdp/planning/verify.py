@@ -181,7 +181,10 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
         for _ in range(plan.accumulation):
             inputs = source.example_inputs(model.module, plan.micro_batch)
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
-            find_loss(model(*args, **kwargs))[0].backward()  # type: ignore[no-untyped-call]
+            output = model(*args, **kwargs)
+            if view.space.graph.trains:
+                find_loss(output)[0].backward()  # type: ignore[no-untyped-call]
+            del output
         optimizer.step()
         optimizer.zero_grad()
     own = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]

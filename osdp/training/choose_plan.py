@@ -58,7 +58,7 @@ def _planned(job: Job) -> Plan:
         found = plan_model(job.source, cluster, request)
         graph, load = found.graph, found.found.load
     else:
-        graph = trace_model(job.source, config.precision, cluster.device.kind)
+        graph = trace_model(job.source, config.precision, cluster.device.kind, config.batch)
         load = _load(graph, cluster, request)
     choice = UNIFORM[config.fsdp_type]
     if config.fsdp_args is not None:

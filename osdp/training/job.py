@@ -150,6 +150,10 @@ def model_and_task(config: TrainConfig) -> tuple[ModelSource, Task, nn.Module]:
     source, task = _source_and_task(config)
     with torch.device("meta"):
         module = source.build()
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        what = f"{config.model} has no parameter to train"
+        advice = "parameter.requires_grad_(True); osdp.OSDP runs the forwards of a frozen model"
+        raise OsdpError(what, expected="at least one with requires_grad", advice=advice)
     forward = inspect.signature(module.forward).parameters
     takes_tokens = any(parameter.kind is not parameter.KEYWORD_ONLY for parameter in forward.values())
     if config.task == "sentences":
@@ -157,8 +161,9 @@ def model_and_task(config: TrainConfig) -> tuple[ModelSource, Task, nn.Module]:
         is_fitting, advice = set(needed) <= set(forward), "a BERT such as bert-large, or another --task"
         source = _fed_by(task, source)
     else:
-        needed, fed = {"labels": None}, set(source.example_inputs(module, 1)[1])
-        is_fitting = fed in ({"labels"}, {"input_ids", "labels"})
+        needed, (args, kwargs) = {"labels": None}, source.example_inputs(module, 1)
+        one_label_per_token = len({tensor.shape for tensor in (*args, *kwargs.values())}) == 1
+        is_fitting = set(kwargs) in ({"labels"}, {"input_ids", "labels"}) and one_label_per_token
         advice = "--task sentences for a BERT, or osdp.OSDP(your model) in your own loop"
     if not takes_tokens or not is_fitting:
         what = f"{config.model} cannot learn the task {task.name}"

@@ -26,7 +26,8 @@ class UnitCosts:
             parameters = [p for operator in operators for p in self.graph.operators[operator].parameters]
             ranks = cluster.gpus_per_node, cluster.world_size
             held = unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, *ranks)
-            self.known[key] = held, unit_traffic(parameters, strategy, load.precision, cluster)
+            traffic = unit_traffic(parameters, strategy, load.precision, cluster, trains=self.graph.trains)
+            self.known[key] = held, traffic
         return self.known[key]
 
 

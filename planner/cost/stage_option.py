@@ -177,9 +177,10 @@ def make_option(
     here = [make_unit(costs, (o,), spanning[o], units, False, o in elsewhere) for o in stage.spanning]
     walk = StageMemoryWalk(costs, own, here, recompute)
     walk.forward()
-    if recompute:
+    if recompute and costs.model.graph.trains:
         walk.recomputation()
-    walk.backward()
+    if costs.model.graph.trains:
+        walk.backward()
     opened = [unit for unit in walk.units if unit.opens]
     gathering = [unit for unit in walk.units if not unit.stalls]
     entered = max((unit for unit in gathering if unit.opens), key=lambda unit: unit.first, default=None)

@@ -51,12 +51,14 @@ class UnitTraffic:
     """Whether ranks wait for each other in every micro-batch."""
 
 
-def unit_traffic(parameters: Iterable[Parameter], strategy: Strategy, precision: str, cluster: Cluster) -> UnitTraffic:
-    """Return the seconds of a unit's collectives and copies."""
+def unit_traffic(
+    parameters: Iterable[Parameter], strategy: Strategy, precision: str, cluster: Cluster, *, trains: bool = True
+) -> UnitTraffic:
+    """Return the seconds of a unit's collectives and copies; `trains`: see `unit_collectives`."""
     parameters = tuple(parameters)
     seconds: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "step": 0.0}
     syncs = False
-    for collective in unit_collectives(parameters, strategy, precision, cluster):
+    for collective in unit_collectives(parameters, strategy, precision, cluster, trains=trains):
         seconds[collective.phase] += collective.time_s(cluster)
         syncs = syncs or (collective.phase != "step" and collective.operation not in ONE_SIDED)
         seconds[collective.phase] += strategy.spec.extra_s(collective, cluster)
@@ -67,7 +69,7 @@ def unit_traffic(parameters: Iterable[Parameter], strategy: Strategy, precision:
     if strategy.offload and cluster.host:
         volume = volume_of(parameters, strategy.parts, precision)
         rested, reduced = volume.rested // strategy.parts, volume.reduced // strategy.parts
-        copies = strategy.spec.host_copies(strategy, cluster)
+        copies = [copy for copy in strategy.spec.host_copies(strategy, cluster) if trains or copy[0] == "forward"]
         for phase, is_gradient in copies:
             seconds[phase] += (reduced if is_gradient else rested) / cluster.host.link_bytes_per_s.value
         if ("reduce", True) in copies:

@@ -69,54 +69,52 @@ def _slices(operator: Operator, count: int) -> list[Operator]:
     return [replace(operator, name=n, parameters=split_parameters(parameters, i, count)) for i, n in enumerate(names)]
 
 
-def _times(quantity: Affine, factor: float) -> Affine:
-    return Affine(quantity.fixed * factor, quantity.per_sample * factor)
-
-
-def _at_least(one: Affine, other: Affine) -> Affine:
-    """Return a line that is nowhere below either."""
-    return Affine(max(one.fixed, other.fixed), max(one.per_sample, other.per_sample))
-
-
 def _calls(operator: Operator, whole: Call, count: int, precision: str) -> Iterator[Call]:
     """Yield the calls of an operator's slices, given the call of the whole; their `operator` is still the whole."""
     weight = operator.parameters[0]
     compute = weight.compute_bytes(precision)
     features = weight.shape[1]
-    x = _times(whole.forward.matmul_flops, compute / (2 * weight.shape[0]))
-    y = _times(whole.forward.matmul_flops, compute / (2 * features))
+    x = whole.forward.matmul_flops.times(compute / (2 * weight.shape[0]))
+    y = whole.forward.matmul_flops.times(compute / (2 * features))
+    runs_back = whole.backward != Work(NOTHING, NOTHING, NOTHING)
     for index, (start, stop) in enumerate(pairwise(split_bounds(features, count))):
         last = index == count - 1
         parameters = split_parameters(operator.parameters, index, count)
         gradients = Affine(compute * sum(p.numel for p in parameters if p.trainable))
-        forward = x + _times(y, 1 if index == 0 else 3)
-        backward = _times(x, 2) + y + gradients
+        forward, module_forward, handed = (
+            x + y.times(1 if index == 0 else 3),
+            x + y.times(1 if index == 0 else 2),
+            x + y,
+        )
+        if not runs_back:  # nothing is kept for it, so what else is live is in the peaks alone
+            forward = module_forward = handed = whole.forward_peak_bytes + y.times(0 if index == 0 else 2)
+        backward = x.times(2) + y + gradients
         share = (stop - start) / features
         yield replace(
             whole,
-            forward=_part(whole.forward, share, last, _times(y, 3) if index else NOTHING),
-            backward=_part(whole.backward, share, last, NOTHING if index else _times(x, 2)),
+            forward=_part(whole.forward, share, last, y.times(3) if index else NOTHING),
+            backward=_part(whole.backward, share, last, x.times(2) if runs_back and not index else NOTHING),
             # Until the last slice what is kept is the input, which `forward` and `backward` have.
             saved_bytes=whole.saved_bytes if last else NOTHING,
-            forward_peak_bytes=_at_least(whole.forward_peak_bytes, forward) if last else forward,
+            forward_peak_bytes=whole.forward_peak_bytes.at_least(forward) if last else forward,
             # The sum is made when the slice itself has ended.
-            module_forward_peak_bytes=x + _times(y, 1 if index == 0 else 2),
-            tail_forward_peak_bytes=_at_least(whole.tail_forward_peak_bytes, forward) if last else forward,
-            backward_peak_bytes=_at_least(whole.backward_peak_bytes, backward) if last else backward,
+            module_forward_peak_bytes=module_forward,
+            tail_forward_peak_bytes=whole.tail_forward_peak_bytes.at_least(forward) if last else forward,
+            backward_peak_bytes=whole.backward_peak_bytes.at_least(backward) if last else backward,
             module_backward_peak_bytes=backward,
             tail_backward_peak_bytes=whole.tail_backward_peak_bytes if last else NOTHING,
             # Handed on: input, and in backward the gradient of the sum and those of the slices after.
-            backward_start_bytes=whole.backward_start_bytes if last else _times(x, 2) + y,
-            module_backward_start_bytes=whole.module_backward_start_bytes if last else _times(x, 2) + y,
+            backward_start_bytes=whole.backward_start_bytes if last else x.times(2) + y,
+            module_backward_start_bytes=whole.module_backward_start_bytes if last else x.times(2) + y,
             # Handed on: input and sum so far.
-            output_bytes=whole.output_bytes if last else x + y,
+            output_bytes=whole.output_bytes if last else handed,
         )
 
 
 def _part(work: Work, share: float, last: bool, extra_bytes: Affine) -> Work:
     """Return a slice's share of a call's work; what follows the layer is in the last slice."""
     return Work(
-        matmul_flops=_times(work.matmul_flops, share),
-        matmul_bytes=_times(work.matmul_bytes, share),
+        matmul_flops=work.matmul_flops.times(share),
+        matmul_bytes=work.matmul_bytes.times(share),
         other_bytes=(work.other_bytes if last else NOTHING) + extra_bytes,
     )

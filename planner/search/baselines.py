@@ -73,11 +73,12 @@ def baselines(space: Space, loads: tuple[Workload, ...], limit_bytes: float) -> 
     found = []
     has_blocks = any(stage.block is not None for stage in space.model.stages)
     operators = space.graph.operators
+    again = (False, True) if has_blocks and space.model.graph.trains else (False,)
     strategies = [strategy for strategy in strategies_on(loads[0].cluster) if not strategy.offload]
     strategies = [strategy for strategy in strategies if all(can_hold(one, strategy) for one in operators)]
     for name in NAMES:
         group = [strategy for strategy in strategies if strategy.spec.baseline == name]
-        for recompute in (False, True) if has_blocks and group else (False,) if group else ():
+        for recompute in again if group else ():
             sizes = [b for s in group for b in _sizes(space, loads, s, recompute, limit_bytes)]
             fastest = max((b for b in sizes if b.feasible), key=lambda b: b.samples_per_s, default=None)
             found.append(fastest or min(sizes, key=lambda b: b.peak_memory_bytes))

@@ -39,15 +39,17 @@ def is_plain(parameters: Sequence[Parameter], strategy: Strategy, precision: str
 
 
 def unit_collectives(
-    parameters: Iterable[Parameter], strategy: Strategy, precision: str, cluster: Cluster
+    parameters: Iterable[Parameter], strategy: Strategy, precision: str, cluster: Cluster, *, trains: bool = True
 ) -> tuple[Collective, ...]:
     """Return everything that one unit sends, those of a phase in the order in which they are sent.
 
+    `trains` is whether anything in the model does: if not, there are only forwards.
     Offload copies between host and device are not collectives: see `planner.cost.unit_communication`.
     """
     volume = volume_of(parameters, strategy.parts, precision)
     sent = strategy.spec.collectives(volume, strategy, cluster)
     sent = tuple(c for c in sent if c.ranks > 1 and (c.size_bytes > 0 or c.operation == "barrier"))
+    sent = tuple(c for c in sent if trains or c.phase == "forward")
     if not cluster.ring:
         return sent
     return tuple(replace(c, algorithm=cluster.algorithm(c.operation, c.ranks, c.stride, c.size_bytes)) for c in sent)

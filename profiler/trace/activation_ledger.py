@@ -18,6 +18,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -145,6 +146,12 @@ class Ledger:
         self.in_backward = True
         self._starts.append(next_number())
         self.go_back_to(len(self.calls) - 1)
+
+    def end_forward(self) -> None:
+        """Close a forward that no backward follows: a call hands on all that is live as the next one begins."""
+        for call, after in pairwise(self.calls):
+            call.output = after.forward.events[0]
+        self.call.output = self._bytes
 
     def call_of(self, number: int) -> int | None:
         """Return the call in which the forward made an autograd node, None if it did not make it."""

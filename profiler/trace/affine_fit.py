@@ -1,13 +1,19 @@
-"""From measurements at a few micro-batches to `Affine` quantities.
+"""From measurements at a few micro-batches to quantities that grow with the micro-batch: `Affine`, or `Quadratic`.
 
-With v(b) measured at the sizes b1 < b2 < b3, the line through the first two is checked at the third.
-A peak is a maximum over instants, and each instant is a line of its own, so peaks are bounded by
+With v(b) measured at the sizes b1 < b2 < b3, the line through the first two is checked at the third.  Where the three
+are on no line, b4 is measured too: samples interact, as in a contrastive loss that compares all pairs of them, and
 
-    slope = max_k slope_k,    fixed = max_k (fixed_k + slope_k - slope)        (`envelope`)
+    v(b) = fixed + per_sample b + per_pair b^2
 
-which is at least max_k line_k(b) for every b >= 1.  Torch takes other ways at a micro-batch of 1 (a
-dimension of size 1 is contiguous whatever its stride), so that is measured too and lifts the line
-where it lies higher.
+if the second differences of the four are equal and positive (they are counts of bytes and FLOPs, so exactly).  A peak
+is a maximum over instants, and each instant is a curve of its own, so peaks are bounded by
+
+    square = max_k square_k,    slope = max_k (slope_k + square_k - square),
+    fixed = max_k (fixed_k + slope_k + square_k - slope - square)                        (`envelope`)
+
+which is at least max_k curve_k(b) for every b >= 1, since b^2 >= b >= 1.  Torch takes other ways at a micro-batch of 1
+(a dimension of size 1 is contiguous whatever its stride), so that is measured too and lifts the curve where it lies
+higher.
 """
 
 from __future__ import annotations
@@ -15,51 +21,87 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine
+from profiler.model_graph import Affine, growth
 
 SIZES = (2, 4, 6)
 """Micro-batches that give the lines."""
+FOURTH = 8
+"""Micro-batch that is measured where they give none; as far from the third as the others are from each other."""
 SINGLE = 1
 """Micro-batch that may only lift them; some models cannot run it (batch norm after pooling)."""
 ALL_SIZES = (*SIZES, SINGLE)
-"""Order of all measurements; the last may be missing."""
+"""Order of all measurements where lines are found; the last may be missing."""
 TOLERANCE = 0.005
-"""Largest relative error of the line at the third size."""
+"""Largest relative error of the line through the first two sizes at another."""
+Sizes = Sequence[int]
+"""Micro-batches that were measured: `SIZES`, perhaps `FOURTH`, perhaps `SINGLE`; or one alone, that the user fixed."""
 
 
-def line(values: Sequence[float], *, add_bytes: float = 0.0) -> Affine:
-    """Return a line that is nowhere below `values`, plus `add_bytes`; exact if they are affine."""
-    slope = max((values[i + 1] - values[i]) / (SIZES[i + 1] - SIZES[i]) for i in range(len(SIZES) - 1))
-    fixed = max(value - slope * size for value, size in zip(values, ALL_SIZES, strict=False))
-    return Affine(fixed + add_bytes, slope)
+class StepsError(OsdpError):
+    """What a model computes or keeps is no polynomial of the micro-batch; at one that is fixed it is a number."""
 
 
-def exact_line(values: Sequence[float], what: str, *, add_bytes: float = 0.0) -> Affine:
-    """Return `line(values)`, or raise OsdpError if `what` does not grow linearly with the micro-batch."""
-    slope = (values[1] - values[0]) / (SIZES[1] - SIZES[0])
-    expected = values[0] + slope * (SIZES[2] - SIZES[0])
-    if abs(values[2] - expected) > TOLERANCE * abs(values[2]):
-        raise OsdpError(
-            f"{what} does not grow linearly with the micro-batch",
-            got=", ".join(f"{value:.6g} at {size}" for value, size in zip(values, SIZES, strict=False)),
-            expected=f"{expected:.6g} at {SIZES[2]}, from the first two",
-            advice="samples must not interact (as in a contrastive loss across the batch), and shapes "
-            "must not depend on the micro-batch in steps; trace the model without that part",
-        )
-    return line(values, add_bytes=add_bytes)
+def line(values: Sequence[float], sizes: Sizes = ALL_SIZES, *, add_bytes: float = 0.0) -> Affine:
+    """Return a curve that is nowhere below `values`, plus `add_bytes`; exact if they are affine or quadratic."""
+    fixed, slope, square = _curve(values, sizes)
+    return growth(fixed + add_bytes, slope, square)
 
 
-def envelope(events: Sequence[Sequence[int]], *, add_bytes: float = 0.0) -> Affine:
-    """Return a line that bounds every instant's, from each size's live bytes at the same instants.
+def exact_line(values: Sequence[float], what: str, sizes: Sizes = ALL_SIZES, *, add_bytes: float = 0.0) -> Affine:
+    """Return `line(values)`, or raise StepsError if `what` grows in another way with the micro-batch."""
+    found, growing = line(values, sizes, add_bytes=add_bytes), _growing(sizes)
+    if len(growing) > 1 and not _square(values, sizes):
+        slope = (values[1] - values[0]) / (growing[1] - growing[0])
+        for value, size in list(zip(values, growing, strict=False))[2:]:
+            expected = values[0] + slope * (size - growing[0])
+            if abs(value - expected) > TOLERANCE * abs(value):
+                raise StepsError(
+                    f"{what} does not grow linearly with the micro-batch, nor with its square",
+                    got=", ".join(f"{value:.6g} at {size}" for value, size in zip(values, growing, strict=False)),
+                    expected=f"{expected:.6g} at {size}, from the first two",
+                    advice="fix the micro-batch (--batch), at which alone it is measured then; or leave shapes "
+                    "that depend on it in steps out of the model",
+                )
+    return found
+
+
+def envelope(events: Sequence[Sequence[int]], sizes: Sizes = ALL_SIZES, *, add_bytes: float = 0.0) -> Affine:
+    """Return a curve that bounds every instant's, from each size's live bytes at the same instants.
 
     Where the sizes ran different numbers of ops, instants cannot be matched; the maxima are fitted.
     """
     peaks = [max(instants, default=0) for instants in events]
-    matched = events[: len(SIZES)]
+    count = len(_growing(sizes))
+    matched = events[:count]
     if len({len(instants) for instants in matched}) != 1:
-        return line(peaks, add_bytes=add_bytes)
-    lines = [line(values) for values in zip(*matched, strict=True)]
-    slope = max((one.per_sample for one in lines), default=0.0)
-    bounds = [one.fixed + (one.per_sample - slope) * SINGLE for one in lines]
-    bounds += [peak - slope * SINGLE for peak in peaks[len(SIZES) :]]
-    return Affine(max(bounds, default=0.0) + add_bytes, slope)
+        return line(peaks, sizes, add_bytes=add_bytes)
+    curves = [_curve(values, sizes) for values in zip(*matched, strict=True)]
+    square = max((one[2] for one in curves), default=0.0)
+    lines = [(fixed, slope + own - square) for fixed, slope, own in curves]
+    slope = max((one for _, one in lines), default=0.0)
+    bounds = [fixed + (one - slope) * SINGLE for fixed, one in lines]
+    bounds += [peak - slope * SINGLE - square * SINGLE**2 for peak in peaks[count:]]
+    return growth(max(bounds, default=0.0) + add_bytes, slope, square)
+
+
+def _growing(sizes: Sizes) -> Sizes:
+    """Return the sizes that give the curve."""
+    return sizes if len(sizes) == 1 else [size for size in sizes if size != SINGLE]
+
+
+def _square(values: Sequence[float], sizes: Sizes) -> float:
+    """Return the part per pair of samples, 0 unless the values at the growing sizes are on a parabola that opens up."""
+    if FOURTH not in sizes or len(sizes) == 1:
+        return 0.0
+    first, second, third, fourth = values[:4]
+    bend = first - 2 * second + third
+    return bend / (2 * (SIZES[1] - SIZES[0]) ** 2) if 0 < bend == second - 2 * third + fourth else 0.0
+
+
+def _curve(values: Sequence[float], sizes: Sizes) -> tuple[float, float, float]:
+    """Return (fixed, per sample, per pair) of a curve that is nowhere below the values."""
+    square, growing = _square(values, sizes), _growing(sizes)
+    rest = [value - square * size**2 for value, size in zip(values, sizes, strict=False)]
+    rises = [(rest[i + 1] - rest[i]) / (growing[i + 1] - growing[i]) for i in range(len(growing) - 1)]
+    slope = max(rises, default=0.0)
+    return max(value - slope * size for value, size in zip(rest, sizes, strict=False)), slope, square

@@ -16,9 +16,9 @@ from profiler.mixed_precision import RestingDtype
 from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
 from profiler.model_source import ModelSource
 from profiler.trace.activation_ledger import NOBODY, CallRecord, Tally
-from profiler.trace.affine_fit import SINGLE, SIZES, envelope, exact_line, line
+from profiler.trace.affine_fit import SINGLE, Sizes, StepsError, envelope, exact_line, line
 from profiler.trace.find_operators import Group
-from profiler.trace.metered_pass import Pass
+from profiler.trace.metered_pass import Pass, trains
 
 BUFFER_NOTE_BYTES = 2**20
 """Smaller buffers are not mentioned."""
@@ -32,24 +32,26 @@ def assemble(
     module: nn.Module,
     dtypes: Mapping[str, RestingDtype],
     groups: Sequence[Group],
-    passes: Sequence[Pass],
+    passes: Mapping[int, Pass],
 ) -> ModelGraph:
-    """Return the graph of the passes: one per size of `affine_fit.ALL_SIZES`, the last optional."""
-    first = passes[0]
+    """Return the graph of the passes, by their micro-batches (`affine_fit.Sizes`); that at `SINGLE` is optional."""
+    first = next(iter(passes.values()))
     if first.calls[0].operator == NOBODY:
         raise OsdpError(f"{source.name} reads none of its parameters", expected="a forward that uses them")
-    _check_alike(source.name, groups, passes[: len(SIZES)])
-    if _order(passes[-1]) != _order(first):  # then it is the optional one
-        passes = passes[: len(SIZES)]
+    if SINGLE in passes and _order(passes[SINGLE]) != _order(first):
+        passes = {size: one for size, one in passes.items() if size != SINGLE}
+    _check_alike(source.name, groups, passes)
+    sizes = tuple(passes)
     order = list(dict.fromkeys(call.operator for call in first.calls))
     unused = sorted(set(range(len(groups))) - set(order))
     position = {group: index for index, group in enumerate(order + unused)}
     run = sorted({call.block for call in first.calls if call.block is not None})
     block_of = {execution: index for index, execution in enumerate(run)}
     found = []
-    for record, *others in zip(*(one.calls for one in passes), strict=True):
+    for record, *others in zip(*(one.calls for one in passes.values()), strict=True):
         block = None if record.block is None else block_of[record.block]
-        found.append(_call([record, *others], position[record.operator], block, groups[record.operator].modules[0]))
+        name = groups[record.operator].modules[0]
+        found.append(_call([record, *others], sizes, position[record.operator], block, name))
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found)
     calls = tuple(map(_without_waiting, found, _waiting_bytes(module, operators, found)))
     blocks = _blocks(module, operators, calls, passes, run)
@@ -64,7 +66,7 @@ def assemble(
         edges=tuple(sorted(first.edges)),
         fingerprint=hashlib.sha256(repr(structure).encode()).hexdigest()[:16],
         outside=_outside(module, dtypes, groups),
-        notes=tuple(_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
+        notes=(*source.notes, *_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
     )
 
 
@@ -72,25 +74,25 @@ def _order(one: Pass) -> list[tuple[int, int | None]]:
     return [(call.operator, call.block) for call in one.calls]
 
 
-def _check_alike(name: str, groups: Sequence[Group], passes: Sequence[Pass]) -> None:
-    """Raise OsdpError unless every pass ran the same operators in the same order."""
-    expected = _order(passes[0])
-    for size, one in zip(SIZES, passes, strict=True):
+def _check_alike(name: str, groups: Sequence[Group], passes: Mapping[int, Pass]) -> None:
+    """Raise StepsError unless every pass ran the same operators in the same order."""
+    smallest, expected = next((size, _order(one)) for size, one in passes.items())
+    for size, one in passes.items():
         order = _order(one)
         if order == expected:
             continue
         differing = next((i for i, (a, b) in enumerate(zip(order, expected, strict=False)) if a != b), None)
         at = "its end" if differing is None else f"`{groups[expected[differing][0]].modules[0]}`"
-        what = f"{name} runs different operators at micro-batch {size} than at {SIZES[0]}"
+        what = f"{name} runs different operators at micro-batch {size} than at {smallest}"
         got = f"{len(order)} calls against {len(expected)}, differing first at {at}"
-        advice = "do not branch or loop on the batch dimension in forward"
+        advice = "fix the micro-batch (--batch), or do not branch or loop on the batch dimension in forward"
         same = "the same operators in the same order for every micro-batch"
-        raise OsdpError(what, got=got, expected=same, advice=advice)
+        raise StepsError(what, got=got, expected=same, advice=advice)
 
 
-def _call(records: Sequence[CallRecord], operator: int, block: int | None, name: str) -> Call:
+def _call(records: Sequence[CallRecord], sizes: Sizes, operator: int, block: int | None, name: str) -> Call:
     saved_bytes, waste = [record.saved for record in records], max(record.saved_waste for record in records)
-    saved = exact_line(saved_bytes, f"what `{name}` saves for backward", add_bytes=waste)
+    saved = exact_line(saved_bytes, f"what `{name}` saves for backward", sizes, add_bytes=waste)
     always = [slice(None) for _ in records]
     after_module = [slice(0) if record.inside is None else slice(record.inside, None) for record in records]
     reached = [slice(record.reached, None) for record in records]
@@ -99,41 +101,43 @@ def _call(records: Sequence[CallRecord], operator: int, block: int | None, name:
     return Call(
         operator=operator,
         block=block,
-        forward=_work(forward, f"the forward of `{name}`"),
-        backward=_work(backward, f"the backward of `{name}`"),
+        forward=_work(forward, f"the forward of `{name}`", sizes),
+        backward=_work(backward, f"the backward of `{name}`", sizes),
         saved_bytes=saved,
-        forward_peak_bytes=_peak(forward, always),
-        module_forward_peak_bytes=_peak(forward, [slice(record.inside) for record in records]),
-        tail_forward_peak_bytes=_peak(forward, after_module),
-        backward_peak_bytes=_peak(backward, always) if ran_back else saved,
-        module_backward_peak_bytes=_peak(backward, reached) if ran_back else saved,
-        tail_backward_peak_bytes=_peak(backward, [slice(record.reached) for record in records]),
-        backward_start_bytes=_start([tally.events[0] if tally.events else None for tally in backward], backward, saved),
-        module_backward_start_bytes=_start([record.arrived for record in records], backward, saved),
-        output_bytes=line([record.output for record in records]),
+        forward_peak_bytes=_peak(forward, always, sizes),
+        module_forward_peak_bytes=_peak(forward, [slice(record.inside) for record in records], sizes),
+        tail_forward_peak_bytes=_peak(forward, after_module, sizes),
+        backward_peak_bytes=_peak(backward, always, sizes) if ran_back else saved,
+        module_backward_peak_bytes=_peak(backward, reached, sizes) if ran_back else saved,
+        tail_backward_peak_bytes=_peak(backward, [slice(record.reached) for record in records], sizes),
+        backward_start_bytes=_start(
+            [tally.events[0] if tally.events else None for tally in backward], backward, saved, sizes
+        ),
+        module_backward_start_bytes=_start([record.arrived for record in records], backward, saved, sizes),
+        output_bytes=line([record.output for record in records], sizes),
     )
 
 
-def _work(tallies: Sequence[Tally], what: str) -> Work:
+def _work(tallies: Sequence[Tally], what: str, sizes: Sizes) -> Work:
     return Work(
-        matmul_flops=exact_line([tally.flops for tally in tallies], f"the number of FLOPs in {what}"),
-        matmul_bytes=line([tally.matmul_bytes for tally in tallies]),
-        other_bytes=line([tally.other_bytes for tally in tallies]),
+        matmul_flops=exact_line([tally.flops for tally in tallies], f"the number of FLOPs in {what}", sizes),
+        matmul_bytes=line([tally.matmul_bytes for tally in tallies], sizes),
+        other_bytes=line([tally.other_bytes for tally in tallies], sizes),
     )
 
 
-def _start(values: Sequence[int | None], tallies: Sequence[Tally], saved: Affine) -> Affine:
+def _start(values: Sequence[int | None], tallies: Sequence[Tally], saved: Affine, sizes: Sizes) -> Affine:
     """Return a line over bytes at one instant; what the call saves where the backward never came there."""
     found = [value for value in values if value is not None]
     if len(found) < len(values):
         return saved
-    return line(found, add_bytes=max(tally.waste for tally in tallies))
+    return line(found, sizes, add_bytes=max(tally.waste for tally in tallies))
 
 
-def _peak(tallies: Sequence[Tally], instants: Sequence[slice]) -> Affine:
+def _peak(tallies: Sequence[Tally], instants: Sequence[slice], sizes: Sizes) -> Affine:
     """Return a line over some instants of each size; nothing where there are none."""
     events = [tally.events[part] for tally, part in zip(tallies, instants, strict=True)]
-    return envelope(events, add_bytes=max(tally.waste for tally in tallies)) if any(events) else Affine()
+    return envelope(events, sizes, add_bytes=max(tally.waste for tally in tallies)) if any(events) else Affine()
 
 
 def _operators(
@@ -200,7 +204,11 @@ def _without_waiting(call: Call, waiting_bytes: int) -> Call:
 
 
 def _blocks(
-    module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call], passes: Sequence[Pass], ran: Sequence[int]
+    module: nn.Module,
+    operators: Sequence[Operator],
+    calls: Sequence[Call],
+    passes: Mapping[int, Pass],
+    ran: Sequence[int],
 ) -> tuple[Block, ...]:
     """Return the blocks that ran at least one call; equal ones get the same `block_class`."""
     blocks: list[Block] = []
@@ -210,12 +218,12 @@ def _blocks(
             members[call.block].append(position)
     classes: dict[Any, int] = {}
     for inside, execution in zip(members, ran, strict=True):
-        path = passes[0].executions[execution].path
-        runs = [one.executions[execution] for one in passes]
+        runs, sizes = [one.executions[execution] for one in passes.values()], tuple(passes)
+        path = runs[0].path
         waste = max(sum(storage.waste for storage in run.inputs) for run in runs)
-        inputs = line([sum(storage.bytes for storage in run.inputs) for run in runs], add_bytes=waste)
-        kept_below = line([run.kept_below_bytes for run in runs])
-        saved_first = line([run.saved_first_bytes for run in runs])
+        inputs = line([sum(storage.bytes for storage in run.inputs) for run in runs], sizes, add_bytes=waste)
+        kept_below = line([run.kept_below_bytes for run in runs], sizes)
+        saved_first = line([run.saved_first_bytes for run in runs], sizes)
         module_class = type(module.get_submodule(path)).__name__
         alike = tuple(_likeness(calls[index], operators, path) for index in inside)
         likeness = (module_class, inputs, kept_below, saved_first, alike)
@@ -234,11 +242,20 @@ def _likeness(call: Call, operators: Sequence[Operator], path: str) -> tuple[Any
 
 
 def _notes(
-    module: nn.Module, passes: Sequence[Pass], unused: Sequence[Group], groups: Sequence[Group], blocks: Sequence[Block]
+    module: nn.Module,
+    passes: Mapping[int, Pass],
+    unused: Sequence[Group],
+    groups: Sequence[Group],
+    blocks: Sequence[Block],
 ) -> list[str]:
-    first = passes[0]
+    first = next(iter(passes.values()))
     notes = []
-    if len(passes) == len(SIZES):
+    if not trains(module):
+        notes.append("no parameter is trained (requires_grad), so a step is a forward")
+    if len(passes) == 1:
+        (size,) = passes
+        notes.append(f"measured at micro-batch {size} alone, as other sizes cost more or less in steps")
+    elif SINGLE not in passes:
         notes.append(f"micro-batch {SINGLE} could not be traced; its costs come from larger ones")
     if first.summed_outputs:
         notes.append("the model returns no scalar loss; the sum of all its floating-point outputs is used as the loss")

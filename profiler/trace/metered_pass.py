@@ -1,4 +1,4 @@
-"""One metered pass: forward, loss and backward of a module without data."""
+"""One metered pass: forward, loss and backward of a module without data; of a frozen one, the forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
-from profiler.model_source import Inputs
+from profiler.model_source import Inputs, ModelSource
 from profiler.trace.activation_ledger import CallRecord, Execution
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
@@ -43,6 +43,15 @@ class Pass:
     summed_outputs: bool
     """Whether the loss is the sum of all outputs, as none is a scalar."""
 
+    @property
+    def sums(self) -> list[int]:
+        """For each call, the sum of all that is measured of it: on a line in the micro-batch if all of that is."""
+        tallies = [(call, (call.forward, call.backward)) for call in self.calls]
+        return [
+            call.saved + call.output + sum(t.flops + t.matmul_bytes + t.other_bytes + sum(t.events) for t in directions)
+            for call, directions in tallies
+        ]
+
 
 @contextmanager
 def replaced_forwards(
@@ -62,8 +71,13 @@ def replaced_forwards(
                 module.__dict__["forward"] = old
 
 
+def trains(module: nn.Module) -> bool:
+    """Return whether the module has a parameter that is trained."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
 def run_pass(
-    model: str,
+    source: ModelSource,
     module: nn.Module,
     groups: Sequence[Group],
     blocks: Sequence[str],
@@ -71,7 +85,7 @@ def run_pass(
     device: DatalessDevice,
     memo: Memo,
 ) -> Pass:
-    """Run one forward and backward of a module under the meter; `model` names it in errors.  Raises OsdpError."""
+    """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError."""
     meter = Meter(module, groups, blocks, memo, synthesize=device.synthesize)
     ledger = meter.ledger
     for tensor in tree_leaves(inputs):
@@ -82,10 +96,13 @@ def run_pass(
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
             with torch.enable_grad(), hooks:
                 output = module(*inputs[0], **inputs[1])
-                loss, summed = find_loss(output)
-            ledger.turn(loss)
-            _find_saved_inputs(meter.executions, ledger.calls)
-            loss.backward()  # type: ignore[no-untyped-call]
+                loss, summed = find_loss(output) if trains(module) else (None, False)
+            if loss is None:
+                ledger.end_forward()
+            else:
+                ledger.turn(loss)
+                _find_saved_inputs(meter.executions, ledger.calls)
+                loss.backward()  # type: ignore[no-untyped-call]
     except OsdpError:
         raise
     except Exception as error:
@@ -93,7 +110,7 @@ def run_pass(
         where = f"`{path}`" if path else "the model's own forward"
         if ledger.in_backward:
             where = f"the backward of `{groups[ledger.call.operator].modules[0]}`"
-        raise explain_trace(model, where, error.__dict__.get("osdp_op"), error) from error
+        raise explain_trace(source, where, error.__dict__.get("osdp_op"), error) from error
     finally:
         meter.finish()
     del output, loss

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from profiler.errors import OsdpError, first_line
+from profiler.model_source import ModelSource
 
 _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _DATA_NAMES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
@@ -40,10 +41,11 @@ def explained_inputs(model: str) -> AbstractContextManager[None]:
     return explained(f"cannot make example inputs for {model}", expected, advice)
 
 
-def explain_trace(model: str, where: str, op: torch._ops.OpOverload | None, error: Exception) -> ModelError:
+def explain_trace(source: ModelSource, where: str, op: torch._ops.OpOverload | None, error: Exception) -> ModelError:
     """Return the error to show for a forward or backward that could not be traced."""
-    what = f"cannot trace {model}: {where} raised" + (f" at op {op}" if op is not None else "")
-    return explain(what, error, "a forward and backward that run on shapes alone", _advice(error, op))
+    what = f"cannot trace {source.name}: {where} raised" + (f" at op {op}" if op is not None else "")
+    advice = _advice(error, op) or source.inputs_advice
+    return explain(what, error, "a forward and backward that run on shapes alone", advice)
 
 
 def _advice(error: Exception, op: torch._ops.OpOverload | None) -> str:
@@ -58,4 +60,4 @@ def _advice(error: Exception, op: torch._ops.OpOverload | None) -> str:
         return f"{shown} has no kernel for tensors without data: give it one with torch.library.register_fake"
     if op is not None and op.namespace not in ("aten", "prim", "prims"):
         return f"check the fake kernel of {shown} (torch.library.register_fake, torch.library.opcheck)"
-    return "check that the example inputs fit the model's forward, by running it once on real tensors"
+    return ""

@@ -104,12 +104,15 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
 
 
 def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: LiveBytes) -> None:
-    """Run one micro-batch forward and backward."""
+    """Run one micro-batch forward and, if anything is trained, backward."""
     live.phase = "forward"
     args, kwargs = script.feed(model, script.micro_batch)
-    loss = script.find_loss(run(*args, **kwargs))
-    live.phase = "backward"
-    loss.backward()  # type: ignore[no-untyped-call]
+    output = run(*args, **kwargs)
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        loss = script.find_loss(output)
+        live.phase = "backward"
+        del output
+        loss.backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

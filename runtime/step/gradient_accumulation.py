@@ -90,6 +90,8 @@ class Accumulation:
         runner, postponed = self.sharded.runner, self._postpones
         if runner is None:
             output = self.sharded.module(*args, **kwargs)
+            if not any(tensor.requires_grad for tensor in tensors_in(output)):  # of a frozen model
+                self.sharded.reshard()
             self._count_backward(output, lambda: self._is_last(postponed))
             return output
         last = self._is_last(postponed)

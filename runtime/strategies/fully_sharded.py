@@ -17,6 +17,7 @@ from runtime.strategies.ring_reduce_scatter import RingReduceScatter
 from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import (
     complete_reduction,
+    free_secondary_shards,
     gather_for_every_backward,
     gathers,
     keep_after_forward,
@@ -37,6 +38,7 @@ class FullyShardedUnit(WrappedUnit):
 
     def reshard(self) -> None:
         self.module.reshard()
+        free_secondary_shards(self.module)
 
     def complete_reduction(self) -> None:
         complete_reduction(self.module)

@@ -183,7 +183,7 @@ def test_a_strategy_holds_what_is_predicted(name: str, strategy: str) -> None:
     if THOROUGH:
         combinations = list(product((0, 1), (0, 1), (1, 2)))
     for is_bf16, has_master, accumulation in combinations:
-        graph = trace_model(MODELS[name], ("fp32", "bf16")[is_bf16], "cpu", ("", "fp32")[has_master])
+        graph = trace_model(MODELS[name], ("fp32", "bf16")[is_bf16], "cpu", master_weights=("", "fp32")[has_master])
         choices, machine = {operator.name: strategy for operator in graph.operators}, cluster(1, 4)
         plan = plan_of(graph, machine, choices, micro_batch=2, accumulation=accumulation)
         assert -0.01 <= compare(plan, MODELS[name], graph, machine).error <= 0.01

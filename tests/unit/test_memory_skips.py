@@ -123,3 +123,15 @@ def test_what_a_block_takes_and_who_keeps_it() -> None:
     # The lower decoder's output, and that of encoder.0 that encoder.1 keeps; the first call saves both as one.
     assert decoder.input_bytes(1) == 2 * taken
     assert (decoder.kept_below_bytes(1), decoder.saved_first_bytes(1)) == (taken, 0)
+
+
+def test_inputs_under_bf16_are_held_in_fp32_as_they_were_given() -> None:
+    """The caller holds on to what it gave, and FSDP2 casts a copy of it."""
+    model = ModelSource("skips", lambda: Skips((16, 16)), lambda module, batch: module.example_inputs(batch), TOKENS)
+    graph, machine = trace_model(model, "bf16"), cluster(1, 4)
+    first = graph.calls[0]
+    assert first.saved_bytes(1) == 2 * TOKENS * FEATURES  # the copy
+    assert first.forward_peak_bytes(1) >= (4 + 2) * TOKENS * FEATURES
+    choices = {operator.name: "shard" for operator in graph.operators}
+    plan = plan_of(graph, machine, choices, (), micro_batch=64, optimizer="sgd")
+    assert -0.002 <= compare(plan, model, graph, machine).error <= 0.01

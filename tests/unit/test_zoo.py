@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import textwrap
@@ -357,85 +356,3 @@ def test_the_current_directory_comes_last(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     (tmp_path / "colorsys.py").write_text("def make(): ...")  # as a module of Python is called
     assert "rgb_to_hsv" in refused("colorsys:make")
-
-
-# --- Hugging Face ----------------------------------------------------------------------------
-
-SMALL = {"vocab_size": 100, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
-HF = {
-    "GPT2LMHeadModel": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
-    "LlamaForCausalLM": {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 64,
-        "max_position_embeddings": 64,
-    },
-    "BertForMaskedLM": {
-        "model_type": "bert",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "max_position_embeddings": 64,
-    },
-    "T5ForConditionalGeneration": {
-        "model_type": "t5",
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "decoder_start_token_id": 0,
-    },
-}
-
-
-def write_config(path: Path, architecture: str, **changes: Any) -> str:
-    path.write_text(json.dumps({"architectures": [architecture], **SMALL, **HF[architecture], **changes}))
-    return f"hf:{path}"
-
-
-@pytest.mark.parametrize("architecture", list(HF))
-def test_a_hugging_face_configuration(tmp_path: Path, architecture: str) -> None:
-    pytest.importorskip("transformers", reason="needs transformers (the extra `hf`)")
-    spec = write_config(tmp_path / "config.json", architecture)
-    source = load_model(spec)
-    assert source.sequence_length == (1024 if architecture.startswith("T5") else 64)  # T5 has no limit
-    source = load_model(spec, sequence_length=10)
-    module = source.build()
-    assert type(module).__name__ == architecture
-    args, kwargs = source.example_inputs(module, 3)
-    assert kwargs["input_ids"].shape == kwargs["labels"].shape == (3, 10)
-    out = module(*args, **kwargs)
-    assert out.loss.shape == ()
-    assert out.logits.shape == (3, 10, 100)
-    with FakeTensorMode():
-        fake = source.build()
-        args, kwargs = source.example_inputs(fake, 2)
-        fake(*args, **kwargs).loss.backward()
-        assert all(p.grad is not None for p in fake.parameters() if p.requires_grad)
-
-
-def test_faults_of_a_hugging_face_configuration(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs transformers (the extra `hf`)")
-    path = tmp_path / "config.json"
-    assert "does not exist" in refused(f"hf:{path}")
-    assert "is a directory" in refused(f"hf:{tmp_path}")
-    for text in ("{}", "[1]", "not json", '{"model_type": "no_such_model"}'):
-        path.write_text(text)
-        assert "is not a configuration that transformers reads" in refused(f"hf:{path}")
-    path.write_text('{"model_type": "vit"}')
-    assert "describes no text model" in refused(f"hf:{path}")
-    spec = write_config(path, "GPT2LMHeadModel")
-    assert "at most 64" in refused(spec, sequence_length=65)
-    broken = load_model(write_config(path, "GPT2LMHeadModel", n_head=5))  # does not divide 32
-    with pytest.raises(OsdpError, match="cannot build"):
-        broken.build()
-
-
-def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert ".venv/bin/pip install -e '.[hf]'" in refused(write_config(tmp_path / "c.json", "GPT2LMHeadModel"))
