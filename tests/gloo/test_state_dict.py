@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from parity import Case, build, graph_of, initial, inputs, traced_once
@@ -12,6 +13,9 @@ from ranks import run_ranks
 from test_api import assert_equal, mixed
 from torch import nn
 from toys import STRATEGIES, WITH_OFFLOAD, Blocks, InPlace, batch_of, plan_of, refusal, seeded
+
+from runtime.local_shards import local_shard, whole
+from runtime.state import state_dict
 
 
 def sharded_as(name: str) -> Case:
@@ -35,7 +39,8 @@ def round_trips(rank: int) -> None:
         model = OSDP(initial("gpt2"), sharded_as(name).plan())
         full = model.full_state_dict()
         assert bool(full) == (rank == 0)
-        full = model.full_state_dict(rank0_only=False)
+        with mock.patch.object(state_dict, "BUCKET_BYTES", 1000):  # several messages, and parameters larger than one
+            full = model.full_state_dict(rank0_only=False)
         assert_equal(full, wanted)
         assert full["wte.weight"] is full["lm_head.weight"], "tied parameters are one"
         build("gpt2").load_state_dict(full, strict=True)
@@ -71,6 +76,15 @@ def clone(value: Any) -> Any:
 
 def test_round_trips_under_every_strategy() -> None:
     run_ranks(round_trips, 4, ranks_per_node=2)
+
+
+def test_parameters_of_one_dtype_at_a_time_are_sent_together() -> None:
+    sizes = [(4, torch.float32), (5, torch.float32), (9, torch.float32), (1, torch.float32), (1, torch.bfloat16)]
+    tensors = [nn.Parameter(torch.zeros(count, dtype=dtype)) for count, dtype in sizes]
+    shards = [[local_shard(whole(str(number), tensor.shape), tensor, 1)] for number, tensor in enumerate(tensors)]
+    with mock.patch.object(state_dict, "BUCKET_BYTES", 36):
+        buckets = [[each[0].name for each in bucket] for bucket in state_dict._buckets(shards)]
+    assert buckets == [["0", "1"], ["2"], ["3"], ["4"]]
 
 
 def refuse(rank: int) -> dict[str, str]:
