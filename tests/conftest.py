@@ -68,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         if config.getoption("--thorough"):
             os.environ[thoroughness.VARIABLE] = "1"
+            thoroughness.THOROUGH = True
         os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on busy cores take most of a test's time
         os.environ[programs.FOLDER] = programs.make_folder()
 

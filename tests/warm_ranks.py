@@ -1,7 +1,8 @@
 """Imported by the server that ranks fork from: does once, without a process group, what every rank would do first.
 
 A rank's first trace, first sharded parameter, first step of an optimizer and first cluster file take 0.5 s of
-processor time, nearly all of it in PyTorch's and pydantic's caches, which forks inherit.
+processor time, nearly all of it in PyTorch's and pydantic's caches, which forks inherit.  They also inherit the graphs
+of the families of `parity.py`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import gc
 
 import torch
-from parity import Case, build, cluster_of, graph_of, inputs
+from parity import FAMILIES, Case, build, cluster_of, graph_of, inputs
 
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
 
+for family in FAMILIES:
+    graph_of(family)
 torch.set_num_threads(1)  # threads of the server would not be in its forks
 for strategy in ("replicate", "shard", "group_shard:2", "owner"):
     case = Case("gpt2", {}, strategy, recomputed=("blocks.0",))
