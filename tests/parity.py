@@ -100,6 +100,7 @@ def graph_of(family: str, precision: str = "fp32") -> ModelGraph:
     return trace_model(ModelSource(family, lambda: build(family), inputs, LENGTH), precision)
 
 
+@cache
 def cluster_of(nodes: int, ranks_per_node: int) -> Cluster:
     """Return a cluster of CPU ranks."""
     return load_cluster("cpu-gloo", nodes, ranks_per_node)
