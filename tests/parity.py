@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -250,22 +250,27 @@ def train_all(rank: int, cases: Sequence[Case], plans: Sequence[Plan]) -> list[t
 
 @contextmanager
 def traced_once() -> Iterator[None]:
-    """Have OSDP trace the models of a name for the first of them only, which was most of the time; `FAMILIES` never.
-
-    Those the server of the ranks has traced.
-    """
-    graphs: dict[tuple[str, str, str], ModelGraph] = {}
+    """Have OSDP trace only models that were not: most of the time of small ones. Ranks inherit the server's graphs."""
 
     def traced(source: ModelSource, precision: str, device_type: str) -> ModelGraph:
         if source.name in FAMILIES:
             return graph_of(source.name, precision)
-        key = source.name, precision, device_type
-        if key not in graphs:
-            graphs[key] = trace_model(source, precision, device_type)
-        return graphs[key]
+        return graph_once(source.build(), source.name, precision, lambda: trace_model(source, precision, device_type))
 
     with mock.patch("osdp.prepare.trace_model", traced):
         yield
+
+
+_graphs: dict[str, ModelGraph] = {}
+
+
+def graph_once(module: nn.Module, name: str, precision: str, trace: Callable[[], ModelGraph]) -> ModelGraph:
+    """Return the graph of a model; of models that print alike, and train alike, one is traced."""
+    trained = [path for path, parameter in module.named_parameters() if parameter.requires_grad]
+    key = f"{name} {precision} {module} {trained}"
+    if key not in _graphs:
+        _graphs[key] = trace()
+    return _graphs[key]
 
 
 def train(rank: int, case: Case, steps: int = STEPS) -> Trained | None:

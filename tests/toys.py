@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from parity import cluster_of
+from parity import cluster_of, graph_once
 from torch import Tensor, nn
 
 from osdp.models.user_factory import source_of
@@ -131,10 +131,10 @@ def plan_of(
     ranks: tuple[int, int] = (2, 2),
 ) -> Plan:
     """Return a plan for a model on so many nodes and ranks per node."""
-    graph, cluster = _graph(model), cluster_of(*ranks)
+    traced, cluster = graph(model), cluster_of(*ranks)
     return Plan(
         schema=Plan.SCHEMA,
-        model=model_ref(graph),
+        model=model_ref(traced),
         cluster=ClusterRef(cluster.name, cluster_fingerprint(cluster), *ranks),
         optimizer="adam",
         limit_bytes=1 << 40,
@@ -142,20 +142,14 @@ def plan_of(
         accumulation=accumulation,
         predicted=Prediction(0, {}, "", 1.0, {}, 1.0),
         gap=0.0,
-        choices={operator.name: (choices or {}).get(operator.name, default) for operator in graph.operators},
+        choices={operator.name: (choices or {}).get(operator.name, default) for operator in traced.operators},
         recomputed_blocks=list(recomputed),
     )
 
 
-_graphs: dict[str, ModelGraph] = {}
-
-
-def _graph(model: nn.Module) -> ModelGraph:
-    """Return the traced model; models that print alike and train alike are traced once."""
-    key = f"{model} {[name for name, parameter in model.named_parameters() if parameter.requires_grad]}"
-    if key not in _graphs:
-        _graphs[key] = trace_model(source_of(model, "toy", None, None), "fp32")
-    return _graphs[key]
+def graph(model: nn.Module) -> ModelGraph:
+    """Return the traced model."""
+    return graph_once(model, "toy", "fp32", lambda: trace_model(source_of(model, "toy", None, None), "fp32"))
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 3) -> nn.Module:

@@ -2,7 +2,7 @@
 
 A rank's first trace, first sharded parameter, first step of an optimizer and first cluster file take 0.5 s of
 processor time, nearly all of it in PyTorch's and pydantic's caches, which forks inherit.  They also inherit the graphs
-of the families of `parity.py`.
+of the models of `parity.py` and `toys.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import gc
 
 import torch
 from parity import FAMILIES, Case, build, cluster_of, graph_of, inputs
+from toys import Blocks, InPlace, Irregular, graph
 
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
 
 for family in FAMILIES:
     graph_of(family)
+for toy in (Blocks(), Blocks(frozen=False), InPlace(), Irregular()):
+    graph(toy)
 if not torch.cuda.is_available():  # else each seed waits there for a GPU, with the stack that it was set at
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 torch.set_num_threads(1)  # threads of the server would not be in its forks

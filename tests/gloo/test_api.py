@@ -70,6 +70,7 @@ def test_starts_as_the_constructor_leaves_it(family: str) -> None:
     run_ranks(start_as_the_constructor, 4, family, ranks_per_node=2)
 
 
+@traced_once()
 def start_with_buffers(rank: int) -> None:
     """Buffers, persistent or not, of a live, a meta and a recorded model; frozen parameters stay frozen."""
     from osdp import OSDP
@@ -284,7 +285,7 @@ def backward(model: nn.Module, batches: list[Any], **keywords: Any) -> None:
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer that notices everything but tiny gradients."""
-    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
+    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
 
 @traced_once()
@@ -324,6 +325,7 @@ def test_inference_gives_the_models_output_at_any_time() -> None:
     run_ranks(infer_anywhere, 4, ranks_per_node=2)
 
 
+@traced_once()
 def train_oddities(rank: int) -> None:
     """Changes in place of what wrapped layers return, outputs of every form, layers run often or never."""
     for name in (*STRATEGIES, "owner+offload"):
