@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -94,10 +93,28 @@ def inputs(module: nn.Module, batch: int) -> tuple[tuple[Any, ...], dict[str, An
     return made
 
 
+_graphs: dict[str, ModelGraph] = {}
+
+
+def graph_once(module: nn.Module, name: str, precision: str, trace: Callable[[], ModelGraph]) -> ModelGraph:
+    """Return the graph of a model for CPUs; of models that print alike, and train alike, one is traced."""
+    trained = [path for path, parameter in module.named_parameters() if parameter.requires_grad]
+    key = f"{name} {precision} {module} {trained}"
+    if key not in _graphs:
+        _graphs[key] = trace()
+    return _graphs[key]
+
+
+def trace_once(source: ModelSource, precision: str, device_type: str) -> ModelGraph:
+    """Stand in for `trace_model`, which takes most of the time of a small model."""
+    assert device_type == "cpu"
+    return graph_once(source.build(), source.name, precision, lambda: trace_model(source, precision))
+
+
 @cache
 def graph_of(family: str, precision: str = "fp32") -> ModelGraph:
     """Return the traced model."""
-    return trace_model(ModelSource(family, lambda: build(family), inputs, LENGTH), precision)
+    return trace_once(ModelSource(family, lambda: build(family), inputs, LENGTH), precision, "cpu")
 
 
 @cache
@@ -248,31 +265,6 @@ def train_all(rank: int, cases: Sequence[Case], plans: Sequence[Plan]) -> list[t
     return [train_and_record(rank, case, plan) for case, plan in zip(cases, plans, strict=True)]
 
 
-@contextmanager
-def traced_once() -> Iterator[None]:
-    """Have OSDP trace only models that were not: most of the time of small ones. Ranks inherit the server's graphs."""
-
-    def traced(source: ModelSource, precision: str, device_type: str) -> ModelGraph:
-        if source.name in FAMILIES:
-            return graph_of(source.name, precision)
-        return graph_once(source.build(), source.name, precision, lambda: trace_model(source, precision, device_type))
-
-    with mock.patch("osdp.prepare.trace_model", traced):
-        yield
-
-
-_graphs: dict[str, ModelGraph] = {}
-
-
-def graph_once(module: nn.Module, name: str, precision: str, trace: Callable[[], ModelGraph]) -> ModelGraph:
-    """Return the graph of a model; of models that print alike, and train alike, one is traced."""
-    trained = [path for path, parameter in module.named_parameters() if parameter.requires_grad]
-    key = f"{name} {precision} {module} {trained}"
-    if key not in _graphs:
-        _graphs[key] = trace()
-    return _graphs[key]
-
-
 def train(rank: int, case: Case, steps: int = STEPS) -> Trained | None:
     """Train on a rank; the result is on rank 0."""
     return train_and_record(rank, case, case.plan(), steps, recorded_steps=0)[0]
@@ -285,8 +277,7 @@ def train_and_record(
     from osdp import OSDP
     from runtime.observe.collective_log import record_collectives
 
-    with traced_once():
-        model = OSDP(initial(case.family), plan, example_inputs=None, **case.keywords)
+    model = OSDP(initial(case.family), plan, example_inputs=None, **case.keywords)
     optimizer, losses, norms, sent = optimizer_of(model.parameters()), [], [], Sent()
     for number, step in enumerate(batches(case.family, case.world_size, case.accumulation, steps)):
         own: list[Tensor] = []

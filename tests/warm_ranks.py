@@ -2,20 +2,22 @@
 
 A rank's first trace, first sharded parameter, first step of an optimizer and first cluster file take 0.5 s of
 processor time, nearly all of it in PyTorch's and pydantic's caches, which forks inherit.  They also inherit the graphs
-of the models of `parity.py` and `toys.py`.
+of the models of `parity.py` and `toys.py`, and OSDP traces in them only what prints otherwise.
 """
 
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import torch
-from parity import FAMILIES, Case, build, cluster_of, graph_of, inputs
+from parity import FAMILIES, Case, build, cluster_of, graph_of, inputs, trace_once
 from toys import Blocks, InPlace, Irregular, graph
 
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
 
+mock.patch("osdp.prepare.trace_model", trace_once).start()
 for family in FAMILIES:
     graph_of(family)
 for toy in (Blocks(), Blocks(frozen=False), InPlace(), Irregular()):

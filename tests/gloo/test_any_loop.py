@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from parity import traced_once
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -58,7 +57,6 @@ def forward(model: Any) -> None:
     model(*args, **kwargs)
 
 
-@traced_once()
 def make_optimizers_at_any_moment(rank: int, wanted: dict[str, torch.Tensor]) -> None:
     """After a forward, amid a step, and groups that are added later."""
     from osdp import OSDP
@@ -88,7 +86,6 @@ def test_an_optimizer_may_be_made_at_any_moment() -> None:
     run_ranks(make_optimizers_at_any_moment, 4, reference(3), ranks_per_node=2)
 
 
-@traced_once()
 def refuse_steps(rank: int) -> dict[str, str]:
     """Return what is said to optimizers of other parameters than those that rest; the parameters must not change."""
     from osdp import OSDP
@@ -141,7 +138,6 @@ def reference_of_counts(counts: tuple[int, ...], max_norm: float) -> tuple[dict[
     return dict(model.state_dict()), norms
 
 
-@traced_once()
 def train_any_count(
     rank: int, counts: tuple[int, ...], is_marked: bool, wanted: dict[str, torch.Tensor], norms: list[float]
 ) -> None:
@@ -172,7 +168,6 @@ def test_steps_may_have_any_number_of_micro_batches(counts: tuple[int, ...], is_
     run_ranks(train_any_count, 4, counts, is_marked, *reference_of_counts(counts, max_norm=0.05), ranks_per_node=2)
 
 
-@traced_once()
 def clip_by_habit(rank: int) -> list[str]:
     """Clip by torch's function as it was imported before OSDP was; return what was said where that cannot be right."""
     from osdp import OSDP
@@ -234,7 +229,6 @@ def whole_tensor_optimizers(model: nn.Module) -> dict[str, list[torch.optim.Opti
     }
 
 
-@traced_once()
 def step_whole_tensors(rank: int) -> dict[str, str]:
     """Step where tensors are whole as one process does; return what is said where they are not."""
     from osdp import OSDP

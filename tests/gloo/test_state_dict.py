@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity import Case, build, graph_of, initial, inputs, traced_once
+from parity import Case, build, graph_of, initial, inputs
 from ranks import run_ranks
 from test_api import assert_equal, mixed
 from torch import nn
@@ -28,7 +28,6 @@ def sharded_as(name: str) -> Case:
     return Case("gpt2", {}, name)
 
 
-@traced_once()
 def round_trips(rank: int) -> None:
     """Whole and sharded dicts go out and come back; whole ones fit the unsharded model and any other plan."""
     from osdp import OSDP
@@ -120,7 +119,6 @@ def test_refuses_other_models() -> None:
         assert all(part in said[name] for part in parts), said[name]
 
 
-@traced_once()
 def clip_everywhere(rank: int) -> None:
     """Norms of every type and what clipping leaves, against torch on the unsharded model."""
     from osdp import OSDP
