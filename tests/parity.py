@@ -21,6 +21,7 @@ from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, mode
 from planner.strategies.registry import known_strategies
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import RingRule
+from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
@@ -108,7 +109,12 @@ def graph_once(module: nn.Module, name: str, precision: str, trace: Callable[[],
 def trace_once(source: ModelSource, precision: str, device_type: str) -> ModelGraph:
     """Stand in for `trace_model`, which takes most of the time of a small model."""
     assert device_type == "cpu"
-    return graph_once(source.build(), source.name, precision, lambda: trace_model(source, precision))
+    try:
+        with torch.device("meta"):
+            module = source.build()
+    except OsdpError:  # of a model that cannot be built so
+        return trace_model(source, precision)
+    return graph_once(module, source.name, precision, lambda: trace_model(source, precision))
 
 
 @cache
