@@ -65,7 +65,7 @@ for step in range(1, options.steps + 1):
         loss.backward()
         optim.step()
         optim.zero_grad()
-    if dist.get_rank() == 0 and step % 20 == 0:
+    if dist.get_rank() == 0 and (step % 20 == 0 or step == options.steps):
         print(f"step {step}: loss {loss.item():.3f}")
 
 dist.barrier()  # gloo's threads end what they do; one that is still at it when Python ends aborts the process

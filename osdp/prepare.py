@@ -12,13 +12,12 @@ from osdp.description import Described, read_description
 from osdp.models.user_factory import ExampleInputs, Model, source_of
 from osdp.planning.clusters import memory_limit
 from osdp.planning.rank_grid import DeviceInfo, cluster_of_plan, cluster_of_ranks
-from osdp.planning.request import Request, plan_model
+from osdp.planning.request import Request, plan_graph
 from planner.pins import parse_pin
 from planner.plan import Plan, check_parameters
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
-from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan
 from runtime.failures.rank_agreement import Agreement, agree, from_rank_0
@@ -30,7 +29,6 @@ from runtime.schedule import Schedule
 class _Traced:
     """What a rank finds out by itself."""
 
-    source: ModelSource
     graph: ModelGraph
     cluster: Cluster
     wish: Plan | Request
@@ -62,7 +60,7 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
         settings = wish.model.precision, cluster.device.kind, wish.micro_batch, wish.model.master_weights
         graph = trace_model(source, *settings)
         check_parameters(wish, graph)
-        return _Traced(source, graph, cluster, wish)
+        return _Traced(graph, cluster, wish)
     cluster, limit_bytes = cluster_of_ranks(device_info)
     limit_bytes, pins = memory_limit(cluster, limit_bytes), tuple(map(parse_pin, wish.pins))
     asked = wish.precision, wish.optimizer, wish.micro_batch, wish.global_batch
@@ -70,9 +68,9 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
     name = wish.name or str(getattr(model, "__name__", type(model).__name__))
     source = source_of(model, name, wish.sequence_length, example_inputs)
     graph = trace_model(source, wish.precision, cluster.device.kind, wish.micro_batch, request.master_weights)
-    return _Traced(source, graph, cluster, request)
+    return _Traced(graph, cluster, request)
 
 
 def _plan(traced: _Traced, request: Request) -> Plan:
     """Return rank 0's plan on every rank: a search within a time limit need not end alike everywhere."""
-    return from_rank_0("plan", lambda: plan_model(traced.source, traced.cluster, request).plan)
+    return from_rank_0("plan", lambda: plan_graph(traced.graph, traced.cluster, request).plan)

@@ -28,28 +28,33 @@ settings.load_profile("osdp")
 WORKERS, CORES = 3, 2
 """Files that run at once: ranks wait for each other, so three of theirs keep two cores busy; two of the others do."""
 LONGEST = (
-    "gloo/test_parity.py",
     "gloo/test_seed_commands.py",
+    "gloo/test_parity.py",
     "gloo/test_api.py",
-    "gloo/test_train_command.py",
-    "gloo/test_ring.py",
     "gloo/test_train_runs.py",
-    "gloo/test_llm_odc.py",
-    "gloo/test_pretrained.py",
+    "gloo/test_any_loop.py",
     "gloo/test_odc.py",
-    "gloo/test_state_dict.py",
-    "unit/test_search.py",
-    "unit/test_memory_random.py",
-    "unit/test_whatif.py",
+    "gloo/test_checkpoint_plans.py",
+    "gloo/test_llm_odc.py",
+    "gloo/test_compile.py",
+    "gloo/test_bert_training.py",
+    "gloo/test_start_up.py",
+    "gloo/test_train_command.py",
+    "gloo/test_pretrained.py",
+    "gloo/test_ring.py",
+    "gloo/test_checkpoint_layouts.py",
     "unit/test_memory_tracker.py",
-    "unit/test_memory_tracker_units.py",
+    "unit/test_memory_random.py",
     "unit/test_cli.py",
-    "unit/test_data_parallel.py",
-    "unit/test_cli_questions.py",
-    "unit/test_space_search.py",
-    "unit/test_trace_pipeline.py",
-    "unit/test_frontier.py",
     "unit/test_refusal.py",
+    "unit/test_search.py",
+    "unit/test_memory_tracker_units.py",
+    "unit/test_frontier.py",
+    "unit/test_cli_questions.py",
+    "unit/test_trace_pipeline.py",
+    "unit/test_space_search.py",
+    "unit/test_data_parallel.py",
+    "unit/test_whatif.py",
     "unit/test_plan.py",
     "unit/test_verify_command.py",
     "unit/test_headroom.py",
@@ -68,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         if config.getoption("--thorough"):
             os.environ[thoroughness.VARIABLE] = "1"
+            thoroughness.THOROUGH = True
         os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on busy cores take most of a test's time
         os.environ[programs.FOLDER] = programs.make_folder()
 

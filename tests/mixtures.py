@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hypothesis import assume
 from hypothesis import strategies as st
 from parity import Case, blocks_of, cluster_of, graph_of
 
@@ -19,5 +20,6 @@ def mixtures(draw: st.DrawFn, family: str, precision: str = "fp32") -> Case:
         can_split = operator.kind == "Linear" and len(operator.modules) == 1
         slices = draw(st.lists(one, min_size=1, max_size=4 if can_split else 1))
         choices[operator.name] = format_choice(slices)
+    assume(len(set(choices.values())) > 1)  # else it is no mixture, and drawn first
     recomputed = tuple(block for block in blocks_of(family) if draw(st.booleans()))
     return Case(family, choices, recomputed=recomputed, precision=precision, accumulation=draw(st.integers(1, 3)))

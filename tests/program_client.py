@@ -11,7 +11,7 @@ if arguments[:1] == ["-u"]:
     os.environ["PYTHONUNBUFFERED"] = "1"
     del arguments[0]
 forks = arguments and (not arguments[0].startswith("-") or arguments[0] in ("-m", "-c"))
-if "OSDP_TEST_REAL_PROCESSES" in os.environ or not forks:
+if os.environ.get("OSDP_TEST_REAL_RANK", "none") == os.environ.get("RANK") or not forks:
     os.execv(python, [python, *arguments])
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect(os.path.join(folder, "socket"))

@@ -3,8 +3,8 @@
 `python()` returns the path of an executable that takes the place of `sys.executable`: `-m MODULE`, `-c CODE`
 and `SCRIPT`, each with arguments.  It passes its arguments, environment, folder and standard streams to the
 server, which forks; it passes on signals, and ends as the program ends.  A program that starts Python by
-`sys.executable`, as torchrun starts its ranks, starts forks in turn.  With `REAL_PROCESSES` in the environment,
-and with any other option of Python, it starts Python itself.
+`sys.executable`, as torchrun starts its ranks, starts forks in turn.  Any other option of Python starts Python itself,
+and so does the rank that `REAL_RANK` names.
 
 All workers of a test run share the server, which is started when first needed and ends with the run.
 """
@@ -35,8 +35,8 @@ from pathlib import Path
 
 FOLDER = "OSDP_TEST_PROGRAMS"
 """Environment variable with the folder of the server's files, which the test run makes."""
-REAL_PROCESSES = "OSDP_TEST_REAL_PROCESSES"
-"""Environment variable with which programs start as processes of their own, and import torch anew."""
+REAL_RANK = "OSDP_TEST_REAL_RANK"
+"""Environment variable with the rank that starts as a process of its own, and imports anew what it needs."""
 PRELOADED = (
     "fairscale.nn",
     "matplotlib.pyplot",

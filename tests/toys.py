@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from parity import cluster_of
+from parity import cluster_of, graph_once
 from torch import Tensor, nn
 
 from osdp.models.user_factory import source_of
@@ -133,10 +133,10 @@ def plan_of(
     master_weights: str = "",
 ) -> Plan:
     """Return a plan for a model on so many nodes and ranks per node."""
-    graph, cluster = graph_of(model, precision, master_weights), cluster_of(*ranks)
+    traced, cluster = graph_of(model, precision, master_weights), cluster_of(*ranks)
     return Plan(
         schema=Plan.SCHEMA,
-        model=model_ref(graph),
+        model=model_ref(traced),
         cluster=ClusterRef(cluster.name, cluster_fingerprint(cluster), *ranks),
         optimizer="adam",
         limit_bytes=1 << 40,
@@ -144,21 +144,16 @@ def plan_of(
         accumulation=accumulation,
         predicted=Prediction(0, {}, "", 1.0, {}, 1.0),
         gap=0.0,
-        choices={operator.name: (choices or {}).get(operator.name, default) for operator in graph.operators},
+        choices={operator.name: (choices or {}).get(operator.name, default) for operator in traced.operators},
         recomputed_blocks=list(recomputed),
     )
 
 
-_graphs: dict[str, ModelGraph] = {}
-
-
 def graph_of(model: nn.Module, precision: str = "fp32", master_weights: str = "") -> ModelGraph:
-    """Return the traced model; models that print alike and have alike parameters are traced once."""
-    parameters = [(name, parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()]
-    key = f"{model} {parameters} {precision} {master_weights}"
-    if key not in _graphs:
-        _graphs[key] = trace_model(source_of(model, "toy", None, None), precision, "cpu", master_weights=master_weights)
-    return _graphs[key]
+    """Return the traced model."""
+    source = source_of(model, "toy", None, None)
+    settings = precision, "cpu", None, master_weights
+    return graph_once(model, "toy", settings, lambda: trace_model(source, *settings))
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 3) -> nn.Module:

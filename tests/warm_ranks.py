@@ -1,19 +1,29 @@
 """Imported by the server that ranks fork from: does once, without a process group, what every rank would do first.
 
 A rank's first trace, first sharded parameter, first step of an optimizer and first cluster file take 0.5 s of
-processor time, nearly all of it in PyTorch's and pydantic's caches, which forks inherit.
+processor time, nearly all of it in PyTorch's and pydantic's caches, which forks inherit.  They also inherit the graphs
+of the models of `parity.py` and `toys.py`, and OSDP traces in them only what prints otherwise.
 """
 
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import torch
-from parity import Case, build, cluster_of, graph_of, inputs
+from parity import FAMILIES, Case, build, cluster_of, graph_of, inputs, trace_once
+from toys import Blocks, InPlace, Irregular, graph
 
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
 
+mock.patch("osdp.prepare.trace_model", trace_once).start()
+for family in FAMILIES:
+    graph_of(family)
+for toy in (Blocks(), Blocks(frozen=False), InPlace(), Irregular()):
+    graph(toy)
+if not torch.cuda.is_available():  # else each seed waits there for a GPU, with the stack that it was set at
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 torch.set_num_threads(1)  # threads of the server would not be in its forks
 for strategy in ("replicate", "shard", "group_shard:2", "owner"):
     case = Case("gpt2", {}, strategy, recomputed=("blocks.0",))

@@ -93,12 +93,19 @@ def plan_model(
     Raises OsdpError for what cannot be asked, a model that cannot be traced, and where nothing fits.
     """
     graph, trace_s = trace(source, cluster, request, progress)
+    return replace(plan_graph(graph, cluster, request, progress), trace_s=trace_s)
+
+
+def plan_graph(
+    graph: ModelGraph, cluster: Cluster, request: Request, progress: Progress = lambda what, fraction: None
+) -> Planned:
+    """Return the fastest plan within the limit for a model that was traced. Raises OsdpError as `plan_model` does."""
     task = task_of(request, graph, cluster)
     try:
         found = search(task, progress)
     except NothingFits as refused:
         raise explain_refusal(refused, task, request) from None
-    return Planned(written(found, request), graph, found, trace_s)
+    return Planned(written(found, request), graph, found, trace_s=0.0)
 
 
 def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Progress) -> tuple[ModelGraph, float]:

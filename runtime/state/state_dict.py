@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,8 @@ from runtime.state.dcp_tensor import GlobalTensor
 from runtime.state.model_state import persistent_buffers
 
 T = TypeVar("T")
+BUCKET_BYTES = 25 << 20
+"""Most that parameters of a state dict take together in one message; a larger one has its own."""
 
 
 def local_shards_by_name(sharded: ShardedModel) -> dict[str, list[LocalShard]]:
@@ -53,27 +55,45 @@ def full_state_dict(sharded: ShardedModel, rank0_only: bool = True) -> dict[str,
     On rank 0, or the same on every rank; elsewhere it is empty. A collective call.
     """
     keeps = not rank0_only or dist.get_rank() == 0
-    state: dict[str, Tensor] = {}
-    known: dict[int, Tensor] = {}
-    for name, (first, *others) in local_shards_by_name(sharded).items():
-        key = id(first.parameter)
-        if key not in known:
-            full = torch.zeros(first.shape, dtype=first.parameter.dtype, device=sharded.device)
-            for shard in (first, *others):
+    by_name = local_shards_by_name(sharded)
+    whole: dict[int, Tensor] = {}
+    for bucket in _buckets({id(shards[0].parameter): shards for shards in by_name.values()}.values()):
+        sizes = [torch.Size(shards[0].shape).numel() for shards in bucket]
+        flat = torch.zeros(sum(sizes), dtype=bucket[0][0].parameter.dtype, device=sharded.device)
+        parts = [part.view(shards[0].shape) for part, shards in zip(torch.split(flat, sizes), bucket, strict=True)]
+        for part, shards in zip(parts, bucket, strict=True):
+            for shard in shards:
                 if shard.is_first and shard.numel:
-                    full[shard.slices] = shard.local(shard.parameter).to(sharded.device)
-            # Every element comes from one rank, so the sum is exact.
-            dist.all_reduce(full)
-            known[key] = full.cpu() if keeps else torch.empty(0)
-        state[name] = known[key]
+                    part[shard.slices] = shard.local(shard.parameter).to(sharded.device)
+        dist.all_reduce(flat)  # every element comes from one rank, so the sum is exact
+        for part, shards in zip(parts, bucket, strict=True):
+            if keeps:
+                whole[id(shards[0].parameter)] = part.to("cpu", copy=True)
     if not keeps:
         return {}
+    state = {name: whole[id(shards[0].parameter)] for name, shards in by_name.items()}
     for name, value in persistent_buffers(sharded.module).items():
         buffer = value.detach().to(sharded.device, copy=True)
         if not rank0_only:
             dist.broadcast(buffer, src=0)
         state[name] = buffer.cpu()
     return _in_order(sharded, state)
+
+
+def _buckets(parameters: Iterable[list[LocalShard]]) -> Iterator[list[list[LocalShard]]]:
+    """Yield parameters, of one dtype at a time, as many as are sent in one message: one each would take longest."""
+    bucket: list[list[LocalShard]] = []
+    filled = 0
+    for shards in parameters:
+        dtype = shards[0].parameter.dtype
+        size_bytes = torch.Size(shards[0].shape).numel() * dtype.itemsize
+        if bucket and (filled + size_bytes > BUCKET_BYTES or dtype != bucket[0][0].parameter.dtype):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(shards)
+        filled += size_bytes
+    if bucket:
+        yield bucket
 
 
 def sharded_state_dict(sharded: ShardedModel, keep_vars: bool = False) -> dict[str, Any]:

@@ -8,34 +8,35 @@ from typing import Any
 
 import pytest
 import torch
-from parity import traced_once
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from toys import STRATEGIES, Blocks, batch_of, loss_of, plan_of, refusal, seeded
 
 build = partial(Blocks, frozen=False)
+SAMPLE = build()
+"""What batches and plans are made for."""
 MIXED = "mixed"
 """Strategies in turn, operator by operator."""
 
 
 def plan(name: str, accumulation: int = 1) -> Any:
     """Return a plan of one strategy, or of all in turn."""
-    names = plan_of(build()).choices
-    choices = (
-        {one: STRATEGIES[-1 - index % len(STRATEGIES)] for index, one in enumerate(names)} if name == MIXED else {}
-    )
-    return plan_of(build(), "shard" if name == MIXED else name, choices, accumulation=accumulation)
+    if name != MIXED:
+        return plan_of(SAMPLE, name, accumulation=accumulation)
+    names = plan_of(SAMPLE).choices
+    choices = {one: STRATEGIES[-1 - index % len(STRATEGIES)] for index, one in enumerate(names)}
+    return plan_of(SAMPLE, choices=choices, accumulation=accumulation)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
     """Return the optimizer of every run."""
-    return torch.optim.Adam(parameters, lr=1e-2, eps=1e-3)
+    return torch.optim.Adam(parameters, lr=1e-2, eps=1e-3, fused=True)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], number: int) -> None:
     """Train on the batches of these ranks."""
-    batches = [batch_of(build(), rank, number) for rank in ranks]
+    batches = [batch_of(SAMPLE, rank, number) for rank in ranks]
     (sum(loss_of(model(*args, **kwargs)) for args, kwargs in batches) / len(batches)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -52,16 +53,14 @@ def reference(steps: int) -> dict[str, torch.Tensor]:
 
 def forward(model: Any) -> None:
     """Run a forward with gradients, of which nothing comes."""
-    args, kwargs = batch_of(build(), 0, 99)
+    args, kwargs = batch_of(SAMPLE, 0, 99)
     model(*args, **kwargs)
 
 
-@traced_once()
-def make_optimizers_at_any_moment(rank: int) -> None:
+def make_optimizers_at_any_moment(rank: int, wanted: dict[str, torch.Tensor]) -> None:
     """After a forward, amid a step, and groups that are added later."""
     from osdp import OSDP
 
-    wanted = reference(3)
     for name in (*STRATEGIES, MIXED):
         model = OSDP(seeded(build), plan(name))
         before = [id(parameter) for parameter in model.parameters()]
@@ -70,7 +69,7 @@ def make_optimizers_at_any_moment(rank: int) -> None:
         first, *others = model.parameters()
         optimizer = adam([first])
         for number in range(3):
-            args, kwargs = batch_of(build(), rank, number)
+            args, kwargs = batch_of(SAMPLE, rank, number)
             loss = loss_of(model(*args, **kwargs))
             if others:
                 optimizer.add_param_group({"params": list(model.parameters())[1:]})
@@ -84,10 +83,9 @@ def make_optimizers_at_any_moment(rank: int) -> None:
 
 
 def test_an_optimizer_may_be_made_at_any_moment() -> None:
-    run_ranks(make_optimizers_at_any_moment, 4, ranks_per_node=2)
+    run_ranks(make_optimizers_at_any_moment, 4, reference(3), ranks_per_node=2)
 
 
-@traced_once()
 def refuse_steps(rank: int) -> dict[str, str]:
     """Return what is said to optimizers of other parameters than those that rest; the parameters must not change."""
     from osdp import OSDP
@@ -99,7 +97,7 @@ def refuse_steps(rank: int) -> dict[str, str]:
         model = OSDP(made, plan(name))
         forward(model)
         gathered = adam(model.module.blocks[0].parameters())  # what a submodule has registered now
-        args, kwargs = batch_of(build(), rank, 0)
+        args, kwargs = batch_of(SAMPLE, rank, 0)
         loss_of(model(*args, **kwargs)).backward()
         said[f"{name} early"] = refusal(early.step)
         is_resting = {id(parameter) for parameter in model.parameters()}
@@ -132,7 +130,7 @@ def reference_of_counts(counts: tuple[int, ...], max_norm: float) -> tuple[dict[
     optimizer = adam(model.parameters())
     for number, count in enumerate(counts):
         for micro_batch in range(count):
-            batches = [batch_of(build(), rank, 10 * number + micro_batch) for rank in range(4)]
+            batches = [batch_of(SAMPLE, rank, 10 * number + micro_batch) for rank in range(4)]
             (sum(loss_of(model(*args, **kwargs)) for args, kwargs in batches) / 4 / count).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
         optimizer.step()
@@ -140,18 +138,18 @@ def reference_of_counts(counts: tuple[int, ...], max_norm: float) -> tuple[dict[
     return dict(model.state_dict()), norms
 
 
-@traced_once()
-def train_any_count(rank: int, counts: tuple[int, ...], is_marked: bool) -> None:
+def train_any_count(
+    rank: int, counts: tuple[int, ...], is_marked: bool, wanted: dict[str, torch.Tensor], norms: list[float]
+) -> None:
     """Run other numbers of micro-batches than planned, marked by `no_sync` as the documents show, or not at all."""
     from osdp import OSDP
 
-    wanted, norms = reference_of_counts(counts, max_norm=0.05)
     for name in (*STRATEGIES, MIXED):
         model = OSDP(seeded(build), plan(name, accumulation=3))
         optimizer = adam(model.parameters())
         for number, count in enumerate(counts):
             for micro_batch in range(count):
-                args, kwargs = batch_of(build(), rank, 10 * number + micro_batch)
+                args, kwargs = batch_of(SAMPLE, rank, 10 * number + micro_batch)
                 with nullcontext() if micro_batch == count - 1 or not is_marked else model.no_sync():
                     (loss_of(model(*args, **kwargs)) / count).backward()
             assert model.clip_grad_norm_(0.05).item() == pytest.approx(norms[number], rel=1e-4), (name, number)
@@ -167,10 +165,9 @@ def train_any_count(rank: int, counts: tuple[int, ...], is_marked: bool) -> None
     [((1, 3, 2, 4), True), ((1, 3, 2, 3), False)],
 )
 def test_steps_may_have_any_number_of_micro_batches(counts: tuple[int, ...], is_marked: bool) -> None:
-    run_ranks(train_any_count, 4, counts, is_marked, ranks_per_node=2)
+    run_ranks(train_any_count, 4, counts, is_marked, *reference_of_counts(counts, max_norm=0.05), ranks_per_node=2)
 
 
-@traced_once()
 def clip_by_habit(rank: int) -> list[str]:
     """Clip by torch's function as it was imported before OSDP was; return what was said where that cannot be right."""
     from osdp import OSDP
@@ -178,13 +175,13 @@ def clip_by_habit(rank: int) -> list[str]:
     said = []
     for norm_type in (2.0, float("inf")):
         alone = seeded(build)
-        batches = [batch_of(build(), each, 0) for each in range(4)]
+        batches = [batch_of(SAMPLE, each, 0) for each in range(4)]
         (sum(loss_of(alone(*args, **kwargs)) for args, kwargs in batches) / 4).backward()
         norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.01, norm_type)
         wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
         for name in (*STRATEGIES, MIXED):
             model = OSDP(seeded(build), plan(name))
-            args, kwargs = batch_of(build(), rank, 0)
+            args, kwargs = batch_of(SAMPLE, rank, 0)
             loss_of(model(*args, **kwargs)).backward()
             if model.sharded.finishes_in_optimizer_step:
                 said.append(refusal(lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
@@ -232,13 +229,12 @@ def whole_tensor_optimizers(model: nn.Module) -> dict[str, list[torch.optim.Opti
     }
 
 
-@traced_once()
 def step_whole_tensors(rank: int) -> dict[str, str]:
     """Step where tensors are whole as one process does; return what is said where they are not."""
     from osdp import OSDP
 
     def advance(model: nn.Module, optimizers: list[torch.optim.Optimizer], ranks: list[int], number: int) -> None:
-        batches = [batch_of(build(), each, number) for each in ranks]
+        batches = [batch_of(SAMPLE, each, number) for each in ranks]
 
         def closure() -> Any:
             for optimizer in optimizers:

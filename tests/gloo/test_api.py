@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity import FAMILIES, Case, build, cluster_of, graph_of, initial, traced_once
+from parity import FAMILIES, Case, build, cluster_of, graph_of, initial
 from ranks import run_ranks
 from torch import Tensor, nn
 from toys import STRATEGIES, WITH_OFFLOAD, Blocks, InPlace, Irregular, Toy, batch_of, loss_of, plan_of, refusal, seeded
@@ -284,10 +284,9 @@ def backward(model: nn.Module, batches: list[Any], **keywords: Any) -> None:
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer that notices everything but tiny gradients."""
-    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
+    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
 
-@traced_once()
 def infer_anywhere(rank: int) -> None:
     """Inference before, between and amid training steps, and training in eval mode, under every strategy."""
     model = partial(Blocks, "dataclass")
@@ -395,7 +394,6 @@ def optimizers() -> Iterator[tuple[str, Callable[[nn.Module], torch.optim.Optimi
     yield "rmsprop", of(torch.optim.RMSprop, eps=1e-3)
 
 
-@traced_once()
 def train_with_optimizers(rank: int) -> None:
     """Every optimizer, in one group over all strategies, with a scheduler."""
     names = list(plan_of(Blocks()).choices)
@@ -419,7 +417,6 @@ def test_any_optimizer_on_mixed_strategies() -> None:
     run_ranks(train_with_optimizers, 4, ranks_per_node=2)
 
 
-@traced_once()
 def train_with_dropout(rank: int) -> None:
     """Dropout draws the same with recomputation as without."""
     from osdp import OSDP

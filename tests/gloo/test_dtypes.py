@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from parity import cluster_of, traced_once
+from parity import cluster_of
 from ranks import run_ranks
 from thoroughness import THOROUGH
 from torch import Tensor, nn
@@ -138,7 +138,6 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=5e-2, eps=1e-2)
 
 
-@traced_once()
 def train_dtypes(rank: int, name: str) -> None:
     from osdp import OSDP
 
@@ -234,7 +233,6 @@ class ByHand(nn.Module):
         return F.linear(x.to(BF16), head.weight.to(BF16), head.bias.to(BF16)).float().pow(2).mean()
 
 
-@traced_once()
 def train_uncast(rank: int) -> None:
     from osdp import OSDP
 
@@ -264,7 +262,6 @@ def test_what_mixed_precision_must_not_cast_keeps_its_dtype() -> None:
     run_ranks(train_uncast, RANKS, ranks_per_node=2)
 
 
-@traced_once()
 def train_master_weights(rank: int) -> None:
     """A model in bf16 with fp32 masters computes, and trains, as the same model in fp32 does under mixed precision."""
     from osdp import OSDP

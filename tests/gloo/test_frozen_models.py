@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity import traced_once
 from ranks import run_ranks
 from torch import Tensor, nn
 from toys import Blocks, loss_of, plan_of, seeded
@@ -24,7 +23,6 @@ def teacher() -> nn.Module:
     return Blocks("tuple").requires_grad_(False).eval()
 
 
-@traced_once()
 def run_forwards(rank: int, name: str) -> None:
     """Forwards with and without grad mode, twice each, and a backward to the input of the model."""
     from osdp import OSDP

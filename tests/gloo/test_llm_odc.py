@@ -202,10 +202,11 @@ def example() -> ModuleType:
 
 
 def run(*arguments: str, real: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run the example, in processes of its own or in forks."""
+    """Run the example in forks, or rank 0 in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {programs.REAL_RANK: "0"} if real else {}
     return subprocess.run(
-        [sys.executable if real else programs.python(), str(EXAMPLE), *arguments],
+        [programs.python(), str(EXAMPLE), *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

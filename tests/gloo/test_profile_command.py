@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Cli
-from programs import process_of, python
+from programs import REAL_RANK, process_of, python
 from ranks import children, run_ranks
 
 from osdp.planning.clusters import load_cluster
@@ -36,8 +36,8 @@ QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budg
 
 def osdp(folder: Path, *arguments: str, real: bool = False) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable if real else python(), "-m", "osdp", *arguments],
-        env=ENVIRONMENT,
+        [python(), "-m", "osdp", *arguments],
+        env=ENVIRONMENT | ({REAL_RANK: "0"} if real else {}),
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

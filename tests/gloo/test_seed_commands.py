@@ -58,12 +58,12 @@ SMALL: dict[str, tuple[str, str]] = {
         r"Block: mlp\.up +30 +split\(4\*shard\), pinned.*peak .* of 8\.00 GiB",
     ),
     "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args group_sharding": (
-        "--steps 20 --trace traces/bert",
-        r"^step 20: loss 4\.\d+$",
+        "--steps 8 --trace traces/bert",
+        r"^step 8: loss 5\.\d+$",
     ),
     "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args communication_with_groups": (
-        "--steps 20",
-        r"^step 20: loss 4\.\d+$",
+        "--steps 8",
+        r"^step 8: loss 5\.\d+$",
     ),
     "sh scripts/script_gpt2_training.sh": ("--steps 3", "^OSDP trains gpt2-tiny.*" + RUN),
     "sh scripts/script_gpt2_training.sh --fsdp_type FSDP": ("--steps 3", "^FSDP trains gpt2-tiny.*" + RUN),
@@ -118,7 +118,10 @@ SMALL: dict[str, tuple[str, str]] = {
 REAL = {
     command.partition(".py")[0].rpartition(" ")[2]: command for command in reversed(COMMANDS) if "torchrun" in command
 }
-"""The first command of each program that torchrun starts: run as processes of their own, not as forks."""
+"""The first command of each program that torchrun starts: rank 0 is a process of its own, which no fork imports for.
+
+But for two that import less than their sibling zero3.py.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +134,8 @@ def told(checkout: Path, command: str, small: str) -> str:
     """Run a command as a shell does; return what it printed. It may say how far it is, and warn in OSDP's own words."""
     path = f"{checkout / '.venv' / 'bin'}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
-    if command in REAL.values():
-        environment[programs.REAL_PROCESSES] = "1"
+    if command in REAL.values() and "tiny/ddp" not in command and "tiny/fsdp" not in command:
+        environment[programs.REAL_RANK] = "0"
     done = subprocess.run(
         ["sh", "-c", f"{command} {small}"], cwd=checkout, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -190,7 +193,7 @@ def test_the_small_programs_lose_what_their_page_says(program: str, checkout: Pa
 
 def test_groups_change_no_loss(checkout: Path) -> None:
     outputs = [told(checkout, command, SMALL[command][0]) for command in SMALL if "bert_auto_wrap" in command]
-    one, other = (float(re.findall(r"^step 20: loss (\S+)$", output, re.MULTILINE)[0]) for output in outputs)
+    one, other = (float(re.findall(r"^step 8: loss (\S+)$", output, re.MULTILINE)[0]) for output in outputs)
     assert one == pytest.approx(other, abs=1.5e-3)  # three digits are printed
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-from parity import Case, build, graph_of, initial, inputs, traced_once
+from parity import Case, build, graph_of, initial, inputs
 from ranks import run_ranks
 from test_api import assert_equal, mixed
 from torch import nn
 from toys import STRATEGIES, WITH_OFFLOAD, Blocks, InPlace, batch_of, plan_of, refusal, seeded
+
+from runtime.local_shards import local_shard, whole
+from runtime.state import state_dict
 
 
 def sharded_as(name: str) -> Case:
@@ -24,7 +28,6 @@ def sharded_as(name: str) -> Case:
     return Case("gpt2", {}, name)
 
 
-@traced_once()
 def round_trips(rank: int) -> None:
     """Whole and sharded dicts go out and come back; whole ones fit the unsharded model and any other plan."""
     from osdp import OSDP
@@ -35,7 +38,8 @@ def round_trips(rank: int) -> None:
         model = OSDP(initial("gpt2"), sharded_as(name).plan())
         full = model.full_state_dict()
         assert bool(full) == (rank == 0)
-        full = model.full_state_dict(rank0_only=False)
+        with mock.patch.object(state_dict, "BUCKET_BYTES", 1000):  # several messages, and parameters larger than one
+            full = model.full_state_dict(rank0_only=False)
         assert_equal(full, wanted)
         assert full["wte.weight"] is full["lm_head.weight"], "tied parameters are one"
         build("gpt2").load_state_dict(full, strict=True)
@@ -73,6 +77,15 @@ def test_round_trips_under_every_strategy() -> None:
     run_ranks(round_trips, 4, ranks_per_node=2)
 
 
+def test_parameters_of_one_dtype_at_a_time_are_sent_together() -> None:
+    sizes = [(4, torch.float32), (5, torch.float32), (9, torch.float32), (1, torch.float32), (1, torch.bfloat16)]
+    tensors = [nn.Parameter(torch.zeros(count, dtype=dtype)) for count, dtype in sizes]
+    shards = [[local_shard(whole(str(number), tensor.shape), tensor, 1)] for number, tensor in enumerate(tensors)]
+    with mock.patch.object(state_dict, "BUCKET_BYTES", 36):
+        buckets = [[each[0].name for each in bucket] for bucket in state_dict._buckets(shards)]
+    assert buckets == [["0", "1"], ["2"], ["3"], ["4"]]
+
+
 def refuse(rank: int) -> dict[str, str]:
     """Return what is said of state dicts that do not fit, and check that nothing was loaded."""
     from osdp import OSDP
@@ -106,7 +119,6 @@ def test_refuses_other_models() -> None:
         assert all(part in said[name] for part in parts), said[name]
 
 
-@traced_once()
 def clip_everywhere(rank: int) -> None:
     """Norms of every type and what clipping leaves, against torch on the unsharded model."""
     from osdp import OSDP

@@ -6,12 +6,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from programs import process_of, python
+from programs import REAL_RANK, process_of, python
 from ranks import children
 
 from runtime.state.checkpoint import latest
@@ -24,8 +23,8 @@ PATIENCE_S = 180.0
 
 
 def train(*arguments: str, real: bool = False) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable if real else python(), *COMMAND, *SHORT, *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S)
+    command, environment = [python(), *COMMAND, *SHORT, *arguments], ENVIRONMENT | ({REAL_RANK: "0"} if real else {})
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def is_running(pid: int) -> bool:

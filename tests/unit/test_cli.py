@@ -199,7 +199,8 @@ def test_a_smaller_limit_is_never_faster(cli: Cli) -> None:
     """And its plan fits: the promise that matters most."""
     speeds = []
     for mem in ("470MB", "500MB", "1GB"):
-        told = json.loads(cli("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--mem", mem, "--json").out)
+        asked = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--global-batch", "64", "--mem", mem)
+        told = json.loads(cli(*asked, "--json").out)
         assert told["predicted"]["peak_memory_bytes"] <= told["limit_bytes"]
         speeds.append(told["predicted"]["samples_per_s"])
         rivals = [b["samples_per_s"] for b in told["baselines"] if b["feasible"]]

@@ -409,10 +409,9 @@ def test_ranks_that_wait_long_enough_do_without_meeting() -> None:
 def test_the_search_of_a_large_model_takes_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     graph = transformer(48, 1600, vocabulary=50257)
     machine = replace(cluster(1, 8, intra=10e9, flops=13e12), host=HOST)
-    # The quicker of two: processor seconds are longer where another program shares the caches.
-    spent_s, found = min(
-        (timed(lambda: search(Task(graph, machine, 8 << 30))) for _ in range(2)), key=lambda run: run[0]
-    )
+    spent_s, found = timed(lambda: search(Task(graph, machine, 8 << 30)))
+    if spent_s >= 6.0:  # processor seconds are longer where another program shares the caches
+        spent_s, found = timed(lambda: search(Task(graph, machine, 8 << 30)))
     with capsys.disabled():
         print(f"\nsearch of 48 blocks of 1600: {spent_s:.2f} s CPU, gap {found.gap:.2%}, {found.points} points")
     assert spent_s < 6.0
@@ -429,11 +428,11 @@ def timed(run: Callable[[], Found]) -> tuple[float, Found]:
 
 
 def test_searches_that_share_a_space_find_what_separate_ones_do() -> None:
-    graph, machine = transformer(6, 512), cluster(1, 4)
+    graph, machine = transformer(3, 512), cluster(1, 4)
     space = Space(graph)
     for limit in (200 << 20, 400 << 20):
-        together = search(Task(graph, machine, limit), space=space)
-        alone = search(Task(graph, machine, limit))
+        together = search(Task(graph, machine, limit, global_batch=32), space=space)
+        alone = search(Task(graph, machine, limit, global_batch=32))
         assert together.samples_per_s == alone.samples_per_s
 
 

@@ -23,7 +23,7 @@ def asked(graph: ModelGraph, machine: Cluster, limit: int, **more: object) -> di
 
 
 def test_answers_are_searches_of_the_changed_question() -> None:
-    graph, machine, limit = transformer(4, 512), cluster(2, 2), 320 * MIB
+    graph, machine, limit = transformer(2, 512), cluster(2, 2), 200 * MIB
     task = Task(graph, machine, limit)
     now = search(task)
     told = asked(graph, machine, limit)
@@ -79,16 +79,20 @@ def test_links_bind_where_little_is_computed() -> None:
 
 def test_what_cannot_be_told_says_why() -> None:
     graph = transformer(2, 512)
-    told = asked(graph, cluster(1, 4), GIB)
+    told = asked(graph, cluster(1, 4), GIB, micro_batch=1)
     assert "link between nodes" not in told
     assert (told["nodes"].samples_per_s, told["nodes"].why_not) == (None, "test has no inter-node link")
     split = asked(graph, cluster(2, 4), GIB, global_batch=8)
     assert split["nodes"].why_not == "a global batch of 8 cannot be split over 12 ranks"
+    machine = cluster(4, 1)
     # Groups of two nodes: of four nodes there are two such groups, of five there is none.
-    pins = resolve([Pin("norm", "group_shard:2")], graph, cluster(4, 1))
-    assert "a pinned strategy does not exist there" in asked(graph, cluster(4, 1), GIB, pins=pins)["nodes"].why_not
-    pins = resolve([Pin("norm", "shard")], graph, cluster(4, 1))
-    assert asked(graph, cluster(4, 1), GIB, pins=pins)["nodes"].samples_per_s is not None
+    pins = resolve([Pin("norm", "group_shard:2")], graph, machine)
+    assert (
+        "a pinned strategy does not exist there"
+        in asked(graph, machine, GIB, micro_batch=1, pins=pins)["nodes"].why_not
+    )
+    pins = resolve([Pin("norm", "shard")], graph, machine)
+    assert asked(graph, machine, GIB, micro_batch=1, pins=pins)["nodes"].samples_per_s is not None
 
 
 def test_what_is_within_the_bound_does_not_bind() -> None:
