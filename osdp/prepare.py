@@ -59,15 +59,24 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
         check_world(wish.cluster.nodes, wish.cluster.gpus_per_node)
         cluster = cluster_of_plan(wish, device_info)
         source = source_of(model, wish.model.name, wish.model.sequence_length, example_inputs)
-        graph = trace_model(source, wish.model.precision, cluster.device.kind)
+        graph = trace_model(source, wish.model.precision, cluster.device.kind, wish.asked.expert_imbalance)
         check_parameters(wish, graph)
         return _Traced(source, graph, cluster, wish)
     cluster, limit_bytes = cluster_of_ranks(device_info)
     limit_bytes, pins = memory_limit(cluster, limit_bytes), tuple(map(parse_pin, wish.pins))
-    request = Request(limit_bytes, wish.precision, wish.optimizer, wish.micro_batch, wish.global_batch, pins=pins)
+    request = Request(
+        limit_bytes,
+        wish.precision,
+        wish.optimizer,
+        wish.micro_batch,
+        wish.global_batch,
+        pins=pins,
+        expert_imbalance=wish.expert_imbalance,
+    )
     name = wish.name or str(getattr(model, "__name__", type(model).__name__))
     source = source_of(model, name, wish.sequence_length, example_inputs)
-    return _Traced(source, trace_model(source, wish.precision, cluster.device.kind), cluster, request)
+    graph = trace_model(source, wish.precision, cluster.device.kind, wish.expert_imbalance)
+    return _Traced(source, graph, cluster, request)
 
 
 def _plan(traced: _Traced, request: Request) -> Plan:

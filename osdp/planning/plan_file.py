@@ -73,7 +73,7 @@ def reopen(plan: Plan, model: str | None = None, cluster: str | None = None) -> 
         warnings.warn(text, stacklevel=2)
     from profiler.trace.trace import trace_model
 
-    graph = trace_model(source, plan.model.precision, target.device.kind)
+    graph = trace_model(source, plan.model.precision, target.device.kind, plan.asked.expert_imbalance)
     return open_plan(plan, graph, target)
 
 

@@ -47,6 +47,8 @@ class Request:
     """How unlike micro-batches are."""
     imbalance_as_given: str = ""
     """As the user gave that; the plan's file gets it as `lasting` makes it."""
+    expert_imbalance: float = 1.0
+    """Largest load over the mean of what a router chooses from; see `profiler.trace.data_dependent`."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -111,7 +113,7 @@ def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Pro
 
     progress(f"tracing {source.name}", 0.0)
     started = time.perf_counter()
-    graph = trace_model(source, request.precision, cluster.device.kind)
+    graph = trace_model(source, request.precision, cluster.device.kind, request.expert_imbalance)
     return graph, time.perf_counter() - started
 
 
@@ -129,7 +131,7 @@ def pins_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Pins:
 
 def written(found: Found, request: Request) -> Plan:
     pins, imbalance = [str(pin) for pin in request.pins], lasting(request.imbalance_as_given)
-    asked = Asked(request.micro_batch, request.global_batch, pins, imbalance)
+    asked = Asked(request.micro_batch, request.global_batch, pins, imbalance, request.expert_imbalance)
     return make_plan(
         found.options,
         found.spanning,

@@ -72,7 +72,7 @@ def run_pass(
     memo: Memo,
 ) -> Pass:
     """Run one forward and backward of a module under the meter; `model` names it in errors.  Raises OsdpError."""
-    meter = Meter(module, groups, blocks, memo, synthesize=device.synthesize)
+    meter = Meter(module, groups, blocks, memo, device.data, synthesize=device.synthesize)
     ledger = meter.ledger
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):

@@ -9,14 +9,17 @@ No tensor has data, nothing is computed, no device is needed.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import Affine, ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import SINGLE, SIZES
 from profiler.trace.build_graph import assemble
@@ -31,28 +34,32 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEVICE_TYPES = ("cpu", "cuda")
 
 
-def trace_model(source: ModelSource, precision: str = "fp32", device_type: str = "cpu") -> ModelGraph:
+def trace_model(
+    source: ModelSource, precision: str = "fp32", device_type: str = "cpu", expert_imbalance: float = 1.0
+) -> ModelGraph:
     """Measure a model's operators, calls and blocks without data and without a device.
 
     `precision` (`fp32`, `bf16`) is the dtype of parameters, floating buffers and floating inputs.
     `device_type` (`cpu`, `cuda`) is the type of the device whose attention and dropout kernels are
-    assumed.  Raises OsdpError for a model that cannot be traced, naming module and op.
+    assumed.  `expert_imbalance` is the largest load over the mean of what a router chooses from
+    (`profiler.trace.data_dependent`).  Raises OsdpError for a model that cannot be traced, naming module and op.
     """
     for what, got, choices in (("precision", precision, PRECISIONS), ("device_type", device_type, DEVICE_TYPES)):
         if got not in choices:
             raise OsdpError(f"unknown {what}", got=got, expected=" or ".join(choices))
+    if not 1 <= expert_imbalance < math.inf:
+        expected = "at least 1: the largest load over the mean"
+        raise OsdpError("the imbalance of experts is out of range", got=f"{expert_imbalance:g}", expected=expected)
     with _no_garbage_collection():
         try:
-            found = _survey(source, PRECISIONS[precision], MetaDevice(), device_type)
+            return _traced(source, precision, MetaDevice(expert_imbalance), device_type)
         except ModelError:
-            found = _survey(source, PRECISIONS[precision], FakeCpu(), device_type)
-    return assemble(source, precision, *found)
+            return _traced(source, precision, FakeCpu(expert_imbalance), device_type)
 
 
-def _survey(
-    source: ModelSource, dtype: torch.dtype, device: DatalessDevice, device_type: str
-) -> tuple[nn.Module, Sequence[Group], Sequence[Pass]]:
-    """Build the model on the device and run a pass per micro-batch."""
+def _traced(source: ModelSource, precision: str, device: DatalessDevice, device_type: str) -> ModelGraph:
+    """Build the model on the device, run a pass per micro-batch and return the graph."""
+    dtype = PRECISIONS[precision]
     what, expected = f"cannot build {source.name} without data", "build() to return an nn.Module on the meta device"
     advice = (
         "if it computes with tensor values (x.item(), loading weights), do that in Python numbers "
@@ -64,7 +71,22 @@ def _survey(
             _check_module(source.name, module)
             module = adapt(module, device, dtype)
         with training(module):
-            return module, *_run_sizes(module, source, dtype, device)
+            groups, passes, samples = _run_sizes(module, source, dtype, device)
+    graph: ModelGraph = _per_sample(assemble(source, precision, module, groups, passes), samples)
+    return replace(graph, notes=(*graph.notes, *device.data.assumptions))
+
+
+def _per_sample(part: Any, samples: int) -> Any:
+    """Return a part of a graph whose lines count `samples` as one, with lines that count one."""
+    if samples == 1:
+        return part
+    if isinstance(part, Affine):
+        return replace(part, per_sample=part.per_sample / samples)
+    if isinstance(part, tuple):
+        return tuple(_per_sample(item, samples) for item in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{field.name: _per_sample(getattr(part, field.name), samples) for field in fields(part)})
+    return part
 
 
 def _check_module(name: str, module: nn.Module) -> None:
@@ -86,27 +108,31 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 def _run_sizes(
     module: nn.Module, source: ModelSource, dtype: torch.dtype, device: DatalessDevice
-) -> tuple[Sequence[Group], Sequence[Pass]]:
+) -> tuple[Sequence[Group], Sequence[Pass], int]:
+    """Return the operators, a pass per micro-batch, and how many samples each of those counts as one."""
     groups, blocks = find_groups(module), find_blocks(module)
     memo: Memo = {}
 
-    def run(size: int) -> Pass:
+    def run(size: int, finer: int = 1) -> Pass:
+        device.data.begin(max(1, size // SIZES[0]))
         with explained_inputs(source.name):
-            inputs = feed(lambda: source.example_inputs(module, size), device, dtype)
+            inputs = feed(lambda: source.example_inputs(module, size * finer), device, dtype)
         return run_pass(source.name, module, groups, blocks, inputs, device, memo)
 
     trial = run(SIZES[0])
+    if (finer := device.data.finer) > 1:
+        trial = run(SIZES[0], finer)
     merged = merge_unrun(groups, {call.operator for call in trial.calls}, trial.ran)
     if trial.settled and merged == groups:
         passes = [trial]
     else:
         groups = merged
-        passes = [run(SIZES[0])]
+        passes = [run(SIZES[0], finer)]
         passes[0].kept_bytes = max(passes[0].kept_bytes, trial.kept_bytes)
-    passes += [run(size) for size in SIZES[1:]]
+    passes += [run(size, finer) for size in SIZES[1:]]
     with suppress(ModelError):
-        passes.append(run(SINGLE))
-    return groups, passes
+        passes.append(run(SINGLE, finer))
+    return groups, passes, finer
 
 
 @contextmanager

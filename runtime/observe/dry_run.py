@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from profiler.errors import OsdpError
+from profiler.trace.data_dependent import DataDependent
+from profiler.trace.python_values import AnsweringMode, PythonValues
 from runtime.apply_schedule import apply_schedule
 from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
 from runtime.optimizers import OPTIMIZERS
@@ -48,6 +50,8 @@ class Script:
     """Key of `runtime.optimizers.OPTIMIZERS`."""
     micro_batch: int
     """Samples in one forward."""
+    expert_imbalance: float = 1.0
+    """Largest load over the mean of what a router chooses from (`profiler.trace.data_dependent`)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,9 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
         live = LiveBytes(ACTIVATIONS)
         short_rings = patch.object(ring_reduce_scatter, "end_after_one_step", True)
         with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings:
-            model = script.build()
+            data = DataDependent(script.expert_imbalance)
+            with _answering(data):
+                model = script.build()
             with data_parallel_of_fakes():
                 sharded = apply_schedule(model, schedule, torch.device("cpu"))
             if sharded.runner is not None:
@@ -96,7 +102,8 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
                 live.reset_peak()
                 rest_bytes = live.total_bytes
                 for _ in range(schedule.accumulation):
-                    _train(run, model, script, live)
+                    with _answering(data):
+                        _train(run, model, script, live)
                 _step(live, optimizers)
             peak = live.peak
             del optimizers, model, sharded, run
@@ -110,6 +117,14 @@ def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: Live
     loss = script.find_loss(run(*args, **kwargs))
     live.phase = "backward"
     loss.backward()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _answering(data: DataDependent) -> Iterator[None]:
+    """Answer what depends on data as the trace does."""
+    data.begin(1)
+    with AnsweringMode(data), PythonValues(data, torch.device("cpu")):
+        yield
 
 
 @contextmanager

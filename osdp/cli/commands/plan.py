@@ -35,6 +35,7 @@ def plan(
     batch: options.Batch = None,
     global_batch: options.GlobalBatch = None,
     imbalance: options.Imbalance = None,
+    expert_imbalance: options.ExpertImbalance = 1.0,
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
     optimizer: options.OptimizerName = "adam",
@@ -68,6 +69,7 @@ def plan(
         pins=tuple(parse_pin(text) for text in pin or ()),
         imbalance=BALANCED if imbalance is None else read_imbalance(imbalance),
         imbalance_as_given=imbalance or "",
+        expert_imbalance=expert_imbalance,
     )
     with progress_bar():
         source = load_model(model, sequence_length=seq)

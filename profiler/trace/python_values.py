@@ -1,0 +1,92 @@
+"""What Python asks of tensors without data outside of ops: their values as lists and arrays, and other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from profiler.trace.data_dependent import DataDependent, UnknownValueError
+from profiler.trace.known_values import has_data
+
+_READS: dict[Any, Callable[[Tensor], Any]] = {
+    Tensor.tolist: Tensor.tolist,
+    Tensor.numpy: Tensor.numpy,
+    Tensor.__array__: Tensor.numpy,
+}
+_FROM_PYTHON = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
+
+
+class PythonValues(TorchFunctionMode):
+    """Reads known values, makes known ones of Python's numbers, and keeps tensors on the device of the trace."""
+
+    def __init__(self, data: DataDependent, device: torch.device, *, is_default: bool = False) -> None:
+        """`is_default`: whether tensors made without naming a device are on `device`."""
+        super().__init__()
+        self._data = data
+        self._device = device
+        self._is_default = is_default
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS and not has_data(args[0]):
+            values = self._data.values.read(args[0])
+            if values is None:
+                raise UnknownValueError(
+                    f"the values of a tensor of type {args[0].dtype} are read, which depend on data"
+                )
+            return _READS[func](values.clone())
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.to:
+            args = [self._here(arg) for arg in args]
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._here(kwargs["device"])}
+        if func in _FROM_PYTHON and self._device.type == "meta":
+            return self._made(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _here(self, device: Any) -> Any:
+        """Return the device of the trace instead of an accelerator's."""
+        if isinstance(device, (str, torch.device)):
+            return device if torch.device(device).type in ("cpu", "meta") else self._device
+        return self._device if type(device) is int else device
+
+    def _made(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Make a tensor of Python's numbers, with known values."""
+        default = self._device if self._is_default else None
+        if func is Tensor.new_tensor:
+            func, default, args = torch.tensor, args[0].device, args[1:]
+        device = kwargs.get("device") or default
+        kwargs = {**kwargs, "device": device}
+        if (
+            device is None
+            or torch.device(device).type != "meta"
+            or any(isinstance(x, Tensor) for x in tree_leaves(args))
+        ):
+            return func(*args, **kwargs)
+        made = func(*args, **{**kwargs, "device": "cpu"})
+        return self._data.values.moved(made.detach()).requires_grad_(made.requires_grad)
+
+
+class AnsweringMode(TorchDispatchMode):
+    """Answers what depends on data in a program that runs on fake tensors."""
+
+    def __init__(self, data: DataDependent) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._data = data
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind.__name__ != "FakeTensor" for kind in types):  # a DTensor's own op; its parts come here, too
+            return func(*args, **kwargs or {})
+        return self._data.run(func, args, kwargs or {}, lambda op, args, kwargs: op(*args, **kwargs))
