@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from profiler.model_source import Inputs
 from profiler.trace.data_dependent import DataDependent
-from profiler.trace.python_values import PythonValues
+from profiler.trace.python_values import PythonValues, as_if_real
 from profiler.trace.shapes import make, predict
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class FakeCpu:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        with warnings.catch_warnings(), self._mode, PythonValues(self.data, self.torch_device):
+        with warnings.catch_warnings(), self._mode, as_if_real(), PythonValues(self.data, self.torch_device):
             # Copying a fake parameter, as nn.Transformer does, looks at its address to no harm.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
@@ -79,7 +79,7 @@ class FakeCpu:
         before = log.level
         log.setLevel(logging.CRITICAL)
         try:
-            with self._mode, PythonValues(self.data, self.torch_device):
+            with self._mode, as_if_real(), PythonValues(self.data, self.torch_device):
                 yield
         finally:
             log.setLevel(before)

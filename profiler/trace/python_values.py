@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -90,3 +93,30 @@ class AnsweringMode(TorchDispatchMode):
         if any(kind.__name__ != "FakeTensor" for kind in types):  # a DTensor's own op; its parts come here, too
             return func(*args, **kwargs or {})
         return self._data.run(func, args, kwargs or {}, lambda op, args, kwargs: op(*args, **kwargs))
+
+
+class _FakeToTorchOnly(type):
+    """A class of which fake tensors are instances for torch, and for nobody else."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        return asked_by.partition(".")[0] == "torch" and isinstance(instance, FakeTensor)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        return issubclass(subclass, FakeTensor)
+
+
+class _FakeTensor(metaclass=_FakeToTorchOnly):
+    pass
+
+
+def as_if_real() -> AbstractContextManager[Any]:
+    """Let libraries that ask whether a tensor is fake run as in training, not as when they are exported.
+
+    Transformers makes attention masks that it does without in training if it finds a FakeTensor.
+    """
+    return patch.object(torch._subclasses, "FakeTensor", _FakeTensor)

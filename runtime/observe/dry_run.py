@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from profiler.errors import OsdpError
 from profiler.trace.data_dependent import DataDependent
-from profiler.trace.python_values import AnsweringMode, PythonValues
+from profiler.trace.python_values import AnsweringMode, PythonValues, as_if_real
 from runtime.apply_schedule import apply_schedule
 from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
 from runtime.optimizers import OPTIMIZERS
@@ -123,7 +123,7 @@ def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: Live
 def _answering(data: DataDependent) -> Iterator[None]:
     """Answer what depends on data as the trace does."""
     data.begin(1)
-    with AnsweringMode(data), PythonValues(data, torch.device("cpu")):
+    with as_if_real(), AnsweringMode(data), PythonValues(data, torch.device("cpu")):
         yield
 
 
