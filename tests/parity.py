@@ -250,12 +250,12 @@ def train_all(rank: int, cases: Sequence[Case], plans: Sequence[Plan]) -> list[t
 @contextmanager
 def traced_once() -> Iterator[None]:
     """Have OSDP trace the models of a name for the first of them only, which was most of the time."""
-    graphs: dict[tuple[str, str, str], ModelGraph] = {}
+    graphs: dict[tuple[str, str, str, float], ModelGraph] = {}
 
-    def traced(source: ModelSource, precision: str, device_type: str) -> ModelGraph:
-        key = source.name, precision, device_type
+    def traced(source: ModelSource, precision: str, device_type: str, expert_imbalance: float) -> ModelGraph:
+        key = source.name, precision, device_type, expert_imbalance
         if key not in graphs:
-            graphs[key] = trace_model(source, precision, device_type)
+            graphs[key] = trace_model(source, *key[1:])
         return graphs[key]
 
     with mock.patch("osdp.prepare.trace_model", traced):

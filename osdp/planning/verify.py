@@ -25,7 +25,9 @@ from osdp.zoo import load_model
 from planner.analysis.explain import OpenPlan
 from profiler.errors import OsdpError
 from profiler.model_source import ModelSource
+from profiler.trace.data_dependent import DataDependent
 from profiler.trace.metered_pass import find_loss
+from profiler.trace.python_values import answering
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
 from runtime.optimizers import OPTIMIZERS
@@ -144,7 +146,8 @@ def _dry_run(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> _H
     schedule = compile_plan(plan, space.graph, view.load.cluster)
     model = source.build, source.example_inputs, lambda output: find_loss(output)[0]
     rank = view.decided.fullest(space, view.load)[0]
-    script = Script(*model, plan.optimizer, plan.micro_batch, expert_imbalance)
+    data = DataDependent(expert_imbalance)
+    script = Script(*model, plan.optimizer, plan.micro_batch, lambda: answering(data))
     peak = dry_run(script, schedule, rank).peak
     return _Held(rank, peak.categories, peak.total_bytes, f"{peak.phase}, {peak.op}")
 

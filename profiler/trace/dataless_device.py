@@ -127,10 +127,11 @@ _FILLS = {getattr(aten, f"{name}_").default for name in ("normal", "uniform", "z
 _FILLS |= {aten.fill_.Scalar, aten.fill_.Tensor, aten.mul_.Scalar, aten.mul_.Tensor, aten.div_.Tensor, aten.add_.Tensor}
 
 
-def construct(make: Callable[[], nn.Module], device: DatalessDevice) -> nn.Module:
-    """Call `make` where factories make tensors of the device and fills are left out."""
+@contextmanager
+def making(device: DatalessDevice) -> Iterator[None]:
+    """Open a context where factories make tensors of the device and fills are left out."""
     with device.building(), _WithoutFills(device):
-        return make()
+        yield
 
 
 def adapt(module: nn.Module, device: DatalessDevice, dtype: torch.dtype) -> nn.Module:
@@ -162,7 +163,7 @@ def _like(tensor: Tensor, device: DatalessDevice, dtype: torch.dtype) -> Tensor:
 
 def feed(example: Callable[[], Inputs], device: DatalessDevice, dtype: torch.dtype) -> Inputs:
     """Make the arguments of one forward, on the device, floating tensors of `dtype`."""
-    with device.building(), _WithoutFills(device):
+    with making(device):
         inputs = example()
     return tree_map_only(Tensor, lambda tensor: _like(tensor, device, dtype), inputs)  # type: ignore[no-any-return]
 

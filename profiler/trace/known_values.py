@@ -105,7 +105,7 @@ class KnownValues:
         storage = tensor.untyped_storage()
         if (held := self._held.get(storage._cdata)) is not None:
             contents = held.contents
-        elif has_data(tensor):
+        elif has_data(tensor) and tensor.is_cpu:
             contents = Contents(lambda: storage)
         else:
             return None
@@ -148,7 +148,7 @@ class KnownValues:
         """
         effects = _EFFECTS.get(op) or _EFFECTS.setdefault(op, _effects_of(op))
         known = not effects.random and all(
-            tensor.untyped_storage()._cdata in self._held or has_data(tensor) for tensor in tensors
+            tensor.untyped_storage()._cdata in self._held or (tensor.is_cpu and has_data(tensor)) for tensor in tensors
         )
         if not effects.written:
             if known:
@@ -156,7 +156,7 @@ class KnownValues:
             return known
         named = {**dict(zip(effects.names, args, strict=False)), **kwargs}
         written = list(_tensors([named.get(name) for name in effects.written]))
-        if known and len(written) == 1:
+        if known and len(written) == 1 and not has_data(written[0]):
             self._note_write(op, args, kwargs, written[0])
         else:
             for tensor in written:
@@ -190,6 +190,8 @@ class KnownValues:
         outputs = list(_tensors(out))
         if not outputs or any(tensor.untyped_storage()._cdata in self._held for tensor in outputs):
             return  # no tensors, or views
+        if any(map(has_data, outputs)):
+            return
         template = self._template((list(args), _on_cpu(kwargs)))
         layouts = [_layout(tensor) for tensor in outputs]
         key = (op, _frozen(template), tuple(layouts))

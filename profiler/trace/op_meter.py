@@ -158,7 +158,9 @@ class Meter(TorchDispatchMode):
         foreign = self._place(tensors)
         if self._synthesize:
             if foreign and len(foreign) == len(tensors):  # constants of the model, which have data
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+                self._data.follow(func, args, kwargs, tensors, out)
+                return out
             if foreign:  # constants that meet traced tensors
                 args, kwargs = tree_map_only(Tensor, self._data.values.moved, (args, kwargs))
                 return self.__torch_dispatch__(func, (), args, kwargs)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -80,7 +80,7 @@ class PythonValues(TorchFunctionMode):
         return self._data.values.moved(made.detach()).requires_grad_(made.requires_grad)
 
 
-class AnsweringMode(TorchDispatchMode):
+class _AnsweringMode(TorchDispatchMode):
     """Answers what depends on data in a program that runs on fake tensors."""
 
     def __init__(self, data: DataDependent) -> None:
@@ -120,3 +120,11 @@ def as_if_real() -> AbstractContextManager[Any]:
     Transformers makes attention masks that it does without in training if it finds a FakeTensor.
     """
     return patch.object(torch._subclasses, "FakeTensor", _FakeTensor)
+
+
+@contextmanager
+def answering(data: DataDependent) -> Iterator[None]:
+    """Answer what depends on data for a program that runs on fake tensors of the CPU, as a trace does."""
+    data.begin(1)
+    with as_if_real(), _AnsweringMode(data), PythonValues(data, torch.device("cpu")):
+        yield

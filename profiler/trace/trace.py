@@ -23,7 +23,7 @@ from profiler.model_graph import Affine, ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import SINGLE, SIZES
 from profiler.trace.build_graph import assemble
-from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, construct, feed, training
+from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, feed, making, training
 from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_unrun
 from profiler.trace.metered_pass import Pass, run_pass
@@ -67,7 +67,8 @@ def _traced(source: ModelSource, precision: str, device: DatalessDevice, device_
     )
     with device_kernels(device_type, device.torch_device.type):
         with explained(what, expected, advice):
-            module = construct(source.build, device)
+            with making(device):
+                module = source.build()
             _check_module(source.name, module)
             module = adapt(module, device, dtype)
         with training(module):

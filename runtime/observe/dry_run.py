@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -26,8 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from profiler.errors import OsdpError
-from profiler.trace.data_dependent import DataDependent
-from profiler.trace.python_values import AnsweringMode, PythonValues, as_if_real
 from runtime.apply_schedule import apply_schedule
 from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
 from runtime.optimizers import OPTIMIZERS
@@ -50,8 +48,8 @@ class Script:
     """Key of `runtime.optimizers.OPTIMIZERS`."""
     micro_batch: int
     """Samples in one forward."""
-    expert_imbalance: float = 1.0
-    """Largest load over the mean of what a router chooses from (`profiler.trace.data_dependent`)."""
+    answering: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Opens a context for the model's code, which answers what fake tensors cannot: what depends on data."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,7 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
         live = LiveBytes(ACTIVATIONS)
         short_rings = patch.object(ring_reduce_scatter, "end_after_one_step", True)
         with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings:
-            data = DataDependent(script.expert_imbalance)
-            with _answering(data):
+            with script.answering():
                 model = script.build()
             with data_parallel_of_fakes():
                 sharded = apply_schedule(model, schedule, torch.device("cpu"))
@@ -102,7 +99,7 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
                 live.reset_peak()
                 rest_bytes = live.total_bytes
                 for _ in range(schedule.accumulation):
-                    with _answering(data):
+                    with script.answering():
                         _train(run, model, script, live)
                 _step(live, optimizers)
             peak = live.peak
@@ -117,14 +114,6 @@ def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: Live
     loss = script.find_loss(run(*args, **kwargs))
     live.phase = "backward"
     loss.backward()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _answering(data: DataDependent) -> Iterator[None]:
-    """Answer what depends on data as the trace does."""
-    data.begin(1)
-    with as_if_real(), AnsweringMode(data), PythonValues(data, torch.device("cpu")):
-        yield
 
 
 @contextmanager
