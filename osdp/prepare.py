@@ -38,7 +38,11 @@ class _Traced:
 
 
 def prepare(
-    model: Model, description: Described, device_info: DeviceInfo, example_inputs: ExampleInputs
+    model: Model,
+    description: Described,
+    device_info: DeviceInfo,
+    example_inputs: ExampleInputs,
+    find_unused_parameters: bool = False,
 ) -> tuple[Plan, Schedule]:
     """Return the plan and its schedule, the same on all ranks. A collective call; raises OsdpError."""
     check_process_group()
@@ -49,8 +53,23 @@ def prepare(
         raise OsdpError("some ranks were given a plan and some were not", advice="give every rank the same description")
     plan = traced.wish if isinstance(traced.wish, Plan) else _plan(traced, traced.wish)
     schedule = ranks.together("compile the plan", lambda: compile_plan(plan, traced.graph, traced.cluster))
+    if not (schedule.world_size == 1 or (schedule.by_ddp and find_unused_parameters)):
+        _check_all_run(traced.graph)
     agree("the schedule", repr(schedule), "give every rank the same model, description and device_info")
     return plan, schedule
+
+
+def _check_all_run(graph: ModelGraph) -> None:
+    """Raise OsdpError if ranks may run different operators, as they would wait for each other forever."""
+    if graph.left_out:
+        first = graph.left_out[0]
+        what = f"ranks would wait for each other where one of them leaves out `{first}`"
+        got = f"{len(graph.left_out)} operators that only run if data decides so"
+        advice = (
+            "run each on no rows where nothing chooses it (for expert in self.experts: expert(x[rows])), or replicate "
+            "everything: description={'pins': ['*=replicate']}, find_unused_parameters=True"
+        )
+        raise OsdpError(what, got=got, expected="the same operators on every rank", advice=advice)
 
 
 def _trace(model: Model, description: Described, device_info: DeviceInfo, example_inputs: ExampleInputs) -> _Traced:

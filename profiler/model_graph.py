@@ -186,6 +186,8 @@ class ModelGraph:
     """Hash of the structure (names, shapes, kinds, costs): tells whether a plan is for this model."""
     notes: tuple[str, ...] = ()
     """What the tracer assumed or could not trace, for the user."""
+    left_out: tuple[str, ...] = ()
+    """Operators that a forward leaves out if data decides so, as experts that get no tokens."""
 
     @property
     def numel(self) -> int:

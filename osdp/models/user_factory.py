@@ -212,7 +212,8 @@ def _place(error: BaseException) -> str:
     """Return file:line of the user's code that raised, or of the library's if there is none."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
-    not_users = (__file__, str(Path(profiler.__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    ours = (__file__, str(Path(profiler.__file__).parent))
+    not_users = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not frame.filename.startswith(not_users)]
     last = (users or frames)[-1]

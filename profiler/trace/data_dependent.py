@@ -88,11 +88,16 @@ class DataDependent:
         """By what the micro-batch is to be multiplied for choices to come out even."""
         self._imbalance = expert_imbalance
         self._repeats = 1
+        self._alike = False
 
-    def begin(self, repeats: int) -> None:
-        """Begin a pass whose micro-batch is `repeats` times the smallest."""
+    def begin(self, repeats: int, *, alike: bool = False) -> None:
+        """Begin a pass whose micro-batch is `repeats` times the smallest.
+
+        `alike`: not even, but as uneven as can be: all rows choose the first options.
+        """
         self.values.clear_memo()
         self._repeats = repeats
+        self._alike = alike
 
     # --- after an op ------------------------------------------------------------------------------
 
@@ -113,6 +118,8 @@ class DataDependent:
         repeats = self._repeats if rows % self._repeats == 0 else 1
 
         def compute() -> Tensor:
+            if self._alike:
+                return torch.arange(chosen).repeat(rows, 1).view(shape).movedim(-1, -1 if dim is None else dim)
             self._need_choices(rows // repeats, chosen, options)
             table = spread(rows // repeats, chosen, options, self._imbalance).repeat(repeats, 1).view(shape)
             return table if dim is None else table.movedim(-1, dim)

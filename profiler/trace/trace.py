@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
@@ -72,9 +73,14 @@ def _traced(source: ModelSource, precision: str, device: DatalessDevice, device_
             _check_module(source.name, module)
             module = adapt(module, device, dtype)
         with training(module):
-            groups, passes, samples = _run_sizes(module, source, dtype, device)
+            groups, passes, samples, left_out = _run_sizes(module, source, dtype, device)
     graph: ModelGraph = _per_sample(assemble(source, precision, module, groups, passes), samples)
-    return replace(graph, notes=(*graph.notes, *device.data.assumptions))
+    skipped = tuple(operator.name for operator in graph.operators if operator.name in left_out)
+    notes = list(device.data.assumptions)
+    if skipped:
+        names = ", ".join(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", name) for name in skipped))
+        notes.append(f"left out of the forward of a rank on which nothing chooses them: {names}")
+    return replace(graph, notes=(*graph.notes, *notes), left_out=skipped)
 
 
 def _per_sample(part: Any, samples: int) -> Any:
@@ -109,13 +115,16 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 def _run_sizes(
     module: nn.Module, source: ModelSource, dtype: torch.dtype, device: DatalessDevice
-) -> tuple[Sequence[Group], Sequence[Pass], int]:
-    """Return the operators, a pass per micro-batch, and how many samples each of those counts as one."""
+) -> tuple[Sequence[Group], Sequence[Pass], int, set[str]]:
+    """Return the operators, a pass per micro-batch, how many samples each of those counts as one.
+
+    Last, the operators that are left out if all rows choose alike.
+    """
     groups, blocks = find_groups(module), find_blocks(module)
     memo: Memo = {}
 
-    def run(size: int, finer: int = 1) -> Pass:
-        device.data.begin(max(1, size // SIZES[0]))
+    def run(size: int, finer: int = 1, *, alike: bool = False) -> Pass:
+        device.data.begin(max(1, size // SIZES[0]), alike=alike)
         with explained_inputs(source.name):
             inputs = feed(lambda: source.example_inputs(module, size * finer), device, dtype)
         return run_pass(source.name, module, groups, blocks, inputs, device, memo)
@@ -133,7 +142,16 @@ def _run_sizes(
     passes += [run(size, finer) for size in SIZES[1:]]
     with suppress(ModelError):
         passes.append(run(SINGLE, finer))
-    return groups, passes, finer
+    left_out: set[str] = set()
+    if device.data.assumptions:
+        with suppress(ModelError):
+            left_out = _names(groups, passes[0]) - _names(groups, run(SIZES[0], alike=True))
+    return groups, passes, finer, left_out
+
+
+def _names(groups: Sequence[Group], one: Pass) -> set[str]:
+    """Return the names of the operators that a pass ran."""
+    return {groups[call.operator].modules[0] for call in one.calls}
 
 
 @contextmanager

@@ -76,6 +76,8 @@ def test_every_way_of_writing_experts_computes_and_holds_what_it_does_in_turn(
             assert per_sample == pytest.approx(
                 tokens * chosen / count * 2 * 16 * 64, rel=0.5 if style == "sort" else 1e-9
             )
+    skipped = {f"layers.0.experts.{i}.{part}" for i in range(chosen, count) for part in (0, 2)}
+    assert set(graph.left_out) == (skipped if style in ("hit", "mask") else set())
     batch = 8 * count
     with InTurn():
         tracked = tracked_peaks(model, batch)
