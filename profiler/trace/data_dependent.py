@@ -44,7 +44,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from profiler.trace import elementwise
-from profiler.trace.known_values import CPU, KnownValues, computing, has_data
+from profiler.trace.known_values import KnownValues, has_data
 
 aten = torch.ops.aten
 DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -175,20 +175,10 @@ class DataDependent:
 
         Raises UnknownValueError.
         """
-        if op is aten._to_copy.default:
-            return self._fetched(tensors[0], kwargs)
         found = self.values.computed(op, args, kwargs, tensors)
         if found is NotImplemented and op in _UNKNOWN:
             return _UNKNOWN[op](self, *args, **kwargs)
         return found
-
-    def _fetched(self, tensor: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Return a tensor with data if the values of one without are copied to the CPU."""
-        values = self.values.read(tensor) if tensor.is_meta and kwargs.get("device") == CPU else None
-        if values is None:
-            return NotImplemented
-        with computing():
-            return values.to(kwargs.get("dtype") or values.dtype, copy=True)
 
     def selected(self, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
         """Return the indices of an indexing op with those that masks select in their place; None without masks."""
@@ -209,13 +199,10 @@ class DataDependent:
         return x.new_empty((x.numel(), x.dim()), dtype=torch.int64)
 
 
-_ALSO_ASK = {aten._to_copy.default, aten._grouped_mm.default}
-"""One may copy known values to the CPU; the other's meta kernel takes bfloat16 only."""
-
-
 def asks(op: OpOverload) -> bool:
     """Return whether an op may have to be answered."""
-    return op in _ALSO_ASK or bool(DATA_TAGS & set(op.tags))
+    # The meta kernel of grouped_mm takes bfloat16 only.
+    return op is aten._grouped_mm.default or bool(DATA_TAGS & set(op.tags))
 
 
 # --- values that are assumed ------------------------------------------------------------------------

@@ -106,6 +106,8 @@ class _WithoutFills(TorchDispatchMode):
     def _call(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func in _FILLS and self._device.holds(args[0]):
             return args[0]
+        if func is aten._to_copy.default and self._device.holds(args[0]):
+            kwargs = {**kwargs, "device": self._device.torch_device}  # as module.to("cpu") asks
         layouts = predict(func, args, kwargs) if self._device.synthesize and self._is_here(args, kwargs) else None
         return func(*args, **kwargs) if layouts is None else make(layouts)
 

@@ -51,7 +51,7 @@ class Op:
     overwrites: bool
     """Does not read its first argument."""
     asks: bool
-    """Its output may depend on data, or it copies to another device."""
+    """Its output may depend on data (`data_dependent.asks`)."""
     flops: Formula | None
     """Formula of a matrix-like op: (*args, out_val=outputs, **kwargs) -> FLOPs; None for all others."""
 

@@ -23,6 +23,7 @@ _READS: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.numpy: Tensor.numpy,
     Tensor.__array__: Tensor.numpy,
 }
+_SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _FROM_PYTHON = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
 
 
@@ -41,14 +42,11 @@ class PythonValues(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _READS and not has_data(args[0]):
-            values = self._data.values.read(args[0])
-            if values is None:
-                raise UnknownValueError(
-                    f"the values of a tensor of type {args[0].dtype} are read, which depend on data"
-                )
-            return _READS[func](values.clone())
+            return _READS[func](self._read(args[0]))
         if func is Tensor.cuda:
             return args[0]
+        if func in _SPLITS and len(args) > 1 and isinstance(args[1], Tensor):
+            args = (args[0], self._read(args[1]).tolist(), *args[2:])  # it takes them on the CPU only
         if func is Tensor.to:
             args = [self._here(arg) for arg in args]
         if "device" in kwargs:
@@ -56,6 +54,13 @@ class PythonValues(TorchFunctionMode):
         if func in _FROM_PYTHON and self._device.type == "meta":
             return self._made(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor, to keep."""
+        values = tensor if has_data(tensor) else self._data.values.read(tensor)
+        if values is None:
+            raise UnknownValueError(f"the values of a tensor of type {tensor.dtype} are read, which depend on data")
+        return values.clone()
 
     def _here(self, device: Any) -> Any:
         """Return the device of the trace instead of an accelerator's."""
