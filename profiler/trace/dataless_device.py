@@ -132,8 +132,19 @@ _FILLS |= {aten.fill_.Scalar, aten.fill_.Tensor, aten.mul_.Scalar, aten.mul_.Ten
 @contextmanager
 def making(device: DatalessDevice) -> Iterator[None]:
     """Open a context where factories make tensors of the device and fills are left out."""
-    with device.building(), _WithoutFills(device):
+    with without_logs(), device.building(), _WithoutFills(device):
         yield
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """Have libraries log errors only: what they advise is for a training, not for a trace of it."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def adapt(module: nn.Module, device: DatalessDevice, dtype: torch.dtype) -> nn.Module:

@@ -24,7 +24,16 @@ from profiler.model_graph import Affine, ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import SINGLE, SIZES
 from profiler.trace.build_graph import assemble
-from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, feed, making, training
+from profiler.trace.dataless_device import (
+    DatalessDevice,
+    FakeCpu,
+    MetaDevice,
+    adapt,
+    feed,
+    making,
+    training,
+    without_logs,
+)
 from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_unrun
 from profiler.trace.metered_pass import Pass, run_pass
@@ -51,7 +60,7 @@ def trace_model(
     if not 1 <= expert_imbalance < math.inf:
         expected = "at least 1: the largest load over the mean"
         raise OsdpError("the imbalance of experts is out of range", got=f"{expert_imbalance:g}", expected=expected)
-    with _no_garbage_collection():
+    with _no_garbage_collection(), without_logs():
         try:
             return _traced(source, precision, MetaDevice(expert_imbalance), device_type)
         except ModelError:

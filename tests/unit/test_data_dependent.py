@@ -11,17 +11,16 @@ import torch
 from experts import STYLES, InTurn, Mixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import cluster
 from test_trace_memory import predicted_peaks, tracked_peaks
 from thoroughness import draws
 from torch import Tensor, nn
 from trace_models import call_of, source
 
 from osdp.models.user_factory import source_of
+from osdp.planning.plan_file import reopen
 from osdp.planning.request import Request, plan_model
 from osdp.planning.verify import verify
-from osdp.zoo import load_model
-from planner.analysis.explain import open_plan
+from osdp.zoo import load_cluster, load_model
 from profiler.errors import OsdpError
 from profiler.model_graph import Affine, ModelGraph
 from profiler.model_source import ModelSource
@@ -100,10 +99,10 @@ def test_the_largest_load_is_an_option(style: str) -> None:
 
 def test_a_plan_keeps_the_largest_load_and_the_runtime_holds_what_it_says() -> None:
     request = Request(2**34, micro_batch=64, expert_imbalance=1.5)
-    planned = plan_model(load_model("experts:made"), cluster(1, 2), request)
-    assert planned.plan.asked.expert_imbalance == 1.5
-    verified = verify(open_plan(planned.plan, planned.graph, planned.cluster), "experts:made")
-    assert verified.is_close, verified
+    plan = plan_model(load_model("experts:made"), load_cluster("cpu-gloo", 1, 2), request).plan
+    view = reopen(plan)  # traces it again, as it was asked for
+    assert verify(view).is_close
+    assert verify(view, expert_imbalance=3.0).tracked_peak_bytes > 1.02 * verify(view).tracked_peak_bytes
 
 
 # --- values that are known ------------------------------------------------------------------------
