@@ -147,9 +147,11 @@ class KnownValues:
         `tensors` are the tensors among the arguments.
         """
         effects = _EFFECTS.get(op) or _EFFECTS.setdefault(op, _effects_of(op))
-        known = not effects.random and all(
-            tensor.untyped_storage()._cdata in self._held or (tensor.is_cpu and has_data(tensor)) for tensor in tensors
-        )
+        known = not effects.random
+        for tensor in tensors:
+            if tensor.untyped_storage()._cdata not in self._held and not (tensor.is_cpu and has_data(tensor)):
+                known = False
+                break
         if not effects.written:
             if known:
                 self._note_outputs(op, args, kwargs, out)

@@ -234,3 +234,29 @@ def test_a_recomputed_mixture_is_traced() -> None:
     assert sum(flops[: len(flops) // 2]) == forward
     # Again in backward, then twice as much but for the gradient of the input.
     assert sum(flops) == 4 * forward - 8 * 2 * 16 * 16
+
+
+def adapted() -> tuple[nn.Module, Callable[[int], dict[str, Tensor]]]:
+    """Return a decoder of transformers with adapters of peft, moved as training scripts do."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
+    decoder = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    model = get_peft_model(decoder, LoraConfig(r=2, target_modules=["q_proj", "v_proj"])).to("cpu").half().to("cuda")
+
+    def inputs(batch: int) -> dict[str, Tensor]:
+        tokens = torch.randint(32, (batch, 12)).to("cuda")
+        return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+
+    return model, inputs
+
+
+def test_decoders_of_transformers_do_without_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setattr("profiler.trace.trace.FakeCpu", refuse)
+    graph = trace_model(source_of(adapted, "adapted", None, None), "bf16")
+    assert graph.notes == ()
+    trained = [one.name for operator in graph.operators for one in operator.parameters if one.trainable]
+    assert len(trained) == 2 * 2 * 2
+    assert all("lora_" in name for name in trained)
