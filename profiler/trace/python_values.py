@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from profiler.trace.data_dependent import DataDependent, UnknownValueError
-from profiler.trace.known_values import has_data
+from profiler.trace.known_values import computing, has_data
 
 _READS: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.tolist: Tensor.tolist,
@@ -42,11 +42,11 @@ class PythonValues(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _READS and not has_data(args[0]):
-            return _READS[func](self._read(args[0]))
+            return self._read(args[0], _READS[func])
         if func is Tensor.cuda:
             return args[0]
         if func in _SPLITS and len(args) > 1 and isinstance(args[1], Tensor):
-            args = (args[0], self._read(args[1]).tolist(), *args[2:])  # it takes them on the CPU only
+            args = (args[0], self._read(args[1], Tensor.tolist), *args[2:])  # it takes them on the CPU only
         if func is Tensor.to:
             args = [self._here(arg) for arg in args]
         if "device" in kwargs:
@@ -55,12 +55,13 @@ class PythonValues(TorchFunctionMode):
             return self._made(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _read(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor, to keep."""
+    def _read(self, tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
+        """Return what `read` makes of a tensor's values, which are its own to keep."""
         values = tensor if has_data(tensor) else self._data.values.read(tensor)
         if values is None:
             raise UnknownValueError(f"the values of a tensor of type {tensor.dtype} are read, which depend on data")
-        return values.clone()
+        with computing():
+            return read(values.clone())
 
     def _here(self, device: Any) -> Any:
         """Return the device of the trace instead of an accelerator's."""

@@ -25,6 +25,7 @@ from profiler.errors import OsdpError
 from profiler.model_graph import Affine, ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.data_dependent import spread
+from profiler.trace.dataless_device import FakeCpu
 from profiler.trace.trace import trace_model
 
 # --- choices --------------------------------------------------------------------------------------
@@ -260,3 +261,16 @@ def test_decoders_of_transformers_do_without_fake_tensors(monkeypatch: pytest.Mo
     trained = [one.name for operator in graph.operators for one in operator.parameters if one.trainable]
     assert len(trained) == 2 * 2 * 2
     assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("style", ["hit", "counts"])
+def test_models_that_want_to_see_a_real_device_get_the_same_answers(
+    style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = experts(style, 4, 2, 8)
+    wanted = trace_model(model)
+    monkeypatch.setattr("profiler.trace.trace.MetaDevice", FakeCpu)
+    got = trace_model(model)
+    assert (got.notes, got.left_out) == (wanted.notes, wanted.left_out)
+    for mine, other in zip(got.calls, wanted.calls, strict=True):
+        assert (mine.saved_bytes, mine.forward.matmul_flops) == (other.saved_bytes, other.forward.matmul_flops)
