@@ -43,6 +43,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from profiler.errors import OsdpError
 from profiler.trace import elementwise
 from profiler.trace.known_values import KnownValues, has_data
 
@@ -79,6 +80,9 @@ class DataDependent:
     """Answers what depends on data, and follows what is known."""
 
     def __init__(self, expert_imbalance: float = 1.0) -> None:
+        if not 1 <= expert_imbalance < math.inf:
+            expected = "at least 1: the largest load over the mean"
+            raise OsdpError("the imbalance of experts is out of range", got=f"{expert_imbalance:g}", expected=expected)
         self.values = KnownValues()
         self.assumptions: dict[str, None] = {}
         """In the order in which they were first needed."""

@@ -9,7 +9,6 @@ No tensor has data, nothing is computed, no device is needed.
 from __future__ import annotations
 
 import gc
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -57,9 +56,6 @@ def trace_model(
     for what, got, choices in (("precision", precision, PRECISIONS), ("device_type", device_type, DEVICE_TYPES)):
         if got not in choices:
             raise OsdpError(f"unknown {what}", got=got, expected=" or ".join(choices))
-    if not 1 <= expert_imbalance < math.inf:
-        expected = "at least 1: the largest load over the mean"
-        raise OsdpError("the imbalance of experts is out of range", got=f"{expert_imbalance:g}", expected=expected)
     with _no_garbage_collection(), without_logs():
         try:
             return _traced(source, precision, MetaDevice(expert_imbalance), device_type)
@@ -88,7 +84,10 @@ def _traced(source: ModelSource, precision: str, device: DatalessDevice, device_
     notes = list(device.data.assumptions)
     if skipped:
         names = ", ".join(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", name) for name in skipped))
-        notes.append(f"left out of the forward of a rank on which nothing chooses them: {names}")
+        notes.append(
+            f"left out of the forward of a rank on which nothing chooses them, so that several ranks cannot run "
+            f"this model: {names}; run each on no rows there instead"
+        )
     return replace(graph, notes=(*graph.notes, *notes), left_out=skipped)
 
 
