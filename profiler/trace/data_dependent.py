@@ -24,7 +24,7 @@ Where a value is not known nonetheless:
 |---|---|
 | which elements a mask selects (nonzero, x[mask], masked_select), unique | all: an upper bound |
 | bincount | its minlength |
-| a floating-point number (`.item()`) | 1 |
+| a floating-point number (`.item()`) | 1, which must not decide a branch (`python_values.AssumedNumber`) |
 | a whole number, a bool, how often to repeat | refused: `UnknownValueError` |
 
 Whatever was assumed where it mattered is in `assumptions`, with the module that asked.

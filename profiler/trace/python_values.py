@@ -27,6 +27,17 @@ _SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _FROM_PYTHON = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
 
 
+class AssumedNumber(float):
+    """A number that is assumed: to compute with and to print, but not to decide by."""
+
+    def _refuse(self, *others: object) -> Any:
+        raise UnknownValueError("a branch or a whole number depends on data, on a floating-point number that was read")
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __bool__ = __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _refuse
+    __hash__ = float.__hash__
+
+
 class PythonValues(TorchFunctionMode):
     """Reads known values, makes known ones of Python's numbers, and keeps tensors on the device of the trace."""
 
@@ -43,6 +54,8 @@ class PythonValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READS and not has_data(args[0]):
             return self._read(args[0], _READS[func])
+        if func is Tensor.item and not has_data(args[0]) and self._data.values.read(args[0]) is None:
+            return AssumedNumber(func(args[0]))  # of a floating-point number; others are refused
         if func is Tensor.cuda:
             return args[0]
         if func in _SPLITS and len(args) > 1 and isinstance(args[1], Tensor):

@@ -82,13 +82,15 @@ class Inverting(torch.autograd.Function):
     ("strange", "op", "advice"),
     [
         (lambda x: x[: int(x.sum().long())], "aten._local_scalar_dense", "example_inputs"),
+        (lambda x: x if x.sum().item() > 0 else -x, "", "torch.where"),
+        (lambda x: x[: int(x.sum().item())], "", "torch.where"),
         (lambda x: x if x.sum() > 0 else -x, "aten._local_scalar_dense", "torch.where"),
         (lambda x: x.repeat_interleave(x[:, 0].long(), 0), "aten.repeat_interleave", "example_inputs"),
         (lambda x: x if torch.equal(x, -x) else -x, "aten.equal", "torch.where"),
         (lambda x: torch.ops.osdp_test.opaque(x), "osdp_test.opaque", "register_fake"),
         (lambda x: x @ torch.ones(3, 8), "aten.mm", "example inputs"),
     ],
-    ids=["number", "branch", "repeats", "equal", "custom op", "shape"],
+    ids=["number", "branch on a number", "whole number", "branch", "repeats", "equal", "custom op", "shape"],
 )
 def test_the_error_names_module_op_and_remedy(strange: Callable[[Tensor], Tensor], op: str, advice: str) -> None:
     error = error_of(source(lambda: Wrapped(strange), (8,)))
