@@ -74,7 +74,7 @@ class OSDP(nn.Module):
         self.schedule: Schedule
         built = model if isinstance(model, nn.Module) else factory_of(model, description)
         with torch.random.fork_rng(devices=[]):
-            self.plan, self.schedule = prepare(built, description, device_info, example_inputs)
+            self.plan, self.schedule = prepare(built, description, device_info, example_inputs, find_unused_parameters)
         self.sharded: ShardedModel = shard(built, self.schedule, compile_backend, find_unused_parameters)
         self.schedule = self.sharded.schedule
         self.module: nn.Module = self.sharded.module

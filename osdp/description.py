@@ -38,6 +38,8 @@ class Description:
     """Samples per step of all ranks."""
     sequence_length: Count | None = None
     """Tokens per sample."""
+    expert_imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """Largest load over the mean of the experts that a router chooses from."""
     name: str | None = None
     """What reports call the model."""
     pins: list[str] = field(default_factory=list)

@@ -36,7 +36,11 @@ class _Traced:
 
 
 def prepare(
-    model: Model, description: Described, device_info: DeviceInfo, example_inputs: ExampleInputs
+    model: Model,
+    description: Described,
+    device_info: DeviceInfo,
+    example_inputs: ExampleInputs,
+    find_unused_parameters: bool = False,
 ) -> tuple[Plan, Schedule]:
     """Return the plan and its schedule, the same on all ranks. A collective call; raises OsdpError."""
     check_process_group()
@@ -47,8 +51,23 @@ def prepare(
         raise OsdpError("some ranks were given a plan and some were not", advice="give every rank the same description")
     plan = traced.wish if isinstance(traced.wish, Plan) else _plan(traced, traced.wish)
     schedule = ranks.together("compile the plan", lambda: compile_plan(plan, traced.graph, traced.cluster))
+    if not (schedule.world_size == 1 or (schedule.by_ddp and find_unused_parameters)):
+        _check_all_run(traced.graph)
     agree("the schedule", repr(schedule), "give every rank the same model, description and device_info")
     return plan, schedule
+
+
+def _check_all_run(graph: ModelGraph) -> None:
+    """Raise OsdpError if ranks may run different operators, as they would wait for each other forever."""
+    if graph.left_out:
+        first = graph.left_out[0]
+        what = f"ranks would wait for each other where one of them leaves out `{first}`"
+        got = f"{len(graph.left_out)} operators that only run if data decides so"
+        advice = (
+            "run each on no rows where nothing chooses it (for expert in self.experts: expert(x[rows])), or replicate "
+            "everything: description={'pins': ['*=replicate']}, find_unused_parameters=True"
+        )
+        raise OsdpError(what, got=got, expected="the same operators on every rank", advice=advice)
 
 
 def _trace(model: Model, description: Described, device_info: DeviceInfo, example_inputs: ExampleInputs) -> _Traced:
@@ -57,17 +76,19 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
         check_world(wish.cluster.nodes, wish.cluster.gpus_per_node)
         cluster = cluster_of_plan(wish, device_info)
         source = source_of(model, wish.model.name, wish.model.sequence_length, example_inputs)
-        settings = wish.model.precision, cluster.device.kind, wish.micro_batch, wish.model.master_weights
-        graph = trace_model(source, *settings)
+        ref, settings = wish.model, (wish.micro_batch, wish.model.master_weights, wish.asked.expert_imbalance)
+        graph = trace_model(source, ref.precision, cluster.device.kind, *settings)
         check_parameters(wish, graph)
         return _Traced(graph, cluster, wish)
     cluster, limit_bytes = cluster_of_ranks(device_info)
     limit_bytes, pins = memory_limit(cluster, limit_bytes), tuple(map(parse_pin, wish.pins))
     asked = wish.precision, wish.optimizer, wish.micro_batch, wish.global_batch
-    request = Request(limit_bytes, *asked, pins=pins, master_weights=wish.master_weights or "")
+    master_weights, imbalance = wish.master_weights or "", wish.expert_imbalance
+    request = Request(limit_bytes, *asked, pins=pins, master_weights=master_weights, expert_imbalance=imbalance)
     name = wish.name or str(getattr(model, "__name__", type(model).__name__))
     source = source_of(model, name, wish.sequence_length, example_inputs)
-    graph = trace_model(source, wish.precision, cluster.device.kind, wish.micro_batch, request.master_weights)
+    options = wish.micro_batch, master_weights, imbalance
+    graph = trace_model(source, wish.precision, cluster.device.kind, *options)
     return _Traced(graph, cluster, request)
 
 

@@ -94,6 +94,8 @@ class Asked(_Strict):
     """As `--pin` takes them (`planner.pins`)."""
     imbalance: str = ""
     """As `--imbalance` takes it, a file by its whole path; empty: none."""
+    expert_imbalance: Annotated[float, Ge(1)] = 1.0
+    """As `--expert-imbalance` takes it."""
 
 
 NOTHING_ASKED = Asked()

@@ -260,6 +260,8 @@ class ModelGraph:
     outside: tuple[Parameter, ...] = ()
     """Parameters that no operator has, so that every rank holds them whole: without dimensions, or of another dtype
     than the others of their module."""
+    left_out: tuple[str, ...] = ()
+    """Operators that a forward leaves out if data decides so, as experts that get no tokens."""
 
     @property
     def numel(self) -> int:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import io
 import os
 import sys
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec
 
 from osdp.cli.terminal import say
@@ -94,10 +96,15 @@ def _say_why(text: str) -> None:
 
 @contextmanager
 def _short_warnings() -> Iterator[None]:
-    """Show warnings as one line that is for the user, without our source code."""
+    """Show warnings as one line that is for the user, without our source code; and none of other libraries' own."""
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    ours = tuple(
+        f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("osdp", "planner", "profiler", "runtime")
+    )
 
     def show(message: object, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        say(f"warning: {message}", file)
+        if filename.startswith(ours) or not filename.startswith(libraries):
+            say(f"warning: {message}", file)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

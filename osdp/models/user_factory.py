@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import profiler
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
+from profiler.trace.dataless_device import FakeCpu, MetaDevice, making
 
 Model = nn.Module | Callable[[], Any]
 """A module, or a factory of one."""
@@ -88,12 +90,10 @@ class _UserModel:
     def source(self) -> ModelSource:
         """Build and feed the model once without data, to find mistakes now and to learn the sequence length."""
         try:
-            with torch.device("meta"):
+            with making(MetaDevice()):
                 args, kwargs = self.example_inputs(self.build(), 1)
         except OsdpError:  # It may want a real device.
-            from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy: only if needed
-
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with making(FakeCpu()):
                 args, kwargs = self.example_inputs(self.build(), 1)
         return ModelSource(self.spec, self.build, self.example_inputs, _length_of((*args, *kwargs.values())))
 
@@ -121,7 +121,7 @@ def source_of(model: Model, name: str, sequence_length: int | None, example_inpu
 
 
 def _without_data(module: nn.Module) -> nn.Module:
-    """Return a copy whose parameters and buffers are empty ones on the current default device."""
+    """Return a copy whose parameters are empty ones on the current default device; there, buffers are copied."""
     from torch.distributed.fsdp import FSDPModule  # here, as it takes long to import
 
     if any(isinstance(part, FSDPModule) for part in module.modules()):
@@ -131,7 +131,7 @@ def _without_data(module: nn.Module) -> nn.Module:
         empty = torch.empty(parameter.shape, dtype=parameter.dtype)
         empty_of[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
-        empty_of[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        empty_of[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype).copy_(buffer)
     try:
         return copy.deepcopy(module, empty_of)
     except (TypeError, RuntimeError, AttributeError) as error:
@@ -212,7 +212,8 @@ def _place(error: BaseException) -> str:
     """Return file:line of the user's code that raised, or of the library's if there is none."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
-    not_users = (__file__, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    ours = (__file__, str(Path(profiler.__file__).parent))
+    not_users = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not frame.filename.startswith(not_users)]
     last = (users or frames)[-1]

@@ -74,7 +74,8 @@ def reopen(plan: Plan, model: str | None = None, cluster: str | None = None) -> 
     from profiler.trace.trace import trace_model
 
     ref = plan.model
-    graph = trace_model(source, ref.precision, target.device.kind, plan.micro_batch, ref.master_weights)
+    settings = plan.micro_batch, ref.master_weights, plan.asked.expert_imbalance
+    graph = trace_model(source, ref.precision, target.device.kind, *settings)
     return open_plan(plan, graph, target)
 
 

@@ -49,6 +49,8 @@ class Request:
     """As the user gave that; the plan's file gets it as `lasting` makes it."""
     master_weights: str = ""
     """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
+    expert_imbalance: float = 1.0
+    """Largest load over the mean of what a router chooses from; see `profiler.trace.data_dependent`."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -120,7 +122,7 @@ def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Pro
 
     progress(f"tracing {source.name}", 0.0)
     started = time.perf_counter()
-    asked = request.micro_batch, request.master_weights
+    asked = request.micro_batch, request.master_weights, request.expert_imbalance
     graph = trace_model(source, request.precision, cluster.device.kind, *asked)
     return graph, time.perf_counter() - started
 
@@ -139,7 +141,7 @@ def pins_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Pins:
 
 def written(found: Found, request: Request) -> Plan:
     pins, imbalance = [str(pin) for pin in request.pins], lasting(request.imbalance_as_given)
-    asked = Asked(request.micro_batch, request.global_batch, pins, imbalance)
+    asked = Asked(request.micro_batch, request.global_batch, pins, imbalance, request.expert_imbalance)
     return make_plan(
         found.options,
         found.spanning,

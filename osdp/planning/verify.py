@@ -25,7 +25,9 @@ from osdp.zoo import load_model
 from planner.analysis.explain import OpenPlan
 from profiler.errors import OsdpError
 from profiler.model_source import ModelSource
+from profiler.trace.data_dependent import DataDependent
 from profiler.trace.metered_pass import find_loss
+from profiler.trace.python_values import answering
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
 from runtime.optimizers import OPTIMIZERS
@@ -93,11 +95,13 @@ class Verified:
         return self.is_close and self.fits
 
 
-def verify(view: OpenPlan, model: str | None = None, on_gpus: bool | None = None) -> Verified:
+def verify(
+    view: OpenPlan, model: str | None = None, on_gpus: bool | None = None, expert_imbalance: float | None = None
+) -> Verified:
     """Run a plan dry, or measure it on GPUs (None: if this process is one of the plan's ranks and has one).
 
-    `model` replaces the name that the plan knows its model by.  On GPUs it is a collective call of
-    all ranks that torchrun started.  Raises OsdpError.
+    `model` replaces the name that the plan knows its model by, and `expert_imbalance`, in the dry run, the
+    plan's.  On GPUs it is a collective call of all ranks that torchrun started.  Raises OsdpError.
     """
     plan = view.plan
     source = load_model(model or plan.model.name, sequence_length=plan.model.sequence_length)
@@ -109,7 +113,9 @@ def verify(view: OpenPlan, model: str | None = None, on_gpus: bool | None = None
     if on_gpus:
         _check_ranks(view)
     started = time.perf_counter()
-    held = _measure(view, source) if on_gpus else _dry_run(view, source)
+    held = (
+        _measure(view, source) if on_gpus else _dry_run(view, source, expert_imbalance or plan.asked.expert_imbalance)
+    )
     return Verified(
         how="cuda" if on_gpus else "rehearsal",
         rank=held.rank,
@@ -135,12 +141,14 @@ class _Held:
     phase: str
 
 
-def _dry_run(view: OpenPlan, source: ModelSource) -> _Held:
+def _dry_run(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> _Held:
     plan, space = view.plan, view.space
     schedule = compile_plan(plan, space.graph, view.load.cluster)
     model = source.build, source.example_inputs, lambda output: find_loss(output)[0]
     rank = view.decided.fullest(space, view.load)[0]
-    peak = dry_run(Script(*model, plan.optimizer, plan.micro_batch), schedule, rank).peak
+    data = DataDependent(expert_imbalance)
+    script = Script(*model, plan.optimizer, plan.micro_batch, lambda: answering(data))
+    peak = dry_run(script, schedule, rank).peak
     return _Held(rank, peak.categories, peak.total_bytes, f"{peak.phase}, {peak.op}")
 
 

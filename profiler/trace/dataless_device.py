@@ -11,7 +11,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from profiler.model_source import Inputs
+from profiler.trace.data_dependent import DataDependent
+from profiler.trace.python_values import PythonValues, as_if_real
 from profiler.trace.shapes import make, predict
 
 if TYPE_CHECKING:
@@ -33,13 +35,18 @@ class MetaDevice:
     torch_device = torch.device("meta")
     synthesize = True
 
-    def building(self) -> AbstractContextManager[Any]:
-        """Return a context in which factories make tensors of this device."""
-        return self.torch_device
+    def __init__(self, expert_imbalance: float = 1.0) -> None:
+        self.data = DataDependent(expert_imbalance)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Open a context in which factories make tensors of this device."""
+        with self.torch_device, PythonValues(self.data, self.torch_device, is_default=True):
+            yield
 
     def running(self) -> AbstractContextManager[Any]:
         """Return the context of the forward; the meter moves factories itself."""
-        return nullcontext()
+        return PythonValues(self.data, self.torch_device)
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor is of this device."""
@@ -52,14 +59,15 @@ class FakeCpu:
     torch_device = torch.device("cpu")
     synthesize = False
 
-    def __init__(self) -> None:
+    def __init__(self, expert_imbalance: float = 1.0) -> None:
+        self.data = DataDependent(expert_imbalance)
         from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy: only if needed
 
         self._mode: FakeTensorMode = FakeTensorMode(allow_non_fake_inputs=True)
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        with warnings.catch_warnings(), self._mode:
+        with warnings.catch_warnings(), self._mode, as_if_real(), PythonValues(self.data, self.torch_device):
             # Copying a fake parameter, as nn.Transformer does, looks at its address to no harm.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
@@ -71,7 +79,7 @@ class FakeCpu:
         before = log.level
         log.setLevel(logging.CRITICAL)
         try:
-            with self._mode:
+            with self._mode, as_if_real(), PythonValues(self.data, self.torch_device):
                 yield
         finally:
             log.setLevel(before)
@@ -93,14 +101,15 @@ class _WithoutFills(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        return self._device.data.run(func, args, kwargs or {}, self._call)
+
+    def _call(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func in _FILLS and self._device.holds(args[0]):
             return args[0]
-        kwargs = kwargs or {}
-        if self._device.synthesize and self._is_here(args, kwargs):
-            layouts = predict(func, args, kwargs)
-            if layouts is not None:
-                return make(layouts)
-        return func(*args, **kwargs)
+        if func is aten._to_copy.default and self._device.holds(args[0]):
+            kwargs = {**kwargs, "device": self._device.torch_device}  # as module.to("cpu") asks
+        layouts = predict(func, args, kwargs) if self._device.synthesize and self._is_here(args, kwargs) else None
+        return func(*args, **kwargs) if layouts is None else make(layouts)
 
     def _is_here(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Return whether an op takes and makes tensors of the device only."""
@@ -120,10 +129,22 @@ _FILLS = {getattr(aten, f"{name}_").default for name in ("normal", "uniform", "z
 _FILLS |= {aten.fill_.Scalar, aten.fill_.Tensor, aten.mul_.Scalar, aten.mul_.Tensor, aten.div_.Tensor, aten.add_.Tensor}
 
 
-def construct(make: Callable[[], nn.Module], device: DatalessDevice) -> nn.Module:
-    """Call `make` where factories make tensors of the device and fills are left out."""
-    with device.building(), _WithoutFills(device):
-        return make()
+@contextmanager
+def making(device: DatalessDevice) -> Iterator[None]:
+    """Open a context where factories make tensors of the device and fills are left out."""
+    with without_logs(), device.building(), _WithoutFills(device):
+        yield
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """Have libraries log errors only: what they advise is for a training, not for a trace of it."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def adapt(module: nn.Module, device: DatalessDevice, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
@@ -134,6 +155,8 @@ def adapt(module: nn.Module, device: DatalessDevice, dtypes: Mapping[str, torch.
     """
     tensors = (*module.named_parameters(), *module.named_buffers())
     moved = {id(tensor): _like(tensor, device, dtypes.get(name, tensor.dtype)) for name, tensor in tensors}
+    for parameter in module.parameters():
+        device.data.values.forget(moved[id(parameter)])  # it trains
     if all(moved[id(tensor)] is tensor for _, tensor in tensors):
         return module
     return copy.deepcopy(module, dict(moved))
@@ -146,12 +169,13 @@ def _like(tensor: Tensor, device: DatalessDevice, dtype: torch.dtype) -> Tensor:
         placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device.torch_device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(placed, requires_grad=tensor.requires_grad)
+    device.data.values.carry(tensor, placed)
     return placed.requires_grad_(tensor.requires_grad)
 
 
 def feed(example: Callable[[], Inputs], device: DatalessDevice) -> Inputs:
     """Make the arguments of one forward, on the device."""
-    with device.building(), _WithoutFills(device):
+    with making(device):
         inputs = example()
     return tree_map_only(Tensor, lambda tensor: _like(tensor, device, tensor.dtype), inputs)  # type: ignore[no-any-return]
 

@@ -86,7 +86,7 @@ def run_pass(
     memo: Memo,
 ) -> Pass:
     """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError."""
-    meter = Meter(module, groups, blocks, memo, synthesize=device.synthesize)
+    meter = Meter(module, groups, blocks, memo, device.data, synthesize=device.synthesize)
     ledger = meter.ledger
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from profiler.trace.data_dependent import asks
+
 aten = torch.ops.aten
 Formula = Callable[..., int]
 
@@ -48,6 +50,8 @@ class Op:
     """Reads of its first argument only what it returns."""
     overwrites: bool
     """Does not read its first argument."""
+    asks: bool
+    """Its output may depend on data (`data_dependent.asks`)."""
     flops: Formula | None
     """Formula of a matrix-like op: (*args, out_val=outputs, **kwargs) -> FLOPs; None for all others."""
 
@@ -68,6 +72,7 @@ def describe(op: torch._ops.OpOverload) -> Op:
         allocates_only=schema.name in _ALLOCATE_ONLY,
         gathers=schema.name in _GATHER,
         overwrites=schema.name in _OVERWRITE,
+        asks=asks(op),
         flops=_FORMULAS.get(op) or flop_registry.get(op.overloadpacket),
     )
 

@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from profiler.trace.activation_ledger import NOBODY, Execution, Ledger, LiveStorage
 from profiler.trace.autograd_order import next_number, running_number
+from profiler.trace.data_dependent import DataDependent
 from profiler.trace.elementwise import Layout
 from profiler.trace.find_operators import Group
+from profiler.trace.known_values import has_data
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.shapes import META, Layouts, make, predict
 
@@ -41,9 +43,16 @@ class Meter(TorchDispatchMode):
     """Meters what runs under it into `ledger`. Use once: a forward, `turn`, its backward, `finish`."""
 
     def __init__(
-        self, module: nn.Module, groups: Sequence[Group], blocks: Sequence[str], memo: Memo, *, synthesize: bool
+        self,
+        module: nn.Module,
+        groups: Sequence[Group],
+        blocks: Sequence[str],
+        memo: Memo,
+        data: DataDependent,
+        *,
+        synthesize: bool,
     ) -> None:
-        """`memo` caches the results for ops across meters.
+        """`memo` caches the results for ops across meters; `data` answers what depends on data.
 
         With `synthesize`, tensors are on the meta device and outputs of known layout are made without running the op.
         """
@@ -61,6 +70,7 @@ class Meter(TorchDispatchMode):
         self._block: int | None = None
         """The block execution that runs now."""
         self._memo = memo
+        self._data = data
         self._synthesize = synthesize
         self._ops: dict[OpOverload, Op] = {}
         self._entered: tuple[int, int] | None = None
@@ -83,7 +93,8 @@ class Meter(TorchDispatchMode):
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.ran[path] = None
-            outer = self._block
+            outer, outside = self._block, self._data.module
+            self._data.module = path
             if is_block and not self.ledger.in_backward:
                 inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 self._block = len(self.executions)
@@ -98,7 +109,7 @@ class Meter(TorchDispatchMode):
                 error.__dict__.setdefault("osdp_path", path)
                 raise
             finally:
-                self._block = outer
+                self._block, self._data.module = outer, outside
                 if operator is not None:
                     self._leave(operator)
 
@@ -147,12 +158,16 @@ class Meter(TorchDispatchMode):
         foreign = self._place(tensors)
         if self._synthesize:
             if foreign and len(foreign) == len(tensors):  # constants of the model, which have data
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+                self._data.follow(func, args, kwargs, tensors, out)
+                return out
             if foreign:  # constants that meet traced tensors
-                args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(META), (args, kwargs))
+                args, kwargs = tree_map_only(Tensor, self._data.values.moved, (args, kwargs))
                 return self.__torch_dispatch__(func, (), args, kwargs)
-            if op.has_device and (not tensors or kwargs.get("device") is not None):
-                kwargs = {**kwargs, "device": META}
+        if op.asks and (answer := self._answered(func, op, args, kwargs, tensors)) is not NotImplemented:
+            return answer
+        if self._synthesize and op.has_device and (not tensors or kwargs.get("device") is not None):
+            kwargs = {**kwargs, "device": META}
         key = tuple(description)
         known = self._memo.get(key)
         layouts = known.layouts if known else predict(func, args, kwargs) if self._synthesize else None
@@ -160,6 +175,7 @@ class Meter(TorchDispatchMode):
             out = make(layouts)
         else:
             out = args[0] if op.in_place and self._synthesize else func(*args, **kwargs)
+        self._data.follow(func, args, kwargs, tensors, out)
         outputs = _outputs(out)
         fresh = self.ledger.produce(outputs)
         if known is None:
@@ -167,11 +183,31 @@ class Meter(TorchDispatchMode):
                 layouts = _layouts(out)
             known = self._memo[key] = Known(cost(op, tensors, outputs, args, kwargs, out), layouts)
         if fresh or op.writes:
-            tally, spent = self.ledger.tally, known.cost
-            tally.flops += spent.flops
-            tally.matmul_bytes += spent.matmul_bytes
-            tally.other_bytes += spent.other_bytes
+            self._spend(known.cost)
         return out
+
+    def _answered(
+        self, func: OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> Any:
+        """Return what an op returns whose output depends on data, or NotImplemented if that one does not."""
+        if func is torch.ops.aten.index.Tensor:
+            indices = self._data.selected(args[1])
+            if indices is None:
+                return NotImplemented
+            self.ledger.produce(_outputs(indices))
+            return self._measure(func, op, (args[0], indices), kwargs)
+        out = self._data.answer(func, args, kwargs, tensors)
+        if out is not NotImplemented:
+            outputs = [tensor for tensor in _outputs(out) if not has_data(tensor)]
+            self.ledger.produce(outputs)
+            self._spend(cost(op, tensors, outputs, args, kwargs, out))
+        return out
+
+    def _spend(self, spent: Cost) -> None:
+        tally = self.ledger.tally
+        tally.flops += spent.flops
+        tally.matmul_bytes += spent.matmul_bytes
+        tally.other_bytes += spent.other_bytes
 
     # --- calls ------------------------------------------------------------------------------------
 

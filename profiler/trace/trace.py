@@ -9,19 +9,30 @@ No tensor has data, nothing is computed, no device is needed.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 from torch import nn
 
 from profiler.errors import OsdpError
-from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, RestingDtype, inputs_cast, resting_dtypes
-from profiler.model_graph import ModelGraph
+from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
+from profiler.model_graph import Affine, ModelGraph, Quadratic
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES, StepsError
 from profiler.trace.build_graph import assemble
-from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, construct, feed, training
+from profiler.trace.dataless_device import (
+    DatalessDevice,
+    FakeCpu,
+    MetaDevice,
+    adapt,
+    feed,
+    making,
+    training,
+    without_logs,
+)
 from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_unrun
 from profiler.trace.metered_pass import Pass, run_pass, trains
@@ -37,13 +48,16 @@ def trace_model(
     device_type: str = "cpu",
     micro_batch: int | None = None,
     master_weights: str = "",
+    expert_imbalance: float = 1.0,
 ) -> ModelGraph:
     """Measure a model's operators, calls and blocks without data and without a device.
 
     `precision` (`fp32`, `bf16`) is that of `profiler.mixed_precision`, as is `master_weights` (`fp32`, or empty).
     `device_type` (`cpu`, `cuda`) is the type of the device whose attention and dropout kernels are
     assumed.  `micro_batch` is the only one that is of interest, if it is fixed: where costs step with
-    it, they are measured there.  Raises OsdpError for a model that cannot be traced, naming module and op.
+    it, they are measured there.  `expert_imbalance` is the largest load over the mean of what a router
+    chooses from (`profiler.trace.data_dependent`).  Raises OsdpError for a model that cannot be traced,
+    naming module and op.
     """
     asked = (
         ("precision", precision, COMPUTE_DTYPE),
@@ -53,49 +67,82 @@ def trace_model(
     for what, got, choices in asked:
         if got not in choices:
             raise OsdpError(f"unknown {what}", got=got, expected=" or ".join(choice for choice in choices if choice))
-    dtypes = precision, master_weights
+    settings = _Settings(precision, master_weights, device_type)
     try:
-        return _trace(source, dtypes, device_type, SIZES)
+        return _trace(source, settings, expert_imbalance, SIZES)
     except StepsError:
         if micro_batch is None:
             raise
-        return _trace(source, dtypes, device_type, (micro_batch,))
+        return _trace(source, settings, expert_imbalance, (micro_batch,))
 
 
-def _trace(source: ModelSource, dtypes: tuple[str, str], device_type: str, sizes: Sequence[int]) -> ModelGraph:
-    """Return the graph; `dtypes`: precision and master weights."""
-    with _no_garbage_collection():
+@dataclass(frozen=True)
+class _Settings:
+    """What a model is traced for."""
+
+    precision: str
+    master_weights: str
+    device_type: str
+
+
+def _trace(source: ModelSource, settings: _Settings, expert_imbalance: float, sizes: Sequence[int]) -> ModelGraph:
+    with _no_garbage_collection(), without_logs():
         try:
-            found = _survey(source, dtypes, MetaDevice(), device_type, sizes)
+            return _traced(source, settings, MetaDevice(expert_imbalance), sizes)
         except ModelError as error:
             try:
-                found = _survey(source, dtypes, FakeCpu(), device_type, sizes)
+                return _traced(source, settings, FakeCpu(expert_imbalance), sizes)
             except ModelError:
                 raise
             except OsdpError:  # what the builder says of fake tensors; without them it had no complaint
                 raise error from None
-    return replace(assemble(source, dtypes[0], *found), master_weights=dtypes[1])
 
 
-def _survey(
-    source: ModelSource, dtypes: tuple[str, str], device: DatalessDevice, device_type: str, sizes: Sequence[int]
-) -> tuple[nn.Module, Mapping[str, RestingDtype], Sequence[Group], Mapping[int, Pass]]:
-    """Build the model on the device and run a pass per micro-batch."""
+def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, sizes: Sequence[int]) -> ModelGraph:
+    """Build the model on the device, run a pass per micro-batch and return the graph."""
+    precision, master_weights = settings.precision, settings.master_weights
     what, expected = f"cannot build {source.name} without data", "build() to return an nn.Module on the meta device"
     advice = (
         "if it computes with tensor values (x.item(), loading weights), do that in Python numbers "
         'or in `with torch.device("cpu")`, or after OSDP has wrapped the module'
     )
-    with device_kernels(device_type, device.torch_device.type):
+    with device_kernels(settings.device_type, device.torch_device.type):
         with explained(what, expected, advice):
-            module = construct(source.build, device)
+            with making(device):
+                module = source.build()
             _check_module(source.name, module)
-            rested = resting_dtypes(module, *dtypes)
+            rested = resting_dtypes(module, precision, master_weights)
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
+        found = find_groups(module, {name: one.rest for name, one in rested.items()})
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
-        with mode, inputs_cast(module, dtypes[0]):
-            groups = find_groups(module, {name: one.rest for name, one in rested.items()})
-            return module, rested, *_run_sizes(module, source, groups, device, sizes)
+        with mode, inputs_cast(module, precision):
+            groups, passes, samples, left_out = _run_sizes(module, source, found, device, sizes)
+    graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, groups, passes), samples)
+    skipped = tuple(operator.name for operator in graph.operators if operator.name in left_out)
+    notes = list(device.data.assumptions)
+    if skipped:
+        names = ", ".join(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", name) for name in skipped))
+        notes.append(
+            f"left out of the forward of a rank on which nothing chooses them, so that several ranks cannot run "
+            f"this model: {names}; run each on no rows there instead"
+        )
+    return replace(graph, notes=(*graph.notes, *notes), left_out=skipped, master_weights=master_weights)
+
+
+def _per_sample(part: Any, samples: int) -> Any:
+    """Return a part of a graph whose lines count `samples` as one, with lines that count one."""
+    if samples == 1:
+        return part
+    if isinstance(part, Quadratic):
+        scaled = part.per_sample / samples, part.per_pair / samples**2
+        return replace(part, per_sample=scaled[0], per_pair=scaled[1])
+    if isinstance(part, Affine):
+        return replace(part, per_sample=part.per_sample / samples)
+    if isinstance(part, tuple):
+        return tuple(_per_sample(item, samples) for item in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{field.name: _per_sample(getattr(part, field.name), samples) for field in fields(part)})
+    return part
 
 
 def _check_module(name: str, module: nn.Module) -> None:
@@ -115,30 +162,47 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 def _run_sizes(
     module: nn.Module, source: ModelSource, groups: Sequence[Group], device: DatalessDevice, sizes: Sequence[int]
-) -> tuple[Sequence[Group], Mapping[int, Pass]]:
+) -> tuple[Sequence[Group], Mapping[int, Pass], int, set[str]]:
+    """Return the operators, a pass per micro-batch, how many samples each of those counts as one.
+
+    Last, the operators that are left out if all rows choose alike.
+    """
     blocks, memo = find_blocks(module), Memo()
 
-    def run(size: int) -> Pass:
+    def run(size: int, finer: int = 1, *, alike: bool = False) -> Pass:
+        device.data.begin(max(1, size // SIZES[0]), alike=alike)
         with explained_inputs(source.name):
-            inputs = feed(lambda: source.example_inputs(module, size), device)
+            inputs = feed(lambda: source.example_inputs(module, size * finer), device)
         return run_pass(source, module, groups, blocks, inputs, device, memo)
 
     first, *others = sizes
     trial = run(first)
+    finer = device.data.finer if others else 1
+    if finer > 1:
+        trial = run(first, finer)
     merged = merge_unrun(groups, {call.operator for call in trial.calls}, trial.ran)
     passes = {first: trial}
     if not (trial.settled and merged == groups):
         groups = merged
-        passes[first] = run(first)
+        passes[first] = run(first, finer)
         passes[first].kept_bytes = max(passes[first].kept_bytes, trial.kept_bytes)
-    passes |= {size: run(size) for size in others}
+    passes |= {size: run(size, finer) for size in others}
     if others:
         sums = [one.sums for one in passes.values()]
         if any(one - 2 * two + three for one, two, three in zip(*sums, strict=False)):
-            passes[FOURTH] = run(FOURTH)
+            passes[FOURTH] = run(FOURTH, finer)
         with suppress(ModelError):
-            passes[SINGLE] = run(SINGLE)
-    return groups, passes
+            passes[SINGLE] = run(SINGLE, finer)
+    left_out: set[str] = set()
+    if device.data.assumptions:
+        with suppress(ModelError):
+            left_out = _names(groups, passes[first]) - _names(groups, run(first, alike=True))
+    return groups, passes, finer, left_out
+
+
+def _names(groups: Sequence[Group], one: Pass) -> set[str]:
+    """Return the names of the operators that a pass ran."""
+    return {groups[call.operator].modules[0] for call in one.calls}
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import torch
 
 from profiler.errors import OsdpError, first_line
 from profiler.model_source import ModelSource
+from profiler.trace.data_dependent import DATA_TAGS, UnknownValueError
 
-_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _DATA_NAMES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
@@ -49,8 +49,13 @@ def explain_trace(source: ModelSource, where: str, op: torch._ops.OpOverload | N
 
 
 def _advice(error: Exception, op: torch._ops.OpOverload | None) -> str:
+    if isinstance(error, UnknownValueError):
+        return (
+            "pass what decides as a Python number, or as an input that example_inputs makes of known values "
+            "(torch.tensor, torch.full, torch.arange), or replace the branch by torch.where"
+        )
     shown = f"`{op.namespace}::{op._opname}`" if op is not None else "the op"
-    looks_at_data = type(error).__name__.startswith(_DATA_NAMES) or (op is not None and _DATA & set(op.tags))
+    looks_at_data = type(error).__name__.startswith(_DATA_NAMES) or (op is not None and DATA_TAGS & set(op.tags))
     if looks_at_data or "cannot be called on meta tensors" in str(error):
         return (
             "the result depends on the data: replace .item(), boolean masks and nonzero by ops of fixed "

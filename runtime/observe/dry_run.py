@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -48,6 +48,8 @@ class Script:
     """Key of `runtime.optimizers.OPTIMIZERS`."""
     micro_batch: int
     """Samples in one forward."""
+    answering: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Opens a context for the model's code, which answers what fake tensors cannot: what depends on data."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
         live = LiveBytes(ACTIVATIONS)
         short_rings = patch.object(ring_reduce_scatter, "end_after_one_step", True)
         with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings:
-            model = script.build()
+            with script.answering():
+                model = script.build()
             with data_parallel_of_fakes():
                 sharded = apply_schedule(model, schedule, torch.device("cpu"))
             if sharded.runner is not None:
@@ -96,7 +99,8 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
                 live.reset_peak()
                 rest_bytes = live.total_bytes
                 for _ in range(schedule.accumulation):
-                    _train(run, model, script, live)
+                    with script.answering():
+                        _train(run, model, script, live)
                 _step(live, optimizers)
             peak = live.peak
             del optimizers, model, sharded, run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -68,24 +69,28 @@ class Inverting(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
-        return grad * grad.sum().item()
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * int(x.sum().long())
 
 
 @pytest.mark.parametrize(
     ("strange", "op", "advice"),
     [
-        (lambda x: x * x.sum().item(), "aten._local_scalar_dense", "torch.where"),
+        (lambda x: x[: int(x.sum().long())], "aten._local_scalar_dense", "example_inputs"),
+        (lambda x: x if x.sum().item() > 0 else -x, "", "torch.where"),
+        (lambda x: x[: int(x.sum().item())], "", "torch.where"),
         (lambda x: x if x.sum() > 0 else -x, "aten._local_scalar_dense", "torch.where"),
-        (lambda x: x[x[:, 0] > 0], "aten.index", "fixed shape"),
-        (lambda x: x[x[:, 0].nonzero().flatten()], "aten.nonzero", "fixed shape"),
+        (lambda x: x.repeat_interleave(x[:, 0].long(), 0), "aten.repeat_interleave", "example_inputs"),
+        (lambda x: x if torch.equal(x, -x) else -x, "aten.equal", "torch.where"),
         (lambda x: torch.ops.osdp_test.opaque(x), "osdp_test.opaque", "register_fake"),
         (lambda x: x @ torch.ones(3, 8), "aten.mm", "example inputs"),
     ],
-    ids=["item", "branch", "mask", "nonzero", "custom op", "shape"],
+    ids=["number", "branch on a number", "whole number", "branch", "repeats", "equal", "custom op", "shape"],
 )
 def test_the_error_names_module_op_and_remedy(strange: Callable[[Tensor], Tensor], op: str, advice: str) -> None:
     error = error_of(source(lambda: Wrapped(strange), (8,)))
@@ -123,7 +128,7 @@ def test_an_error_in_the_backward_names_the_operator() -> None:
 def test_a_caught_exception_does_not_mislead() -> None:
     def tolerant(x: Tensor) -> Tensor:
         try:
-            x = x * x.sum().item()
+            x = x * int(x.sum().long())
         except RuntimeError:
             x = x * 2
         return x
@@ -134,11 +139,16 @@ def test_a_caught_exception_does_not_mislead() -> None:
 
 def test_build_that_looks_at_values() -> None:
     def build() -> nn.Module:
-        return MLP(8, int(torch.linspace(0, 16, 3)[1].item()))
+        return MLP(8, int(torch.randn(3)[1].long()))
 
     error = error_of(source(build, (8,)))
     assert "cannot build model" in error.what
     assert "item" in error.advice
+
+
+def test_build_that_computes_with_constants() -> None:
+    graph = trace_model(source(lambda: MLP(8, int(torch.linspace(0, 16, 3)[1].item())), (8,)))
+    assert graph.operators[0].parameters[0].shape == (8, 8)
 
 
 def test_build_that_returns_something_else() -> None:

@@ -35,6 +35,7 @@ def plan(
     batch: options.Batch = None,
     global_batch: options.GlobalBatch = None,
     imbalance: options.Imbalance = None,
+    expert_imbalance: options.ExpertImbalance = 1.0,
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
     master_weights: options.MasterWeights = None,
@@ -70,6 +71,7 @@ def plan(
         imbalance=BALANCED if imbalance is None else read_imbalance(imbalance),
         imbalance_as_given=imbalance or "",
         master_weights=master_weights or "",
+        expert_imbalance=expert_imbalance,
     )
     with progress_bar():
         source = load_model(model, sequence_length=seq)

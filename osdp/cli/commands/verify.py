@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from osdp.cli.exits import FAULT, guarded
-from osdp.cli.options import AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
+from osdp.cli.options import AsJson, ClusterOfPlan, ExpertImbalanceOfPlan, ModelOfPlan, PlanPath
 from osdp.cli.terminal import progress_bar, show
 
 
@@ -24,6 +24,7 @@ def verify(
             "as many ranks as the plan has; auto: cuda if possible, else fake."
         ),
     ] = "auto",
+    expert_imbalance: ExpertImbalanceOfPlan = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a plan's predicted memory. Compares it with a step of the runtime; exits with 1 if it is too far off."""
@@ -36,7 +37,7 @@ def verify(
         progress(f"tracing {found.model.name}", 0.0)
         view = reopen(found, model, cluster)
         progress(f"a training step of one of {view.load.cluster.world_size} ranks", 0.3)
-        verified = run(view, model, None if device == "auto" else device == "cuda")
+        verified = run(view, model, None if device == "auto" else device == "cuda", expert_imbalance)
     if os.environ.get("RANK", "0") == "0":
         show(as_json, verified_object, print_verified, verified, view.plan)
     if not verified.holds:

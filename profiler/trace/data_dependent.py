@@ -1,0 +1,401 @@
+"""What a trace, which has no data, assumes where shapes or Python values depend on data.
+
+Values that follow from shapes and constants are exact (`known_values`): arange, masks made of ones, and what
+the model computes of them.  Three kinds of values are assumed:
+
+- *Choices* (topk, argmax, max, sort, multinomial, of values that are not known) are spread evenly.  With N rows
+  that choose k of E each, option E-1 gets
+
+      H = min(N, ceil(r N k / E))        r: the largest load over the mean, `expert_imbalance`, 1 by default
+
+  choices and the others share the N k - H that are left, one more or less (`spread`); no row chooses an option
+  twice, and a chosen score is 1.  So a mixture of experts gives each expert N k / E tokens, whether it is
+  written with one_hot, nonzero, bincount, sort, `.tolist()` or a comparison.
+- *Draws* (rand, randint, randperm) are spread evenly over their range: the i-th is at frac(i phi), phi the
+  golden ratio.
+- No number is nan or infinite.
+
+Choices and draws repeat with the micro-batch: the passes of a trace have b, 2b and 3b samples, and each b of them
+choose alike, so that loads grow linearly although they are whole numbers.
+
+Where a value is not known nonetheless:
+
+| asked | answer |
+|---|---|
+| which elements a mask selects (nonzero, x[mask], masked_select), unique | all: an upper bound |
+| bincount | its minlength |
+| a floating-point number (`.item()`) | 1, which must not decide a branch (`python_values.AssumedNumber`) |
+| a whole number, a bool, how often to repeat | refused: `UnknownValueError` |
+
+Whatever was assumed where it mattered is in `assumptions`, with the module that asked.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from profiler.errors import OsdpError
+from profiler.trace import elementwise
+from profiler.trace.known_values import KnownValues, has_data
+
+aten = torch.ops.aten
+DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+GOLDEN = (math.sqrt(5) - 1) / 2
+EVEN_LOAD = 100
+"""Choices per option from which on one more or less does not matter."""
+
+
+class UnknownValueError(RuntimeError):
+    """The model asks for a value that only data could give."""
+
+
+def spread(rows: int, chosen: int, options: int, imbalance: float = 1.0) -> Tensor:
+    """Return which `chosen` of the `options` each of the `rows` chooses: (rows, chosen), int64, on the CPU.
+
+    The last option gets ceil(imbalance * rows * chosen / options) choices, at most `rows`.
+    """
+    row, column = torch.arange(rows), torch.arange(chosen)
+    if imbalance == 1:
+        period = options // math.gcd(options, chosen)  # shifted by one after each, so that columns are even, too
+        return ((row * chosen + row // period)[:, None] + column) % options
+    hot = min(rows, math.ceil(Fraction(imbalance).limit_denominator(10**6) * rows * chosen / options))
+    has_last = (row + 1) * hot // rows > row * hot // rows
+    picks = chosen - has_last.long()
+    table = ((picks.cumsum(0) - picks)[:, None] + column) % max(1, options - 1)
+    table[:, -1] = torch.where(has_last, options - 1, table[:, -1])
+    turn = ((row * GOLDEN).frac() * chosen).long()
+    return table.gather(1, (column + turn[:, None]) % chosen)
+
+
+class DataDependent:
+    """Answers what depends on data, and follows what is known."""
+
+    def __init__(self, expert_imbalance: float = 1.0) -> None:
+        if not 1 <= expert_imbalance < math.inf:
+            expected = "at least 1: the largest load over the mean"
+            raise OsdpError("the imbalance of experts is out of range", got=f"{expert_imbalance:g}", expected=expected)
+        self.values = KnownValues()
+        self.assumptions: dict[str, None] = {}
+        """In the order in which they were first needed."""
+        self.module = ""
+        """Path of the module that runs."""
+        self.finer = 1
+        """By what the micro-batch is to be multiplied for choices to come out even."""
+        self._imbalance = expert_imbalance
+        self._repeats = 1
+        self._alike = False
+
+    def begin(self, repeats: int, *, alike: bool = False) -> None:
+        """Begin a pass whose micro-batch is `repeats` times the smallest.
+
+        `alike`: not even, but as uneven as can be: all rows choose the first options.
+        """
+        self.values.clear_memo()
+        self._repeats = repeats
+        self._alike = alike
+
+    # --- after an op ------------------------------------------------------------------------------
+
+    def follow(
+        self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor], out: Any
+    ) -> None:
+        """Note what is known, or assumed, of the outputs of `out = op(*args, **kwargs)`, and of what it wrote into."""
+        if not self.values.follow(op, args, kwargs, tensors, out) and op in _ASSUMED:
+            _ASSUMED[op](self, out, *args, **kwargs)
+
+    def choose(self, indices: Tensor, options: int, dim: int | None = None) -> None:
+        """Assume what `indices` holds: along `dim`, the choices of a row among so many options; None: a choice each."""
+        if not indices.numel():
+            return
+        shape = tuple(indices.shape) if dim is None else tuple(indices.movedim(dim, -1).shape)
+        chosen = 1 if dim is None else shape[-1]
+        rows = indices.numel() // chosen
+        repeats = self._repeats if rows % self._repeats == 0 else 1
+
+        def compute() -> Tensor:
+            if self._alike:
+                return torch.arange(chosen).repeat(rows, 1).view(shape).movedim(-1, -1 if dim is None else dim)
+            self._need_choices(rows // repeats, chosen, options)
+            table = spread(rows // repeats, chosen, options, self._imbalance).repeat(repeats, 1).view(shape)
+            return table if dim is None else table.movedim(-1, dim)
+
+        self.values.assume(indices, ("choices", options, dim), compute)
+
+    def _need_choices(self, rows: int, chosen: int, options: int) -> None:
+        unbalanced = f", the largest load {self._imbalance:g} times the mean" if self._imbalance != 1 else ""
+        self.note(f"choices that depend on data are assumed to be spread evenly: {chosen} of {options}{unbalanced}")
+        if rows * chosen < EVEN_LOAD * options:
+            # Half of the rows, because the pass that only lifts the lines has half of the micro-batch.
+            self.finer = math.lcm(self.finer, Fraction(rows, 2 * options).denominator)
+
+    def draw(self, tensor: Tensor, low: float = 0, high: float = 1) -> None:
+        """Assume that a tensor's values are spread evenly from `low` to less than `high`."""
+        shape, count = tuple(tensor.shape), tensor.numel()
+        repeats = self._repeats if count % self._repeats == 0 else 1
+        whole = not tensor.is_floating_point()
+
+        def compute() -> Tensor:
+            even = (torch.arange(1, count // repeats + 1, dtype=torch.float64) * GOLDEN).frac().repeat(repeats)
+            drawn = (low + even * (high - low)).view(shape)
+            return drawn.floor() if whole else drawn
+
+        self.values.assume(tensor, ("draws", low, high), compute)
+
+    def fill(self, tensor: Tensor, value: float) -> None:
+        """Assume that a tensor holds one value."""
+        shape = tuple(tensor.shape)
+        self.values.assume(tensor, ("filled", value), lambda: torch.full(shape, value))
+
+    def note(self, text: str) -> None:
+        """Note an assumption that the module which runs needs."""
+        where = re.sub(r"\b[0-9]+\b", "*", self.module)
+        self.assumptions[f"{text} (in `{where}`)" if where else text] = None
+
+    # --- instead of an op -------------------------------------------------------------------------
+
+    def run(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+        """Return `call(op, args, kwargs)`, or the answer if the output depends on data.  Raises UnknownValueError."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if asks(op) and not all(map(has_data, tensors)):
+            if op is aten.index.Tensor:
+                args = (args[0], self.selected(args[1]) or args[1])
+            elif (answer := self.answer(op, args, kwargs, tensors)) is not NotImplemented:
+                return answer
+        out = call(op, args, kwargs)
+        self.follow(op, args, kwargs, tensors, out)
+        return out
+
+    def answer(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+        """Return what an op of `asks`, but no indexing, returns, or NotImplemented to run it.
+
+        Raises UnknownValueError.
+        """
+        found = self.values.computed(op, args, kwargs, tensors)
+        if found is NotImplemented and op in _UNKNOWN:
+            return _UNKNOWN[op](self, *args, **kwargs)
+        return found
+
+    def selected(self, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """Return the indices of an indexing op with those that masks select in their place; None without masks."""
+        if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+            return None
+        selected: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                selected.append(index)
+            else:
+                found = self.values.computed(aten.nonzero.default, (index,), {}, (index,))
+                selected += (self.everything(index) if found is NotImplemented else found).unbind(1)
+        return selected
+
+    def everything(self, x: Tensor) -> Tensor:
+        """Return the indices of all elements."""
+        self.note("masks that depend on data are assumed to select everything")
+        return x.new_empty((x.numel(), x.dim()), dtype=torch.int64)
+
+
+def asks(op: OpOverload) -> bool:
+    """Return whether an op may have to be answered."""
+    # The meta kernel of grouped_mm takes bfloat16 only.
+    return op is aten._grouped_mm.default or bool(DATA_TAGS & set(op.tags))
+
+
+# --- values that are assumed ------------------------------------------------------------------------
+
+
+def _topk(data: DataDependent, out: Sequence[Tensor], x: Tensor, k: int, dim: int = -1, *rest: Any) -> None:
+    data.fill(out[0], 1)
+    if x.dim():
+        data.choose(out[1], x.shape[dim], dim)
+
+
+def _sort(data: DataDependent, out: Sequence[Tensor], x: Tensor, dim: int = -1, *rest: Any, **options: Any) -> None:
+    dim = options.get("dim", dim)
+    if x.dim():
+        data.choose(out[1], x.shape[dim], dim)
+
+
+def _largest(data: DataDependent, out: Sequence[Tensor], x: Tensor, dim: int, *rest: Any) -> None:
+    data.fill(out[0], 1)
+    data.choose(out[1], x.shape[dim] if x.dim() else 1)
+
+
+def _argmax(data: DataDependent, out: Tensor, x: Tensor, dim: int | None = None, *rest: Any) -> None:
+    data.choose(out, x.numel() if dim is None else x.shape[dim])
+
+
+def _multinomial(data: DataDependent, out: Tensor, x: Tensor, *rest: Any, **options: Any) -> None:
+    data.choose(out, x.shape[-1], -1)
+
+
+def _rand(data: DataDependent, out: Tensor, *rest: Any, **options: Any) -> None:
+    data.draw(out)
+
+
+def _randint(data: DataDependent, out: Tensor, high: int, *rest: Any, **options: Any) -> None:
+    data.draw(out, 0, high)
+
+
+def _randint_low(data: DataDependent, out: Tensor, low: int, high: int, *rest: Any, **options: Any) -> None:
+    data.draw(out, low, high)
+
+
+def _randperm(data: DataDependent, out: Tensor, count: int, **options: Any) -> None:
+    data.values.assume(out, "randperm", lambda: torch.arange(count))
+
+
+def _zeros(data: DataDependent, out: Tensor, *rest: Any, **options: Any) -> None:
+    data.fill(out, 0)
+
+
+def _ones(data: DataDependent, out: Tensor, *rest: Any, **options: Any) -> None:
+    data.fill(out, 1)
+
+
+def _full_like(data: DataDependent, out: Tensor, x: Tensor, value: float, **options: Any) -> None:
+    data.fill(out, value)
+
+
+def _new_full(data: DataDependent, out: Tensor, x: Tensor, size: Sequence[int], value: float, **options: Any) -> None:
+    data.fill(out, value)
+
+
+def _equal(data: DataDependent, out: Tensor, x: Tensor, other: Any) -> None:
+    """`x == x` is how one asks for what is no nan, `x == inf` for what is infinite."""
+    if x is other or _is_infinite(other):
+        data.fill(out, x is other)
+
+
+def _unequal(data: DataDependent, out: Tensor, x: Tensor, other: Any) -> None:
+    if x is other or _is_infinite(other):
+        data.fill(out, x is not other)
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and math.isinf(value)
+
+
+_ASSUMED: dict[OpOverload, Callable[..., None]] = {
+    aten.topk.default: _topk,
+    aten.sort.default: _sort,
+    aten.sort.stable: _sort,
+    aten.max.dim: _largest,
+    aten.min.dim: _largest,
+    aten.argmax.default: _argmax,
+    aten.argmin.default: _argmax,
+    aten.multinomial.default: _multinomial,
+    aten.rand.default: _rand,
+    aten.rand_like.default: _rand,
+    aten.randint.default: _randint,
+    aten.randint.low: _randint_low,
+    aten.randperm.default: _randperm,
+    # Values that depend on the shape of the argument only.
+    aten.zeros_like.default: _zeros,
+    aten.empty_like.default: _zeros,
+    aten.new_zeros.default: _zeros,
+    aten.new_empty.default: _zeros,
+    aten.new_empty_strided.default: _zeros,
+    aten.ones_like.default: _ones,
+    aten.new_ones.default: _ones,
+    aten.full_like.default: _full_like,
+    aten.new_full.default: _new_full,
+    # No number is nan or infinite.
+    aten.isnan.default: _zeros,
+    aten.isinf.default: _zeros,
+    aten.isposinf.default: _zeros,
+    aten.isneginf.default: _zeros,
+    aten.eq.Tensor: _equal,
+    aten.eq.Scalar: _equal,
+    aten.ne.Tensor: _unequal,
+    aten.ne.Scalar: _unequal,
+}
+"""By op: (what follows, output, *arguments) -> None."""
+
+
+# --- what is answered where values are not known ----------------------------------------------------
+
+
+def _nonzero(data: DataDependent, x: Tensor) -> Tensor:
+    return data.everything(x)
+
+
+def _masked_select(data: DataDependent, x: Tensor, mask: Tensor) -> Tensor:
+    mask = mask.expand(tuple(elementwise.broadcast([x.shape, mask.shape]) or mask.shape))
+    found = data.values.computed(aten.nonzero.default, (mask,), {}, (mask,))
+    return x.new_empty(len(data.everything(mask) if found is NotImplemented else found))
+
+
+def _unique(data: DataDependent, x: Tensor, *options: Any, dim: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    data.note("values that depend on data are assumed to be unique")
+    inverse = x.new_empty(x.shape if dim is None else x.shape[dim], dtype=torch.int64)
+    return x.new_empty(x.numel() if dim is None else x.shape), inverse, inverse.new_empty(inverse.numel())
+
+
+def _unique_dim(data: DataDependent, x: Tensor, dim: int, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _unique(data, x, dim=dim)
+
+
+def _unique_consecutive(
+    data: DataDependent, x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _unique(data, x, dim=dim)
+
+
+def _bincount(data: DataDependent, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    found = data.values.computed(aten.bincount.default, (x, None, minlength), {}, (x,))
+    if found is NotImplemented and not minlength:
+        raise UnknownValueError("how many bins bincount has depends on the largest value: give it minlength")
+    bins = minlength if found is NotImplemented else len(found)
+    return x.new_empty(bins, dtype=torch.int64 if weights is None else weights.dtype)
+
+
+def _repeat_interleave(data: DataDependent, repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+    if output_size is None:
+        raise UnknownValueError(
+            "how often elements are repeated depends on data: give repeat_interleave its output_size"
+        )
+    return repeats.new_empty(output_size)
+
+
+def _number(data: DataDependent, x: Tensor) -> float:
+    if not x.is_floating_point():
+        what = "a branch" if x.dtype == torch.bool else "a Python number"
+        raise UnknownValueError(f"{what} depends on data, of type {x.dtype}")
+    data.note("floating-point numbers that are read from tensors (.item()) are assumed to be 1")
+    return 1.0
+
+
+def _compared(data: DataDependent, *args: Any, **options: Any) -> bool:
+    raise UnknownValueError("a branch depends on whether tensors are equal")
+
+
+def _grouped_mm(data: DataDependent, a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any) -> Tensor:
+    """Products of groups of rows of `a` (rows, k) with `b` (groups, k, n), or of its columns with rows of `b`."""
+    groups = () if a.dim() != b.dim() else (len(a) if offsets is None else len(offsets),)
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
+
+
+_UNKNOWN: dict[OpOverload, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten._unique2.default: _unique,
+    aten.unique_dim.default: _unique_dim,
+    aten.unique_consecutive.default: _unique_consecutive,
+    aten.unique_dim_consecutive.default: _unique_dim,
+    aten.bincount.default: _bincount,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten._local_scalar_dense.default: _number,
+    aten.equal.default: _compared,
+    aten.allclose.default: _compared,
+}
+"""By op: (what answers, *arguments) -> output; raises UnknownValueError."""

@@ -1,0 +1,149 @@
+"""What Python asks of tensors without data outside of ops: their values as lists and arrays, and other devices."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from profiler.trace.data_dependent import DataDependent, UnknownValueError
+from profiler.trace.known_values import computing, has_data
+
+_READS: dict[Any, Callable[[Tensor], Any]] = {
+    Tensor.tolist: Tensor.tolist,
+    Tensor.numpy: Tensor.numpy,
+    Tensor.__array__: Tensor.numpy,
+}
+_SPLITS = {torch.tensor_split, Tensor.tensor_split}
+_FROM_PYTHON = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
+
+
+class AssumedNumber(float):
+    """A number that is assumed: to compute with and to print, but not to decide by."""
+
+    def _refuse(self, *others: object) -> Any:
+        raise UnknownValueError("a branch or a whole number depends on data, on a floating-point number that was read")
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __bool__ = __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _refuse
+    __hash__ = float.__hash__
+
+
+class PythonValues(TorchFunctionMode):
+    """Reads known values, makes known ones of Python's numbers, and keeps tensors on the device of the trace."""
+
+    def __init__(self, data: DataDependent, device: torch.device, *, is_default: bool = False) -> None:
+        """`is_default`: whether tensors made without naming a device are on `device`."""
+        super().__init__()
+        self._data = data
+        self._device = device
+        self._is_default = is_default
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS and not has_data(args[0]):
+            return self._read(args[0], _READS[func])
+        if func is Tensor.item and not has_data(args[0]) and self._data.values.read(args[0]) is None:
+            return AssumedNumber(func(args[0]))  # of a floating-point number; others are refused
+        if func is Tensor.cuda:
+            return args[0]
+        if func in _SPLITS and len(args) > 1 and isinstance(args[1], Tensor):
+            args = (args[0], self._read(args[1], Tensor.tolist), *args[2:])  # it takes them on the CPU only
+        if func is Tensor.to:
+            args = [self._here(arg) for arg in args]
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._here(kwargs["device"])}
+        if func in _FROM_PYTHON and self._device.type == "meta":
+            return self._made(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _read(self, tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
+        """Return what `read` makes of a tensor's values, which are its own to keep."""
+        values = tensor if has_data(tensor) else self._data.values.read(tensor)
+        if values is None:
+            raise UnknownValueError(f"the values of a tensor of type {tensor.dtype} are read, which depend on data")
+        with computing():
+            return read(values.clone())
+
+    def _here(self, device: Any) -> Any:
+        """Return the device of the trace instead of an accelerator's."""
+        if isinstance(device, (str, torch.device)):
+            return device if torch.device(device).type in ("cpu", "meta") else self._device
+        return self._device if type(device) is int else device
+
+    def _made(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Make a tensor of Python's numbers, with known values."""
+        default = self._device if self._is_default else None
+        if func is Tensor.new_tensor:
+            func, default, args = torch.tensor, args[0].device, args[1:]
+        device = kwargs.get("device") or default
+        kwargs = {**kwargs, "device": device}
+        if (
+            device is None
+            or torch.device(device).type != "meta"
+            or any(isinstance(x, Tensor) for x in tree_leaves(args))
+        ):
+            return func(*args, **kwargs)
+        made = func(*args, **{**kwargs, "device": "cpu"})
+        return self._data.values.moved(made.detach()).requires_grad_(made.requires_grad)
+
+
+class _AnsweringMode(TorchDispatchMode):
+    """Answers what depends on data in a program that runs on fake tensors."""
+
+    def __init__(self, data: DataDependent) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._data = data
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind.__name__ != "FakeTensor" for kind in types):  # a DTensor's own op; its parts come here, too
+            return func(*args, **kwargs or {})
+        return self._data.run(func, args, kwargs or {}, lambda op, args, kwargs: op(*args, **kwargs))
+
+
+class _FakeToTorchOnly(type):
+    """A class of which fake tensors are instances for torch, and for nobody else."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        return asked_by.partition(".")[0] == "torch" and isinstance(instance, FakeTensor)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        return issubclass(subclass, FakeTensor)
+
+
+class _FakeTensor(metaclass=_FakeToTorchOnly):
+    pass
+
+
+def as_if_real() -> AbstractContextManager[Any]:
+    """Let libraries that ask whether a tensor is fake run as in training, not as when they are exported.
+
+    Transformers makes attention masks that it does without in training if it finds a FakeTensor.
+    """
+    return patch.object(torch._subclasses, "FakeTensor", _FakeTensor)
+
+
+@contextmanager
+def answering(data: DataDependent) -> Iterator[None]:
+    """Answer what depends on data for a program that runs on fake tensors of the CPU, as a trace does."""
+    data.begin(1)
+    with as_if_real(), _AnsweringMode(data), PythonValues(data, torch.device("cpu")):
+        yield
