@@ -32,7 +32,7 @@ from runtime.sharded_model import ShardedModel
 from runtime.state import checkpoint, pretrained
 from runtime.state.state_dict import full_state_dict, load_state_dict, sharded_state_dict
 from runtime.step.grad_norm import clip
-from runtime.step.gradient_accumulation import Accumulation
+from runtime.step.gradient_accumulation import Accumulation, naming_sharded_parameters
 
 
 class OSDP(nn.Module):
@@ -63,8 +63,8 @@ class OSDP(nn.Module):
         example_inputs: function of a batch size that returns arguments of forward, where the model
             has no method of that name and they cannot be inferred.
         compile_backend: compile blocks by `torch.compile`, for instance "inductor".
-        find_unused_parameters: as DistributedDataParallel has it, which runs a plan that replicates
-            everything: needed there if a step may leave out layers.
+        find_unused_parameters: as DistributedDataParallel has it: under a plan that replicates everything,
+            some ranks may leave out layers that others run.
 
         Raises OsdpError if there is no process group or one of another size than the plan's, the
         plan is not the model's, the model cannot be traced, or nothing fits.
@@ -246,7 +246,8 @@ class OSDP(nn.Module):
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
-                return method(*args, **kwargs)
+                with naming_sharded_parameters():
+                    return method(*args, **kwargs)
             return self._accumulation.infer(method, *args, **kwargs)
 
         return run

@@ -62,12 +62,15 @@ TIMED = ("gloo/test_profile_command.py", "gloo/test_communication_times.py")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="draw ten times as much, and run every combination")
+    parser.addoption("--draw", help="of tests of drawn loops, make only this draw")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         if config.getoption("--thorough"):
             os.environ[thoroughness.VARIABLE] = "1"
+        if config.getoption("--draw"):
+            os.environ[thoroughness.DRAW] = config.getoption("--draw")
         os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on busy cores take most of a test's time
         os.environ[programs.FOLDER] = programs.make_folder()
 

@@ -129,9 +129,10 @@ def plan_of(
     accumulation: int = 1,
     recomputed: tuple[str, ...] = (),
     ranks: tuple[int, int] = (2, 2),
+    graph: ModelGraph | None = None,
 ) -> Plan:
-    """Return a plan for a model on so many nodes and ranks per node."""
-    graph, cluster = _graph(model), cluster_of(*ranks)
+    """Return a plan for a model, traced if need be, on so many nodes and ranks per node."""
+    graph, cluster = graph or _graph(model), cluster_of(*ranks)
     return Plan(
         schema=Plan.SCHEMA,
         model=model_ref(graph),
