@@ -134,6 +134,13 @@ class OSDP(nn.Module):
         """Yield buffers under the names of the model."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules under the names of the model, so that a module around it names its parameters so too."""
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """Return what this rank holds, under the original names; see `full_state_dict` for whole tensors.
 
@@ -224,6 +231,16 @@ class OSDP(nn.Module):
         extra = checkpoint.load(path, self.module, self.sharded.local_shards, optimizer)
         self.sharded.expire()
         return extra
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OSDP:
+        """Raise OsdpError: a copy would have no part in what its ranks have agreed on."""
+        what = "a sharded model cannot be copied"
+        advice = "copy the model before OSDP(...); instead of AveragedModel, osdp.averaging.AveragedParameters(model)"
+        raise OsdpError(what, got="copy.deepcopy", advice=advice)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell `torch.distributed.checkpoint.state_dict` that names leave `module` out."""
+        return {"": "module"}
 
     def extra_repr(self) -> str:
         """Say how it is sharded."""

@@ -19,6 +19,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     initialise                   FSDP2 takes the module that runs first for the outermost
     gathers                      no public name tells which parameters a forward has gathered
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
+    before_backward              no public hook sees what `torch.autograd.grad` is asked for
     is_fake                      no public name tells whether a tensor has data
     no_modes                     no public name leaves dispatch modes
     keep_after_forward           when a forward runs again in backward, only newer versions leave what it gathered
@@ -250,6 +251,21 @@ def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTenso
     placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return cast(Any, DTensor)(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def before_backward(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
+    """Have a function called before every backward of this process, by `backward` or `torch.autograd.grad`.
+
+    With the tensors that are differentiated, and `inputs`, those whose gradients alone are wanted.
+    """
+    autograd = cast(Any, torch.autograd)
+    run = autograd._engine_run_backward
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(args[0], args[4])
+        return run(*args, **kwargs)
+
+    autograd._engine_run_backward = checked
 
 
 def no_modes() -> AbstractContextManager[None]:

@@ -23,6 +23,7 @@ from runtime.local_shards import LocalShard
 from runtime.sharded_model import ShardedModel
 from runtime.step.optimizer_hooks import watch_optimizers
 from runtime.step.torch_clipping import watch_clipping
+from runtime.step.unreachable_gradients import check_hooks, watch_gradients
 from runtime.strategies.alias_outputs import refuse_double_backward, tensors_in
 
 
@@ -57,6 +58,7 @@ class Accumulation:
         """Whether a backward has begun and not ended; at a forward: it failed."""
         watch_optimizers(self, (shard.parameter for shard in sharded.local_shards), sharded.replaced)
         watch_clipping(self)
+        watch_gradients(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -99,6 +101,7 @@ class Accumulation:
             return self.infer(self.sharded.module, *args, **kwargs)
         if self._in_backward:
             self.discard()
+        check_hooks(self)
         postponed = self._postpones
         with naming_sharded_parameters():
             output = self.sharded.module(*args, **kwargs)
