@@ -29,6 +29,8 @@ WORKERS, CORES = 3, 2
 """Files that run at once: ranks wait for each other, so three of theirs keep two cores busy; two of the others do."""
 LONGEST = (
     "gloo/test_parity.py",
+    "gloo/test_drawn_loops.py",
+    "gloo/test_drawn_models.py",
     "gloo/test_seed_commands.py",
     "gloo/test_api.py",
     "gloo/test_train_command.py",

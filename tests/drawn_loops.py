@@ -360,7 +360,7 @@ def any_actions(draw: Draw) -> list[Action]:
         number += count
         return list(range(number - count, number))
 
-    while steps < 4:
+    while steps < 3:
         chance = how.random()
         if left and (chance < 0.5 or (steps > 0 and not optimizers)):
             taken = [left.pop() for _ in range(how.choice([len(left), how.randint(1, len(left))]))]
