@@ -99,7 +99,7 @@ class OSDP(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those of a step that is given up, which wait to be reduced.
 
-        An optimizer's `zero_grad` is enough between whole steps.
+        An optimizer's `zero_grad` is enough between whole steps.  Gradients that wait are dropped, not set to zero.
         """
         self._accumulation.discard()
         self.module.zero_grad(set_to_none)

@@ -208,10 +208,10 @@ class Loop:
                         loss_of([outputs], [1.0, 1.0, 1.0]).backward()
             side.models[0].zero_grad()
 
-    def give_up_step(self, set_to_none: bool) -> None:
+    def give_up_step(self) -> None:
         """Discard the step."""
         for side in self.sides:
-            side.models[0].zero_grad(set_to_none=set_to_none)
+            side.models[0].zero_grad()
 
     def compare_gradients(self) -> None:
         """Complete gradients and compare rank 0's, and which parameters have none."""
@@ -403,7 +403,7 @@ def any_actions(draw: Draw) -> list[Action]:
             syncs = not marks or index == rounds - 1
             act("train_on", numbers=numbers(forwards), weights=weights, order=order, syncs=syncs, share=1 / rounds)
         if how.random() < 0.15:
-            act("give_up_step", set_to_none=how.random() < 0.5)
+            act("give_up_step")
             continue
         if how.random() < 0.07:
             act("fail_backward", number=numbers()[0])
@@ -420,7 +420,7 @@ def any_actions(draw: Draw) -> list[Action]:
         if how.random() < 0.3 and any(name == "save" for name, _ in actions):
             act("restore", whole=how.random() < 0.5)
         if how.random() < 0.25 and optimizers == 1:
-            act("give_up_step", set_to_none=True)
+            act("give_up_step")
             act("resume", again=steps)
         if how.random() < 0.5:
             act("check")
