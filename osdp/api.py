@@ -32,7 +32,7 @@ from runtime.sharded_model import ShardedModel
 from runtime.state import checkpoint, pretrained
 from runtime.state.state_dict import full_state_dict, load_state_dict, sharded_state_dict
 from runtime.step.grad_norm import clip
-from runtime.step.gradient_accumulation import Accumulation
+from runtime.step.gradient_accumulation import Accumulation, naming_sharded_parameters
 
 
 class OSDP(nn.Module):
@@ -63,8 +63,8 @@ class OSDP(nn.Module):
         example_inputs: function of a batch size that returns arguments of forward, where the model
             has no method of that name and they cannot be inferred.
         compile_backend: compile blocks by `torch.compile`, for instance "inductor".
-        find_unused_parameters: as DistributedDataParallel has it, which runs a plan that replicates
-            everything: needed there if a step may leave out layers.
+        find_unused_parameters: as DistributedDataParallel has it: under a plan that replicates everything,
+            some ranks may leave out layers that others run.
 
         Raises OsdpError if there is no process group or one of another size than the plan's, the
         plan is not the model's, the model cannot be traced, or nothing fits.
@@ -99,7 +99,7 @@ class OSDP(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those of a step that is given up, which wait to be reduced.
 
-        An optimizer's `zero_grad` is enough between whole steps.
+        An optimizer's `zero_grad` is enough between whole steps.  Gradients that wait are dropped, not set to zero.
         """
         self._accumulation.discard()
         self.module.zero_grad(set_to_none)
@@ -133,6 +133,13 @@ class OSDP(nn.Module):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield buffers under the names of the model."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules under the names of the model, so that a module around it names its parameters so too."""
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """Return what this rank holds, under the original names; see `full_state_dict` for whole tensors.
@@ -225,6 +232,16 @@ class OSDP(nn.Module):
         self.sharded.expire()
         return extra
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OSDP:
+        """Raise OsdpError: a copy would have no part in what its ranks have agreed on."""
+        what = "a sharded model cannot be copied"
+        advice = "copy the model before OSDP(...); instead of AveragedModel, osdp.averaging.AveragedParameters(model)"
+        raise OsdpError(what, got="copy.deepcopy", advice=advice)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell `torch.distributed.checkpoint.state_dict` that names leave `module` out."""
+        return {"": "module"}
+
     def extra_repr(self) -> str:
         """Say how it is sharded."""
         return f"{self.plan.model.name} on {self.schedule.world_size} ranks, {len(self.schedule.units)} units"
@@ -246,7 +263,8 @@ class OSDP(nn.Module):
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
-                return method(*args, **kwargs)
+                with naming_sharded_parameters():
+                    return method(*args, **kwargs)
             return self._accumulation.infer(method, *args, **kwargs)
 
         return run

@@ -90,7 +90,7 @@ class Schedule:
     recomputed: tuple[str, ...]
     """Blocks whose forward runs again in backward."""
     by_ddp: bool
-    """Whether DistributedDataParallel runs it: all is replicated, and its buckets fit as well."""
+    """Whether it is run as DistributedDataParallel runs it: all is replicated, and its buckets fit as well."""
     master_weights: str = ""
     """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
 
@@ -116,7 +116,7 @@ class Schedule:
         head = f"{self.world_size} ranks ({self.nodes} x {self.ranks_per_node}), {self.precision}, "
         head += f"{len(self.units)} units, {len(self.recomputed)} blocks recomputed"
         if self.by_ddp:
-            head += "; all replicated: run by DistributedDataParallel, gradients all-reduced in buckets"
+            head += "; all replicated: gradients all-reduced in buckets, as DistributedDataParallel does"
         rows = [("unit", "operators", "strategy", "mesh", "bytes", "after forward", "gathered under", "then under")]
         for index, unit in enumerate(self.units):
             before = self.units[index - 1].name if index else "nothing"

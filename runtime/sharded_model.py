@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from runtime.local_shards import LocalShard, Origin, local_shard
 from runtime.schedule import Schedule
@@ -28,8 +27,6 @@ class WrappedUnit:
     """Those whose gradients `finish_gradients` completes."""
     replicas: int = 1
     """Ranks that hold the same shards, besides those of a DTensor's mesh."""
-    runner: DistributedDataParallel | None = None
-    """What to call instead of the model itself."""
     reduces_in_last_backward: bool = False
     """Whether a reduction waits for the backward of a step's last micro-batch."""
     finishes_in_optimizer_step: bool = False
@@ -45,6 +42,9 @@ class WrappedUnit:
 
     def set_requires_all_reduce(self, required: bool) -> None:
         """Say whether the next reduction is the last of its step."""
+
+    def end_backward(self) -> None:
+        """Do what is to be done when a backward ends. Collective."""
 
     def complete_reduction(self) -> None:
         """Reduce what waits for the last backward of the step, where there was none. Collective."""
@@ -100,11 +100,6 @@ class ShardedModel:
     """The parameters that rest on this rank, by all names that they have in `module`."""
     replaced: Sequence[weakref.ref[nn.Parameter]] = ()
     """Those that the model had before it was sharded and has no more."""
-
-    @property
-    def runner(self) -> DistributedDataParallel | None:
-        """What to call instead of `module`, if anything."""
-        return next((unit.runner for unit in self.units if unit.runner is not None), None)
 
     @property
     def finishes_in_optimizer_step(self) -> bool:

@@ -4,8 +4,8 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
 
     all_gather, reduce_scatter   2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`
     default_timeout              no public name gives it
-    data_parallel                2.13 renamed an option of DistributedDataParallel
     AllGather, ReduceScatter     interfaces of custom communication, not exported by torch.distributed.fsdp
+    reduce_all_or_none           FSDP2 adds up gradients of several micro-batches without asking whose they are
     complete_reduction           FSDP2 all-reduces only in a backward
     share_secondary_mesh         `reshard_after_forward=K` makes a new mesh, and so new process groups,
                                  for every call; here all units with equal K get one
@@ -16,8 +16,11 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     has_secondary_mesh           whether `reshard_after_forward` of a unit is a number
     packed_parameters            in what order a unit's parameters are gathered, and where their padded rows lie
     gather_for_every_backward    FSDP2 hooks the outputs of one module of a unit only
+    reduce_when_rerun            with reentrant checkpoints FSDP2 loses gradients of modules that run twice
+    initialise                   FSDP2 takes the module that runs first for the outermost
     gathers                      no public name tells which parameters a forward has gathered
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
+    before_backward              no public hook sees what `torch.autograd.grad` is asked for
     is_fake                      no public name tells whether a tensor has data
     no_modes                     no public name leaves dispatch modes
     keep_after_forward           when a forward runs again in backward, only newer versions leave what it gathered
@@ -26,10 +29,10 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from inspect import signature
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -46,8 +49,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel import distributed as _data_parallel
 from torch.utils import _python_dispatch
 
 from profiler.errors import OsdpError
@@ -83,19 +84,6 @@ def default_timeout() -> timedelta | None:
     return None
 
 
-def data_parallel(model: nn.Module, device: torch.device, find_unused_parameters: bool) -> DistributedDataParallel:
-    """Wrap a model; its buffers stay each rank's own, as under every other strategy."""
-    is_new = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-    options: dict[str, Any] = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
-    return DistributedDataParallel(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=find_unused_parameters,
-        **options,
-    )
-
-
 def reset_iteration(root: FSDPModule) -> None:
     """Let a model start anew after a forward or backward that failed, or a step that was given up.
 
@@ -115,22 +103,43 @@ def reset_iteration(root: FSDPModule) -> None:
                     parameter._unsharded_param.grad = None
 
 
+def reduce_all_or_none(module: FSDPModule) -> None:
+    """Let a unit that all-reduces once per step have other parameters with a gradient in every micro-batch.
+
+    FSDP2 adds up what it has reduce-scattered as if all micro-batches had the same, and all-reduces it in a backward
+    that gives the unit a gradient, or else in a later step.  So the others get gradients of zeros meanwhile.
+    """
+    for group in _param_groups(module):
+        group.post_backward = partial(_post_backward, group, group.post_backward, set())
+
+
+def _post_backward(group: Any, post_backward: Callable[..., None], given: set[Any], *unused: Any) -> None:
+    """`given`: parameters that had a gradient since the last all-reduce."""
+    waits = group._partial_reduce_output is not None
+    if not waits:
+        given.clear()
+    trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad and hasattr(one, "_unsharded_param")]
+    new = [one for one in trained if one._unsharded_param.grad is not None]
+    given.update(new)
+    filled: list[Any] = []
+    if waits if group.all_reduce_grads else new:
+        filled = [one for one in trained if one._unsharded_param.grad is None]
+        for one in filled:
+            one._unsharded_param.grad = torch.zeros_like(one._unsharded_param)
+    without = [one.sharded_param for one in filled if one not in given and one.sharded_param.grad is None]
+    post_backward(*unused)
+    for parameter in without:
+        parameter.grad = None
+
+
 def complete_reduction(module: FSDPModule) -> None:
     """All-reduce a unit's gradients where all backwards of a step ran under `set_requires_all_reduce(False)`.
 
-    As the backward of one more micro-batch does whose gradients are zero. Raises OsdpError where some parameters
-    had no gradient: which they are is no longer known.
+    As the backward of one more micro-batch does in which the unit gets no gradient; see `reduce_all_or_none`.
     """
     for group in _param_groups(module):
         if group._partial_reduce_output is None:
             continue
-        trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
-        if group._partial_reduce_output.numel() != sum(one._sharded_param_data.numel() for one in trained):
-            what = "a step with fewer micro-batches than planned cannot be completed"
-            advice = "call model.sync() before its last micro-batch"
-            raise OsdpError(what, got="parameters without a gradient", advice=advice)
-        for one in trained:
-            one.unsharded_accumulated_grad = torch.zeros(one._orig_size, dtype=one.orig_dtype, device=group.device)
         with patch.multiple(group, all_reduce_grads=True, reduce_grads=True):
             group.post_backward()
         group.finalize_backward()
@@ -204,6 +213,29 @@ def gather_for_every_backward(first: FSDPModule, modules: Sequence[nn.Module]) -
         module.register_forward_hook(lambda module, args, output: state._register_pre_backward_hook(output))
 
 
+def reduce_when_rerun(first: FSDPModule, modules: Sequence[nn.Module]) -> None:
+    """Reduce a unit's gradients whenever a reentrant checkpoint has run its modules' forward and backward.
+
+    FSDP2 takes a forward within a backward for one whose graph is there already, and drops the gradients of all but
+    the first of several.
+    """
+    state = cast(Any, first)._get_fsdp_state()
+
+    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if state._training_state == TrainingState.PRE_BACKWARD and torch.is_grad_enabled():
+            for group in _param_groups(first):
+                args, kwargs = group._register_post_backward_hook(args, kwargs)
+        return args, kwargs
+
+    for module in modules:
+        module.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def initialise(root: FSDPModule) -> None:
+    """Make this the outermost module, whichever of its modules runs first: by a method other than forward."""
+    cast(Any, root)._get_fsdp_state()._lazy_init()
+
+
 def gathers(module: FSDPModule, parameter: nn.Parameter) -> bool:
     """Return whether a unit's modules have had this in place of a parameter that rests.
 
@@ -227,6 +259,21 @@ def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTenso
     placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return cast(Any, DTensor)(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def before_backward(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
+    """Have a function called before every backward of this process, by `backward` or `torch.autograd.grad`.
+
+    With the tensors that are differentiated, and `inputs`, those whose gradients alone are wanted.
+    """
+    autograd = cast(Any, torch.autograd)
+    run = autograd._engine_run_backward
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(args[0], args[4])
+        return run(*args, **kwargs)
+
+    autograd._engine_run_backward = checked
 
 
 def no_modes() -> AbstractContextManager[None]:
@@ -258,42 +305,6 @@ class _Chunks(Sequence[Tensor]):
         if start == size:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, start, min(self.rows, size - start))
-
-
-def data_parallel_of_fakes() -> AbstractContextManager[object]:
-    """Let DistributedDataParallel wrap fake tensors: it compares no shapes and sends no values."""
-    names = ("_verify_param_shape_across_processes", "_sync_module_states")
-    replaced: dict[str, Any] = dict.fromkeys(names, lambda *_, **__: True)
-    return cast(AbstractContextManager[object], patch.multiple(_data_parallel, **replaced))
-
-
-def reduce_fake_buckets(runner: DistributedDataParallel) -> None:
-    """Reduce buckets of fake gradients at once, and never rebuild them.
-
-    Rebuilding them, in the order in which gradients come, would read values; their bytes are the same.
-    """
-    # A lambda: annotations would have to be types, and here they are text.
-    runner.register_comm_hook(None, lambda _, bucket: _reduced(bucket))
-    runner.reducer = cast(Any, _FixedBuckets(runner.reducer))
-
-
-def _reduced(bucket: Any) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
-class _FixedBuckets:
-    """A reducer that does not rebuild its buckets."""
-
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
 
 
 def forget_meshes() -> None:

@@ -28,6 +28,8 @@ settings.load_profile("osdp")
 WORKERS, CORES = 3, 2
 """Files that run at once: ranks wait for each other, so three of theirs keep two cores busy; two of the others do."""
 LONGEST = (
+    "gloo/test_drawn_loops.py",
+    "gloo/test_drawn_models.py",
     "gloo/test_seed_commands.py",
     "gloo/test_parity.py",
     "gloo/test_api.py",
@@ -67,6 +69,7 @@ TIMED = ("gloo/test_profile_command.py", "gloo/test_communication_times.py")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="draw ten times as much, and run every combination")
+    parser.addoption("--draw", help="of tests of drawn loops, make only this draw")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.getoption("--thorough"):
             os.environ[thoroughness.VARIABLE] = "1"
             thoroughness.THOROUGH = True
+        if config.getoption("--draw"):
+            os.environ[thoroughness.DRAW] = config.getoption("--draw")
         os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on busy cores take most of a test's time
         os.environ[programs.FOLDER] = programs.make_folder()
 

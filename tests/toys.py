@@ -131,9 +131,10 @@ def plan_of(
     ranks: tuple[int, int] = (2, 2),
     precision: str = "fp32",
     master_weights: str = "",
+    graph: ModelGraph | None = None,
 ) -> Plan:
-    """Return a plan for a model on so many nodes and ranks per node."""
-    traced, cluster = graph_of(model, precision, master_weights), cluster_of(*ranks)
+    """Return a plan for a model, traced if need be, on so many nodes and ranks per node."""
+    traced, cluster = graph or graph_of(model, precision, master_weights), cluster_of(*ranks)
     return Plan(
         schema=Plan.SCHEMA,
         model=model_ref(traced),

@@ -12,7 +12,8 @@ from unittest import mock
 
 import torch
 from parity import FAMILIES, Case, build, cluster_of, graph_of, inputs, trace_once
-from toys import Blocks, InPlace, Irregular, graph
+from toys import Blocks, InPlace, Irregular
+from toys import graph_of as toy_graph_of
 
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
@@ -21,7 +22,7 @@ mock.patch("osdp.prepare.trace_model", trace_once).start()
 for family in FAMILIES:
     graph_of(family)
 for toy in (Blocks(), Blocks(frozen=False), InPlace(), Irregular()):
-    graph(toy)
+    toy_graph_of(toy)
 if not torch.cuda.is_available():  # else each seed waits there for a GPU, with the stack that it was set at
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 torch.set_num_threads(1)  # threads of the server would not be in its forks

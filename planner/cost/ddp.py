@@ -21,7 +21,7 @@ reduction that wait when the backward B_c of call c begins, and r_c those of buc
     Q_(c-1) = max(0, Q_c - B_c) + r_c            min(Q_c, B_c) is hidden under B_c      `reductions`
 
 and what is left after the first call is exposed.  If the backend does not overlap, all is exposed.
-Source: `torch/nn/parallel/distributed.py` and `reducer.cpp` of torch 2.13.0, as `runtime` uses them
+Source: `torch/nn/parallel/distributed.py` and `reducer.cpp` of torch 2.13.0, as `runtime` does the same
 (gradients are views of buckets, and set to None between steps).
 """
 
@@ -37,14 +37,9 @@ from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
-from planner.strategies.replicate import COPY
+from planner.strategies.replicate import BUCKET_BYTES, COPY, FIRST_BUCKET_BYTES
 from planner.strategies.spec import Strategy
 from profiler.model_graph import ModelGraph, Parameter
-
-FIRST_BUCKET_BYTES = 1 << 20
-"""A bucket is closed by the parameter that makes it this large (torch: `_DEFAULT_FIRST_BUCKET_BYTES`)."""
-BUCKET_BYTES = 25 << 20
-"""The same for all other buckets (torch: `bucket_cap_mb`)."""
 
 
 @dataclass(frozen=True)

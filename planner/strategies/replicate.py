@@ -1,7 +1,7 @@
 """A full copy on every rank, G = 1: nothing is gathered, and gradients are all-reduced once per step, AR(N, e_r T).
 
-DistributedDataParallel runs plans that take nothing else (`planner.cost.ddp`).  With `+offload`, S is copied
-to the device before forward and before backward, and SG back once per step.
+Plans that take nothing else run as DistributedDataParallel runs them (`planner.cost.ddp`).  With `+offload`, S is
+copied to the device before forward and before backward, and SG back once per step.
 """
 
 from __future__ import annotations
@@ -25,3 +25,10 @@ SPEC = Replicate(
 )
 COPY = Strategy(SPEC.name, 1)
 """A copy on the device."""
+FIRST_BUCKET_BYTES = 1 << 20
+"""Where all is replicated: the first bucket of gradients is closed by the parameter that makes it this large.
+
+As torch does (`_DEFAULT_FIRST_BUCKET_BYTES`).
+"""
+BUCKET_BYTES = 25 << 20
+"""The same for all other buckets (torch: `bucket_cap_mb`)."""

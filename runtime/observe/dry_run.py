@@ -32,7 +32,7 @@ from runtime.optimizers import OPTIMIZERS
 from runtime.schedule import Schedule
 from runtime.step.gradient_accumulation import Accumulation
 from runtime.strategies import ring_reduce_scatter
-from runtime.torch_compat import data_parallel_of_fakes, few_chunks, forget_meshes, reduce_fake_buckets
+from runtime.torch_compat import few_chunks, forget_meshes
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,7 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
         with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings:
             with script.answering():
                 model = script.build()
-            with data_parallel_of_fakes():
-                sharded = apply_schedule(model, schedule, torch.device("cpu"))
-            if sharded.runner is not None:
-                reduce_fake_buckets(sharded.runner)
+            sharded = apply_schedule(model, schedule, torch.device("cpu"))
             offloaded = {p.path for unit in schedule.units for p in unit.parameters if unit.strategy.offload}
             live.watch(model, offloaded)
             for unit in sharded.units:

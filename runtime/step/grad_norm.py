@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,8 @@ def total_norm(shards: Sequence[LocalShard], norm_type: float, device: torch.dev
         norm = norm.to(device, torch.float64)
         total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type / shard.replicas
     dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
-    return (total if math.isinf(norm_type) else total ** (1 / norm_type)).float()
+    dtype = reduce(torch.promote_types, (shard.parameter.dtype for shard in shards), torch.float32)
+    return (total if math.isinf(norm_type) else total ** (1 / norm_type)).to(dtype)
 
 
 def clip(

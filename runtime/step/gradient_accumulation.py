@@ -5,26 +5,39 @@ backward reduces.  If the optimizer steps or gradients are clipped before, what 
 where the user has put all micro-batches into `no_sync()`, that is refused.
 
 Micro-batches count when their backward begins, so a forward without one (evaluation, whatever the
-mode) does not.  Only DistributedDataParallel must know in forward already: where the backward of a
-micro-batch does not come before the next one's forward, it is the optimizer's step that reduces.
+mode) does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from profiler.errors import OsdpError
+from profiler.errors import OsdpError, first_line
 from runtime.local_shards import LocalShard
 from runtime.sharded_model import ShardedModel
 from runtime.step.optimizer_hooks import watch_optimizers
 from runtime.step.torch_clipping import watch_clipping
+from runtime.step.unreachable_gradients import check_hooks, watch_gradients
 from runtime.strategies.alias_outputs import refuse_double_backward, tensors_in
+
+
+@contextmanager
+def naming_sharded_parameters() -> Iterator[None]:
+    """Raise OsdpError where a forward or another method computes with a parameter that is not gathered."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        what = "a parameter is used where it is not gathered: outside of the forward of the module that owns it"
+        advice = "call the module that owns it, or the model itself; or plan with the pin *=replicate in fp32"
+        raise OsdpError(what, got=first_line(error), expected="parameters used in forward", advice=advice) from error
 
 
 class Accumulation:
@@ -45,6 +58,7 @@ class Accumulation:
         """Whether a backward has begun and not ended; at a forward: it failed."""
         watch_optimizers(self, (shard.parameter for shard in sharded.local_shards), sharded.replaced)
         watch_clipping(self)
+        watch_gradients(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -87,17 +101,13 @@ class Accumulation:
             return self.infer(self.sharded.module, *args, **kwargs)
         if self._in_backward:
             self.discard()
-        runner, postponed = self.sharded.runner, self._postpones
-        if runner is None:
+        check_hooks(self)
+        postponed = self._postpones
+        with naming_sharded_parameters():
             output = self.sharded.module(*args, **kwargs)
-            if not any(tensor.requires_grad for tensor in tensors_in(output)):  # of a frozen model
-                self.sharded.reshard()
-            self._count_backward(output, lambda: self._is_last(postponed))
-            return output
-        last = self._is_last(postponed)
-        with nullcontext() if last else runner.no_sync():
-            output = runner(*args, **kwargs)
-        self._count_backward(output, lambda: last)
+        if not any(tensor.requires_grad for tensor in tensors_in(output)):  # of a frozen model
+            self.sharded.reshard()
+        self._count_backward(output, postponed)
         return output
 
     def infer(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -105,25 +115,22 @@ class Accumulation:
 
         Not in inference mode: what is gathered there for the first time could never be trained.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), naming_sharded_parameters():
             output = function(*args, **kwargs)
         self.sharded.reshard()
         return output
 
-    def _is_last(self, postponed: bool) -> bool:
-        """Return whether the next micro-batch to be counted is its step's last, given whether the user postponed it."""
-        return not postponed and (self.explicit or self.done + 1 >= self.micro_batches)
-
-    def _count_backward(self, output: Any, is_last: Callable[[], bool]) -> None:
-        """Count the micro-batch when its backward begins."""
+    def _count_backward(self, output: Any, postponed: bool) -> None:
+        """Count the micro-batch when its backward begins; `postponed`: the user says that it is not its step's last."""
         counted = False
 
         def count(gradient: Tensor) -> None:
             nonlocal counted
             if counted:
                 return
-            counted, last = True, is_last()
-            if self.sharded.runner is None:
+            counted = True
+            last = not postponed and (self.explicit or self.done + 1 >= self.micro_batches)
+            if not self.sharded.schedule.by_ddp:
                 refuse_double_backward()
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._end_backward)
@@ -138,6 +145,8 @@ class Accumulation:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        for unit in self.sharded.units:
+            unit.end_backward()
 
     def before_step(self, has_closure: bool) -> None:
         """Reshard parameters, whose values the optimizer's step changes, and complete the gradients.

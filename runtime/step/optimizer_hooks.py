@@ -3,24 +3,28 @@
 An optimizer's parameters must be those that rest.  Steps of others would be lost without a word, so they are refused:
 those that the model had before it was sharded, and those that a forward gathers and the next discards.  So are steps of
 optimizers that look at whole tensors where a rank has parts: on torch 2.13 Muon trained something else on some meshes.
+Where one rank owns a tensor, such an optimizer gets the whole of it there, and elsewhere nothing, while it steps.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from profiler.errors import OsdpError
+from runtime.local_shards import LocalShard, local_data
 
 WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP")
 """Classes of optimizers, of PyTorch and others, whose steps are not element by element."""
+ALL_TENSORS = ("LBFGS",)
+"""Those of them that look at all tensors together."""
 
 
 class Trained(Protocol):
@@ -34,6 +38,10 @@ class Trained(Protocol):
 
     def gathers(self, parameter: nn.Parameter) -> bool:
         """Return whether the model has this beside the parameters that rest: gathered by a forward, or added later."""
+
+    @property
+    def local_shards(self) -> Sequence[LocalShard]:
+        """What this rank holds."""
 
 
 _watched: weakref.WeakKeyDictionary[Trained, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -71,12 +79,16 @@ def _watch() -> None:
     """Hook every optimizer's step, once and permanently: a hook cannot be removed while hooks run."""
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _check_parameters(optimizer)
+        _take_back(optimizer)
+        owned = _check_parameters(optimizer)
         has_closure = any(callable(argument) for argument in (*args[1:], *kwargs.values()))  # the first is itself
         for model in _trained_by(optimizer):
             model.before_step(has_closure)
+        if owned:
+            _give_whole(optimizer, owned)
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        _take_back(optimizer)
         for model in _trained_by(optimizer):
             model.after_step()
 
@@ -84,17 +96,66 @@ def _watch() -> None:
     register_optimizer_step_post_hook(after)
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OsdpError if an optimizer has parameters whose steps would be lost, or parts of what it needs whole."""
+_given: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[list[nn.Parameter]], dict[Any, nn.Parameter]]]
+_given = weakref.WeakKeyDictionary()
+"""Of optimizers that step with whole tensors: parameters of their groups, and what stands for which of them."""
+
+
+def _give_whole(optimizer: torch.optim.Optimizer, owned: Mapping[int, LocalShard]) -> None:
+    """Let an optimizer have plain tensors in place of those that one rank owns: all of them there, elsewhere none."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    instead: dict[Any, nn.Parameter] = {}
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = []
+        for parameter in parameters:
+            shard = owned.get(id(parameter))
+            if shard is None:
+                group["params"].append(parameter)
+            elif shard.numel:
+                whole = nn.Parameter(shard.local(parameter), parameter.requires_grad)
+                whole.grad = None if parameter.grad is None else shard.local(parameter.grad)
+                state = optimizer.state.pop(parameter, {})
+                if state:
+                    optimizer.state[whole] = {
+                        name: local_data(value) if isinstance(value, Tensor) else value for name, value in state.items()
+                    }
+                instead[whole] = parameter
+                group["params"].append(whole)
+    _given[optimizer] = groups, instead
+
+
+def _take_back(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer have its own parameters again, with the states that it made."""
+    groups, instead = _given.pop(optimizer, ([], {}))
+    for group, parameters in zip(optimizer.param_groups, groups, strict=False):
+        group["params"] = parameters
+    for whole, parameter in instead.items():
+        if whole in optimizer.state:
+            optimizer.state[parameter] = optimizer.state.pop(whole)
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer) -> dict[int, LocalShard]:
+    """Return the shards of parameters that the optimizer needs whole and that one rank owns, by their identity.
+
+    Raises OsdpError if it has parameters whose steps would be lost, or parts of what it needs whole.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     others = {id(one): one for one in parameters if not any(id(one) in known for known in _watched.values())}
     parts = [one for one in parameters if isinstance(one, DTensor) and id(one) not in others]
     name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in WHOLE_TENSORS), None)
+    owned = {
+        id(shard.parameter): shard
+        for model in (list(_watched) if name is not None and name not in ALL_TENSORS else ())
+        for shard in model.local_shards
+        if shard.is_uneven and tuple(shard.parameter.shape) == shard.shape
+    }
+    parts = [one for one in parts if id(one) not in owned]
     if name is not None and parts:
         what = f"{name} computes with whole tensors, of which this plan leaves parts on each rank"
         got = f"{len(parts)} of {len(parameters)} parameters sharded"
-        advice = "plan with the pin *=replicate, or take an optimizer that steps element by element, such as AdamW"
-        raise OsdpError(what, got=got, expected="replicated parameters", advice=advice)
+        pins = "*=replicate" if name in ALL_TENSORS else "*=replicate or *=owner"
+        advice = f"plan with the pin {pins}, or take an optimizer that steps element by element, such as AdamW"
+        raise OsdpError(what, got=got, expected="whole parameters", advice=advice)
     replaced = [one for key, one in others.items() if _replaced.get(key) is one]
     gathered = [one for one in others.values() if any(model.gathers(one) for model in _watched)]
     for lost, why in (
@@ -106,3 +167,4 @@ def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
             got = f"{type(optimizer).__name__} with {len(parameters)} parameters, of which {len(lost)} {why}"
             advice = "make the optimizer after OSDP(...), from the parameters() of what it returns"
             raise OsdpError(what, got=got, expected="parameters that rest on this rank", advice=advice)
+    return {id(one): owned[id(one)] for one in parameters if id(one) in owned}

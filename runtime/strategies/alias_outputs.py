@@ -49,7 +49,7 @@ def refuse_double_backward() -> None:
     if torch.is_grad_enabled():
         what = "gradients of gradients are not supported under this plan"
         got = "create_graph=True"
-        raise OsdpError(what, got=got, advice="plan with every operator replicated, which DistributedDataParallel runs")
+        raise OsdpError(what, got=got, advice="plan with every operator replicated, in fp32")
 
 
 class _Alias(torch.autograd.Function):

@@ -1,79 +1,205 @@
-"""Wrapping by DistributedDataParallel, which runs a whole model that is replicated."""
+"""Whole models that are replicated: gradients are averaged over ranks in buckets, as DistributedDataParallel does.
+
+Bucket k is all-reduced when all its gradients and buckets 0 ... k-1 are there, while the backward goes on; what is
+left when the backward ends is reduced then.  Averaging is linear, and averaging an average changes nothing: gradients
+that a further backward adds to reduced ones are reduced with them, so no order of forwards and backwards is wrong.
+
+The first backward reduces at its end, and shows in which order gradients come; buckets follow that order.  It also
+shows whether they come once: with a reentrant checkpoint a gradient may grow again while its bucket is sent, so
+then all wait for the end.
+"""
 
 from __future__ import annotations
 
-import atexit
-import gc
-from collections.abc import Sequence
-from weakref import WeakSet
+from collections.abc import Iterable, Sequence
+from functools import partial
+from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from planner.strategies.replicate import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from profiler.errors import OsdpError
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
 from runtime.strategies.wrap_context import WrapContext
-from runtime.torch_compat import data_parallel
-
-_models: WeakSet[ReplicatedModel] = WeakSet()
-_groups_in_use: list[object] = []
-"""Process groups that must outlive the reducers of DistributedDataParallel."""
+from runtime.torch_compat import is_fake
 
 
-@atexit.register
-def _release_reducers() -> None:
-    """Free reducers while Python still runs, and before the process groups that they use.
+class _Bucket:
+    """Parameters of a data type whose gradients lie side by side."""
 
-    A reducer is C++ that waits for gloo's thread, which may wait for Python's lock: on torch 2.13
-    ranks were seen to hang at exit, or to be aborted.
-    """
-    for replicated in list(_models):
-        replicated.runner = None
-    gc.collect()
-    _groups_in_use.clear()
-
-
-class ReplicatedModel(WrappedUnit):
-    """The model in DistributedDataParallel."""
-
-    def __init__(self, context: WrapContext) -> None:
-        self.model, self.device = context.model, context.device
-        idle = any(unit.idle for unit in context.schedule.units)
-        self.find_unused_parameters = context.find_unused_parameters or idle
-        _models.add(self)
-        if dist.group.WORLD not in _groups_in_use:
-            _groups_in_use.append(dist.group.WORLD)
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters, first = parameters, parameters[0]
+        self.flat = torch.empty(sum(one.numel() for one in parameters), dtype=first.dtype, device=first.device)
+        parts = torch.split(self.flat, [one.numel() for one in parameters])
+        self.views = {one: part.view(one.shape) for one, part in zip(parameters, parts, strict=True)}
         self.reset()
 
     def reset(self) -> None:
-        self.runner = None  # the old reducer goes before the new one comes
-        self.runner = data_parallel(self.model, self.device, self.find_unused_parameters)
+        """Begin a backward."""
+        self.missing = set(self.parameters)
+        self.work: dist.Work | None = None
+
+    @torch.no_grad()
+    def take(self, parameter: nn.Parameter) -> None:
+        """Put a gradient into its place."""
+        view, gradient = self.views[parameter], parameter.grad
+        if gradient is None:
+            view.zero_()
+        elif gradient is not view:
+            view.copy_(gradient)
+            parameter.grad = view
+
+    def send(self) -> None:
+        """Begin to add up the gradients of all ranks."""
+        for parameter in self.missing:
+            self.take(parameter)
+        self.work = dist.all_reduce(self.flat, async_op=True)
+
+    def finish(self) -> None:
+        """Have the means."""
+        if self.work is not None:
+            self.work.wait()
+            self.flat.div_(dist.get_world_size())
+        self.reset()
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
+    """Return buckets of parameters in this order; the parameter that makes one large enough closes it."""
+    groups: list[list[nn.Parameter]] = []
+    left_bytes = 0
+    for parameter in parameters:
+        if left_bytes <= 0 or parameter.dtype != groups[-1][0].dtype:
+            left_bytes = BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
+            groups.append([])
+        groups[-1].append(parameter)
+        left_bytes -= parameter.numel() * parameter.element_size()
+    return [_Bucket(group) for group in groups]
+
+
+class ReplicatedModel(WrappedUnit):
+    """A model of which every rank holds all."""
+
+    reduces_in_last_backward = True
+
+    def __init__(self, context: WrapContext) -> None:
+        self.device, self.find_unused_parameters = context.device, context.find_unused_parameters
+        self.parameters = list(context.model.parameters())
+        self.buckets = _buckets(reversed(self.parameters))
+        self.overlaps = self.is_last = False
+        self.came: list[nn.Parameter] = []
+        """Parameters in the order in which a backward that reduces has made their gradients."""
+        here = ref(self)  # Python's garbage collector does not find cycles through hooks of tensors
+        for parameter in self.parameters:
+            trains = parameter.requires_grad
+            parameter.requires_grad_(True)
+            parameter.register_post_accumulate_grad_hook(partial(_came, here))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(trains)  # one that is frozen may be trained later
+
+    def set_requires_all_reduce(self, required: bool) -> None:
+        self.is_last = required
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Take a gradient that is there, and send the buckets that are full."""
+        if not self.is_last:
+            return
+        self.came.append(parameter)
+        if not self.overlaps:
+            return
+        bucket = next(one for one in self.buckets if parameter in one.views)
+        if bucket.work is not None:
+            what = "a parameter got a gradient twice in one backward, and only once in the first"
+            raise OsdpError(what, advice="call torch.utils.checkpoint.checkpoint with use_reentrant=False")
+        bucket.take(parameter)
+        bucket.missing.discard(parameter)
+        for bucket in self.buckets:
+            if bucket.missing:
+                break
+            if bucket.work is None:
+                bucket.send()
+
+    def end_backward(self) -> None:
+        if self.is_last and (self.came or self.find_unused_parameters):
+            if not self.overlaps:
+                self._exchange(refuses=not self.find_unused_parameters)
+            self._reduce()
+            came = set(self.came)
+            if not (self.overlaps or self.find_unused_parameters) and len(came) == len(self.came):
+                self._follow([*self.came, *(one for one in reversed(self.parameters) if one not in came)])
+        self.came.clear()
+
+    def _follow(self, order: Sequence[nn.Parameter]) -> None:
+        """Make the buckets anew in this order."""
+        self.overlaps, self.buckets = True, _buckets(order)
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                bucket.take(parameter)
 
     def complete_reduction(self) -> None:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        has_gradient = torch.tensor([parameter.grad is not None for parameter in trained], device=self.device).int()
-        dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX)  # a rank may have left out layers
-        for parameter, is_trained in zip(trained, has_gradient.tolist(), strict=True):
-            if is_trained:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(parameter.grad)
-                parameter.grad.div_(dist.get_world_size())
+        self._exchange(refuses=False)
+        self._reduce()
+
+    def _exchange(self, refuses: bool) -> None:
+        """Give this rank gradients where any has one: some may have left out layers that others have run.
+
+        Raises OsdpError on all ranks if that is so and `refuses`.
+        """
+        own = torch.tensor([one.grad is not None for one in self.parameters], device=self.device).int()
+        most = torch.stack([own, -own])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        if is_fake(most):
+            return
+        anywhere, nowhere = most.tolist()
+        differ = sum(some != -none for some, none in zip(anywhere, nowhere, strict=True))
+        if refuses and differ:
+            what = "some ranks have gradients that others have not"
+            raise OsdpError(
+                what,
+                got=f"{differ} of {len(self.parameters)} parameters",
+                expected="the same layers in a step's last micro-batch on all ranks",
+                advice="OSDP(..., find_unused_parameters=True)",
+            )
+        for parameter, is_trained in zip(self.parameters, anywhere, strict=True):
+            if is_trained and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _reduce(self) -> None:
+        """Have the means of all gradients."""
+        for bucket in self.buckets:
+            if bucket.work is None:
+                bucket.send()
+        for bucket in self.buckets:
+            bucket.finish()
+
+    def reset(self) -> None:
+        self.came.clear()
+        for bucket in self.buckets:
+            bucket.finish()
+
+
+def _came(model: ref[ReplicatedModel], parameter: Tensor) -> None:
+    found = model()
+    if found is not None:
+        assert isinstance(parameter, nn.Parameter)
+        found.add(parameter)
 
 
 class ReplicatedUnit(WrappedUnit):
     """Parameters of which every rank holds all."""
 
-    def __init__(self, unit: ScheduledUnit, replicas: int) -> None:
-        self.replicas, self.reduces_in_last_backward = replicas, unit.reduces_once_per_step
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
 
 
 def wrap(unit: ScheduledUnit, context: WrapContext) -> ReplicatedUnit:
     """Move a unit's parameters to the device."""
     for parameter in context.materialise(unit):
         parameter.data = parameter.to(context.device)
-    return ReplicatedUnit(unit, context.schedule.world_size)
+    return ReplicatedUnit(context.schedule.world_size)
 
 
 def finish(context: WrapContext, units: Sequence[WrappedUnit]) -> list[WrappedUnit]:
-    """Wrap the model."""
+    """Reduce the gradients of all."""
     return [ReplicatedModel(context)]

@@ -20,7 +20,10 @@ from runtime.torch_compat import (
     free_secondary_shards,
     gather_for_every_backward,
     gathers,
+    initialise,
     keep_after_forward,
+    reduce_all_or_none,
+    reduce_when_rerun,
     reset_iteration,
     share_secondary_mesh,
 )
@@ -63,6 +66,8 @@ class Root(WrappedUnit):
 def wrap(unit: ScheduledUnit, context: WrapContext) -> FullyShardedUnit:
     """Shard a unit over its group, with replicas in the other groups."""
     wrapped = shard(unit, context, context.meshes.mesh(unit.strategy.group, unit.strategy.spec.stride))
+    if unit.reduces_once_per_step:
+        reduce_all_or_none(wrapped.module)
     if any(uses_ring(unit)):
         wrapped.module.set_custom_reduce_scatter(RingReduceScatter())
     return wrapped
@@ -90,6 +95,7 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
         raise OsdpError(f"{unit.name} cannot be wrapped as scheduled", got=str(error).splitlines()[0]) from error
     first = modules[0]
     assert isinstance(first, FSDPModule)
+    reduce_when_rerun(first, modules)
     if len(modules) > 1:
         gather_for_every_backward(first, modules)
     return FullyShardedUnit(unit, first, modules)
@@ -106,4 +112,5 @@ def wrap_root(context: WrapContext) -> Root:
         mesh = context.meshes.mesh(context.schedule.world_size)
         fully_shard(context.model, mesh=mesh, reshard_after_forward=True, ignored_params=context.ignored)
     assert isinstance(context.model, FSDPModule)
+    initialise(context.model)
     return Root(context.model)

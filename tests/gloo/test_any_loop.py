@@ -256,7 +256,7 @@ def step_whole_tensors(rank: int) -> dict[str, str]:
         for strategy in ("replicate", "shard", "group_shard:2", "owner", "odc:2"):
             model = OSDP(seeded(build), plan(strategy))
             optimizers = whole_tensor_optimizers(model)[name]
-            if strategy == "replicate" or name == "none":
+            if strategy == "replicate" or name == "none" or (strategy == "owner" and name != "LBFGS"):
                 for number in range(3):
                     advance(model, optimizers, [rank], number)
                 got = model.full_state_dict(rank0_only=False)
@@ -269,7 +269,7 @@ def step_whole_tensors(rank: int) -> dict[str, str]:
 def test_optimizers_of_whole_tensors_are_refused_where_there_are_parts() -> None:
     by_rank = run_ranks(step_whole_tensors, 4, ranks_per_node=2)
     assert len({str(said.keys()) for said in by_rank}) == 1
-    assert len(by_rank[0]) == 12
+    assert len(by_rank[0]) == 10
     for said in by_rank:
         for name, text in said.items():
             assert f"{name.split()[0]} computes with whole tensors" in text, text

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from rehearsals import graph_of, source
 from synthetic import chain, cluster, options_of, transformer
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from planner.cost.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES, buckets, reductions
+from planner.cost.ddp import buckets, reductions
 from planner.cost.peak_memory import peak_memory
 from planner.cost.simulator import simulated_s
 from planner.cost.step_time import step_time
@@ -33,11 +34,10 @@ from planner.search.baselines import uniform
 from planner.search.ddp_search import fastest_replicated
 from planner.search.search import search
 from planner.search.search_space import Space
-from planner.strategies.replicate import COPY
+from planner.strategies.replicate import BUCKET_BYTES, COPY, FIRST_BUCKET_BYTES
 from planner.strategies.spec import Strategy
 from profiler.model_graph import ModelGraph
 from runtime.observe.live_bytes import LiveBytes
-from runtime.torch_compat import data_parallel
 
 MIB = 2**20
 
@@ -129,7 +129,7 @@ def tracked_bytes(family: str, vocabulary: int, load: Workload, recompute: bool,
         for block in graph.blocks if recompute else ():
             part = model.get_submodule(block.name)
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-        runner = data_parallel(model, torch.device("cpu"), find_unused_parameters=False)
+        runner = DistributedDataParallel(model, gradient_as_bucket_view=True)
         optimizer = optimizers[load.optimizer_name](model.parameters())
         for _ in range(3):
             gc.collect()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from osdp.odc.options import Options, forget
 from profiler.errors import OsdpError
+from runtime.local_shards import LocalShard
 from runtime.meshes import Meshes
 from runtime.odc.choose_transport import why_none_anywhere
 from runtime.odc.step_protocol import Exchange, Sharing, Unit
@@ -136,6 +137,11 @@ class Session:
     def gathers(self, parameter: nn.Parameter) -> bool:
         """Return False: FSDP itself says what its parameters are."""
         return False
+
+    @property
+    def local_shards(self) -> Sequence[LocalShard]:
+        """Return nothing: FSDP has no owners."""
+        return ()
 
     def after_step(self) -> None:
         """Publish parameters before the next pull."""

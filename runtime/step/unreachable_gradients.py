@@ -1,0 +1,71 @@
+"""Refuses what autograd cannot give of sharded parameters: modules compute with gathered tensors in their place.
+
+torch.autograd.grad(loss, parameters)    would say that they are not in the graph, or return None for each
+parameter.register_hook(function)        would never be called
+(loss + parameter.norm()).backward()     would fail, as the norm is a DTensor and so are all gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from torch.distributed.tensor import DTensor
+
+from profiler.errors import OsdpError
+from runtime.local_shards import LocalShard
+from runtime.torch_compat import before_backward
+
+
+class Sharded(Protocol):
+    """A sharded model."""
+
+    @property
+    def local_shards(self) -> Sequence[LocalShard]:
+        """What this rank holds."""
+
+
+_models: WeakSet[Any] = WeakSet()
+
+
+def watch_gradients(model: Sharded) -> None:
+    """Refuse `torch.autograd.grad` of a model's sharded parameters, until it is collected."""
+    _models.add(model)
+    _watch()
+
+
+def check_hooks(model: Sharded) -> None:
+    """Raise OsdpError if somebody waits for gradients that sharded parameters do not get from autograd."""
+    hooked = [
+        shard.name
+        for shard in model.local_shards
+        if isinstance(shard.parameter, DTensor) and shard.parameter._backward_hooks
+    ]
+    if hooked:
+        what = "register_hook on a sharded parameter would never be called"
+        advice = "use register_post_accumulate_grad_hook, which sees the reduced gradient of this rank's part in .grad"
+        raise OsdpError(what, got=", ".join(hooked[:3]), expected="no hooks of gradients", advice=advice)
+
+
+@cache
+def _watch() -> None:
+    before_backward(_check)
+
+
+def _check(losses: Sequence[Any], inputs: Sequence[Any]) -> None:
+    sharded = [one for one in (*losses, *inputs) if isinstance(one, DTensor)]
+    if not sharded:
+        return
+    wanted = set(map(id, sharded))
+    shards = [shard for model in list(_models) for shard in model.local_shards if isinstance(shard.parameter, DTensor)]
+    if names := [shard.name for shard in shards if id(shard.parameter) in wanted]:
+        what = "autograd cannot give gradients of sharded parameters alone"
+        advice = "call loss.backward() and read .grad, or plan with the pin *=replicate in fp32"
+        raise OsdpError(what, got=", ".join(names[:3]), expected="inputs or activations", advice=advice)
+    meshes = [shard.parameter.device_mesh for shard in shards if isinstance(shard.parameter, DTensor)]
+    if any(one.device_mesh in meshes for one in sharded):
+        what = "the loss is a DTensor: it was computed from sharded parameters outside of the model"
+        advice = "add a penalty on what this rank holds, parameter.to_local(), or use the optimizer's weight_decay"
+        raise OsdpError(what, expected="a loss of what the model returned", advice=advice)

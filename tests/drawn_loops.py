@@ -1,0 +1,497 @@
+"""Random models under random plans in random training loops, on ranks and in one process, action by action.
+
+A draw is a number: the model, the plan and the actions follow from it.  All draws of a call are made by the same ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+from drawn_models import BATCH, Drawn, outputs_of
+from parity import cluster_of
+from ranks import RankError, run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from toys import plan_of, seeded
+
+from osdp.models.user_factory import source_of
+from planner.plan import Plan
+from planner.strategies.registry import known_strategies
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph
+from profiler.trace.trace import trace_model
+from runtime.failures.rank_agreement import from_rank_0
+
+DRAWS_PER_MODEL = 4
+"""Draws in a row share a model, as its trace takes most of their time."""
+REFUSALS = ("aten._local_scalar_dense",)
+"""What may be said of a draw before its first step, in place of training it; anything else fails."""
+PREFIXES = ("embed", "blocks", "heads", "norm", "root", "temperature", "unused")
+"""What the names of all parameters begin with."""
+
+Action = tuple[str, dict[str, Any]]
+"""Name of a method of `Loop`, and its arguments."""
+
+
+@dataclass
+class Side:
+    """One of two trainings: of ranks, where a process has one of them, or of one process, which plays all of them."""
+
+    models: list[Any]
+    """One process has a module per rank, which share parameters but not buffers; the first is what is compared."""
+    ranks: list[int]
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    def parameters(self, prefixes: Sequence[str]) -> list[nn.Parameter]:
+        """Return the parameters whose names begin so."""
+        return [one for name, one in self.models[0].named_parameters() if name.startswith(tuple(prefixes))]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What follows from a number."""
+
+    number: int
+    ranks: tuple[int, int]
+    """Nodes, and ranks of each."""
+    graph: ModelGraph
+
+    def build(self) -> nn.Module:
+        """Return the model."""
+        return Drawn(self.number // DRAWS_PER_MODEL, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters: where differences are none of rounding, or else the one that windows can publish."""
+        return torch.float64 if self.number % DRAWS_PER_MODEL else torch.float32
+
+    def plan(self, again: int = 0) -> Plan:
+        """Return a random plan; of another `again`, another one."""
+        draw = Random(f"plan {self.number} {again}")
+        strategies = [str(one) for one in known_strategies(cluster_of(*self.ranks))]
+        if self.dtype == torch.float64:
+            strategies = [one for one in strategies if "odc" not in one]
+        if draw.random() < 0.7:
+            strategies = [one for one in strategies if "offload" not in one]
+        default, choices = draw.choice(strategies), {}
+        model = self.build()
+        places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+        for operator in self.graph.operators if draw.random() < 0.7 else ():
+            can_split = operator.kind == "Linear" and len(operator.modules) == 1 and draw.random() < 0.3
+            can_split = can_split and places[id(model.get_submodule(operator.name))] == 1
+            slices = draw.choices(strategies, k=draw.randint(2, 3) if can_split else 1)
+            choices[operator.name] = slices[0] if len(slices) == 1 else f"split({', '.join(slices)})"
+        recomputed = tuple(block.name for block in self.graph.blocks if draw.random() < 0.3)
+        micro_batches = draw.choice([1, 1, 2, 3])
+        return plan_of(
+            model, default, choices, accumulation=micro_batches, recomputed=recomputed, ranks=self.ranks,
+            graph=self.graph,
+        )  # fmt: skip
+
+
+class Loop:
+    """A training on ranks, beside one in one process that rank 0 runs too and compares with."""
+
+    def __init__(self, draw: Draw, rank: int, folder: Path) -> None:
+        self.draw, self.folder = draw, folder
+        self.sharded = Side([self._shard(0)], [rank])
+        self.alone: Side | None = None
+        if rank == 0:
+            module = seeded(draw.build)
+            memos = ({id(parameter): parameter for parameter in module.parameters()} for _ in range(3))
+            world_size = draw.ranks[0] * draw.ranks[1]
+            copies = [copy.deepcopy(module, memo) for _, memo in zip(range(world_size - 1), memos, strict=False)]
+            self.alone = Side([module, *copies], list(range(world_size)))
+        self.made: list[tuple[str, list[tuple[Sequence[str], float]]]] = []
+        """Of every optimizer its kind and the prefixes and learning rate of its groups."""
+        self.frozen: list[tuple[str, bool]] = []
+        """What was frozen or thawed."""
+        self.saved: Any = None
+
+    def _shard(self, again: int) -> Any:
+        from osdp import OSDP
+
+        build, plan = self.draw.build, self.draw.plan(again)
+        torch.manual_seed(3)
+        made = build if (self.draw.number + again) % 3 == 0 else build()
+        return OSDP(made, plan, find_unused_parameters=True)
+
+    @property
+    def model(self) -> Any:
+        """The sharded model."""
+        return self.sharded.models[0]
+
+    @property
+    def sides(self) -> list[Side]:
+        """Both trainings, or that of the ranks only."""
+        return [self.sharded] if self.alone is None else [self.alone, self.sharded]
+
+    def batch(self, rank: int, number: int) -> tuple[Any, ...]:
+        """Return the arguments of a rank's forward."""
+        torch.manual_seed(1000 * number + rank)
+        return self.model.module.example_inputs(BATCH)[0]
+
+    def outputs(self, side: Side, number: int) -> list[list[Tensor]]:
+        """Run forward on the batches of a number, of all ranks of a side."""
+        pairs = zip(side.models, side.ranks, strict=True)
+        return [outputs_of(model(*self.batch(rank, number))) for model, rank in pairs]
+
+    def compare(self, results: Sequence[Any], what: str) -> None:
+        """Assert that rank 0 has the same on both sides."""
+        if self.alone is not None:
+            wanted, got = results
+            rtol, atol = (1e-5, 1e-7) if self.draw.dtype == torch.float64 else (1e-3, 5e-4)
+            torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+
+    def train(self, mode: bool) -> None:
+        """Switch between training and evaluation."""
+        for side in self.sides:
+            for model in side.models:
+                model.train(mode)
+
+    def skip(self, index: int | None) -> None:
+        """Leave out this block from now on."""
+        for side in self.sides:
+            for model in side.models:
+                (model.module if side is self.sharded else model).skipped = index
+
+    def evaluate(self, number: int, inference: bool, method: bool) -> None:
+        """Run a forward, or another method, without gradients."""
+        results = []
+        for side in self.sides:
+            with torch.inference_mode() if inference else torch.no_grad():
+                if method:
+                    pairs = zip(side.models, side.ranks, strict=True)
+                    made = [model.features(*self.batch(rank, number)) for model, rank in pairs]
+                    results.append(made[0].clone())
+                else:
+                    results.append(self.outputs(side, number)[0])
+        self.compare(results, "outputs without gradients")
+
+    def give_up_forward(self, number: int) -> None:
+        """Run a forward with gradients, of which nothing comes."""
+        for side in self.sides:
+            self.outputs(side, number)
+
+    def train_on(self, numbers: list[int], weights: list[float], order: str, syncs: bool, share: float) -> None:
+        """Run forwards, then their backwards: of the sum, or of each, in order or not."""
+        results = []
+        for side in self.sides:
+            with nullcontext() if syncs or side is self.alone else self.model.no_sync():
+                outputs = [self.outputs(side, number) for number in numbers]
+                results.append([[tensor.detach().clone() for tensor in of_ranks[0]] for of_ranks in outputs])
+                losses = [share * loss_of(of_ranks, weights) for of_ranks in outputs]
+                for loss in {"sum": [sum(losses)], "each": losses, "reversed": losses[::-1]}[order]:
+                    if loss.requires_grad:  # not all is frozen
+                        loss.backward()
+        self.compare(results, "outputs")
+
+    def fail_backward(self, number: int) -> None:
+        """Run a backward that raises on all ranks, and discard the step."""
+        for side in self.sides:
+            for outputs in self.outputs(side, number):
+                if outputs[0].requires_grad:
+                    outputs[0].register_hook(_fail)
+                    with suppress(ZeroDivisionError):
+                        loss_of([outputs], [1.0, 1.0, 1.0]).backward()
+            side.models[0].zero_grad()
+
+    def give_up_step(self) -> None:
+        """Discard the step."""
+        for side in self.sides:
+            side.models[0].zero_grad()
+
+    def compare_gradients(self) -> None:
+        """Complete gradients and compare rank 0's, and which parameters have none."""
+        self.model.settle_gradients()
+        for shard in self.model.sharded.local_shards if self.alone is not None else ():
+            wanted, got = self.alone.models[0].get_parameter(shard.name).grad, shard.parameter.grad
+            if shard.numel:
+                assert (wanted is None) == (got is None), f"gradient of {shard.name}: {got}, in place of {wanted}"
+                if got is not None and wanted is not None:
+                    self.compare([wanted[shard.slices], shard.local(got)], f"gradient of {shard.name}")
+
+    def clip(self, max_norm: float, norm_type: float, by_torch: bool) -> None:
+        """Clip gradients by the model's method or by torch's function."""
+        norms = []
+        for side in self.sides:
+            if side is self.sharded and not by_torch:
+                norm = self.model.clip_grad_norm_(max_norm, norm_type)
+            else:
+                self.model.settle_gradients() if side is self.sharded else None
+                norm = nn.utils.clip_grad_norm_(side.models[0].parameters(), max_norm, norm_type)
+            norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double())
+        self.compare(norms, "norm")
+
+    def make_optimizer(self, kind: str, prefixes: Sequence[str], rate: float) -> None:
+        """Make a further optimizer, of the parameters whose names begin so."""
+        self.made.append((kind, [(prefixes, rate)]))
+        for side in self.sides:
+            side.optimizers.append(_optimizer(side, *self.made[-1]))
+
+    def add_group(self, prefixes: Sequence[str], rate: float) -> None:
+        """Give the last optimizer further parameters."""
+        self.made[-1][1].append((prefixes, rate))
+        for side in self.sides:
+            side.optimizers[-1].add_param_group({"params": side.parameters(prefixes), "lr": rate})
+
+    def step(self, closes: str) -> None:
+        """Step all optimizers, and drop gradients in one of the ways."""
+        for side in self.sides:
+            for optimizer in side.optimizers:
+                optimizer.step()
+            for one in side.optimizers if closes.startswith("optimizer") else side.models[:1]:
+                one.zero_grad(set_to_none=not closes.endswith("zeros"))
+
+    def freeze(self, prefix: str, frozen: bool) -> None:
+        """Freeze or thaw parameters."""
+        self.frozen.append((prefix, frozen))
+        for side in self.sides:
+            for parameter in side.parameters([prefix]):
+                parameter.requires_grad_(not frozen)
+
+    def save(self) -> None:
+        """Keep what is learnt, as whole tensors and as this rank holds it."""
+        whole, own = self.model.full_state_dict(rank0_only=False), {}
+        for name, value in self.model.state_dict().items():
+            own[name] = value.clone() if isinstance(value, Tensor) else value.copy_to_cpu()
+        alone = [copy.deepcopy(model.state_dict()) for model in self.alone.models] if self.alone else []
+        self.saved = whole, own, alone
+
+    def restore(self, whole: bool) -> None:
+        """Go back to that; whole tensors have rank 0's buffers, and fit any plan."""
+        whole = whole or self.saved[1] is None
+        self.model.load_state_dict(self.saved[0 if whole else 1])
+        for model, state in zip(self.alone.models, self.saved[2], strict=True) if self.alone else ():
+            model.load_state_dict(self.saved[2][0] if whole else state)
+
+    def resume(self, again: int) -> None:
+        """Save a checkpoint, load it under another plan, and go on with that."""
+        path, old = self.folder / f"{self.draw.number}-{again}", self.model
+        old.save_checkpoint(path, self.sharded.optimizers[0])
+        new = self._shard(again)
+        new.train(old.training)
+        new.module.skipped = old.module.skipped
+        self.sharded.models = [new]
+        if self.saved:
+            self.saved = self.saved[0], None, self.saved[2]
+        for prefix, frozen in self.frozen:
+            for parameter in self.sharded.parameters([prefix]):
+                parameter.requires_grad_(not frozen)
+        self.sharded.optimizers = [_optimizer(self.sharded, *made) for made in self.made]
+        new.load_checkpoint(path, self.sharded.optimizers[0])
+        if self.alone is not None:
+            first, fresh = self.alone.models[0], dict(seeded(self.draw.build).named_buffers())
+            saved = first.state_dict()
+            with torch.no_grad():
+                for model in self.alone.models:
+                    for name, buffer in model.named_buffers():
+                        buffer.copy_(saved[name] if name in saved else fresh[name])
+
+    def check(self) -> None:
+        """Compare all that was learnt."""
+        got = self.model.full_state_dict()
+        self.compare([dict(self.alone.models[0].state_dict()) if self.alone else None, got], "state")
+
+
+def loss_of(outputs: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> Tensor:
+    """Return the mean over ranks of some of the heads' losses, by their weights."""
+    losses = [
+        weight * tensor.pow(2).mean()
+        for tensors in outputs
+        for weight, tensor in zip(weights, tensors, strict=False)
+        if weight
+    ]
+    return sum(losses, torch.zeros((), dtype=outputs[0][0].dtype)) / len(outputs)
+
+
+def _fail(gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def _optimizer(side: Side, kind: str, groups: Sequence[tuple[Sequence[str], float]]) -> torch.optim.Optimizer:
+    made = [{"params": side.parameters(prefixes), "lr": rate} for prefixes, rate in groups]
+    if kind == "sgd":
+        return torch.optim.SGD(made, momentum=0.5)
+    return torch.optim.AdamW(made, eps=0.1, foreach=False)
+
+
+def plain_actions(draw: Draw) -> list[Action]:
+    """Return a loop as everyone writes it."""
+    how = Random(f"plain {draw.number}")
+    actions: list[Action] = [("make_optimizer", {"kind": how.choice(["sgd", "adam"]), "prefixes": ("",), "rate": 0.02})]
+    for step in range(3):
+        count = how.choice([1, 1, 2])
+        for index in range(count):
+            weights = how.choice([[1.0, 1.0, 1.0], [1.0, 0.0, 0.5]])
+            keywords = {"numbers": [10 * step + index], "weights": weights, "order": "sum", "share": 1 / count}
+            actions.append(("train_on", {**keywords, "syncs": index == count - 1}))
+        actions += [("compare_gradients", {}), ("step", {"closes": "optimizer"})]
+    return [*actions, ("check", {})]
+
+
+def any_actions(draw: Draw) -> list[Action]:
+    """Return a loop of anything."""
+    how = Random(f"any {draw.number}")
+    model: Any = draw.build()
+    actions: list[Action] = []
+    number = steps = 0
+    left = list(PREFIXES)
+    how.shuffle(left)
+    optimizers = 0
+
+    def act(name: str, **arguments: Any) -> None:
+        actions.append((name, arguments))
+
+    def numbers(count: int = 1) -> list[int]:
+        nonlocal number
+        number += count
+        return list(range(number - count, number))
+
+    while steps < 3:
+        chance = how.random()
+        if left and (chance < 0.5 or (steps > 0 and not optimizers)):
+            taken = [left.pop() for _ in range(how.choice([len(left), how.randint(1, len(left))]))]
+            if any(name.startswith(tuple(taken)) for name, _ in model.named_parameters()):
+                rate = how.choice([0.01, 0.03])
+                if optimizers and how.random() < 0.5:
+                    act("add_group", prefixes=taken, rate=rate)
+                else:
+                    optimizers += 1
+                    act("make_optimizer", kind=how.choice(["sgd", "adam"]), prefixes=taken, rate=rate)
+        if how.random() < 0.2:
+            act("train", mode=how.random() < 0.5)
+        if model.can_skip and how.random() < 0.4:
+            act("skip", index=how.choice([None, 0, len(model.blocks) - 1]))
+        if how.random() < 0.15:
+            act("freeze", prefix=how.choice(["heads.0", "blocks.0", "embed", "temperature"]), frozen=how.random() < 0.6)
+        # A step of so many rounds of forwards and backwards.
+        rounds = how.choice([1, 1, 1, 2, 3])
+        # A last micro-batch of frozen layers would have no backward.
+        marks = how.random() < 0.6 and not any(name == "freeze" for name, _ in actions)
+        for index in range(rounds):
+            if how.random() < 0.15:
+                act(
+                    "evaluate",
+                    number=numbers()[0],
+                    inference=how.random() < 0.5,
+                    method=how.random() < 0.3 and model.root is None,
+                )
+            if how.random() < 0.1:
+                act("give_up_forward", number=numbers()[0])
+            forwards = how.choice([1, 1, 1, 2, 3])
+            weights = how.choice(
+                [
+                    [1.0, 1.0, 1.0],
+                    [1.0, 0.0, 0.5],
+                    [0.0, 1.0, 1.0] if len(model.heads) > 1 and model.output != "tensor" else [1.0],
+                ]
+            )
+            order = how.choice(["sum", "each", "reversed"])
+            syncs = not marks or index == rounds - 1
+            act("train_on", numbers=numbers(forwards), weights=weights, order=order, syncs=syncs, share=1 / rounds)
+        if how.random() < 0.15:
+            act("give_up_step")
+            continue
+        if how.random() < 0.07:
+            act("fail_backward", number=numbers()[0])
+            continue
+        if how.random() < 0.6:
+            act("compare_gradients")
+        if how.random() < 0.5:
+            by_torch, norm_type = how.random() < 0.5, how.choice([2.0, 2.0, 1.0, float("inf")])
+            act("clip", max_norm=how.choice([0.05, 10.0]), norm_type=norm_type, by_torch=by_torch)
+        act("step", closes=how.choice(["optimizer", "optimizer", "model", "optimizer, zeros", "model, zeros"]))
+        steps += 1
+        if how.random() < 0.3:
+            act("save")
+        if how.random() < 0.3 and any(name == "save" for name, _ in actions):
+            act("restore", whole=how.random() < 0.5)
+        if how.random() < 0.25 and optimizers == 1:
+            act("give_up_step")
+            act("resume", again=steps)
+        if how.random() < 0.5:
+            act("check")
+    return [*actions, ("check", {})]
+
+
+def make_draws(
+    rank: int, numbers: Sequence[int], ranks: tuple[int, int], actions_of: Callable[[Draw], list[Action]]
+) -> Counter[str]:
+    """Train draw after draw; return how often which refusal was said. Raises with all that repeats a draw."""
+    refused: Counter[str] = Counter()
+    graphs: dict[int, ModelGraph | str] = {}
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(from_rank_0("name a folder", lambda: own))
+        for number in numbers:
+            model, actions, done = number // DRAWS_PER_MODEL, [], 0
+            loop: Any = None
+            try:
+                if model not in graphs:
+                    graphs.clear()
+                    graphs[model] = from_rank_0("trace", partial(_traced, model))
+                graph = graphs[model]
+                if isinstance(graph, str):
+                    raise OsdpError(graph)
+                draw = Draw(number, ranks, graph)
+                actions = actions_of(draw)
+                with mock.patch("osdp.prepare.trace_model", lambda *_, graph=graph: graph):
+                    loop = Loop(draw, rank, folder)
+                    for name, arguments in actions:
+                        getattr(loop, name)(**arguments)
+                        done += 1
+            except Exception as error:
+                known = [text for text in REFUSALS if text in str(error)]
+                has_stepped = any(name == "step" for name, _ in actions[: done + 1])
+                if isinstance(error, OsdpError) and known and not has_stepped:
+                    refused[known[0]] += 1
+                    continue
+                shown = [f"  {index} {name} {arguments}" for index, (name, arguments) in enumerate(actions[: done + 1])]
+                plan = loop.model.plan if loop else None
+                what = f"{plan.choices} {plan.recomputed_blocks} {plan.accumulation}" if plan else ""
+                said = [f"draw {number} failed on rank {rank}: {error}", str(Drawn(model)), what, *shown]
+                raise AssertionError("\n".join(said)) from error
+    return refused
+
+
+def _traced(number: int) -> ModelGraph | str:
+    """Return a model's graph, or why it cannot be traced."""
+    try:
+        return trace_model(source_of(partial(Drawn, number), "drawn", None, None))
+    except OsdpError as error:
+        return str(error)
+
+
+def check_draws(numbers: Sequence[int], ranks: tuple[int, int], actions_of: Callable[[Draw], list[Action]]) -> None:
+    """Make draws on ranks; an AssertionError says of up to three that failed what repeats them."""
+    failures: list[str] = []
+    left, refused = list(numbers), Counter[str]()
+    while left and len(failures) < 3:
+        some = left[:200]
+        try:
+            refused += run_ranks(
+                make_draws, ranks[0] * ranks[1], some, ranks, actions_of, ranks_per_node=ranks[1],
+                timeout_s=60 + 5 * len(some), collective_timeout_s=30,
+            )[0]  # fmt: skip
+            left = left[len(some) :]
+        except RankError as error:
+            found = re.search(r"draw (\d+) failed", str(error))
+            if found is None:
+                raise
+            failures.append(f"{error}\nTo repeat: pytest tests/gloo/test_drawn_*.py --draw {found[1]}")
+            left = [number for number in left if number > int(found[1])]
+    if failures:
+        raise AssertionError("\n\n".join(failures))
+    assert sum(refused.values()) <= 0.1 * len(numbers) + DRAWS_PER_MODEL, refused
