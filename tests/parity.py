@@ -99,8 +99,9 @@ _graphs: dict[str, ModelGraph] = {}
 
 def graph_once(module: nn.Module, name: str, settings: Sequence[Any], trace: Callable[[], ModelGraph]) -> ModelGraph:
     """Return the graph of a model for CPUs; of models that print alike, and have alike parameters, one is traced."""
-    parameters = [(path, one.dtype, one.requires_grad) for path, one in module.named_parameters()]
-    key = f"{name} {tuple(settings)} {module} {parameters}"
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    known = [(path, one.dtype, one.requires_grad) for path, one in tensors]
+    key = f"{name} {tuple(settings)} {module} {known}"
     if key not in _graphs:
         _graphs[key] = trace()
     return _graphs[key]
@@ -294,9 +295,11 @@ def train_and_record(
 
     model = OSDP(initial(case.family), plan, example_inputs=None, **case.keywords)
     optimizer, losses, norms, sent = optimizer_of(model.parameters()), [], [], Sent()
+    # In the first step, ranks of a model that is replicated whole compare which parameters have gradients.
+    first = int(model.schedule.by_ddp)
     for number, step in enumerate(batches(case.family, case.world_size, case.accumulation, steps)):
         own: list[Tensor] = []
-        with record_collectives() if number < recorded_steps else nullcontext(()) as recorded:
+        with record_collectives() if 0 <= number - first < recorded_steps else nullcontext(()) as recorded:
             for micro_batch in step:
                 args, kwargs = micro_batch[rank]
                 own.append(model(*args, **kwargs))

@@ -24,7 +24,6 @@ from planner.cost.workload import Workload
 from planner.model.fsdp_units import units_of
 from planner.model.stages import cut
 from planner.plan import Plan, read_choices
-from planner.strategies.spec import MASTER_BYTES
 from profiler.byte_sizes import format_bytes
 from profiler.trace.trace import trace_model
 
@@ -74,5 +73,5 @@ def predicted(result: Result, options: Options) -> Plan | None:
 
 def predicted_peak_bytes(plan: Plan, options: Options) -> int:
     """Return the predicted peak of PyTorch's memory, x and target included."""
-    data_bytes = 2 * MASTER_BYTES * options.batch_size * options.hidden
+    data_bytes = 2 * 4 * options.batch_size * options.hidden
     return plan.predicted.tensors_bytes + data_bytes
