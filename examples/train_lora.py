@@ -55,7 +55,7 @@ for step in range(1, 41):
     model.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    if dist.get_rank() == 0 and step % 20 == 0:
+    if dist.get_rank() == 0 and step in (1, 20, 40):
         print(f"step {step}: loss {loss.item():.3f}")
 
 adapters = {name: tensor for name, tensor in model.full_state_dict().items() if "lora" in name}  # on rank 0

@@ -30,7 +30,7 @@ def test_adapters_learn_and_the_backbone_is_whole_where_it_fits() -> None:
     assert silent == ""
     assert re.search(r"frozen: \{'replicate': \d+\}", roomy)
     losses = [float(found) for found in re.findall(r"step \d+: loss ([\d.]+)", roomy)]
-    assert losses[1] < losses[0] < 5.5  # ln 256 = 5.55
+    assert losses[-1] < losses[0] - 0.3  # from about ln 256 = 5.55, of what a random decoder can learn
     # 3.0 MiB of backbone and 0.3 of adapters with their states, beside the 256 MiB that a CPU rank takes for itself.
     tight, _ = run_ranks(run_example, 2, "--mem", "257MB", joins=False, timeout_s=240)
     assert "shard" in tight.splitlines()[0]
