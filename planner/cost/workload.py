@@ -100,10 +100,10 @@ class Workload:
         measured = self.cluster.measured
         return {times.key: times for times in measured.calls} if measured else {}
 
-    def compute_s(self, work: Work, precision: str) -> float:
+    def compute_s(self, work: Work, precision: str = "") -> float:
         """Return the seconds that one direction of a call computes, by the roofline of matrix products in `precision`.
 
-        Of a device that has no rate for that, the rate is the one for the precision that was asked for.
+        Without it, or on a device that has no rate for it, the rate is the one for the precision that was asked for.
         """
         device, batch = self.cluster.device, self.micro_batch
         rates = device.matmul_flops_per_s
