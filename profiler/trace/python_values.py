@@ -56,6 +56,12 @@ class PythonValues(TorchFunctionMode):
             return self._read(args[0], _READS[func])
         if func is Tensor.item and not has_data(args[0]) and self._data.values.read(args[0]) is None:
             return AssumedNumber(func(args[0]))  # of a floating-point number; others are refused
+        if func is Tensor.__contains__:
+            try:
+                return func(*args)
+            except UnknownValueError:  # is there padding among these tokens?
+                self._data.note("values that a model looks for in data (value in tensor) are assumed not to be there")
+                return False
         if func is Tensor.cuda:
             return args[0]
         if func in _SPLITS and len(args) > 1 and isinstance(args[1], Tensor):
