@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from planner.strategies.replicate import COPY
 from planner.strategies.spec import Strategy
 from planner.strategies.unit_collectives import is_plain, padded_rows, volume_of
 from profiler.byte_sizes import ALLOCATION_BYTES, allocated_bytes
@@ -154,7 +155,7 @@ def unit_bytes(
 
 def outside_bytes(parameters: Iterable[Parameter], precision: str, optimizer: Optimizer) -> int:
     """Return the memory of parameters that no unit holds: each rank has them, their states and two gradients whole."""
-    alone = [unit_bytes([parameter], Strategy("replicate", 1), precision, optimizer) for parameter in parameters]
+    alone = [unit_bytes([parameter], COPY, precision, optimizer) for parameter in parameters]
     return sum(unit.parameters + unit.optimizer + unit.full_gradients + unit.reduce_input for unit in alone)
 
 
