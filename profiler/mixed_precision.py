@@ -8,7 +8,7 @@ Under bf16 these compute in the dtype that they have:
 
     batch norm, instance norm    their statistics are sums over many steps; the kernels take inputs of another dtype
     parametrized modules         the parametrization may have no kernel in bf16 (orthogonal, spectral norm); inputs
-                                 are cast to its dtype, outputs back to that of the inputs
+                                 are cast to its dtype, and outputs to bf16
     complex and integer tensors
     buffers                      as under FSDP2: tables of positions and statistics need their bits
 

@@ -9,6 +9,7 @@ there is a part in b^2 too (`Quadratic`).  Nothing here needs torch.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -66,16 +67,6 @@ def growth(fixed: float = 0.0, per_sample: float = 0.0, per_pair: float = 0.0) -
     return Quadratic(fixed, per_sample, per_pair) if per_pair else Affine(fixed, per_sample)
 
 
-ELEMENT_BYTES = {
-    **dict.fromkeys(("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
-    **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
-    **dict.fromkeys(("float32", "int32", "complex32"), 4),
-    **dict.fromkeys(("float64", "int64", "complex64"), 8),
-    "complex128": 16,
-}
-"""Bytes of one element by the name of its dtype in torch."""
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Parameter:
     """One parameter tensor, under the name that the unsharded model gives it."""
@@ -99,12 +90,17 @@ class Parameter:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element as it rests."""
-        return ELEMENT_BYTES[self.dtype]
+        """Bytes of one element as it rests: the first number in a dtype's name is its bits."""
+        bits = re.search("[0-9]+", self.dtype)
+        return max(1, int(bits[0]) // 8) if bits else 1
+
+    def is_cast(self, precision: str) -> bool:
+        """Whether its module computes with a copy in another dtype."""
+        return precision == "bf16" and not self.keeps_dtype and self.dtype != "bfloat16"
 
     def compute_bytes(self, precision: str) -> int:
         """Bytes of one element as its module computes with it."""
-        return self.element_bytes if precision == "fp32" or self.keeps_dtype else 2
+        return 2 if self.is_cast(precision) else self.element_bytes
 
     @property
     def reduce_bytes(self) -> int:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from linear_example.flags import DEFAULT_PREFETCH, Options
 from linear_example.fsdp import group_layers
 from linear_example.model import LinearStack
@@ -73,5 +75,5 @@ def predicted(result: Result, options: Options) -> Plan | None:
 
 def predicted_peak_bytes(plan: Plan, options: Options) -> int:
     """Return the predicted peak of PyTorch's memory, x and target included."""
-    data_bytes = 2 * 4 * options.batch_size * options.hidden
+    data_bytes = 2 * torch.float32.itemsize * options.batch_size * options.hidden
     return plan.predicted.tensors_bytes + data_bytes

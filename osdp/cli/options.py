@@ -29,7 +29,7 @@ MASTER_WEIGHTS_HELP = (
     "in fp32. Default: in the dtype that they have."
 )
 EXPERT_IMBALANCE_HELP = (
-    "How unevenly a router loads the experts of a mixture of experts: the largest load over the mean. "
+    "How unevenly a router loads the experts of a mixture of experts: the largest load over the mean."
 )
 OUTPUT_HELP = "Write the plan to this YAML file, for OSDP() to run; with several limits, the plans to this folder."
 
@@ -48,8 +48,8 @@ Pins = Annotated[list[str] | None, Option(metavar="PATTERN=CHOICE", help=PIN_HEL
 Batch = Annotated[int | None, Option(min=1, help="Micro-batch size of a rank. Default: searched.")]
 GlobalBatch = Annotated[int | None, Option(min=1, help="Samples of all ranks per step. Default: one micro-batch each.")]
 Imbalance = Annotated[str | None, Option(help=IMBALANCE_HELP)]
-ExpertImbalance = Annotated[float, Option(min=1, help=f"{EXPERT_IMBALANCE_HELP}")]
-ExpertImbalanceOfPlan = Annotated[float | None, Option(min=1, help=f"{EXPERT_IMBALANCE_HELP}Default: the plan's.")]
+ExpertImbalance = Annotated[float, Option(min=1, help=EXPERT_IMBALANCE_HELP)]
+ExpertImbalanceOfPlan = Annotated[float | None, Option(min=1, help=EXPERT_IMBALANCE_HELP + " Default: the plan's.")]
 SequenceLength = Annotated[int | None, Option(min=1, help="Tokens per sample. Default: the model's.")]
 Precision = Annotated[str, Option(help=PRECISION_HELP)]
 MasterWeights = Annotated[str | None, Option(help=MASTER_WEIGHTS_HELP)]

@@ -14,7 +14,7 @@ dimension d0 and `rest` elements per row padded to ceil(d0/parts) parts rows (FS
     G    unsharded gradients                        e_p numel            `UnitBytes.full_gradients`
     G1   the last of those, which FSDP2 holds on to as it reduces        `UnitBytes.last_gradient`
     H    secondary copy over K ranks                e_p pad/K            `UnitBytes.secondary`
-    AGX  what only an all-gather holds as it runs: if e_p < e_s, the shard that is sent, e_p pad/parts
+    AGX  what only an all-gather holds as it runs: if they are cast, the shard that is sent, e_p pad/parts
                                                                          `UnitBytes.gather_temporary`
     RSX  the same of a reduction: if e_s < e_r, the shard that was reduced, e_r pad/parts
                                                                          `UnitBytes.reduce_temporary`
@@ -25,7 +25,7 @@ the end of backward: SG and, if e_s < e_r and sums of a group are all-reduced ov
 FSDP2 (torch 2.13) lets go of them at the end.
 
 A copy on every rank (G = 1) of parameters of which none is trained is not FSDP2's: there is S and nothing
-else, unless e_p < e_s.
+else, unless they are cast.
 
 Source: measured on FSDP2 (torch 2.13.0) with PyTorch's memory tracker on fake tensors.  With `+offload`, S, SG
 and OPT are 0, they are in the host's memory; AGX has S on top, the copy that is gathered from, and RSX has
@@ -115,7 +115,7 @@ def unit_bytes(
     for parameter in parameters:
         rows, rest = padded_rows(parameter, parts)
         shard, compute = rows * rest, parameter.compute_bytes(precision)
-        sent += compute * shard if compute < parameter.element_bytes else 0
+        sent += compute * shard if parameter.is_cast(precision) else 0
         state = gradient = 0
         if parameter.trainable:
             gradients += parameter.element_bytes * shard

@@ -35,7 +35,7 @@ def volume_of(parameters: Iterable[Parameter], parts: int, precision: str) -> Vo
 def is_plain(parameters: Sequence[Parameter], strategy: Strategy, precision: str) -> bool:
     """Return whether a unit is nothing but tensors on every rank, which no collective and no hook concerns."""
     is_copied = strategy.group == 1 and not strategy.offload
-    return is_copied and not any(p.trainable or p.compute_bytes(precision) < p.element_bytes for p in parameters)
+    return is_copied and not any(p.trainable or p.is_cast(precision) for p in parameters)
 
 
 def unit_collectives(

@@ -41,7 +41,8 @@ class WrapContext:
         """What `fully_shard` takes as `mp_policy` for a unit; inputs are cast by hooks of the modules themselves."""
         dtype, trained = self.compute_dtype(unit), [one for one in unit.parameters if one.trainable]
         raises = dtype is not None or any(one.element_bytes < torch.float32.itemsize for one in trained)
-        reduce_dtype = torch.float32 if raises and all(one.element_bytes <= 4 for one in trained) else None
+        widest = torch.float64 if any(one.element_bytes > torch.float32.itemsize for one in trained) else torch.float32
+        reduce_dtype = widest if raises else None
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     def modules(self, unit: ScheduledUnit) -> list[nn.Module]:
@@ -51,9 +52,8 @@ class WrapContext:
     def outside_units(self) -> dict[str, nn.Parameter]:
         """Return the parameters that no unit holds, by name. To be called once."""
         held = {parameter.path for unit in self.schedule.units for parameter in unit.parameters}
-        return {
-            path: self._take(path, self.device)[0] for path in [path for path in self._unwrapped if path not in held]
-        }
+        outside = [path for path in self._unwrapped if path not in held]
+        return {path: self._take(path, self.device)[0] for path in outside}
 
     def materialise(self, unit: ScheduledUnit) -> dict[nn.Parameter, list[ParameterSite]]:
         """Return the unit's parameters and where they are registered; those on meta get uninitialised memory.

@@ -187,6 +187,57 @@ def check(
         assert off <= 0.1 * went, (strategy, key, off, went)
 
 
+class Widths(nn.Module):
+    """A frozen layer of few bits and a trained one of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6, dtype=torch.float16).requires_grad_(False)
+        self.layer = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(torch.tanh(self.base(x)))
+
+
+class InBf16(nn.Module):
+    """A model all of whose parameters are cast to bf16 in forward."""
+
+    def __init__(self, model: Stack) -> None:
+        super().__init__()
+        self.model = model
+
+    def example_inputs(self, batch: int) -> Any:
+        return self.model.example_inputs(batch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cast = {name: parameter.to(BF16) for name, parameter in self.model.named_parameters()}
+        loss: Tensor = torch.func.functional_call(self.model, cast, (x.to(BF16),))
+        return loss
+
+
+def train_widths(rank: int) -> None:
+    """Under mixed precision every dtype is cast, also to as many bits, and gradients are reduced in their own."""
+    from osdp import OSDP
+
+    def build() -> Stack:
+        return Stack(Widths)
+
+    before, plain = dict(seeded(build).named_parameters()), seeded(build)
+    one_process(InBf16(plain), adam(plain), 1)
+    for strategy in ("replicate", "shard", "group_shard:2", "owner"):
+        model = OSDP(seeded(build), plan_of(build(), strategy, precision="bf16"))
+        optimizer = adam(model)
+        for step in range(STEPS):
+            model(*batch_of(build(), rank, 10 * step)[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        check(strategy, before, model.full_state_dict(rank0_only=False), dict(plain.named_parameters()), "widths")
+
+
+def test_mixed_precision_casts_from_every_width() -> None:
+    run_ranks(train_widths, RANKS, ranks_per_node=2)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_dtype_trains_as_in_one_process(name: str) -> None:
     run_ranks(train_dtypes, RANKS, name, ranks_per_node=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -50,8 +51,18 @@ def test_bytes_of_a_unit_by_hand() -> None:
     # A frozen copy is a tensor on every rank; a frozen shard has neither gradients nor states.
     frozen = Parameter("w", (1024, 256), False, "bfloat16")
     copy, shard = (unit_bytes([frozen], one, "fp32", ADAM) for one in (Strategy("replicate", 1), Strategy("shard", 8)))
+    # Unless it is cast, be it to as many bits.
+    cast = unit_bytes([replace(frozen, dtype="float16")], Strategy("replicate", 1), "bf16", ADAM)
+    assert (cast.parameters, cast.unsharded) == (524_288, 524_288)
     assert (copy.parameters, copy.unsharded, copy.gathered, copy.optimizer, copy.gradients) == (524_288, 0, 0, 0, 0)
     assert (shard.parameters, shard.gathered, shard.optimizer, shard.reduce_input) == (65_536, 524_288, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bool, torch.float8_e4m3fn, torch.int16, BF16, torch.float64, torch.complex64]
+)
+def test_bytes_of_an_element_are_those_of_torch(dtype: torch.dtype) -> None:
+    assert Parameter("w", (1,), False, str(dtype).removeprefix("torch.")).element_bytes == dtype.itemsize
 
 
 class Adapted(nn.Module):
