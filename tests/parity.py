@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import INHERITED, run_ranks
 from thoroughness import THOROUGH
 from torch import Tensor, nn
 
@@ -94,17 +94,16 @@ def inputs(module: nn.Module, batch: int) -> tuple[tuple[Any, ...], dict[str, An
     return made
 
 
-_graphs: dict[str, ModelGraph] = {}
-
-
 def graph_once(module: nn.Module, name: str, settings: Sequence[Any], trace: Callable[[], ModelGraph]) -> ModelGraph:
     """Return the graph of a model for CPUs; of models that print alike, and have alike parameters, one is traced."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     known = [(path, one.dtype, one.requires_grad) for path, one in tensors]
-    key = f"{name} {tuple(settings)} {module} {known}"
-    if key not in _graphs:
-        _graphs[key] = trace()
-    return _graphs[key]
+    classes = [f"{type(part).__module__}.{type(part).__qualname__}" for part in module.modules()]
+    key = f"{name} {tuple(settings)} {module} {known} {classes}"
+    if key not in INHERITED:
+        INHERITED[key] = trace()
+    graph: ModelGraph = INHERITED[key]
+    return graph
 
 
 def trace_once(
@@ -113,17 +112,18 @@ def trace_once(
     device_type: str,
     micro_batch: int | None = None,
     master_weights: str = "",
-    *others: Any,
+    expert_imbalance: float = 1.0,
 ) -> ModelGraph:
     """Stand in for `trace_model`, which takes most of the time of a small model."""
     assert device_type == "cpu"
-    settings = precision, device_type, None, master_weights, *others
+    others = master_weights, expert_imbalance
+    settings = precision, device_type, None, *others
     try:
         with torch.device("meta"):
             module = source.build()
     except OsdpError:  # of a model that cannot be built so
-        return trace_model(source, precision, device_type, micro_batch, master_weights, *others)
-    trace = partial(trace_model, source, precision, device_type, micro_batch, master_weights, *others)
+        return trace_model(source, precision, device_type, micro_batch, *others)
+    trace = partial(trace_model, source, precision, device_type, micro_batch, *others)
     return graph_once(module, source.name, settings, trace)
 
 

@@ -49,6 +49,8 @@ PRELOADED = (
     "warm_ranks",
 )
 """What every rank imports, and would for 0.6 s each time."""
+INHERITED: dict[str, Any] = {}
+"""What takes long to find out and is the same everywhere: ranks get it from their starter, which gets what they add."""
 GRACE_S = 0.3
 """How long a failure waits for earlier ones: peers of a dead rank may report before it is found dead."""
 
@@ -72,6 +74,8 @@ class Outcome:
 
     value: Any
     """Result of the function."""
+    found_out: dict[str, Any]
+    """What the rank has added to `INHERITED`."""
     error: str
     """Traceback, empty if it returned."""
     at_s: float
@@ -92,6 +96,7 @@ class Task:
     collective_timeout_s: float
     stacks: Path
     """File that SIGUSR1 makes it write its threads' stacks to."""
+    inherited: dict[str, Any]
 
 
 def run_ranks(
@@ -137,6 +142,7 @@ def run_ranks(
                     joins,
                     collective_timeout_s or 0.8 * timeout_s,
                     Path(folder, str(rank)),
+                    INHERITED,
                 )
                 process = context.Process(target=_rank_main, args=(there, pickle.dumps(task)))
                 process.start()
@@ -151,6 +157,8 @@ def run_ranks(
             for process, pipe in zip(processes, pipes, strict=True):
                 process.join()
                 pipe.close()
+    for outcome in outcomes.values():
+        INHERITED.update(outcome.found_out)
     return [outcomes[rank].value if rank in outcomes else None for rank in range(world_size)]
 
 
@@ -236,10 +244,12 @@ def _rank_main(pipe: Connection, pickled_task: bytes) -> None:
         task: Task = pickle.loads(pickled_task)
         with open(task.stacks, "w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks)
-            outcome = Outcome(_call(task), "", time.monotonic())
-            message = pickle.dumps(outcome)
+            INHERITED.update(task.inherited)
+            value = _call(task)
+            found_out = {key: INHERITED[key] for key in INHERITED.keys() - task.inherited if task.rank == 0}
+            message = pickle.dumps(Outcome(value, found_out, "", time.monotonic()))
     except BaseException:
-        message = pickle.dumps(Outcome(None, traceback.format_exc(), time.monotonic()))
+        message = pickle.dumps(Outcome(None, {}, traceback.format_exc(), time.monotonic()))
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(message)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 VARIABLE = "OSDP_TEST_THOROUGH"
 """Environment variable that tests/conftest.py sets for the option."""
 THOROUGH = VARIABLE in os.environ
 DRAW = "OSDP_TEST_DRAW"
 """Environment variable that tests/conftest.py sets to the one draw that `--draw` asks for."""
+
+
+def some(items: Sequence[Item], share: int, first: int = 0) -> list[Item]:
+    """Return every item if thorough, else every `share`-th from `first` on; where they have turns, all have one."""
+    return list(items if THOROUGH else items[first % share :: share])
 
 
 def draws(count: int) -> int:

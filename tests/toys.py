@@ -153,7 +153,7 @@ def plan_of(
 def graph_of(model: nn.Module, precision: str = "fp32", master_weights: str = "") -> ModelGraph:
     """Return the traced model."""
     source = source_of(model, "toy", None, None)
-    settings = precision, "cpu", None, master_weights
+    settings = precision, "cpu", None, master_weights, 1.0
     return graph_once(model, "toy", settings, lambda: trace_model(source, *settings))
 
 

@@ -4,16 +4,15 @@ One process stands for one rank.  The process group is PyTorch's fake one, and t
 nothing is computed, sent or allocated; but it is this runtime and FSDP2 that wrap, gather, free and
 reduce, and autograd that decides when to free.  `LiveBytes` adds up.
 
-The second step is what counts: in the first, the optimizer makes its states, and DTensor looks at
-tensors of global size.  Categories are those of `runtime.observe.live_bytes`; what else is made in the
-optimizer's step is `optimizer_temporaries`.
+The second step is what counts: in the first, the optimizer makes its states.  Categories are those of
+`runtime.observe.live_bytes`; what else is made in the optimizer's step is `optimizer_temporaries`.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from profiler.errors import OsdpError
 from runtime.apply_schedule import apply_schedule
+from runtime.local_shards import local_data
 from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
 from runtime.optimizers import OPTIMIZERS
 from runtime.schedule import Schedule
@@ -84,12 +84,10 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
             live.watch(model, offloaded)
             for unit in sharded.units:
                 live.hold(unit.communication_tensors(), "communication_buffers")
-            # On a GPU optimizers step through all tensors together unless told not to, and so they do here.
-            make = OPTIMIZERS[script.optimizer]
-            optimizers = {
-                home: make([parameter for parameter in live.homes if live.homes[parameter] == home], foreach=True)
+            optimizers = [
+                _Optimizer(script.optimizer, [one for one in live.homes if live.homes[one] == home], home)
                 for home in sorted(set(live.homes.values()))
-            }
+            ]
             run = Accumulation(sharded, schedule.accumulation).run
             for _ in range(2):
                 gc.collect()
@@ -128,14 +126,35 @@ def _fake_world(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _step(live: LiveBytes, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+class _Optimizer:
+    """An optimizer of local shards: of fake DTensors torch 2.11 makes temporaries of global size."""
+
+    def __init__(self, name: str, parameters: Sequence[Tensor], home: str) -> None:
+        self._home = home
+        self._shards = {parameter: nn.Parameter(local_data(parameter).detach()) for parameter in parameters}
+        # On a GPU optimizers step through all tensors together unless told not to, and so they do here.
+        self._optimizer = OPTIMIZERS[name](self._shards.values(), foreach=True)
+
+    def step(self, live: LiveBytes) -> None:
+        """Update the parameters that have gradients."""
+        live.category = self._home or "optimizer_temporaries"
+        live.label_gradients(self._shards)
+        for parameter, shard in self._shards.items():
+            shard.grad = None if parameter.grad is None else local_data(parameter.grad)
+        self._optimizer.step()
+        live.hold_states(self._optimizer, self._home)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for parameter, shard in self._shards.items():
+            parameter.grad = shard.grad = None
+
+
+def _step(live: LiveBytes, optimizers: Sequence[_Optimizer]) -> None:
     """Run the optimizers' steps and drop the gradients."""
     live.phase = "optimizer"
-    for home, optimizer in optimizers.items():
-        live.category = home or "optimizer_temporaries"
-        live.label_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
-        optimizer.step()
-        live.hold_states(optimizer, home)
+    for optimizer in optimizers:
+        optimizer.step(live)
     live.phase, live.category = "zero", ACTIVATIONS
-    for optimizer in optimizers.values():
+    for optimizer in optimizers:
         optimizer.zero_grad()

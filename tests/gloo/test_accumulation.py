@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from ranks import run_ranks
+from thoroughness import some
 from torch import Tensor, nn
 from toys import Blocks, batch_of, loss_of, plan_of, refusal, seeded
 
@@ -70,7 +71,7 @@ LOOPS: dict[str, tuple[Callable[..., None], int]] = {
 
 
 def train(rank: int) -> None:
-    """Compare every loop under several strategies with a single process over two steps."""
+    """Compare every loop with a single process over two steps, under several strategies; unless thorough, in turn."""
     from osdp import OSDP
 
     reference = seeded(build)
@@ -80,8 +81,8 @@ def train(rank: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     wanted = dict(reference.state_dict())
-    for name, (loop, accumulation) in LOOPS.items():
-        for strategy in ("replicate", "shard_grad", "group_shard:2", "owner", "odc:2"):
+    for number, (name, (loop, accumulation)) in enumerate(LOOPS.items()):
+        for strategy in some(("replicate", "shard_grad", "group_shard:2", "owner", "odc:2"), 2, number):
             if strategy == "replicate" and name == "forwards first":
                 continue  # refused, see below
             choices = {"head": "split(owner, replicate)"} if strategy != "replicate" else {}

@@ -22,6 +22,7 @@ from parity import (
     reference,
 )
 from ranks import run_ranks
+from thoroughness import some
 
 from planner.strategies.notation import format_choice
 from planner.strategies.registry import known_strategies
@@ -71,7 +72,8 @@ def run(rank: int, case: Case, folder: str, first: int, last: int) -> Trained | 
 
 
 @pytest.mark.parametrize(
-    ("family", "before", "after"), [("gpt2", 4, 2), ("gpt2", 2, 4), ("llama", 4, 2), ("bert", 4, 2), ("uneven", 4, 2)]
+    ("family", "before", "after"),
+    some([("uneven", 4, 2), ("gpt2", 4, 2), ("bert", 4, 2), ("gpt2", 2, 4), ("llama", 4, 2)], 3),
 )
 def test_a_run_continues_under_another_plan_on_other_ranks(
     family: str, before: int, after: int, tmp_path: Path

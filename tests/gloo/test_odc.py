@@ -21,18 +21,19 @@ from parity import (
     reference,
 )
 from ranks import run_ranks
+from thoroughness import some
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_of_a_model_in_one_group(family: str) -> None:
-    check(
-        [
-            Case(family, {}, "odc:4", nodes=1, ranks_per_node=4),
-            Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, accumulation=2, recomputed=tuple(blocks_of(family))),
-            Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, precision="bf16"),
-            Case(family, {}, "odc_ordered:4", nodes=1, ranks_per_node=4, accumulation=2),
-        ]
-    )
+    """Unless thorough, two of four ways, in turn."""
+    cases = [
+        Case(family, {}, "odc:4", nodes=1, ranks_per_node=4),
+        Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, accumulation=2, recomputed=tuple(blocks_of(family))),
+        Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, precision="bf16"),
+        Case(family, {}, "odc_ordered:4", nodes=1, ranks_per_node=4, accumulation=2),
+    ]
+    check(some(cases, 2, FAMILIES.index(family)))
 
 
 def test_groups_reduce_across_each_other() -> None:

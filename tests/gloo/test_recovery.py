@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from thoroughness import some
 from torch import Tensor, nn
 from toys import Blocks, Irregular, Toy, batch_of, loss_of, plan_of, refusal, seeded
 
@@ -95,7 +96,7 @@ def odd_loops(rank: int, loop: Callable[..., None]) -> dict[str, dict[str, Tenso
     from osdp import OSDP
 
     found = {}
-    for name, strategy in PLANS.items():
+    for name, strategy in some(list(PLANS.items()), 2, list(LOOPS).index(loop)):
         model = seeded(partial(Predicting, frozen=False))
         choices = {"blocks.0.up": "owner", "head": "replicate"} if name == "mixed" else {}
         model = OSDP(model, plan_of(model, strategy, choices, ranks=(2, 2)))
@@ -111,7 +112,7 @@ def odd_loops(rank: int, loop: Callable[..., None]) -> dict[str, dict[str, Tenso
 def test_the_next_step_is_as_if_nothing_had_happened(loop: Callable[..., None]) -> None:
     wanted = trained(LOOPS[loop])
     for result in run_ranks(odd_loops, 4, loop, ranks_per_node=2):
-        for name in PLANS:
+        for name in result:
             for key, value in wanted.items():
                 torch.testing.assert_close(result[name][key], value, rtol=1e-5, atol=1e-6, msg=f"{name} {key}")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from ranks import run_ranks
+from thoroughness import some
 from torch import Tensor, nn
 from toys import plan_of
 
@@ -76,8 +77,10 @@ def as_factory() -> type[nn.Module]:
     return Deep
 
 
-@pytest.mark.parametrize("strategy", ["shard", "group_shard:2", "owner"])
-@pytest.mark.parametrize("prepare", [as_factory, on_meta])
+@pytest.mark.parametrize(
+    ("strategy", "prepare"),
+    [(name, one) for name in ("shard", "group_shard:2", "owner") for one in some((as_factory, on_meta), 2, len(name))],
+)
 def test_no_rank_ever_holds_the_whole(strategy: str, prepare: Callable[[], object]) -> None:
     whole = LAYERS * LAYER_BYTES
     share = {"shard": whole / 4, "group_shard:2": whole / 2, "owner": whole / 4}[strategy]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from rehearsals import compare, plan_of
 from synthetic import cluster
-from thoroughness import THOROUGH
+from thoroughness import THOROUGH, some
 from torch import Tensor, nn
 
 from osdp.planning.request import Request, plan_model
@@ -186,8 +186,9 @@ MODELS: dict[str, ModelSource] = {
 CHAINS = sorted(MODELS.keys() - {"convolutions"})
 
 
-@pytest.mark.parametrize("strategy", ["shard", "shard_grad", "group_shard:2", "owner", "replicate"])
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    ("name", "strategy"), some([*product(CHAINS, ("shard", "shard_grad", "group_shard:2", "owner", "replicate"))], 2)
+)
 def test_a_strategy_holds_what_is_predicted(name: str, strategy: str) -> None:
     number = len(strategy) + CHAINS.index(name)
     combinations = [(number % 2, number // 2 % 2, 1 + number // 4 % 2)]
@@ -200,8 +201,10 @@ def test_a_strategy_holds_what_is_predicted(name: str, strategy: str) -> None:
         assert -0.01 <= compare(plan, MODELS[name], graph, machine).error <= 0.01
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["shard", "shard_grad", "group_shard:2", "owner", "replicate"])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    some([*product(("shard", "shard_grad", "group_shard:2", "owner", "replicate"), ("fp32", "bf16"))], 3),
+)
 def test_convolutions_with_batch_norm_and_a_buffer(strategy: str, precision: str) -> None:
     graph, machine = trace_model(MODELS["convolutions"], precision), cluster(1, 4)
     plan = plan_of(graph, machine, {operator.name: strategy for operator in graph.operators}, micro_batch=2)

@@ -124,16 +124,19 @@ def meet(
 
 
 @pytest.mark.parametrize(
-    ("peers", "block", "pause_us"), [(1, 1, 0), (2, 32, 0), (2, 2, 300), (3, 2, 300), (8, 8, 0), (8, 3, 300)]
+    ("peers", "block", "pause_us", "meetings"),
+    [(1, 1, 0, 1000), (2, 32, 0, 1000), (2, 2, 300, 1000), (3, 2, 300, 1000), (8, 8, 0, 250), (8, 3, 300, 250)],
 )
-def test_nobody_leaves_before_all_came(library: ctypes.CDLL, peers: int, block: int, pause_us: int) -> None:
-    """A thousand meetings over the same flags, never reset, and what was written before is read after."""
+def test_nobody_leaves_before_all_came(
+    library: ctypes.CDLL, peers: int, block: int, pause_us: int, meetings: int
+) -> None:
+    """Many meetings over the same flags, never reset, and what was written before is read after."""
     flags = windows(peers)
     out = np.full(2, UNSET, dtype=np.uint64)
-    library.meet_often(block, address(addresses(flags)), *sizes(peers, 1000, pause_us, peers), address(out))
+    library.meet_often(block, address(addresses(flags)), *sizes(peers, meetings, pause_us, peers), address(out))
     assert list(out) == [0, 0]
     for own in flags:
-        assert list(own) == [1000] * peers + [UNSET]
+        assert list(own) == [meetings] * peers + [UNSET]
 
 
 @pytest.mark.parametrize("seed", range(5))

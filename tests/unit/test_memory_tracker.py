@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from rehearsals import Case, Compared, graph_of, source
 from synthetic import cluster
+from thoroughness import some
 
 from profiler.errors import OsdpError
 from profiler.trace.metered_pass import find_loss
@@ -25,47 +26,47 @@ def check(found: Compared, lowest: float, highest: float) -> None:
         assert found.predicted.get(category, 0) == found.tracked.get(category, 0)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        # DistributedDataParallel, and the same as units of one copy.
-        Case("replicate"),
-        Case("replicate", recompute=1, family="llama", vocabulary=4096, accumulation=2),
-        Case("replicate", limit_bytes=1),
-        Case("replicate", precision="bf16", optimizer="sgd", recompute=2),
-        Case("shard"),
-        Case("shard", vocabulary=50257, precision="bf16", shape=(1, 4)),
-        Case("shard", recompute=1, micro_batch=4, accumulation=2),
-        Case("shard", family="llama", vocabulary=4096, precision="bf16"),
-        Case("shard", shape=(128, 8)),
-        # Where the end of backward is the peak: embeddings wait there with parameters and gradients.
-        Case("shard", vocabulary=50257, shape=(1, 3), micro_batch=1, recompute=1, length=64),
-        Case("shard_grad"),
-        Case("shard_grad", recompute=2, micro_batch=4, precision="bf16", optimizer="adamw"),
-        Case("group_shard:4", shape=(2, 4)),
-        Case("group_shard:2", vocabulary=50257, precision="bf16"),
-        Case("group_shard:16", shape=(8, 8), accumulation=2, recompute=1),
-        Case("hierarchical", shape=(2, 4)),
-        Case("hierarchical", shape=(4, 8), precision="bf16", recompute=1, accumulation=2),
-        Case("secondary_shard:2", family="llama"),
-        Case("secondary_shard:4", shape=(2, 4), precision="bf16", recompute=1),
-        Case("secondary_shard:8", shape=(8, 8), family="bert", vocabulary=4096),
-        Case("owner"),
-        Case("owner", precision="bf16", recompute=1, shape=(1, 4)),
-        Case("owner", family="llama", accumulation=2),
-        Case("shard+offload"),
-        Case("shard_grad+offload", precision="bf16"),
-        Case("group_shard:4+offload", shape=(2, 4), accumulation=2),
-        Case("hierarchical+offload", shape=(2, 4), precision="bf16"),
-        Case("secondary_shard:4+offload", shape=(2, 4), recompute=2),
-        Case("owner+offload", shape=(1, 4), recompute=2),
-        # What a head that runs last prefetches is not unsharded yet, and comes in two phases.
-        Case("hierarchical", family="bert", vocabulary=8192, shape=(2, 4), length=64),
-        # A decoder's block holds its part of the gradient of the encoder's output until its own backward ends.
-        Case("shard", family="uneven", vocabulary=64, shape=(2, 4), recompute=1, micro_batch=1, optimizer="sgd"),
-    ],
-    ids=str,
-)
+CASES = [
+    # DistributedDataParallel, and the same as units of one copy.
+    Case("replicate"),
+    Case("replicate", recompute=1, family="llama", vocabulary=4096, accumulation=2),
+    Case("replicate", limit_bytes=1),
+    Case("replicate", precision="bf16", optimizer="sgd", recompute=2),
+    Case("shard"),
+    Case("shard", vocabulary=50257, precision="bf16", shape=(1, 4)),
+    Case("shard", recompute=1, micro_batch=4, accumulation=2),
+    Case("shard", family="llama", vocabulary=4096, precision="bf16"),
+    Case("shard", shape=(128, 8)),
+    # Where the end of backward is the peak: embeddings wait there with parameters and gradients.
+    Case("shard", vocabulary=50257, shape=(1, 3), micro_batch=1, recompute=1, length=64),
+    Case("shard_grad"),
+    Case("shard_grad", recompute=2, micro_batch=4, precision="bf16", optimizer="adamw"),
+    Case("group_shard:4", shape=(2, 4)),
+    Case("group_shard:2", vocabulary=50257, precision="bf16"),
+    Case("group_shard:16", shape=(8, 8), accumulation=2, recompute=1),
+    Case("hierarchical", shape=(2, 4)),
+    Case("hierarchical", shape=(4, 8), precision="bf16", recompute=1, accumulation=2),
+    Case("secondary_shard:2", family="llama"),
+    Case("secondary_shard:4", shape=(2, 4), precision="bf16", recompute=1),
+    Case("secondary_shard:8", shape=(8, 8), family="bert", vocabulary=4096),
+    Case("owner"),
+    Case("owner", precision="bf16", recompute=1, shape=(1, 4)),
+    Case("owner", family="llama", accumulation=2),
+    Case("shard+offload"),
+    Case("shard_grad+offload", precision="bf16"),
+    Case("group_shard:4+offload", shape=(2, 4), accumulation=2),
+    Case("hierarchical+offload", shape=(2, 4), precision="bf16"),
+    Case("secondary_shard:4+offload", shape=(2, 4), recompute=2),
+    Case("owner+offload", shape=(1, 4), recompute=2),
+    # What a head that runs last prefetches is not unsharded yet, and comes in two phases.
+    Case("hierarchical", family="bert", vocabulary=8192, shape=(2, 4), length=64),
+    # A decoder's block holds its part of the gradient of the encoder's output until its own backward ends.
+    Case("shard", family="uneven", vocabulary=64, shape=(2, 4), recompute=1, micro_batch=1, optimizer="sgd"),
+]
+"""Unless thorough, every second, of every strategy one."""
+
+
+@pytest.mark.parametrize("case", some(CASES, 2), ids=str)
 def test_prediction_is_what_the_runtime_holds(case: Case) -> None:
     check(case.compare(), -0.002, 0.005)
 
