@@ -216,7 +216,11 @@ class ChainBound:
             best = np.broadcast_to(table[None, :, 0, :], (len(prices), table.shape[0], table.shape[2]))
         else:
             seen = value[:, :, faces.downward_of].transpose(0, 2, 1)
-            best = (seen[:, :, :, None] + table[None]).min(axis=2)
+            # One face above after the other: all at once would not stay in the processor's cache.
+            best, other = seen[:, :, :1] + table[None, :, 0], np.empty((*seen.shape[:2], table.shape[2]))
+            for face in range(1, table.shape[1]):
+                np.add(seen[:, :, face, None], table[None, :, face], out=other)
+                np.minimum(best, other, out=best)
         return best + cost[:, :, None]
 
     def sequence(self, memory: Sequence[Array], price: float) -> tuple[int, ...]:
