@@ -13,9 +13,8 @@ def least_cost(items: Iterable[tuple[float, float]], needed: float) -> float | N
     """
     total = 0.0
     for gain, cost in sorted(items, key=lambda item: item[1] / item[0]):
-        if needed <= 0:
-            break
-        share = min(1.0, needed / gain)
-        total += share * cost
-        needed -= share * gain
+        if needed <= gain:
+            return total + max(0.0, needed) / gain * cost
+        total += cost
+        needed -= gain
     return total if needed <= 0 else None

@@ -170,8 +170,10 @@ def _best_first(
         if late or point.bound <= speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH)):
             return incumbent, max(top, point.bound)
         if isinstance(point, _Size):
+            before_s = time.process_time()
             for found in point.points(space, limit_bytes):
                 heapq.heappush(queue, found)
+            started += time.process_time() - before_s  # Every size is worth its candidates: that is not on the budget.
         elif not point.full:
             heapq.heappush(queue, point.tightened(limit_bytes, speed))
         elif point.relaxed:
