@@ -38,5 +38,5 @@ def fewest_s(space: Space, load: Workload, limit_bytes: float) -> float | None:
         else:
             local = ((space.costs(stage_class, choice.counts, load), option) for choice, option in options)
             held += min(option.rest + option.highest_bytes(at) for at, option in local)
-    again_s = least_cost(items, held - limit_bytes)
+    again_s = least_cost(items, held - limit_bytes - 1.0)  # one byte for the rounding of the sums
     return None if again_s is None else seconds + again_s

@@ -97,8 +97,10 @@ class _MeanCosts(UnitCosts):
 
 def _around(option: StageCandidate, unsharded: int, gradients: int) -> StageCandidate:
     """Return an option with the memory of spanning operators that have no call in its stage."""
-    changed = unsharded or gradients
-    return replace(option, ambient_unsharded=unsharded, ambient_gradients=gradients) if changed else option
+    if not unsharded and not gradients:
+        return option
+    # `replace` takes three times as long, and a search with spanning operators makes ten thousands.
+    return StageCandidate(**{**vars(option), "ambient_unsharded": unsharded, "ambient_gradients": gradients})
 
 
 class Space:
