@@ -270,10 +270,13 @@ class ChainBound:
         for _ in range(rounds):
             exponents = np.linspace(low, high, steps)
             prices = scale * 2.0**exponents
-            duals = self.least(memory, prices) - prices * room
-            top = int(np.argmax(duals))
-            if duals[top] > best:
-                best, price = float(duals[top]), float(prices[top])
+            top = 0
+            # The dual is concave in the price: where the lowest gains nothing over none, no higher one does.
+            if price or self.least(memory, prices[:1])[0] - prices[0] * room > best:
+                duals = self.least(memory, prices) - prices * room
+                top = int(np.argmax(duals))
+                if duals[top] > best:
+                    best, price = float(duals[top]), float(prices[top])
             width = (high - low) / (steps - 1)
             low, high, steps = exponents[top] - width, exponents[top] + width, 7
         return best, price
