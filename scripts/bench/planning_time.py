@@ -1,8 +1,8 @@
 """How long planning takes: `python scripts/bench/planning_time.py [gpt2] [scaling] [limits] [huggingface]`.
 
-    gpt2      `osdp plan --model gpt2-1.5b --mem 8GB` as a user runs it, from process start
-    scaling   10, 100 and 1,000 layers, all alike and no two alike, traced and planned
-    limits    gpt2-1.5b on the default cluster and on 2 x 8 A100, beside the best uniform baseline
+    gpt2         `osdp plan --model gpt2-1.5b --mem 8GB` as a user runs it, from process start
+    scaling      10, 100 and 1,000 layers, all alike and no two alike, traced and planned
+    limits       gpt2-1.5b on the default cluster and on 2 x 8 A100, beside the best uniform baseline
     huggingface  four published configurations in bf16 on 4 x 8 H100, with the imports of torch and transformers
 
 Each case runs in a process of its own; CPU seconds and peak resident memory are that process's, as
