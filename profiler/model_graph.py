@@ -13,9 +13,10 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import networkx as nx
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +278,8 @@ class ModelGraph:
 
     def dag(self) -> nx.DiGraph[Any]:
         """Return the calls as a networkx DAG; nodes are call indices with the operator's name."""
+        import networkx as nx  # here, as it takes a tenth of a second and no plan needs it
+
         graph: nx.DiGraph[Any] = nx.DiGraph()
         for index, call in enumerate(self.calls):
             graph.add_node(index, operator=self.operators[call.operator].name, block=call.block)

@@ -5,12 +5,17 @@ Everything heavy is imported by the command that needs it, so that `osdp --help`
 
 from __future__ import annotations
 
+import gc
+
 from osdp.cli.exits import run_program
 
 
 def main() -> int:
     """Run the command in `sys.argv` and return its exit status; see `osdp.cli.exits`."""
-    return run_program(_run)
+    try:
+        return run_program(_run)
+    finally:
+        gc.freeze()  # The process ends: a last collection would walk through all of torch.
 
 
 def _run() -> None:

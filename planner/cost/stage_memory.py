@@ -1,5 +1,8 @@
 """The memory of one stage at every moment of a step, given its units.
 
+Only activations depend on the micro-batch.  So one walk through a stage notes what else is held at every moment, and
+which activations; at each micro-batch, that is added up, and of alike moments the highest is kept (`highest_moments`).
+
 Moments of a stage, in the notation of `planner.cost.unit_memory`, i a unit, i-1 the unit before it in
 execution order and i+1 the one after; `saved` are the activations that calls before keep:
 
@@ -32,10 +35,11 @@ Source: FSDP2 of torch 2.13.0 on fake tensors, see docs/cost-model.md for how fa
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from planner.cost.stage_costs import StageCosts, UnitCosts
+from planner.cost.stage_costs import NO_ACTIVATIONS, Live, StageFrame, UnitCosts
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.strategies.spec import Strategy
@@ -54,6 +58,8 @@ class Neighbours(NamedTuple):
 
 
 ALONE = Neighbours()
+Sees = tuple[bool, Neighbours]
+"""(in forward, neighbours): moments with equal values differ only in their own bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +82,42 @@ class Moment:
         return self.unsharded + self.gradients + self.buffers + self.activations
 
     @property
-    def sees(self) -> tuple[bool, Neighbours]:
-        """(in forward, neighbours): moments with equal values differ only in their own bytes."""
+    def sees(self) -> Sees:
+        """What of other stages it depends on."""
         return self.phase == "forward", self.neighbours
+
+
+class Note(NamedTuple):
+    """A moment before the micro-batch is known."""
+
+    fixed_bytes: float
+    """Sum of the categories but activations."""
+    live: Live
+    """The activations: a key of `StageCosts.activations`."""
+    phase: str
+    operator: int
+    unsharded: float
+    gradients: float
+    buffers: float
+
+
+Notes = Mapping[Sees, Iterable[Note]]
+"""The notes of a stage, in order, by what they see."""
+
+
+def highest_moments(notes: Notes, activations: Mapping[Live, float]) -> tuple[Moment, ...]:
+    """Return the highest moment, the first of equals, of those that see the same neighbours."""
+    found = []
+    for (_, neighbours), alike in notes.items():
+        highest, at = -1.0, None
+        for note in alike:  # A large search looks at millions, so objects are made of the highest only.
+            total = note[0] + activations[note[1]]
+            if total > highest:
+                highest, at = total, note
+        if at is not None:
+            held = at.unsharded, at.gradients, at.buffers, activations[at.live]
+            found.append(Moment(at.phase, at.operator, *held, neighbours))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -126,11 +165,11 @@ class StagedUnit:
 
 
 def make_unit(
-    costs: StageCosts, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts, own: bool, elsewhere: bool
+    frame: StageFrame, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts, own: bool, elsewhere: bool
 ) -> StagedUnit:
     unit, traffic = units(operators, strategy, elsewhere)
-    calls = [j for j, call in enumerate(costs.stage.calls) if call.operator in operators]
-    spec, repeats, graph = strategy.spec, costs.load.accumulation, costs.model.graph
+    calls = [j for j, call in enumerate(frame.stage.calls) if call.operator in operators]
+    spec, repeats, graph = strategy.spec, frame.load.accumulation, frame.model.graph
     # Token ids have no gradient, and neither has what goes into the first call of all (or its slices);
     # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.
     parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
@@ -142,13 +181,13 @@ def make_unit(
         traffic=traffic,
         first=min(calls),
         last=max(calls),
-        opens=own or operators[0] in costs.stage.opens,
-        closes=own or operators[0] in costs.stage.closes,
+        opens=own or operators[0] in frame.stage.opens,
+        closes=own or operators[0] in frame.stage.closes,
         reduced_after_backward="Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
         own=own,
         kept=unit.unsharded if strategy.keeps_unsharded else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,
-        stalls=spec.stalls or is_plain(parameters, strategy, costs.load.precision),
+        stalls=spec.stalls or is_plain(parameters, strategy, frame.load.precision),
         reduction_s=traffic.reduce_s + traffic.add_s * (repeats - 1) / repeats,
         reduction_stalls=spec.stalls or (repeats > 1 and traffic.add_s > 0),
     )
@@ -160,14 +199,14 @@ class StageMemoryWalk:
     Spanning units with a call here are included; what others hold is `StageCandidate.ambient_*`.
     """
 
-    def __init__(self, costs: StageCosts, own: list[StagedUnit], spanning: list[StagedUnit], recompute: bool) -> None:
-        self.costs, self.own, self.units, self.recompute = costs, own, own + spanning, recompute
+    def __init__(self, frame: StageFrame, own: list[StagedUnit], spanning: list[StagedUnit], recompute: bool) -> None:
+        self.frame, self.own, self.units, self.recompute = frame, own, own + spanning, recompute
         # A block of one unit is wrapped whole: no computation of it runs while it is sharded.
-        self.is_whole = costs.stage.block is not None and len(own) == 1
-        self.accumulates = costs.load.accumulation > 1
+        self.is_whole = frame.stage.block is not None and len(own) == 1
+        self.accumulates = frame.load.accumulation > 1
         self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning)
         self.waiting = [unit for unit in spanning if not unit.closes]
-        self.highest: dict[tuple[bool, Neighbours], tuple[Any, ...]] = {}
+        self.noted: dict[Sees, dict[Live, Note]] = {}
 
     def unsharded_at(self, j: int, backward: bool) -> float:
         """Return U of open units, and of kept ones that are past (forward) or to come (backward)."""
@@ -182,13 +221,12 @@ class StageMemoryWalk:
 
     def forward(self) -> None:
         """Note the moments of the forward."""
-        costs = self.costs
         gathered, seen = 0, Neighbours(below=True)
-        for j, call in enumerate(costs.stage.calls):
+        for j, call in enumerate(self.frame.stage.calls):
             unsharded = self.unsharded_at(j, backward=False)
             for unit in self.units:
                 if unit.opens and unit.first == j:
-                    buffers, live = gathered + unit.bytes.gathered, costs.saved[j] + costs.incoming[j]
+                    buffers, live = gathered + unit.bytes.gathered, ("gather", j)
                     self.note("forward", call.operator, unsharded, 0, buffers, live, seen)
                     buffers += unit.bytes.gather_temporary
                     self.note("forward", call.operator, unsharded - unit.bytes.unsharded, 0, buffers, live, seen)
@@ -198,26 +236,20 @@ class StageMemoryWalk:
 
     def forward_call(self, j: int, unsharded: float, gathered: int, seen: Neighbours) -> None:
         """Note a call, and what follows its module when the units that end with it are sharded again."""
-        costs, operator = self.costs, self.costs.stage.calls[j].operator
+        operator = self.frame.stage.calls[j].operator
         ending = [] if self.is_whole else [unit for unit in self.units if unit.closes and unit.last == j]
-        held = costs.saved[j]
-        if self.recompute:  # Nothing is saved but the input; what is still to be read lives.
-            held = min(held, costs.block_saved + costs.handed[j])
-        peak = costs.module_forward_peak[j] if ending else costs.forward_peak[j]
-        self.note("forward", operator, unsharded, 0, gathered, held + peak, seen)
+        self.note("forward", operator, unsharded, 0, gathered, ("module" if ending else "call", j), seen)
         if ending:
             left = unsharded - sum(unit.bytes.unsharded - unit.kept for unit in ending)
-            self.note("forward", operator, left, 0, gathered, held + costs.tail_forward_peak[j], seen)
+            self.note("forward", operator, left, 0, gathered, ("tail", j), seen)
 
     def recomputation(self) -> None:
         """Note the moments of running the block's forward again."""
-        costs, calls, last = self.costs, self.costs.stage.calls, len(self.costs.stage.calls) - 1
-        held, around = self.held(set()), costs.block_extra + costs.output[last]
-        live = [around + saved + peak for saved, peak in zip(costs.saved, costs.forward_peak, strict=False)]
+        calls, last, held = self.frame.stage.calls, len(self.frame.stage.calls) - 1, self.held(set())
         if self.is_whole or not self.own:
             unsharded, seen = self.unsharded_at(last, backward=True), Neighbours(above=True, below=True)
             for j, call in enumerate(calls):
-                self.note("recompute", call.operator, unsharded, held, 0, live[j], seen)
+                self.note("recompute", call.operator, unsharded, held, 0, ("call again", j), seen)
             return
         *others, top = sorted(self.own, key=lambda unit: unit.last)
         target = next((unit for unit in reversed(others) if not unit.stalls), None)
@@ -231,22 +263,21 @@ class StageMemoryWalk:
             buffers = prefetched
             if unit is not top:
                 buffers += unit.prefetched
-                entering = around + costs.saved[unit.first] + costs.incoming[unit.first]
-                operator, with_temporary = unit.operators[0], buffers + unit.prefetch_temporary
+                operator, entering = unit.operators[0], ("gather again", unit.first)
+                with_temporary = buffers + unit.prefetch_temporary
                 self.note("recompute", operator, unsharded, held, with_temporary, entering, seen)
                 unsharded += unit.bytes.unsharded - unit.kept
                 self.note("recompute", operator, unsharded + unit.bytes.secondary, held, buffers, entering, seen)
             for j in range(unit.first, unit.last + 1):
-                self.note("recompute", calls[j].operator, unsharded, held, buffers, live[j], seen)
+                self.note("recompute", calls[j].operator, unsharded, held, buffers, ("call again", j), seen)
 
     def note_before_recomputation(
         self, others: list[StagedUnit], top: StagedUnit, target: StagedUnit | None, held: float
     ) -> None:
         """Note the gather of a block's last unit, after which the block runs again, and what is prefetched then."""
-        costs, j = self.costs, top.last
-        live = costs.block_saved + max(0.0, costs.module_backward_start[j] - (costs.saved[j + 1] - costs.saved[j]))
+        live = ("before again", top.last)
         unsharded = self.spanning_unsharded + sum(unit.kept for unit in others) + top.bytes.unsharded
-        operator, gathered = costs.stage.calls[j].operator, top.prefetched
+        operator, gathered = self.frame.stage.calls[top.last].operator, top.prefetched
         self.note("recompute", operator, unsharded + top.bytes.secondary, held, gathered, live, Neighbours(above=True))
         buffers = target.prefetched + target.prefetch_temporary if target else 0
         seen = Neighbours(above=True, below=target is None, gathers_below=target is None)
@@ -254,16 +285,15 @@ class StageMemoryWalk:
 
     def backward(self) -> None:
         """Note the moments of the backward."""
-        costs, calls = self.costs, self.costs.stage.calls
-        extra = costs.block_extra if self.recompute else 0.0
-        prefetched, below, _ = (0, False, 0) if costs.is_top else self.next_prefetch(len(calls))
+        calls = self.frame.stage.calls
+        prefetched, below, _ = (0, False, 0) if self.frame.is_top else self.next_prefetch(len(calls))
         reduce_input, above, reduced, waiting_unsharded = 0, True, 0, 0
         done: set[int] = set()
         reduced_after: list[StagedUnit] = []
         for j in reversed(range(len(calls))):
             call = calls[j]
             unsharded = self.unsharded_at(j, backward=True) + waiting_unsharded
-            gradients, peak = reduced + self.held(done), costs.backward_peak[j]
+            gradients, at = reduced + self.held(done), "backward of call"
             for unit in self.units:
                 if unit.closes and unit.last == j and self.recompute and unit.own and not self.is_whole:
                     # It has been gathered to run again, and so has what would be prefetched now.
@@ -272,18 +302,15 @@ class StageMemoryWalk:
                 elif unit.closes and unit.last == j:
                     if not self.is_whole:
                         # What follows its last module: the unit is not unsharded again yet.
-                        tail = costs.saved[j] + costs.tail_backward_peak[j]
                         sharded, buffers = unsharded - (unit.bytes.unsharded - unit.kept), prefetched + reduce_input
-                        seen = Neighbours(above, below)
+                        seen, tail = Neighbours(above, below), ("backward of tail", j)
                         self.note("backward", call.operator, sharded, gradients, buffers, tail, seen)
-                        peak = costs.module_backward_peak[j]
+                        at = "backward of module"
                     if not unit.stalls:
-                        live = self.at_unshard(j, extra)
-                        self.note_gather(unit, j, unsharded, gradients, reduce_input, live, above)
+                        self.note_gather(unit, j, unsharded, gradients, reduce_input, above)
                         prefetched, below, _ = self.next_prefetch(j)
-            withheld = costs.withheld[j] if self.is_whole else 0.0
-            live, seen = extra + costs.saved[j] + peak + withheld, Neighbours(above, below)
-            self.note("backward", call.operator, unsharded, gradients, prefetched + reduce_input, live, seen)
+            seen, buffers = Neighbours(above, below), prefetched + reduce_input
+            self.note("backward", call.operator, unsharded, gradients, buffers, (at, j), seen)
             done.add(call.operator)
             for unit in self.units:
                 if unit.opens and unit.first == j and unit.reduced_after_backward:
@@ -294,29 +321,29 @@ class StageMemoryWalk:
                     self.waiting = [other for other in self.waiting if other is not unit]
                     waiting, gradients = reduced + self.held(done), unit.bytes.full_gradients
                     unsharded -= unit.freed
-                    live = extra + costs.saved[j] + costs.outgoing[j] + withheld
                     around = prefetched + (reduce_input if unit.stalls else 0)
                     seen = Neighbours(above and unit.stalls, below)
-                    self.note_reduction(unit, call.operator, unsharded, waiting, around, live, seen)
+                    self.note_reduction(unit, call.operator, unsharded, waiting, around, ("reduction", j), seen)
                     if unit.replaces_reduction:
                         reduce_input, above = unit.bytes.reduce_input, False
                     reduced += 0 if self.accumulates else unit.bytes.gradients
 
-        if costs.is_bottom:
+        if self.frame.is_bottom:
             self.note_reductions_after(reduced_after, done, reduced, waiting_unsharded)
 
     def note_gather(
-        self, unit: StagedUnit, j: int, unsharded: float, gradients: float, reduce_input: int, live: float, above: bool
+        self, unit: StagedUnit, j: int, unsharded: float, gradients: float, reduce_input: int, above: bool
     ) -> None:
         """Note that a unit is gathered for its backward, and then what is prefetched."""
-        operator, held = self.costs.stage.calls[j].operator, unsharded + unit.bytes.secondary
+        operator, held = self.frame.stage.calls[j].operator, unsharded + unit.bytes.secondary
+        live = ("unshard", j)
         self.note("backward", operator, held, gradients, unit.prefetched + reduce_input, live, Neighbours(above))
         prefetched, below, temporary = self.next_prefetch(j)
         buffers, seen = prefetched + temporary + reduce_input, Neighbours(above, below, below)
         self.note("backward", operator, unsharded, gradients, buffers, live, seen)
 
     def note_reduction(
-        self, unit: StagedUnit, operator: int, unsharded: float, held: float, around: int, live: float, seen: Neighbours
+        self, unit: StagedUnit, operator: int, unsharded: float, held: float, around: int, live: Live, seen: Neighbours
     ) -> None:
         """Note what is held when a unit's gradients have been copied, and when they are reduced.
 
@@ -329,22 +356,13 @@ class StageMemoryWalk:
         gradients = held + own.gradients + (0 if unit.stalls else own.last_gradient)
         self.note("reduce", operator, unsharded, gradients, buffers + own.reduce_temporary, live, seen)
 
-    def at_unshard(self, j: int, extra: float) -> float:
-        """Return the activations that are alive when the unit whose last call is j is gathered for its backward."""
-        costs = self.costs
-        if not self.is_whole:
-            return extra + costs.saved[j] + costs.module_backward_start[j]
-        if self.recompute:  # It is gathered first, and then runs again.
-            return costs.block_saved + costs.backward_start[j] - (costs.saved[j + 1] - costs.saved[j])
-        return costs.saved[j] + costs.backward_start[j]
-
     def note_reductions_after(self, units: list[StagedUnit], done: set[int], reduced: float, unsharded: float) -> None:
         """Note the reductions that wait for the end of backward."""
         for unit in reversed(units):  # in the order of modules
             done -= set(unit.operators)
             self.waiting = [other for other in self.waiting if other is not unit]
             waiting = reduced + self.held(done)
-            self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, 0.0, ALONE)
+            self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, NO_ACTIVATIONS, ALONE)
             unsharded -= unit.bytes.unsharded
             reduced += 0 if self.accumulates else unit.bytes.gradients
 
@@ -360,7 +378,7 @@ class StageMemoryWalk:
 
     def held(self, done: set[int]) -> float:
         """Return G of operators whose backward is done, here or in a later stage, but not reduced."""
-        full = self.costs.full_gradients
+        full = self.frame.full_gradients
         if not self.waiting:
             return sum(full[o] for o in done)
         waiting = {unit.operators[0] for unit in self.waiting}
@@ -373,15 +391,16 @@ class StageMemoryWalk:
         unsharded: float,
         gradients: float,
         buffers: float,
-        activations: float,
+        live: Live,
         neighbours: Neighbours,
     ) -> None:
-        """Keep a moment if it is the highest yet of those that see the same neighbours."""
-        # Most moments are not: a large search makes millions, so objects are made of the rest only.
-        total, sees = unsharded + gradients + buffers + activations, (phase == "forward", neighbours)
-        if total > self.highest.get(sees, (-1.0,))[0]:
-            self.highest[sees] = (total, phase, operator, unsharded, gradients, buffers, activations, neighbours)
+        """Note a moment, unless one noted before it with the same activations and neighbours is as high."""
+        alike = self.noted.setdefault((phase == "forward", neighbours), {})
+        fixed = unsharded + gradients + buffers
+        if live not in alike or fixed > alike[live].fixed_bytes:
+            alike.pop(live, None)  # They stay in order: of equally high moments the first counts.
+            alike[live] = Note(fixed, live, phase, operator, unsharded, gradients, buffers)
 
-    def moments(self) -> tuple[Moment, ...]:
-        """Return the moments that were kept."""
-        return tuple(Moment(*found[1:]) for found in self.highest.values())
+    def notes(self) -> Notes:
+        """Return what has been noted."""
+        return {sees: tuple(alike.values()) for sees, alike in self.noted.items()}

@@ -1,5 +1,7 @@
 """Memory at every moment, and time, of one stage under one choice of strategies.
 
+Most of it is the same at every micro-batch: `StageOption`, of which each micro-batch makes a `StageCandidate`.
+
 Everything that a plan costs is a sum over stages of these numbers (`planner.cost.peak_memory` and
 `planner.cost.step_time` do the sums), so the ILP, the bound and the final evaluation share one source.
 """
@@ -7,11 +9,13 @@ Everything that a plan costs is a sum over stages of these numbers (`planner.cos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
-from planner.cost.stage_costs import StageCosts, UnitCosts
-from planner.cost.stage_memory import Moment, StagedUnit, StageMemoryWalk, make_unit
+from planner.cost.stage_costs import StageCosts, StageFrame, UnitCosts
+from planner.cost.stage_memory import Moment, Notes, StagedUnit, StageMemoryWalk, highest_moments, make_unit
 from planner.model.fsdp_units import join
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
@@ -126,13 +130,35 @@ class StageCandidate:
         return moment.total_bytes + ambient
 
 
-def _segments(costs: StageCosts, units: list[StagedUnit], recompute: bool) -> tuple[Segment, ...]:
-    """Return the runs of calls of one unit, with the compute and communication of each."""
+@dataclass(frozen=True)
+class Run:
+    """Consecutive calls of one unit before the micro-batch is known."""
+
+    calls: tuple[int, ...]
+    """Their numbers in the stage."""
+    recomputes: bool
+    """Whether the recomputation of the block is part of its backward."""
+    communication: tuple[float, ...]
+    """The fields of `Segment` that do not depend on the micro-batch."""
+
+    def at(self, costs: StageCosts) -> Segment:
+        """Return the segment at one micro-batch."""
+        again_s = sum(costs.forward_s) if self.recomputes else 0.0
+        forward_s = sum(costs.forward_s[j] for j in self.calls)
+        backward_s = sum(costs.backward_s[j] for j in self.calls) + again_s
+        return Segment(forward_s, backward_s, again_s, *self.communication)
+
+
+_COMMUNICATION = attrgetter(*(field.name for field in fields(Segment)[3:]))
+
+
+def _runs(frame: StageFrame, units: list[StagedUnit], recompute: bool) -> tuple[Run, ...]:
+    """Return the runs of calls of one unit, with the communication of each."""
     unit_of = {operator: unit for unit in units for operator in unit.operators}
-    by_call = [unit_of[call.operator] for call in costs.stage.calls]
+    by_call = [unit_of[call.operator] for call in frame.stage.calls]
     positions = groupby(range(len(by_call)), key=lambda j: id(by_call[j]))
-    runs = [(by_call[run[0]], run) for run in (list(members) for _, members in positions)]
-    segments = []
+    runs = [(by_call[run[0]], run) for run in (tuple(members) for _, members in positions)]
+    found = []
     for position, (unit, members) in enumerate(runs):
         starts = unit.opens and members[0] == unit.first
         ends = unit.closes and members[-1] == unit.last
@@ -140,46 +166,84 @@ def _segments(costs: StageCosts, units: list[StagedUnit], recompute: bool) -> tu
         again_before_s = unit.traffic.backward_gather_s if ends else 0.0
         after_s = unit.reduction_s if starts else 0.0
         stalled_s = again_before_s if unit.stalls else 0.0
-        again_s = sum(costs.forward_s) if recompute and position == len(runs) - 1 else 0.0
-        segments.append(
-            Segment(
-                forward_s=sum(costs.forward_s[j] for j in members),
-                backward_s=sum(costs.backward_s[j] for j in members) + again_s,
-                recompute_s=again_s,
-                forward_gather_s=0.0 if unit.stalls else before_s,
-                backward_gather_s=0.0 if unit.stalls else again_before_s,
-                reduce_s=0.0 if unit.reduction_stalls else after_s,
-                step_reduce_s=unit.traffic.step_reduce_s if starts else 0.0,
-                forward_stall_s=before_s if unit.stalls else 0.0,
-                backward_stall_s=stalled_s + (after_s if unit.reduction_stalls else 0.0),
-            )
+        segment = Segment(
+            forward_s=0.0,
+            backward_s=0.0,
+            recompute_s=0.0,
+            forward_gather_s=0.0 if unit.stalls else before_s,
+            backward_gather_s=0.0 if unit.stalls else again_before_s,
+            reduce_s=0.0 if unit.reduction_stalls else after_s,
+            step_reduce_s=unit.traffic.step_reduce_s if starts else 0.0,
+            forward_stall_s=before_s if unit.stalls else 0.0,
+            backward_stall_s=stalled_s + (after_s if unit.reduction_stalls else 0.0),
         )
-    return tuple(segments)
+        communication = _COMMUNICATION(segment.apart(frame.load.cluster.interference))
+        found.append(Run(members, recompute and position == len(runs) - 1, communication))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class StageOption:
+    """A stage with strategies chosen, before the micro-batch is known."""
+
+    recompute: bool
+    notes: Notes
+    runs: tuple[Run, ...]
+    constants: Mapping[str, Any]
+    """The fields of `StageCandidate` that do not depend on the micro-batch."""
+    is_whole: bool
+    """Whether it is a block of one unit."""
+
+    @property
+    def rest(self) -> int:
+        """Bytes that it holds throughout."""
+        rest: int = self.constants["parameters"] + self.constants["optimizer"] + self.constants["window"]
+        return rest
+
+    def highest_bytes(self, costs: StageCosts) -> float:
+        """Return the bytes of its highest moment."""
+        activations = costs.activations(self.recompute, self.is_whole)
+        return max(note.fixed_bytes + activations[note.live] for alike in self.notes.values() for note in alike)
+
+    def renumbered(self, numbers: Mapping[int, int]) -> StageOption:
+        """Return the option with other numbers for the operators at which its moments are."""
+        notes = {sees: [n._replace(operator=numbers[n.operator]) for n in alike] for sees, alike in self.notes.items()}
+        return replace(self, notes=notes)
+
+    def at(self, costs: StageCosts) -> StageCandidate:
+        """Return the stage at one micro-batch."""
+        return StageCandidate(
+            recompute=self.recompute,
+            saved=costs.block_saved if self.recompute else costs.saved[-1],
+            moments=highest_moments(self.notes, costs.activations(self.recompute, self.is_whole)),
+            segments=tuple(run.at(costs) for run in self.runs),
+            **self.constants,
+        )
 
 
 def make_option(
-    costs: StageCosts,
+    frame: StageFrame,
     units: UnitCosts,
     strategies: tuple[Strategy, ...],
     recompute: bool,
     spanning: Mapping[int, Strategy],
     elsewhere: frozenset[int] = frozenset(),
-) -> StageCandidate:
+) -> StageOption:
     """Return a stage under one strategy per operator.
 
     `spanning` gives the strategies of operators that run in several stages, of which those with a
     call here are included; their memory at rest is in the first stage that calls them.  Operators in
     `elsewhere` are owned by another rank, if their strategy is `owner`.
     """
-    stage = costs.stage
-    found = join(costs.model.graph, stage.operators, ((strategy,) for strategy in strategies), costs.model.slices)
-    own = [make_unit(costs, u.operators, u.strategy, units, True, u.operators[0] in elsewhere) for u in found]
-    here = [make_unit(costs, (o,), spanning[o], units, False, o in elsewhere) for o in stage.spanning]
-    walk = StageMemoryWalk(costs, own, here, recompute)
+    stage, graph, load = frame.stage, frame.model.graph, frame.load
+    found = join(graph, stage.operators, ((strategy,) for strategy in strategies), frame.model.slices)
+    own = [make_unit(frame, u.operators, u.strategy, units, True, u.operators[0] in elsewhere) for u in found]
+    here = [make_unit(frame, (o,), spanning[o], units, False, o in elsewhere) for o in stage.spanning]
+    walk = StageMemoryWalk(frame, own, here, recompute)
     walk.forward()
-    if recompute and costs.model.graph.trains:
+    if recompute and graph.trains:
         walk.recomputation()
-    if costs.model.graph.trains:
+    if graph.trains:
         walk.backward()
     opened = [unit for unit in walk.units if unit.opens]
     gathering = [unit for unit in walk.units if not unit.stalls]
@@ -190,36 +254,33 @@ def make_option(
     gradients, stepped = (sum(getattr(unit.bytes, held) for unit in opened) for held in ("gradients", "stepped"))
     # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
     held = [unit.bytes.stepped for unit in opened if walk.accumulates and unit.bytes.gradients > unit.bytes.stepped]
-    opened_operators = (costs.model.graph.operators[index] for unit in opened for index in unit.operators)
+    opened_operators = (graph.operators[index] for unit in opened for index in unit.operators)
     tensors = sum(parameter.trainable for operator in opened_operators for parameter in operator.parameters)
     # What FSDP2 keeps on the device of offloaded gradients until they are reduced across groups.
-    world_size = costs.load.cluster.world_size if walk.accumulates else 0
+    world_size = load.cluster.world_size if walk.accumulates else 0
     partial = sum(unit.bytes.offloaded for unit in opened if unit.strategy.group < world_size)
-    return StageCandidate(
-        strategies=strategies,
-        recompute=recompute,
-        parameters=sum(unit.bytes.parameters for unit in opened),
-        optimizer=sum(unit.bytes.optimizer for unit in opened),
-        gradients=gradients - sum(held),
-        stepped=stepped,
-        reduced_after_backward=sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
+    constants = {
+        "strategies": strategies,
+        "parameters": sum(unit.bytes.parameters for unit in opened),
+        "optimizer": sum(unit.bytes.optimizer for unit in opened),
+        "gradients": gradients - sum(held),
+        "stepped": stepped,
+        "reduced_after_backward": sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
         - (0 if walk.accumulates else sum(unit.bytes.gradients for unit in waiting))
         + sum(held),
-        kept=sum(unit.kept for unit in own),
-        saved=costs.block_saved if recompute else costs.saved[-1],
-        moments=walk.moments(),
-        gather_output=entered.bytes.gathered if entered else 0,
-        gathers=entered is not None,
-        prefetched=closed.prefetched if closed else 0,
-        prefetches=closed is not None,
-        prefetch_temporary=closed.prefetch_temporary if closed else 0,
-        reduce_input=reducing.bytes.reduce_input if reducing else 0,
-        reduces=reducing is not None,
-        segments=tuple(s.apart(costs.load.cluster.interference) for s in _segments(costs, walk.units, recompute)),
-        optimizer_s=costs.load.optimizer_s(stepped, sum(unit.bytes.offloaded for unit in opened), tensors),
-        syncs_each_microbatch=any(unit.traffic.syncs_each_microbatch for unit in walk.units),
-        window=sum(unit.bytes.window for unit in opened) + partial,
-    )
+        "kept": sum(unit.kept for unit in own),
+        "gather_output": entered.bytes.gathered if entered else 0,
+        "gathers": entered is not None,
+        "prefetched": closed.prefetched if closed else 0,
+        "prefetches": closed is not None,
+        "prefetch_temporary": closed.prefetch_temporary if closed else 0,
+        "reduce_input": reducing.bytes.reduce_input if reducing else 0,
+        "reduces": reducing is not None,
+        "optimizer_s": load.optimizer_s(stepped, sum(unit.bytes.offloaded for unit in opened), tensors),
+        "syncs_each_microbatch": any(unit.traffic.syncs_each_microbatch for unit in walk.units),
+        "window": sum(unit.bytes.window for unit in opened) + partial,
+    }
+    return StageOption(recompute, walk.notes(), _runs(frame, walk.units, recompute), constants, walk.is_whole)
 
 
 def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], units: UnitCosts) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.pricing import Options, PricedPlan, replica
+from planner.search.knapsack import least_cost
 from planner.search.search_space import Space
 from planner.strategies.replicate import COPY
 
@@ -84,14 +85,7 @@ class _Sizing:
 
     def least_s(self) -> float | None:
         """Return R, or None if recomputing everything is not enough."""
-        excess, seconds = self.excess_bytes(), 0.0
-        for j in self.order:
-            if excess <= 0:
-                break
-            share = min(1.0, excess / self.saving[j])
-            seconds += share * self.cost_s[j]
-            excess -= share * self.saving[j]
-        return seconds if excess <= 0 else None
+        return least_cost([(self.saving[j], self.cost_s[j]) for j in self.order], self.excess_bytes())
 
     def bound_s(self, least_s: float) -> float:
         """Return a lower bound on the step time of every plan that fits."""

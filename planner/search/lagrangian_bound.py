@@ -216,7 +216,11 @@ class ChainBound:
             best = np.broadcast_to(table[None, :, 0, :], (len(prices), table.shape[0], table.shape[2]))
         else:
             seen = value[:, :, faces.downward_of].transpose(0, 2, 1)
-            best = (seen[:, :, :, None] + table[None]).min(axis=2)
+            # One face above after the other: all at once would not stay in the processor's cache.
+            best, other = seen[:, :, :1] + table[None, :, 0], np.empty((*seen.shape[:2], table.shape[2]))
+            for face in range(1, table.shape[1]):
+                np.add(seen[:, :, face, None], table[None, :, face], out=other)
+                np.minimum(best, other, out=best)
         return best + cost[:, :, None]
 
     def sequence(self, memory: Sequence[Array], price: float) -> tuple[int, ...]:
@@ -266,10 +270,13 @@ class ChainBound:
         for _ in range(rounds):
             exponents = np.linspace(low, high, steps)
             prices = scale * 2.0**exponents
-            duals = self.least(memory, prices) - prices * room
-            top = int(np.argmax(duals))
-            if duals[top] > best:
-                best, price = float(duals[top]), float(prices[top])
+            top = 0
+            # The dual is concave in the price: where the lowest gains nothing over none, no higher one does.
+            if price or self.least(memory, prices[:1])[0] - prices[0] * room > best:
+                duals = self.least(memory, prices) - prices * room
+                top = int(np.argmax(duals))
+                if duals[top] > best:
+                    best, price = float(duals[top]), float(prices[top])
             width = (high - low) / (steps - 1)
             low, high, steps = exponents[top] - width, exponents[top] + width, 7
         return best, price

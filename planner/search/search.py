@@ -2,11 +2,12 @@
 
 The outer sweep runs over points (micro-batch, accumulation, strategy of the spanning operators; with
 uneven micro-batches also whether ranks wait for each other in every micro-batch or only once per step).
-Each point gets an upper bound on its samples per second from `planner.search.lagrangian_bound`, first a quick one.
-Points are taken in order of falling bound; a point with a quick bound gets the full one and is put back; for a point
-with a full bound the integer program and Lagrangian pricing find plans, local search improves them and the cost
-functions evaluate them again.  When the highest bound is not above the best plan found, no remaining point can be
-better, and the search ends.  Plans that replicate everything are run by
+Each size of a micro-batch first gets an upper bound on its samples per second without any candidates
+(`planner.search.ceiling`), which is as far as most of them get; each of its points then one from
+`planner.search.lagrangian_bound`, first a quick one.  What has the highest bound comes next: a point with a quick bound
+gets the full one and is put back; for a point with a full bound the integer program and Lagrangian pricing find plans,
+local search improves them and the cost functions evaluate them again.  When the highest bound is not above the best
+plan found, nothing that remains can be better, and the search ends.  Plans that replicate everything are run by
 DistributedDataParallel where they fit so, and have their own search and bound (`planner.search.ddp_search`).  So
 
     gap = 1 - best / max(best, highest remaining bound)
@@ -25,6 +26,7 @@ from planner.cost.workload import Workload
 from planner.pricing import Options, PricedPlan
 from planner.problem import NO_PINS, Progress, Task, micro_batches
 from planner.search.baselines import Baseline, baselines
+from planner.search.ceiling import fewest_s
 from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits, refusal_of
 from planner.search.lagrangian_bound import ChainBound, events_near
@@ -69,6 +71,27 @@ class Found:
 
 
 @dataclass(frozen=True)
+class _Size:
+    """One micro-batch and accumulation of the sweep, before it has candidates; ordered by falling bound."""
+
+    load: Workload
+    bound: float
+    """Upper bound on samples per second: `planner.search.ceiling`."""
+
+    def __lt__(self, other: _Size | _Point) -> bool:
+        return self.bound > other.bound
+
+    def points(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
+        """Yield its points that memory does not rule out."""
+        # With uneven micro-batches, plans that synchronise ranks once per step wait less: they get points of their own.
+        waits = self.load.waits
+        for syncs in (True, False) if waits.per_micro_batch != waits.per_step else (True,):
+            candidates = space.relaxed_candidates(self.load, syncs)
+            if point := _quick_point(candidates, limit_bytes, bool(space.model.spanning)):
+                yield replace(point, bound=min(self.bound, point.bound))
+
+
+@dataclass(frozen=True)
 class _Point:
     """One point of the sweep; ordered by falling bound."""
 
@@ -82,7 +105,7 @@ class _Point:
     relaxed: bool
     """Whether the spanning operators' strategy is still open."""
 
-    def __lt__(self, other: _Point) -> bool:
+    def __lt__(self, other: _Size | _Point) -> bool:
         return self.bound > other.bound
 
     def tightened(self, limit_bytes: int, floor: float, stage: int | None = None) -> _Point:
@@ -122,7 +145,7 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
     tied = best.strategy if best and space.model.spanning else None
     incumbent = PricedPlan(best.load, space, tied, best.options) if best else None
     replicated, ddp_top = fastest_replicated(space, loads, task.limit_bytes, best.samples_per_s if best else 0.0)
-    queue = _points(space, loads, task.limit_bytes, progress)
+    queue = _sizes(space, loads, task.limit_bytes)
     count = len(queue)
     plan, top = _best_first(queue, space, task.limit_bytes, replicated or incumbent, progress)
     if plan is None:
@@ -136,7 +159,7 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
 
 
 def _best_first(
-    queue: list[_Point], space: Space, limit_bytes: int, incumbent: PricedPlan | None, progress: Progress
+    queue: list[_Size | _Point], space: Space, limit_bytes: int, incumbent: PricedPlan | None, progress: Progress
 ) -> tuple[PricedPlan | None, float]:
     """Return the best plan, and what no plan of the points exceeds in samples per second."""
     count, solved, top, started = len(queue), 0, 0.0, time.process_time()
@@ -144,9 +167,14 @@ def _best_first(
         point = heapq.heappop(queue)
         speed = incumbent.samples_per_s if incumbent else 0.0
         late = incumbent is not None and time.process_time() - started > BUDGET_S
-        if late or point.bound <= speed * (1 + CLOSE_ENOUGH):
+        if late or point.bound <= speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH)):
             return incumbent, max(top, point.bound)
-        if not point.full:
+        if isinstance(point, _Size):
+            before_s = time.process_time()
+            for found in point.points(space, limit_bytes):
+                heapq.heappush(queue, found)
+            started += time.process_time() - before_s  # Every size is worth its candidates: that is not on the budget.
+        elif not point.full:
             heapq.heappush(queue, point.tightened(limit_bytes, speed))
         elif point.relaxed:
             for child in point.split(space, limit_bytes):
@@ -187,17 +215,14 @@ def _quick_point(candidates: CandidateSet, limit_bytes: int, relaxed: bool, near
     return _Point(chain, bound, full=False, price=price, relaxed=relaxed)
 
 
-def _points(space: Space, loads: Sequence[Workload], limit_bytes: int, progress: Progress) -> list[_Point]:
-    """Return the points of the sweep that memory does not rule out, as a heap."""
-    points: list[_Point] = []
-    for index, load in enumerate(loads):
-        progress("bounding", index / len(loads))
-        # With uneven micro-batches, plans that synchronise ranks once per step wait less: they get points of their own.
-        branches = (True, False) if load.waits.per_micro_batch != load.waits.per_step else (True,)
-        relaxed = [space.relaxed_candidates(load, syncs) for syncs in branches]
-        found = [_quick_point(candidates, limit_bytes, bool(space.model.spanning)) for candidates in relaxed]
-        points += [point for point in found if point]
-        if found[0] is None and load.accumulation == 1:
+def _sizes(space: Space, loads: Sequence[Workload], limit_bytes: int) -> list[_Size | _Point]:
+    """Return the micro-batches of the sweep that memory does not rule out at once, as a heap."""
+    sizes: list[_Size | _Point] = []
+    for load in loads:
+        step_s = fewest_s(space, load, limit_bytes)
+        if step_s is not None:
+            sizes.append(_Size(load, load.samples_per_step / step_s))
+        elif load.accumulation == 1:
             break  # More samples at once never need less memory.
-    heapq.heapify(points)
-    return points
+    heapq.heapify(sizes)
+    return sizes

@@ -19,8 +19,8 @@ from itertools import product
 import numpy as np
 
 from planner.cost.peak_memory import MemoryPeak
-from planner.cost.stage_costs import Costs, StageCosts, UnitCosts
-from planner.cost.stage_option import StageCandidate, ambient, make_option
+from planner.cost.stage_costs import Costs, StageCosts, StageFrame, UnitCosts
+from planner.cost.stage_option import StageCandidate, StageOption, ambient, make_option
 from planner.cost.unit_memory import UnitBytes
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
@@ -97,8 +97,10 @@ class _MeanCosts(UnitCosts):
 
 def _around(option: StageCandidate, unsharded: int, gradients: int) -> StageCandidate:
     """Return an option with the memory of spanning operators that have no call in its stage."""
-    changed = unsharded or gradients
-    return replace(option, ambient_unsharded=unsharded, ambient_gradients=gradients) if changed else option
+    if not unsharded and not gradients:
+        return option
+    # `replace` takes three times as long, and a search with spanning operators makes ten thousands.
+    return StageCandidate(**{**vars(option), "ambient_unsharded": unsharded, "ambient_gradients": gradients})
 
 
 class Space:
@@ -123,9 +125,13 @@ class Space:
         self._loads: dict[tuple[object, ...], Workload] = {}
         self._offers: dict[tuple[object, ...], tuple[StageDecision, ...]] = {}
         self.with_slices = cache(self._with_slices)
-        self.stage_costs = cache(lambda c, load: StageCosts(self.model, self.examples[c], load))
-        self._variant_costs = cache(lambda c, n, load: StageCosts(self._variant(c, n)[0], self.examples[c], load))
+        self._first_loads: dict[tuple[object, ...], Workload] = {}
+        self._first_load = cache(self._find_first_load)
+        self._frame = cache(self._make_frame)
+        self.costs = cache(lambda c, counts, load: StageCosts(self._frame(c, counts, self._first_load(load)), load))
         self._variant = cache(self._make_variant)
+        self._at_any_batch = cache(self._make_at_any_batch)
+        self._all = cache(self._make_all)
         self._alone = cache(self._make_alone)
         self.option = cache(self._option)
         self._worthwhile = cache(self._make_worthwhile)
@@ -183,23 +189,43 @@ class Space:
         self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
     ) -> StageCandidate:
         """Return the option without spanning operators that are called in other stages only."""
+        option = self._at_any_batch(stage_class, choice, spanning, self._first_load(load), elsewhere)
+        return option.at(self.costs(stage_class, choice.counts, load))
+
+    def _make_at_any_batch(
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
+    ) -> StageOption:
         around, mean = self.spanning_choices(spanning), elsewhere is None
+        frame = self._frame(stage_class, choice.counts, load)
         if choice.counts:
             model, wholes = self._variant(stage_class, choice.counts)
             numbers = {whole: o for o, whole in reversed(wholes.items())}
             spans = {numbers[o]: strategy for o, strategy in around.items()}
             units = self._unit_costs(load, mean, (stage_class, choice.counts), model)
-            costs = self._variant_costs(stage_class, choice.counts, load)
-            option = make_option(costs, units, choice.strategies, choice.recompute, spans)
-            moments = tuple(replace(moment, operator=wholes[moment.operator]) for moment in option.moments)
-            option = replace(option, moments=moments)
+            option = make_option(frame, units, choice.strategies, choice.recompute, spans)
+            option = option.renumbered(wholes)
         else:
-            costs, units = self.stage_costs(stage_class, load), self._unit_costs(load, mean)
-            option = make_option(costs, units, choice.strategies, choice.recompute, around, elsewhere or frozenset())
+            units = self._unit_costs(load, mean)
+            option = make_option(frame, units, choice.strategies, choice.recompute, around, elsewhere or frozenset())
         if self.model.idle and self.examples[stage_class] == 0:
             idle = dict(zip(self.model.idle, self.idle_strategies(load.cluster), strict=True))
-            return replace(option, parameters=option.parameters + self.resting_bytes(idle, load, mean=mean))
+            more = self.resting_bytes(idle, load, mean=mean)
+            constants = {**option.constants, "parameters": option.constants["parameters"] + more}
+            return replace(option, constants=constants)
         return option
+
+    def stage_costs(self, stage_class: int, load: Workload) -> StageCosts:
+        """Return the costs of the calls of a class of stages."""
+        return self.costs(stage_class, (), load)
+
+    def _find_first_load(self, load: Workload) -> Workload:
+        """Return the first workload that differed from this one in the micro-batch and its waiting alone."""
+        settings = id(load.cluster), load.precision, load.optimizer_name, load.accumulation, load.waits.are_uneven
+        return self._first_loads.setdefault(settings, load)
+
+    def _make_frame(self, stage_class: int, counts: tuple[int, ...], load: Workload) -> StageFrame:
+        model = self._variant(stage_class, counts)[0] if counts else self.model
+        return StageFrame(model, self.examples[stage_class], load)
 
     def resting_bytes(
         self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = frozenset(), mean: bool = False
@@ -277,14 +303,28 @@ class Space:
         They leave out the memory of spanning operators called only elsewhere: it is the same for all of them, so it
         does not affect dominance.
         """
-        others = {*self.spanning_choices(spanning).values(), *self.idle_strategies(load.cluster)}
-        found = []
+        found = [
+            (choice, option.at(self.costs(stage_class, choice.counts, load)))
+            for choice, option in self._all(stage_class, spanning, self._first_load(load))
+            if syncs or not option.constants["syncs_each_microbatch"]
+        ]
+        return [found[k] for k in undominated(option_numbers([option for _, option in found], load, syncs))]
+
+    def _make_all(
+        self, stage_class: int, spanning: Spanning, load: Workload
+    ) -> list[tuple[StageDecision, StageOption]]:
+        """Return the choices of a class of stages and their options, on the mean rank if ranks differ."""
+        others, found = {*self.spanning_choices(spanning).values(), *self.idle_strategies(load.cluster)}, []
         for choice in self.choices(stage_class, load):
             differ = any(strategy.spec.has_owner for strategy in (*choice.strategies, *others))
-            option = self._alone(stage_class, choice, spanning, load, None if differ else NOWHERE)
-            if syncs or not option.syncs_each_microbatch:
-                found.append((choice, option))
-        return [found[k] for k in undominated(option_numbers([option for _, option in found], load, syncs))]
+            option = self._at_any_batch(stage_class, choice, spanning, load, None if differ else NOWHERE)
+            found.append((choice, option))
+        return found
+
+    def offered(self, stage_class: int, load: Workload) -> list[tuple[StageDecision, StageOption]]:
+        """Return the choices of a class of stages and their options, whatever the spanning operators take."""
+        takes = self.spanning_offered(load) if self.model.stages[self.examples[stage_class]].spanning else (None,)
+        return [pair for take in takes for pair in self._all(stage_class, take, self._first_load(load))]
 
     def _candidates(self, load: Workload, spanning: Spanning, syncs: bool = True) -> CandidateSet:
         """Return the options of every stage under given strategies of the spanning operators.

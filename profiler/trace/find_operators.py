@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from networkx.utils import UnionFind
 from torch import nn
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -41,15 +40,20 @@ def find_groups(root: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None
         path: [parameter.untyped_storage()._cdata for parameter in _shardable(module, rested)]
         for path, module in root.named_modules()
     }
-    tied = UnionFind(owned)
-    first: dict[int, str] = {}
+    above, first = {path: path for path in owned}, dict[int, str]()  # a forest: tied paths are in one tree
+
+    def top(path: str) -> str:
+        while above[path] != path:
+            path = above[path]
+        return path
+
     for path, storages in owned.items():
         for storage in storages:
-            tied.union(first.setdefault(storage, path), path)
+            above[top(path)] = top(first.setdefault(storage, path))
     groups: dict[str, list[str]] = {}
     for path, storages in owned.items():
         if storages:
-            groups.setdefault(tied[path], []).append(path)
+            groups.setdefault(top(path), []).append(path)
     return tuple(
         Group(tuple(paths), tuple(dict.fromkeys(names[storage] for path in paths for storage in owned[path])))
         for paths in groups.values()

@@ -8,16 +8,16 @@ No tensor has data, nothing is computed, no device is needed.
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from profiler.errors import OsdpError
+from profiler.garbage_collection import without_garbage_collection
 from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
 from profiler.model_graph import Affine, ModelGraph, Quadratic
 from profiler.model_source import ModelSource
@@ -86,7 +86,8 @@ class _Settings:
 
 
 def _trace(source: ModelSource, settings: _Settings, expert_imbalance: float, sizes: Sequence[int]) -> ModelGraph:
-    with _no_garbage_collection(), without_logs():
+    # Freeing cycles at arbitrary times would make live memory irreproducible.
+    with without_garbage_collection(), without_logs():
         try:
             return _traced(source, settings, MetaDevice(expert_imbalance), sizes)
         except ModelError as error:
@@ -203,15 +204,3 @@ def _run_sizes(
 def _names(groups: Sequence[Group], one: Pass) -> set[str]:
     """Return the names of the operators that a pass ran."""
     return {groups[call.operator].modules[0] for call in one.calls}
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector: freeing cycles at arbitrary times would make live memory irreproducible."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -1,8 +1,9 @@
-"""How long planning takes: `python scripts/bench/planning_time.py [gpt2] [scaling] [limits]`.
+"""How long planning takes: `python scripts/bench/planning_time.py [gpt2] [scaling] [limits] [huggingface]`.
 
-    gpt2      `osdp plan --model gpt2-1.5b --mem 8GB` as a user runs it, from process start
-    scaling   10, 100 and 1,000 layers, all alike and no two alike, traced and planned
-    limits    gpt2-1.5b on the default cluster and on 2 x 8 A100, beside the best uniform baseline
+    gpt2         `osdp plan --model gpt2-1.5b --mem 8GB` as a user runs it, from process start
+    scaling      10, 100 and 1,000 layers, all alike and no two alike, traced and planned
+    limits       gpt2-1.5b on the default cluster and on 2 x 8 A100, beside the best uniform baseline
+    huggingface  four published configurations in bf16 on 4 x 8 H100, with the imports of torch and transformers
 
 Each case runs in a process of its own; CPU seconds and peak resident memory are that process's, as
 the kernel counts them (`getrusage`), so imports are included.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,62 @@ from typing import Any
 from _shared import GIB, plan_command, run, with_range
 
 REPEATS = 3
+_EIGHT_BILLION = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "Llama-3-8B": _EIGHT_BILLION
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+    "Qwen3-8B": _EIGHT_BILLION
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "intermediate_size": 12288,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    },
+    "Gemma-2-2B": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "torch_dtype": "float32",
+    },
+    "Mixtral-8x7B": _EIGHT_BILLION
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "sliding_window": None,
+    },
+}
+"""Sizes from the published config.json of each model."""
 
 
 def bench_gpt2() -> None:
@@ -129,11 +187,25 @@ def bench_limits() -> None:
             print(f"{cluster:13s}  {limit:2d} GB  {speed:9.2f}  {used:11.1%}  {report['gap']:.2%}  {rival}", flush=True)
 
 
+def bench_huggingface() -> None:
+    """Time published configurations; nothing is downloaded."""
+    print("configuration  CPU s  trace s  search s  samples/s  gap")
+    for name, config in CONFIGURATIONS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(config))
+            done = run(plan_command("--model", f"hf:{path}", "--cluster", "h100-4x8", "--precision", "bf16"))
+        report = json.loads(done.output)
+        seconds, speed = report["seconds"], report["predicted"]["samples_per_s"]
+        times = f"{done.cpu_s:5.1f}  {seconds['trace']:7.2f}  {seconds['search']:8.2f}"
+        print(f"{name:13s}  {times}  {speed:9.2f}  {report['gap']:.2%}", flush=True)
+
+
 def main() -> None:
     """Run the cases named on the command line, or all."""
     if sys.argv[1:2] == ["--child"]:
         return child(int(sys.argv[2]), sys.argv[3])
-    cases = {"gpt2": bench_gpt2, "scaling": bench_scaling, "limits": bench_limits}
+    cases = {"gpt2": bench_gpt2, "scaling": bench_scaling, "limits": bench_limits, "huggingface": bench_huggingface}
     unknown = set(sys.argv[1:]) - set(cases)
     if unknown:
         raise SystemExit(f"unknown case: got {', '.join(unknown)}, expected {', '.join(cases)}")

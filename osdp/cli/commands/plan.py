@@ -13,6 +13,7 @@ from typer import Context
 from osdp.cli import options
 from osdp.cli.exits import guarded
 from osdp.cli.terminal import STARTED_S, make_console, note, print_json, progress_bar
+from profiler.garbage_collection import without_garbage_collection
 
 if TYPE_CHECKING:
     from osdp.planning.request import Request
@@ -23,6 +24,7 @@ _NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
 
 
 @guarded
+@without_garbage_collection()  # walking again and again through what it imports would take a third of its time
 def plan(
     context: Context,
     model: options.Model,

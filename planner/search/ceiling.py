@@ -1,0 +1,42 @@
+"""A bound on the plans of one workload that needs no candidates: computation, and the activations of whole stages.
+
+With f_j and b_j the seconds of stage j's forward and backward in a step, d_j the activations that recomputing it saves,
+and x_j whether it is recomputed, every step takes at least the time of computation and optimizer,
+
+    step >= sum_j (f_j + b_j + optimizer_j) + min { sum_j f_j x_j : sum_j d_j x_j >= excess, 0 <= x_j <= 1 }
+
+where `excess` is what is held above the limit in the last stage if nothing is recomputed, with every number the least
+that any choice of the stage needs.  Communication is left out, so this says little of small micro-batches.  But it
+rules out most of the large ones, for a hundredth of the time that their candidates take.
+"""
+
+from __future__ import annotations
+
+from planner.cost.workload import Workload
+from planner.search.knapsack import least_cost
+from planner.search.search_space import Space
+
+
+def fewest_s(space: Space, load: Workload, limit_bytes: float) -> float | None:
+    """Return seconds that no plan's step is below, or None if no plan fits."""
+    seconds, items, held = 0.0, list[tuple[float, float]](), load.fixed_bytes
+    offered = [space.offered(stage_class, load) for stage_class in range(len(space.examples))]
+    for index, stage_class in enumerate(space.stage_classes):
+        options, costs = offered[stage_class], space.costs(stage_class, (), load)
+        forward_s = load.accumulation * sum(costs.forward_s)
+        seconds += forward_s + load.accumulation * sum(costs.backward_s)
+        seconds += min(option.constants["optimizer_s"] for _, option in options)
+        again = {option.recompute for _, option in options}
+        if again == {True}:
+            seconds += forward_s
+        if index + 1 < len(space.stage_classes):
+            held += min(option.rest for _, option in options)
+            saved = [costs.block_saved if recompute else costs.saved[-1] for recompute in sorted(again)]
+            held += saved[0]
+            if len(saved) > 1 and saved[0] > saved[1]:
+                items.append((saved[0] - saved[1], forward_s))
+        else:
+            local = ((space.costs(stage_class, choice.counts, load), option) for choice, option in options)
+            held += min(option.rest + option.highest_bytes(at) for at, option in local)
+    again_s = least_cost(items, held - limit_bytes - 1.0)  # one byte for the rounding of the sums
+    return None if again_s is None else seconds + again_s

@@ -1,0 +1,99 @@
+"""The bound without candidates holds for every plan, and candidates are the same whichever micro-batch came first."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import cluster, transformer
+from thoroughness import draws
+
+from planner.cost.peak_memory import peak_memory
+from planner.cost.step_time import step_time
+from planner.cost.workload import Workload
+from planner.search.ceiling import fewest_s
+from planner.search.knapsack import least_cost
+from planner.search.search_space import CandidateSet, Space
+from profiler.cluster.cluster import Cluster
+from profiler.model_graph import ModelGraph
+
+PLANS = 200
+items = st.tuples(st.integers(1, 9), st.integers(0, 9))
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> ModelGraph:
+    layers, hidden = draw(st.integers(1, 4)), draw(st.sampled_from([256, 512, 1024]))
+    return transformer(layers, hidden, tied=draw(st.booleans()), distinct=draw(st.booleans()))
+
+
+machines = st.builds(
+    cluster,
+    nodes=st.sampled_from([1, 2]),
+    gpus=st.sampled_from([2, 4]),
+    intra=st.sampled_from([1e9, 300e9]),
+    overlaps=st.booleans(),
+)
+
+
+def by_vertices(taken: list[tuple[int, int]], needed: float) -> float | None:
+    """Return the least cost by trying all: of a linear program with one row, one item at most is taken in part."""
+    found = []
+    for count in range(len(taken) + 1):
+        for whole in combinations(range(len(taken)), count):
+            gain, cost = (sum(taken[i][k] for i in whole) for k in (0, 1))
+            if gain >= needed:
+                found.append(float(cost))
+            for part in set(range(len(taken))) - set(whole):
+                if gain + taken[part][0] >= needed > gain:
+                    found.append(cost + (needed - gain) / taken[part][0] * taken[part][1])
+    return min(found, default=None)
+
+
+@settings(max_examples=draws(100), deadline=None)
+@given(st.lists(items, max_size=4), st.integers(-3, 40))
+def test_the_knapsack_is_the_best_of_all_corners(taken: list[tuple[int, int]], needed: int) -> None:
+    found, expected = least_cost(taken, needed), by_vertices(taken, needed)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize("needed", [0.1 * n for n in range(1, 31)])
+def test_a_need_that_all_items_together_meet_is_never_refused(needed: float) -> None:
+    assert least_cost([(0.1, 1.0)] * 30, needed) == pytest.approx(10 * needed)
+
+
+@settings(max_examples=draws(6), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(graphs(), machines, st.integers(1, 40), st.sampled_from([1, 3]), st.integers(0, 99))
+def test_no_plan_that_fits_is_faster_than_the_ceiling(
+    graph: ModelGraph, machine: Cluster, micro_batch: int, accumulation: int, seed: int
+) -> None:
+    space, random = Space(graph), np.random.default_rng(seed)
+    load = space.known_load(Workload(machine, "adam", "fp32", micro_batch, accumulation))
+    candidates = space.relaxed_candidates(load)
+    counts = [len(candidates.options[stage_class]) for stage_class in candidates.stage_classes]
+    drawn = [candidates.picked([int(random.integers(count)) for count in counts]) for _ in range(PLANS)]
+    free_s = fewest_s(space, load, float("inf"))
+    for options in drawn:
+        # The plan's own peak is the tightest limit that it fits.
+        fits_s = fewest_s(space, load, peak_memory(options, load).total_bytes)
+        assert free_s is not None
+        assert fits_s is not None
+        assert free_s * (1 - 1e-12) <= fits_s <= step_time(options, load).total_s * (1 + 1e-12)
+
+
+@settings(max_examples=draws(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(graphs(), machines, st.sampled_from([1, 3]))
+def test_candidates_do_not_depend_on_which_micro_batch_was_first(
+    graph: ModelGraph, machine: Cluster, accumulation: int
+) -> None:
+    def candidates(space: Space, micro_batch: int) -> CandidateSet:
+        load = space.known_load(Workload(machine, "adam", "fp32", micro_batch, accumulation))
+        return space.relaxed_candidates(load)
+
+    shared = Space(graph)
+    for micro_batch in (1, 17, 4):
+        first, alone = candidates(shared, micro_batch), candidates(Space(graph), micro_batch)
+        assert (first.options, first.choices) == (alone.options, alone.choices)
