@@ -18,20 +18,21 @@ from osdp.zoo import load_model
 from profiler.model_source import ModelSource
 
 WIDTH, LENGTH, TOKENS = 16, 6, 29
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 # --- of transformers and peft -----------------------------------------------------------------
 
 
 def hugging_face(architecture: str, **changes: Any) -> ModelSource:
-    """Return a tiny model of transformers, without dropout."""
+    """Return a tiny model of transformers, without dropout and masked sound."""
     model_type, sizes = CASES[architecture]
     folder = Path(tempfile.mkdtemp())
     spec = write(folder, architecture, model_type, {**sizes, **changes})
     source = load_model(spec, sequence_length=length_of(architecture))
     for part in nested(source.example_inputs.config):  # type: ignore[attr-defined]
         for name, value in vars(part).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(part, name, 0.0)
+            if ("drop" in name and isinstance(value, float)) or name == "apply_spec_augment":
+                setattr(part, name, type(value)(0))
     return source
 
 
@@ -163,13 +164,12 @@ class ManyDtypes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.low, self.single = nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Linear(WIDTH, WIDTH)
-        self.double = nn.Linear(WIDTH, WIDTH).double()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in DTYPES)
         self.temperature = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, WIDTH) -> a loss."""
-        for layer in (self.low, self.single, self.double):
+        for layer in self.layers:
             x = torch.tanh(layer(x.to(layer.weight.dtype)))
         return (x * self.temperature.to(x.dtype)).square().mean()
 
