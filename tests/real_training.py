@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -207,14 +207,12 @@ def train(on: Subject, kind: str, wanted: dict[str, Tensor]) -> Row:
     if dist.get_rank():
         return Row(on.name, kind)
     assert got.keys() == wanted.keys()
-    start = built(on.source).state_dict()
-    far, moved = ({name: distance(one, those[name]) for name, one in got.items()} for those in (wanted, start))
-    return Row(on.name, kind, max(far.values()), max(moved.values()))
+    return Row(on.name, kind, distance(got, wanted), distance(got, dict(on.module.named_parameters())))
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference."""
-    return (one.double() - other.double()).abs().max().item() if one.numel() else 0.0
+def distance(those: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
+    """Return the largest difference of any tensor of the others."""
+    return max((those[name].double() - one.double()).abs().max().item() for name, one in others.items() if one.numel())
 
 
 def train_all(rank: int, jobs: Sequence[tuple[str, str]], results: Path) -> None:

@@ -1,0 +1,38 @@
+"""Models of transformers, peft and torch train on ranks as in one process; `scripts/bench/real_models.py` has all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from real_models import MODELS
+from real_training import GRIDS, KINDS, Row, train_on_ranks
+from thoroughness import THOROUGH
+
+SAMPLE = [
+    ("DebertaForMaskedLM", "mixture"),
+    ("T5ForConditionalGeneration", "recompute"),
+    ("Wav2Vec2ForCTC", "recompute"),
+    ("SwinForImageClassification", "recompute"),
+    ("Qwen3MoeForCausalLM", "plan"),
+    ("LoRA on Llama", "recompute"),
+    ("nn.LSTM, nn.GRU", "bf16"),
+    ("bf16, fp32, fp64, 0-d", "mixture"),
+]
+ROUNDING = {"fp32": 3e-5, "bf16": 5e-2}
+
+
+@pytest.mark.parametrize("ranks", GRIDS if THOROUGH else [2])
+def test_real_models_train_as_in_one_process(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    jobs = [(name, kind) for name in MODELS for kind in KINDS] if THOROUGH else SAMPLE
+    rows = train_on_ranks(ranks, jobs, tmp_path)
+    assert [(row.model, row.kind) for row in rows] == jobs
+    assert [row for row in rows if not trained(row)] == []
+
+
+def trained(row: Row) -> bool:
+    """Return whether a model has learnt, and what it does in one process."""
+    bound = ROUNDING["bf16" if row.kind == "bf16" else "fp32"]
+    return not row.refused and not row.failed and row.moved > 1e-2 and row.difference <= bound
