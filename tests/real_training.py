@@ -101,7 +101,7 @@ def lowered(module: nn.Module) -> nn.Module:
             cast_inputs(one, next(one.parameters()).dtype)
             one.register_forward_hook(lambda _, given, output: cast(output, torch.bfloat16))
         elif not isinstance(one, nn.modules.batchnorm._NormBase):
-            for parameter in own:
+            for parameter in (parameter for parameter in own if parameter.dim()):
                 parameter.data = cast(parameter.data, torch.bfloat16)
             if own or not path:
                 cast_inputs(one, torch.bfloat16)

@@ -67,6 +67,13 @@ def _shardable(module: nn.Module, dtypes: Mapping[int, torch.dtype]) -> list[nn.
     return [parameter for parameter in own if not parameter.requires_grad or dtypes[id(parameter)] == most]
 
 
+def held_whole(root: nn.Module, groups: Iterable[Group]) -> list[str]:
+    """Return the names of the parameters that belong to no operator, which every rank holds whole."""
+    named = dict(root.named_parameters())
+    held = {named[name].untyped_storage()._cdata for group in groups for name in group.parameters}
+    return [name for name, parameter in named.items() if parameter.untyped_storage()._cdata not in held]
+
+
 def merge_read_outside(
     groups: Sequence[Group], readers: Mapping[int, Iterable[str]], ran: Container[str]
 ) -> tuple[Group, ...]:

@@ -34,7 +34,7 @@ from profiler.trace.dataless_device import (
     without_logs,
 )
 from profiler.trace.device_kernels import device_kernels
-from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_read_outside
+from profiler.trace.find_operators import Group, find_blocks, find_groups, held_whole, merge_read_outside
 from profiler.trace.metered_pass import Pass, run_pass, trains
 from profiler.trace.op_meter import Memo
 from profiler.trace.trace_errors import ModelError, explained, explained_inputs
@@ -112,8 +112,9 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
                 module = source.build()
             _check_module(source.name, module)
             rested = resting_dtypes(module, precision, master_weights)
+            found = find_groups(module, {name: one.rest for name, one in rested.items()})
+            rested |= {name: rested[name].kept() for name in held_whole(module, found)}
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
-        found = find_groups(module, {name: one.rest for name, one in rested.items()})
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
         with mode, inputs_cast(module, precision):
             groups, passes, samples, left_out = _run_sizes(module, source, found, device, sizes)
