@@ -7,9 +7,11 @@ gradients are averaged over the copies in fp32 and step the parameters that they
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -180,14 +182,16 @@ class Row:
     """Largest, of any parameter or buffer, from one process."""
     moved: float = 0.0
     """How far the training moved the parameter that moved most."""
+    rounding: float = 0.0
+    """How far one process that computes in bf16 is from one in fp32; 0 in fp32."""
     refused: str = ""
     """What OSDP says in place of sharding the model."""
     failed: str = ""
     """What went wrong otherwise."""
 
 
-def train(on: Subject, kind: str, wanted: dict[str, Tensor]) -> Row:
-    """Train a model under a kind of plan and compare it, on rank 0, with what is wanted.  A collective call."""
+def train(on: Subject, kind: str, wanted: Callable[[str], dict[str, Tensor]]) -> Row:
+    """Train a model under a kind of plan, and compare it on rank 0 with what is wanted in a precision.  Collective."""
     from osdp import OSDP
 
     try:
@@ -206,27 +210,28 @@ def train(on: Subject, kind: str, wanted: dict[str, Tensor]) -> Row:
     got = model.full_state_dict()
     if dist.get_rank():
         return Row(on.name, kind)
-    assert got.keys() == wanted.keys()
-    return Row(on.name, kind, distance(got, wanted), distance(got, dict(on.module.named_parameters())))
+    alone, exact = wanted(model.plan.model.precision), wanted("fp32")
+    assert got.keys() == alone.keys()
+    moved = distance(got, dict(on.module.named_parameters()))
+    return Row(on.name, kind, distance(got, alone), moved, distance(alone, exact))
 
 
 def distance(those: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
     """Return the largest difference of any tensor of the others."""
-    return max((those[name].double() - one.double()).abs().max().item() for name, one in others.items() if one.numel())
+    far = [(those[name].double() - one.double()).abs().max() for name, one in others.items() if one.numel()]
+    return torch.stack(far).max().item()  # nan if any is
 
 
 def train_all(rank: int, jobs: Sequence[tuple[str, str]], results: Path) -> None:
     """Train models under kinds of plans one after the other; rank 0 writes a line for each."""
     ranks = dist.get_world_size()
-    references: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for name, kind in jobs:
-        source, precision = model(name), "bf16" if kind == "bf16" else "fp32"
-        if rank == 0 and (name, precision) not in references:
-            references = {(name, precision): train_alone(source, ranks, precision)}
-        row = train(Subject(name, source, built(source), ranks), kind, references.get((name, precision), {}))
-        if rank == 0:
-            with results.open("a") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
+    for name, of_model in itertools.groupby(jobs, key=lambda job: job[0]):
+        on = Subject(name, model(name), built(model(name)), ranks)
+        wanted = cache(partial(train_alone, on.source, ranks))
+        for row in (train(on, kind, wanted) for _, kind in of_model):
+            if rank == 0:
+                with results.open("a") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
 
 
 def train_on_ranks(ranks: int, jobs: Sequence[tuple[str, str]], folder: Path) -> list[Row]:

@@ -63,6 +63,8 @@ class PythonValues(TorchFunctionMode):
             except UnknownValueError:  # is there padding among these tokens?
                 self._data.note("values that a model looks for in data (value in tensor) are assumed not to be there")
                 return False
+        if func is Tensor.__format__ and not args[0].dim() and self._data.values.read(args[0]) is not None:
+            return format(self._read(args[0], Tensor.item), *args[1:])  # self.experts[f"expert_{index}"]
         if func is Tensor.cuda:
             return args[0]
         if func in _SPLITS and len(args) > 1 and isinstance(args[1], Tensor):

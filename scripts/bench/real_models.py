@@ -22,6 +22,7 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import _shared as bench
 
@@ -56,7 +57,7 @@ def main() -> None:
         options.output.write_text(f"{text}\n")
 
 
-def table(options: argparse.Namespace, names: list[str], rows: dict) -> list[str]:
+def table(options: argparse.Namespace, names: list[str], rows: dict[Any, Any]) -> list[str]:
     """Return the lines of the table, and what was refused or failed below it."""
     columns = [(kind, ranks) for ranks in options.ranks for kind in options.kinds]
     lines = [
@@ -69,7 +70,15 @@ def table(options: argparse.Namespace, names: list[str], rows: dict) -> list[str
         for column in columns:
             row = rows[name, *column]
             words = row.refused or row.failed.strip().splitlines()[-1] if row.refused or row.failed else ""
-            cells.append("refused" if row.refused else "**failed**" if row.failed else f"{row.difference:.0e}")
+            cells.append(
+                "refused"
+                if row.refused
+                else "**failed**"
+                if row.failed
+                else f"{row.difference:.0e}"
+                if row.difference
+                else "0"
+            )
             if words and words not in below:
                 below += [f"{name}, {column[0]}, {column[1]} ranks:", words]
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -19,7 +19,8 @@ SAMPLE = [
     ("nn.LSTM, nn.GRU", "bf16"),
     ("bf16, fp32, fp64, 0-d", "mixture"),
 ]
-ROUNDING = {"fp32": 3e-5, "bf16": 5e-2}
+ROUNDING = 3e-5
+"""Of fp32: contrastive losses and cut layers make most of it."""
 
 
 @pytest.mark.parametrize("ranks", GRIDS if THOROUGH else [2])
@@ -34,5 +35,5 @@ def test_real_models_train_as_in_one_process(ranks: int, tmp_path: Path) -> None
 
 def trained(row: Row) -> bool:
     """Return whether a model has learnt, and what it does in one process."""
-    bound = ROUNDING["bf16" if row.kind == "bf16" else "fp32"]
+    bound = max(ROUNDING, row.rounding, 2e-4 if "bf16" in row.model else 0.0)  # of a backbone that rests in bf16
     return not row.refused and not row.failed and row.moved > 1e-2 and row.difference <= bound

@@ -173,6 +173,16 @@ def test_what_is_written_later_is_known_or_forgotten() -> None:
     assert traced(then).notes == ()
 
 
+def test_names_are_made_of_known_numbers() -> None:
+    def then(x: Tensor) -> Tensor:
+        assert [f"expert_{index}" for index in torch.arange(2)] == ["expert_0", "expert_1"]
+        assert f"{torch.tensor(0.25):.1f}" == "0.2"
+        assert "meta" in f"{x.sum()}"  # a message of no consequence
+        return x
+
+    assert traced(then).notes == ()
+
+
 def test_constants_of_a_live_model_and_of_its_inputs_are_known() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
