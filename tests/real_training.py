@@ -1,4 +1,4 @@
-"""Training of `real_models.py` on ranks under several kinds of plans, against the same training in one process.
+"""Training of `small_models.py` on ranks under several kinds of plans, against the same training in one process.
 
 The one process has plain PyTorch.  Per rank there is a copy of the model, which computes in the precision asked for;
 gradients are averaged over the copies in fp32 and step the parameters that they are copied from.
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from parity import cluster_of, trace_once
 from ranks import RankError, run_ranks
-from real_models import model
+from small_models import model
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only

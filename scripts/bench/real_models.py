@@ -1,7 +1,7 @@
 """Do real models train as in one process?  `python scripts/bench/real_models.py [--models ...] [--output FILE]`
 
-Small models of many architectures (`tests/real_models.py`: transformers, adapters of peft, torch's own layers), seeded,
-without dropout, train for three steps of Adam on gloo ranks under
+Small models of many architectures (`tests/small_models.py`: of transformers, with adapters of peft, of torch's layers),
+seeded, without dropout, train for three steps of Adam on gloo ranks under
 
     plan        what the search finds with as much memory as a uniform plan needs at least, made shard by shard
     shard       every operator `shard`
@@ -32,8 +32,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(bench.ROOT), *filter(None, [os.e
 
 def main() -> None:
     """Train what is asked for and write the table."""
-    from real_models import MODELS
     from real_training import GRIDS, KINDS, Row, train_on_ranks
+    from small_models import MODELS
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="*", default=list(MODELS), help="beginnings of names; default: all")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from real_models import MODELS
 from real_training import GRIDS, KINDS, Row, train_on_ranks
+from small_models import MODELS
 from thoroughness import THOROUGH
 
 SAMPLE = [
