@@ -123,6 +123,20 @@ def test_head_tied_in_use_belongs_to_the_module_that_reads_it() -> None:
     assert used.notes == tied.notes == ()
 
 
+def test_parameters_that_every_rank_holds_whole_keep_their_dtype() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert (self.layer.weight.dtype, self.scale.dtype) == (torch.bfloat16, torch.float32)
+            return self.scale * self.layer(x).sum()
+
+    graph = trace_model(source(Scaled, (8,)), "bf16")
+    assert [(one.name, one.keeps_dtype) for one in graph.outside] == [("scale", True)]
+
+
 def test_tied_across_blocks_belongs_to_none() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
