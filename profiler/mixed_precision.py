@@ -10,6 +10,8 @@ Under bf16 these compute in the dtype that they have:
     parametrized modules         the parametrization may have no kernel in bf16 (orthogonal, spectral norm); inputs
                                  are cast to its dtype, and outputs to bf16
     complex and integer tensors
+    what every rank holds whole  parameters without dimensions, or of another dtype than the others of their module:
+                                 nothing gathers them, so nothing casts them
     buffers                      as under FSDP2: tables of positions and statistics need their bits
 
 Trained parameters of fewer bits than 32 rest in fp32 where the user asks for `master_weights: fp32`.
@@ -47,6 +49,10 @@ class RestingDtype:
     """Of what its module computes with."""
     keeps: bool
     """Whether mixed precision leaves it as it is."""
+
+    def kept(self) -> RestingDtype:
+        """Return those of a parameter that computes in what it rests in."""
+        return RestingDtype(self.rest, self.rest, self.keeps or self.compute != self.rest)
 
 
 def master_dtype(parameter: nn.Parameter, master_weights: str) -> torch.dtype:

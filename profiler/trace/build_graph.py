@@ -17,7 +17,7 @@ from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Para
 from profiler.model_source import ModelSource
 from profiler.trace.activation_ledger import NOBODY, CallRecord, Tally
 from profiler.trace.affine_fit import SINGLE, Sizes, StepsError, envelope, exact_line, line
-from profiler.trace.find_operators import Group
+from profiler.trace.find_operators import Group, held_whole
 from profiler.trace.metered_pass import Pass, trains
 
 BUFFER_NOTE_BYTES = 2**20
@@ -56,6 +56,7 @@ def assemble(
     calls = tuple(map(_without_waiting, found, _waiting_bytes(module, operators, found)))
     blocks = _blocks(module, operators, calls, passes, run)
     structure = (operators, calls, blocks, precision, source.sequence_length)
+    named = dict(module.named_parameters())
     return ModelGraph(
         name=source.name,
         precision=precision,
@@ -65,7 +66,7 @@ def assemble(
         blocks=blocks,
         edges=tuple(sorted(first.edges)),
         fingerprint=hashlib.sha256(repr(structure).encode()).hexdigest()[:16],
-        outside=_outside(module, dtypes, groups),
+        outside=tuple(_parameter(name, named[name], dtypes[name]) for name in held_whole(module, groups)),
         notes=(*source.notes, *_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
     )
 
@@ -162,14 +163,6 @@ def _operators(
 def _parameter(name: str, parameter: nn.Parameter, dtype: RestingDtype) -> Parameter:
     rest = str(dtype.rest).removeprefix("torch.")
     return Parameter(name, tuple(parameter.shape), parameter.requires_grad, rest, dtype.keeps)
-
-
-def _outside(module: nn.Module, dtypes: Mapping[str, RestingDtype], groups: Sequence[Group]) -> tuple[Parameter, ...]:
-    """Return the parameters that no operator has."""
-    named = dict(module.named_parameters())
-    held = {named[name].untyped_storage()._cdata for group in groups for name in group.parameters}
-    outside = [name for name, parameter in named.items() if parameter.untyped_storage()._cdata not in held]
-    return tuple(_parameter(name, named[name], dtypes[name]) for name in outside)
 
 
 def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call]) -> list[int]:

@@ -24,6 +24,7 @@ Where a value is not known nonetheless:
 |---|---|
 | which elements a mask selects (nonzero, x[mask], masked_select), unique | all: an upper bound |
 | bincount | its minlength |
+| how long the targets of ctc_loss are | as long as their matrix is wide; all alike where they are concatenated |
 | a floating-point number (`.item()`) | 1, which must not decide a branch (`python_values.AssumedNumber`) |
 | a whole number, a bool, how often to repeat | refused: `UnknownValueError` |
 
@@ -205,8 +206,11 @@ class DataDependent:
 
 def asks(op: OpOverload) -> bool:
     """Return whether an op may have to be answered."""
-    # The meta kernel of grouped_mm takes bfloat16 only.
-    return op is aten._grouped_mm.default or bool(DATA_TAGS & set(op.tags))
+    return op in _WITHOUT_META or bool(DATA_TAGS & set(op.tags))
+
+
+# The meta kernel of grouped_mm takes bfloat16 only; the backward of ctc_loss has none.
+_WITHOUT_META = {aten._grouped_mm.default, aten._ctc_loss_backward.Tensor}
 
 
 # --- values that are assumed ------------------------------------------------------------------------
@@ -384,8 +388,26 @@ def _grouped_mm(data: DataDependent, a: Tensor, b: Tensor, offsets: Tensor | Non
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 
 
+def _ctc_loss(
+    data: DataDependent, x: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """Losses (batch,) of log-probabilities (frames, batch, classes), and what alignments have: 2 states a label."""
+    known = data.values.read(lengths)
+    if known is None:
+        data.note("targets of ctc_loss are assumed to be as long as there is room, or all alike")
+    wide = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // x.shape[1])
+    longest = wide if known is None else max(known.tolist())
+    return x.new_empty(x.shape[1]), x.new_empty(x.shape[1], x.shape[0], 2 * longest + 1)
+
+
+def _ctc_loss_backward(data: DataDependent, gradient: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 _UNKNOWN: dict[OpOverload, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten._unique2.default: _unique,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -70,21 +71,30 @@ def _shardable(module: nn.Module, dtypes: Mapping[int, torch.dtype]) -> list[nn.
     return [parameter for parameter in own if not parameter.requires_grad or dtypes[id(parameter)] == most]
 
 
-def merge_unrun(groups: Iterable[Group], used: Iterable[int], ran: Mapping[str, Any]) -> tuple[Group, ...]:
-    """Merge operators that were read though no forward of theirs ran into the ancestor that ran.
+def held_whole(root: nn.Module, groups: Iterable[Group]) -> list[str]:
+    """Return the names of the parameters that belong to no operator, which every rank holds whole."""
+    named = dict(root.named_parameters())
+    held = {named[name].untyped_storage()._cdata for group in groups for name in group.parameters}
+    return [name for name, parameter in named.items() if parameter.untyped_storage()._cdata not in held]
 
-    `used` are indices of operators whose parameters were read, `ran` has the paths of the modules
-    whose forward ran.  An example is the output projection of `nn.MultiheadAttention`.
+
+def merge_read_outside(
+    groups: Sequence[Group], readers: Mapping[int, Iterable[str]], ran: Container[str]
+) -> tuple[Group, ...]:
+    """Merge operators that were read while no forward of theirs ran into the module whose forward is around all of it.
+
+    `readers` has, by operator, the paths of the modules that ran in place of its own, `ran` the paths of all modules
+    whose forward ran.  Examples are the output projection of `nn.MultiheadAttention`, and an embedding whose weight
+    the model multiplies its last outputs with.
     """
-    groups = tuple(groups)
-    reads = set(used)
     targets: dict[str, list[Group]] = {}
     merged: dict[str, Group] = {}
     for index, group in enumerate(groups):
-        if index in reads and not any(path in ran for path in group.modules):
-            targets.setdefault(_running_ancestor(group.modules[0], ran), []).append(group)
-        else:
+        around = _around([*group.modules, *readers[index]], ran) if index in readers else group.modules[0]
+        if around in group.modules:
             merged[group.modules[0]] = group
+        else:
+            targets.setdefault(around, []).append(group)
     home = {path: leader for leader, group in merged.items() for path in group.modules}
     for path, guests in targets.items():
         leader = home.get(path, path)
@@ -94,12 +104,16 @@ def merge_unrun(groups: Iterable[Group], used: Iterable[int], ran: Mapping[str, 
     return tuple(merged.values())
 
 
-def _running_ancestor(path: str, ran: Mapping[str, Any]) -> str:
-    while path:
-        path = path.rpartition(".")[0]
-        if path in ran:
-            break
-    return path
+def _around(paths: Iterable[str], ran: Container[str]) -> str:
+    """Return the path of the innermost module that ran and has all of these inside, or is one of them."""
+    parts = [names[0] for names in takewhile(_alike, zip(*(path.split(".") for path in paths), strict=False))]
+    while parts and ".".join(parts) not in ran:
+        parts.pop()
+    return ".".join(parts)
+
+
+def _alike(names: Sequence[str]) -> bool:
+    return len(set(names)) == 1
 
 
 def find_blocks(root: nn.Module) -> tuple[str, ...]:

@@ -30,8 +30,8 @@ class Pass:
     executions: Sequence[Execution]
     ran: Mapping[str, None]
     """Paths of the modules whose forward ran."""
-    read_outside: set[int]
-    """Operators whose parameters were read while none of their modules ran."""
+    read_outside: Mapping[int, set[str]]
+    """By operator whose parameters were read while none of their modules ran: paths of the modules that ran."""
     kept_bytes: int
     """Bytes that the model holds on to after the step and did not before."""
     settled: bool

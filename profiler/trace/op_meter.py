@@ -61,8 +61,8 @@ class Meter(TorchDispatchMode):
         self.executions: list[Execution] = []
         self.ran: dict[str, None] = {}
         """Paths of the modules whose forward ran."""
-        self.read_outside: set[int] = set()
-        """Operators whose parameters were read while no module of theirs ran."""
+        self.read_outside: dict[int, set[str]] = {}
+        """By operator whose parameters were read while no module of theirs ran: paths of the modules that ran."""
         named = dict(module.named_parameters())
         self._parameters = [[named[name] for name in group.parameters] for group in groups]
         self._operators = {path: index for index, group in enumerate(groups) for path in group.modules}
@@ -248,8 +248,9 @@ class Meter(TorchDispatchMode):
             made = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             self.ledger.begin(reads[0], self._block, next_number() - made)
             self._entered = None
-            if not self._running[reads[0]]:
-                self.read_outside.add(reads[0])
+        for operator in reads:
+            if not self._running[operator]:
+                self.read_outside.setdefault(operator, set()).add(self._data.module)
 
     def _follow_backward(self) -> None:
         """Go to the call whose forward made the running node; parameter gradients of the last are done."""

@@ -24,6 +24,7 @@ _READS: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.__array__: Tensor.numpy,
 }
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}
+_ALIGNS = {torch.ctc_loss, torch.nn.functional.ctc_loss}
 _FROM_PYTHON = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
 
 
@@ -62,10 +63,14 @@ class PythonValues(TorchFunctionMode):
             except UnknownValueError:  # is there padding among these tokens?
                 self._data.note("values that a model looks for in data (value in tensor) are assumed not to be there")
                 return False
+        if func is Tensor.__format__ and not args[0].dim() and self._data.values.read(args[0]) is not None:
+            return format(self._read(args[0], Tensor.item), *args[1:])  # self.experts[f"expert_{index}"]
         if func is Tensor.cuda:
             return args[0]
         if func in _SPLITS and len(args) > 1 and isinstance(args[1], Tensor):
             args = (args[0], self._read(args[1], Tensor.tolist), *args[2:])  # it takes them on the CPU only
+        if func in _ALIGNS:  # of lists of lengths it reads the targets
+            args = [torch.tensor(arg, device="cpu") if isinstance(arg, (list, tuple)) else arg for arg in args]
         if func is Tensor.to:
             args = [self._here(arg) for arg in args]
         if "device" in kwargs:

@@ -34,7 +34,7 @@ from profiler.trace.dataless_device import (
     without_logs,
 )
 from profiler.trace.device_kernels import device_kernels
-from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_unrun
+from profiler.trace.find_operators import Group, find_blocks, find_groups, held_whole, merge_read_outside
 from profiler.trace.metered_pass import Pass, run_pass, trains
 from profiler.trace.op_meter import Memo
 from profiler.trace.trace_errors import ModelError, explained, explained_inputs
@@ -113,8 +113,9 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
                 module = source.build()
             _check_module(source.name, module)
             rested = resting_dtypes(module, precision, master_weights)
+            found = find_groups(module, {name: one.rest for name, one in rested.items()})
+            rested |= {name: rested[name].kept() for name in held_whole(module, found)}
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
-        found = find_groups(module, {name: one.rest for name, one in rested.items()})
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
         with mode, inputs_cast(module, precision):
             groups, passes, samples, left_out = _run_sizes(module, source, found, device, sizes)
@@ -181,7 +182,8 @@ def _run_sizes(
     finer = device.data.finer if others else 1
     if finer > 1:
         trial = run(first, finer)
-    merged = merge_unrun(groups, {call.operator for call in trial.calls}, trial.ran)
+    read_outside = {one: by for one, by in trial.read_outside.items() if not _reads_in_hooks(module, groups[one])}
+    merged = merge_read_outside(groups, read_outside, trial.ran)
     passes = {first: trial}
     if not (trial.settled and merged == groups):
         groups = merged
@@ -199,6 +201,12 @@ def _run_sizes(
         with suppress(ModelError):
             left_out = _names(groups, passes[first]) - _names(groups, run(first, alike=True))
     return groups, passes, finer, left_out
+
+
+def _reads_in_hooks(root: nn.Module, group: Group) -> bool:
+    """Return whether a module of an operator has hooks that run before its forward, as `nn.utils.weight_norm` has."""
+    hooks = (hook for path in group.modules for hook in root.get_submodule(path)._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", "") != inputs_cast.__module__ for hook in hooks)
 
 
 def _names(groups: Sequence[Group], one: Pass) -> set[str]:

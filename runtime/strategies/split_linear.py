@@ -8,6 +8,9 @@ gathered at a time.  The bias is added once, by slice 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -40,9 +43,38 @@ class SplitLinear(nn.Module):
             out = out + part(features)
         return out
 
+    @property
+    def weight(self) -> Tensor:
+        """What code around the layer may ask of its weight: shape, dtype and device, but no values."""
+        part: Any = self.slices[0].weight
+        one = torch.empty(1, dtype=part.dtype, device=part.device)
+        return one.expand(self.out_features, self.in_features).as_subclass(_Described)
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias, which slice 0 has."""
+        bias: Any = self.slices[0].bias
+        return bias  # type: ignore[no-any-return]
+
     def extra_repr(self) -> str:
         """Say how large it is."""
         return f"in_features={self.in_features}, out_features={self.out_features}, slices={len(self.slices)}"
+
+
+class _Described(Tensor):
+    """A tensor of which all is known but its values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        """Raise OsdpError for what computes."""
+        if func.__name__ != "__get__" and func not in _DESCRIBING:
+            what = "the weight of a split layer is used outside of the layer's forward"
+            advice = "call the layer, or pin it to a strategy without split"
+            raise OsdpError(what, got=func.__name__, expected="its shape, dtype or device", advice=advice)
+        return super().__torch_function__(func, *given, **options)  # type: ignore[no-untyped-call]
+
+
+_DESCRIBING = (Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.is_floating_point, Tensor.__len__)
 
 
 def split_linear(model: nn.Module, path: str, count: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from experts import STYLES, InTurn, Mixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,6 +173,16 @@ def test_what_is_written_later_is_known_or_forgotten() -> None:
     assert traced(then).notes == ()
 
 
+def test_names_are_made_of_known_numbers() -> None:
+    def then(x: Tensor) -> Tensor:
+        assert [f"expert_{index}" for index in torch.arange(2)] == ["expert_0", "expert_1"]
+        assert f"{torch.tensor(0.25):.1f}" == "0.2"
+        assert "meta" in f"{x.sum()}"  # a message of no consequence
+        return x
+
+    assert traced(then).notes == ()
+
+
 def test_constants_of_a_live_model_and_of_its_inputs_are_known() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -274,3 +285,34 @@ def test_models_that_want_to_see_a_real_device_get_the_same_answers(
     assert (got.notes, got.left_out) == (wanted.notes, wanted.left_out)
     for mine, other in zip(got.calls, wanted.calls, strict=True):
         assert (mine.saved_bytes, mine.forward.matmul_flops) == (other.saved_bytes, other.forward.matmul_flops)
+
+
+# --- connectionist temporal classification ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", ["numbers", "tensors", "concatenated"])
+def test_a_loss_of_alignments_holds_what_it_does_on_real_tensors(lengths: str) -> None:
+    frames, labels = 24, 6
+
+    class Heard(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 32)
+
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            """(batch, frames, 8), (batch, labels) -> a loss."""
+            scores, batch = self.layer(x).log_softmax(-1).transpose(0, 1), len(x)
+            sizes: Any = [frames] * batch, [labels] * batch
+            if lengths != "numbers":
+                sizes = torch.tensor(sizes[0]), (targets > 0).sum(1)
+            return F.ctc_loss(scores, targets[targets > 0] if lengths == "concatenated" else targets, *sizes)
+
+    def inputs(module: nn.Module, batch: int) -> Any:
+        return (torch.randn(batch, frames, 8), torch.randint(1, 32, (batch, labels))), {}
+
+    model = ModelSource("heard", Heard, inputs, 1)
+    graph = trace_model(model)
+    # By hand, of a sample: log-probabilities, and 2 x 6 + 1 states of each frame.
+    assert graph.calls[-1].saved_bytes.per_sample >= 4 * frames * (32 + 2 * labels + 1)
+    for traced, tracked in zip(predicted_peaks(graph, 32), tracked_peaks(model, 32), strict=True):
+        assert tracked <= traced <= 1.1 * tracked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_cases import BERT, CASES, CLIP, GPT2, T5, VISION, WHISPER, length_of, write
 from rehearsals import compare
 from synthetic import cluster
 from test_trace_memory import predicted_peaks, tracked_peaks
@@ -25,107 +25,11 @@ from profiler.trace.trace import trace_model
 
 transformers: Any = pytest.importorskip("transformers", reason="needs transformers (the extra `hf`)")
 
-TEXT = {"vocab_size": 100, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
-STACK = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-BERT = {**TEXT, **STACK, "max_position_embeddings": 64}
-LLAMA = {**BERT, "num_key_value_heads": 1}
-VISION = {**STACK, "image_size": 32, "patch_size": 8}
-T5 = {**TEXT, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-BART = {
-    **TEXT,
-    "decoder_start_token_id": 2,
-    "d_model": 32,
-    "max_position_embeddings": 64,
-    **{f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in (("layers", 2), ("ffn_dim", 64))},
-    **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
-}
-WHISPER = {**BART, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 24}
-CONVOLUTIONS = {"conv_dim": [16, 16], "conv_kernel": [10, 3], "conv_stride": [5, 2]}
-WAV2VEC2 = {**TEXT, **STACK, **CONVOLUTIONS, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
-CLIP = {"text_config": LLAMA, "vision_config": VISION, "projection_dim": 16}
-GPT2 = {**TEXT, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-LLAVA = {
-    "text_config": {**LLAMA, "model_type": "llama"},
-    "vision_config": {**VISION, "model_type": "clip_vision_model"},
-    "image_token_index": 99,
-    "image_seq_length": 16,
-}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT2LMHeadModel": ("gpt2", GPT2),
-    "GPT2ForSequenceClassification": ("gpt2", {**GPT2, "pad_token_id": None}),
-    "LlamaForCausalLM": ("llama", LLAMA),
-    "Qwen3ForCausalLM": ("qwen3", {**LLAMA, "head_dim": 16}),
-    "Gemma2ForCausalLM": ("gemma2", {**LLAMA, "head_dim": 16}),
-    "PhiForCausalLM": ("phi", BERT),
-    "OPTForCausalLM": ("opt", {**BERT, "ffn_dim": 64, "word_embed_proj_dim": 32}),
-    "BloomForCausalLM": ("bloom", {**TEXT, "hidden_size": 32, "n_layer": 2, "n_head": 2}),
-    "FalconForCausalLM": ("falcon", BERT),
-    "MambaForCausalLM": ("mamba", {**TEXT, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}),
-    "BertForPreTraining": ("bert", BERT),
-    "BertForMaskedLM": ("bert", BERT),
-    "BertForMultipleChoice": ("bert", BERT),
-    "BertForNextSentencePrediction": ("bert", BERT),
-    "BertForQuestionAnswering": ("bert", BERT),
-    "BertForTokenClassification": ("bert", {**BERT, "num_labels": 5}),
-    "RobertaForSequenceClassification": ("roberta", {**BERT, "max_position_embeddings": 66}),
-    "DistilBertForSequenceClassification": (
-        "distilbert",
-        {
-            **TEXT,
-            "dim": 32,
-            "n_layers": 2,
-            "n_heads": 2,
-            "hidden_dim": 64,
-            "problem_type": "multi_label_classification",
-        },
-    ),
-    "ElectraForPreTraining": ("electra", {**BERT, "embedding_size": 16}),
-    "DebertaV2ForSequenceClassification": ("deberta-v2", {**BERT, "num_labels": 1}),
-    "LayoutLMForTokenClassification": ("layoutlm", BERT),
-    "T5ForConditionalGeneration": ("t5", T5),
-    "T5Model": ("t5", T5),
-    "BartForConditionalGeneration": ("bart", BART),
-    "PegasusForConditionalGeneration": ("pegasus", BART),
-    "MarianMTModel": ("marian", BART),
-    "WhisperForConditionalGeneration": ("whisper", WHISPER),
-    "Wav2Vec2ForCTC": ("wav2vec2", {**WAV2VEC2, "layerdrop": 0.1}),
-    "Wav2Vec2ForSequenceClassification": ("wav2vec2", {**WAV2VEC2, "num_labels": 3}),
-    "ViTForImageClassification": ("vit", {**VISION, "num_labels": 7}),
-    "ViTForMaskedImageModeling": ("vit", {**VISION, "encoder_stride": 8}),
-    "SwinForImageClassification": (
-        "swin",
-        {"image_size": 32, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4},
-    ),
-    "ResNetForImageClassification": (
-        "resnet",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "image_size": 32},
-    ),
-    "ConvNextForImageClassification": (
-        "convnext",
-        {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "image_size": 64},
-    ),
-    "CLIPModel": ("clip", CLIP),
-    "LlavaForConditionalGeneration": ("llava", LLAVA),
-}
-
-
-def write(folder: Path, architecture: str | None, model_type: str, sizes: dict[str, Any]) -> str:
-    """Write a configuration and return what `--model` takes."""
-    named = {} if architecture is None else {"architectures": [architecture]}
-    path = folder / "config.json"
-    path.write_text(json.dumps({**named, "model_type": model_type, **sizes}))
-    return f"hf:{path}"
-
 
 def refused(spec: str, **options: int) -> str:
     with pytest.raises(OsdpError) as caught:
         load_model(spec, **options)
     return str(caught.value)
-
-
-def length_of(architecture: str) -> int | None:
-    """Return a length that leaves room for the 16 tokens of Llava's image; models of images alone have none."""
-    return None if "Image" in architecture else 18
 
 
 @pytest.mark.parametrize("architecture", list(CASES))

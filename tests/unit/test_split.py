@@ -51,6 +51,21 @@ def test_replaces_the_layer_in_its_model() -> None:
     assert part.untyped_storage().nbytes() == 4 * 3 * 2, "no slice keeps the whole weight alive"
 
 
+def test_others_may_ask_what_the_weight_is_but_not_compute_with_it() -> None:
+    linear = nn.Linear(7, 3).bfloat16()
+    split = SplitLinear(linear, 2)
+    for asked in ("shape", "dtype", "device", "ndim", "is_cuda"):
+        assert getattr(split.weight, asked) == getattr(linear.weight, asked)
+    assert isinstance(split.weight, torch.Tensor)
+    assert split.weight.size(1) == split.weight.data.size()[1] == 7
+    assert split.bias is linear.bias
+    assert SplitLinear(nn.Linear(7, 3, bias=False), 2).bias is None
+    assert [name for name, _ in split.named_parameters()] == ["slices.0.weight", "slices.0.bias", "slices.1.weight"]
+    for compute in (lambda x: x @ split.weight.T, lambda x: x + split.weight.sum(), lambda x: split.weight.float()):
+        with pytest.raises(OsdpError, match="outside of the layer's forward"):
+            compute(torch.ones(7).bfloat16())
+
+
 def test_slices_on_the_meta_device_need_no_data() -> None:
     model = nn.Sequential(nn.Linear(4, 2, device="meta"))
     split_linear(model, "0", 2)

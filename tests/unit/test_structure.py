@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from trace_models import Block, ConvNet, EncoderDecoder, LanguageModel
 
-from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_unrun
+from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_read_outside
 
 
 class Layer(nn.Module):
@@ -83,13 +83,13 @@ def test_parameters_without_dimensions_belong_to_no_group() -> None:
     assert find_groups(tree) == (Group(("layer",), ("layer.weight", "layer.bias")),)
 
 
-def test_unrun_modules_join_the_nearest_ancestor_that_ran() -> None:
+def test_modules_read_from_outside_join_the_nearest_ancestor_that_ran() -> None:
     tree = Tree(inner=Tree(attention=nn.MultiheadAttention(4, 2), plain=Tree(linear=nn.Linear(4, 4))))
     groups = find_groups(tree)
     names = [group.modules[0] for group in groups]
     assert names == ["inner.attention", "inner.attention.out_proj", "inner.plain.linear"]
     ran = dict.fromkeys(["", "inner", "inner.attention"])
-    merged = merge_unrun(groups, {0, 1, 2}, ran)
+    merged = merge_read_outside(groups, {1: ["inner.attention"], 2: ["inner"]}, ran)
     # The projection joins its owner; the linear layer's owner did not run, so it goes one up.
     assert [group.modules for group in merged] == [("inner.attention",), ("inner",)]
     assert [name.removeprefix("inner.attention.") for name in merged[0].parameters] == [
@@ -100,7 +100,23 @@ def test_unrun_modules_join_the_nearest_ancestor_that_ran() -> None:
     ]
     assert merged[1].parameters == ("inner.plain.linear.weight", "inner.plain.linear.bias")
     # What is neither run nor read stays: it is unused, not part of an ancestor.
-    assert merge_unrun(groups, {0, 1}, ran)[1].modules == ("inner.plain.linear",)
+    assert merge_read_outside(groups, {1: ["inner.attention"]}, ran)[1].modules == ("inner.plain.linear",)
+
+
+def test_modules_that_run_and_are_read_elsewhere_join_what_is_around_both() -> None:
+    tree = Tree(body=Tree(embed=nn.Embedding(4, 2), layer=Tree(up=nn.Linear(2, 2))), head=nn.Linear(2, 4))
+    groups, ran = find_groups(tree), dict.fromkeys(["", "body", "body.embed", "body.layer", "body.layer.up", "head"])
+
+    def joined(*readers: str) -> list[tuple[str, ...]]:
+        return [group.modules for group in merge_read_outside(groups, {0: readers}, ran)]
+
+    apart = [("body.layer.up",), ("head",)]
+    assert joined("body.layer") == joined("body.layer", "body.layer.up") == joined("body") == [*apart, ("body",)]
+    assert joined("head") == joined("body", "") == [*apart, ("",)]
+    tree.head.weight = tree.body.embed.weight  # tied modules are wrapped together, so what is around both is
+    (group, *_), readers = find_groups(tree), {0: ["body"]}
+    assert group.modules == ("body.embed", "head")
+    assert merge_read_outside((group,), readers, ran) == (Group(("",), ("body.embed.weight", "head.bias")),)
 
 
 def list_of(*items: nn.Module) -> nn.ModuleList:

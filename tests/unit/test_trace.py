@@ -105,22 +105,36 @@ def test_head_tied_as_a_module_is_one_operator_with_two_calls() -> None:
     assert graph.numel == sum(p.numel() for p in LanguageModel(layers=2).parameters())
 
 
-def test_head_tied_in_use_starts_a_call_and_says_so() -> None:
+def test_head_tied_in_use_belongs_to_the_module_that_reads_it() -> None:
     tied, used = (trace_model(language_model(tie=tie)) for tie in ("module", "use"))
-    assert used.operators[0].modules == ("words",)
+    assert used.operators[0].modules == ("",)  # whose forward is around both uses
+    assert used.operators[0].parameters == tied.operators[0].parameters
     assert [call.operator for call in used.calls] == [call.operator for call in tied.calls]
-    # Same work and memory: the only difference is who calls F.linear, and so that no module is left
-    # from which on the forward, or up to which the backward, could be told apart.
-    assert used.calls[:-1] == tied.calls[:-1]
-    head, module_head = used.calls[-1], tied.calls[-1]
+    # Same work and memory: the only difference is that nothing tells from which on the forward of its uses, or up to
+    # which their backward, needs it.
+    assert used.calls[1:-1] == tied.calls[1:-1]
     parts = [f"{part}_{way}_peak_bytes" for part in ("module", "tail") for way in ("forward", "backward")]
     parts.append("module_backward_start_bytes")
-    assert head.module_forward_peak_bytes == head.forward_peak_bytes
-    assert head.module_backward_peak_bytes == head.backward_peak_bytes
-    assert head.tail_forward_peak_bytes == head.tail_backward_peak_bytes == Affine()
-    assert replace(head, **{name: getattr(module_head, name) for name in parts}) == module_head
-    assert any("outside" in note and "words" in note for note in used.notes)
-    assert tied.notes == ()
+    for mine, modules in ((used.calls[0], tied.calls[0]), (used.calls[-1], tied.calls[-1])):
+        assert mine.module_forward_peak_bytes == mine.forward_peak_bytes
+        assert mine.module_backward_peak_bytes == mine.backward_peak_bytes
+        assert mine.tail_forward_peak_bytes == mine.tail_backward_peak_bytes == Affine()
+        assert replace(mine, **{name: getattr(modules, name) for name in parts}) == modules
+    assert used.notes == tied.notes == ()
+
+
+def test_parameters_that_every_rank_holds_whole_keep_their_dtype() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert (self.layer.weight.dtype, self.scale.dtype) == (torch.bfloat16, torch.float32)
+            return self.scale * self.layer(x).sum()
+
+    graph = trace_model(source(Scaled, (8,)), "bf16")
+    assert [(one.name, one.keeps_dtype) for one in graph.outside] == [("scale", True)]
 
 
 def test_tied_across_blocks_belongs_to_none() -> None:
