@@ -202,34 +202,91 @@ def test_torch_clips_what_osdp_shards() -> None:
         assert all("model.clip_grad_norm_(max_norm)" in text for text in said)
 
 
-class HalfOfEach(torch.optim.Optimizer):
-    """An optimizer of nobody's that works on local tensors."""
+class ThirdParty(torch.optim.Optimizer):
+    """An optimizer of nobody's that goes from parameter to parameter."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update what has a gradient."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self.update(parameter, self.state[parameter])
+
+    def update(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         """Subtract half of the gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.sub_(0.5 * parameter.grad)
+        parameter.data.sub_(0.5 * parameter.grad)
 
 
-def whole_tensor_optimizers(model: nn.Module) -> dict[str, list[torch.optim.Optimizer]]:
-    """Return optimizers that look at whole tensors, with others for what they do not take."""
+class Lion(ThirdParty):
+    """Chen et al., "Symbolic discovery of optimization algorithms", 2023: one moment, and steps of its sign."""
+
+    def update(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        moment = state.setdefault("exp_avg", torch.zeros_like(parameter))
+        parameter.sub_(1e-2 * (0.9 * moment + 0.1 * parameter.grad).sign())
+        moment.lerp_(parameter.grad, 0.01)
+
+
+class EightBits(ThirdParty):
+    """Momentum in blocks of eight bits, each with its scale, of the memory that this rank has."""
+
+    BLOCK = 4
+    CODES = 0.1 * (0.9 + 0.9 + 0.81)
+    """What two runs of three steps may differ by, in codes: the rounding of the first step reaches the second and the
+    third, that of the second the third, each by half a code in either run, if a rank's blocks begin elsewhere."""
+
+    def update(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        values, gradient = (
+            (one.to_local() if isinstance(one, DTensor) else one).view(-1) for one in (parameter, parameter.grad)
+        )
+        if not state:
+            state["codes"] = torch.zeros(-(-values.numel() // self.BLOCK), self.BLOCK, dtype=torch.int8)
+            state["scales"] = torch.zeros(len(state["codes"]), 1)
+        moment = (state["codes"] * state["scales"]).view(-1)
+        moment[: len(gradient)].mul_(0.9).add_(gradient)
+        values.sub_(moment[: len(gradient)], alpha=0.1)
+        blocks = moment.view(-1, self.BLOCK)
+        state["scales"] = blocks.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+        state["codes"] = (blocks / state["scales"]).round().to(torch.int8)
+
+
+class Derived(torch.optim.Adafactor):
+    """What somebody made of another's."""
+
+
+def optimizers_of_others(model: nn.Module) -> dict[str, list[torch.optim.Optimizer]]:
+    """Return optimizers of all kinds: of whole tensors, with others for what they do not take, and of third parties."""
     parameters = list(model.parameters())
     matrices = [parameter for parameter in parameters if parameter.dim() == 2]
     rest = [parameter for parameter in parameters if parameter.dim() != 2]
     return {
         "Adafactor": [torch.optim.Adafactor(parameters, lr=1e-2)],
+        "Derived": [Derived(parameters, lr=1e-2)],
         "Muon": [torch.optim.Muon(matrices, lr=1e-2), torch.optim.SGD(rest, lr=1e-2)],
         "LBFGS": [torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)],
-        "none": [HalfOfEach(parameters)],
+        "ThirdParty": [ThirdParty(parameters)],
+        "Lion": [Lion(parameters)],
+        "EightBits": [EightBits(parameters)],
     }
 
 
-def step_whole_tensors(rank: int) -> dict[str, str]:
+WHOLE = ("replicate", "owner")
+RUNS = {
+    "Adafactor": (WHOLE, ("shard", "group_shard:2", "odc:2")),
+    "Derived": ((), ("shard",)),
+    "Muon": (WHOLE, ("shard", "group_shard:2", "odc:2")),
+    "LBFGS": (("replicate",), ("shard", "group_shard:2", "owner", "odc:2")),
+    "ThirdParty": ((*WHOLE, "shard", "group_shard:2", "odc:2"), ()),
+    "Lion": ((*WHOLE, "shard"), ()),
+    "EightBits": ((*WHOLE, "shard"), ()),
+}
+"""Under what each trains as in one process, and under what it is refused."""
+
+
+def step_optimizers_of_others(rank: int) -> dict[str, str]:
     """Step where tensors are whole as one process does; return what is said where they are not."""
     from osdp import OSDP
 
@@ -248,28 +305,34 @@ def step_whole_tensors(rank: int) -> dict[str, str]:
             optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
 
     said = {}
-    for name in ("Adafactor", "Muon", "LBFGS", "none"):
+    for name, (trains, refuses) in RUNS.items():
         alone = seeded(build)
-        optimizers = whole_tensor_optimizers(alone)[name]
+        optimizers_alone = optimizers_of_others(alone)[name]
         for number in range(3):
-            advance(alone, optimizers, [0, 1, 2, 3], number)
-        for strategy in ("replicate", "shard", "group_shard:2", "owner", "odc:2"):
+            advance(alone, optimizers_alone, [0, 1, 2, 3], number)
+        for strategy in trains:
             model = OSDP(seeded(build), plan(strategy))
-            optimizers = whole_tensor_optimizers(model)[name]
-            if strategy == "replicate" or name == "none" or (strategy == "owner" and name != "LBFGS"):
-                for number in range(3):
-                    advance(model, optimizers, [rank], number)
-                got = model.full_state_dict(rank0_only=False)
-                torch.testing.assert_close(got, dict(alone.state_dict()), rtol=1e-4, atol=1e-5)
-            else:
-                said[f"{name} {strategy}"] = refusal(lambda: advance(model, optimizers, [rank], 0))  # noqa: B023
+            optimizers = optimizers_of_others(model)[name]
+            for number in range(3):
+                advance(model, optimizers, [rank], number)
+            got = model.full_state_dict(rank0_only=False)
+            for key, parameter in alone.named_parameters():
+                scales = optimizers_alone[0].state[parameter].get("scales", torch.zeros(1))
+                atol = 1e-5 + EightBits.CODES * float(scales.max())
+                torch.testing.assert_close(got[key], parameter.data, rtol=1e-4, atol=atol)
+        for strategy in refuses:
+            model = OSDP(seeded(build), plan(strategy))
+            optimizers = optimizers_of_others(model)[name]
+            said[f"{name} {strategy}"] = refusal(lambda: advance(model, optimizers, [rank], 0))  # noqa: B023
+            torch.testing.assert_close(model.full_state_dict(rank0_only=False), dict(seeded(build).state_dict()))
     return said
 
 
 def test_optimizers_of_whole_tensors_are_refused_where_there_are_parts() -> None:
-    by_rank = run_ranks(step_whole_tensors, 4, ranks_per_node=2)
+    by_rank = run_ranks(step_optimizers_of_others, 4, ranks_per_node=2)
     assert len({str(said.keys()) for said in by_rank}) == 1
-    assert len(by_rank[0]) == 10
+    assert len(by_rank[0]) == 11
     for said in by_rank:
         for name, text in said.items():
-            assert f"{name.split()[0]} computes with whole tensors" in text, text
+            known = name.split()[0].replace("Derived", "Adafactor")
+            assert f"{known} computes with whole tensors" in text, text
