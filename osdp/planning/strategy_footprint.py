@@ -39,7 +39,7 @@ from profiler.trace.metered_pass import find_loss, trains
 from runtime.compile_plan import compile_plan
 from runtime.observe.collective_log import record_collectives
 from runtime.observe.live_bytes import LiveBytes
-from runtime.optimizers import OPTIMIZERS
+from runtime.optimizers import optimizer_of
 
 KEPT = ("parameters", "gradients", "optimizer")
 """Categories of what a rank keeps."""
@@ -121,7 +121,7 @@ def count(source: ModelSource, found: Uniform, cluster: Cluster, ranks: Ranks) -
         without_data = source.build()
     torch.manual_seed(0)
     model = OSDP(source.build, plan, cluster, example_inputs=lambda batch: source.example_inputs(without_data, batch))
-    optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
+    optimizer = optimizer_of(plan.optimizer)(model.parameters())
     sent: dict[str, Counter[str]] = {}
     for _ in range(STEPS):
         inputs = source.example_inputs(model.module, plan.micro_batch)

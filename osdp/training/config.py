@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from osdp.compat.seed_groups import SETTINGS
 from osdp.resources import file_of
-from planner.cost.unit_memory import OPTIMIZERS
+from planner.optimizers import OPTIMIZERS
 from profiler.byte_sizes import parse_bytes
 from profiler.errors import OsdpError
 from profiler.yaml_files import Problem, read_yaml, validate

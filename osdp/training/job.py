@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from osdp.planning.plan_file import read_plan
 from osdp.resources import make_folder
-from osdp.training.config import TrainConfig
+from osdp.training.config import CHOICES, TrainConfig
 from osdp.training.launch import CPU_RANKS
 from osdp.training.sentence_pairs import MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import Addition, Bytes, Task
@@ -118,6 +118,8 @@ def _plan(config: TrainConfig, path: Path) -> Plan:
         if wanted is not None and wanted != planned:
             what = f"the plan {path} is for another {name.replace('_', ' ')}"
             advice = f"--{name.replace('_', '-')} {planned}, or plan again"
+            if name == "optimizer" and planned not in CHOICES[name]:
+                advice = "plan again for one that osdp train has, or run the plan by osdp.OSDP in your own loop"
             raise OsdpError(what, got=str(planned), expected=f"{wanted}, as the configuration says", advice=advice)
     return plan
 

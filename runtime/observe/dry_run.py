@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from profiler.errors import OsdpError
 from runtime.apply_schedule import apply_schedule
 from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
-from runtime.optimizers import OPTIMIZERS
+from runtime.optimizers import optimizer_of
 from runtime.schedule import Schedule
 from runtime.step.gradient_accumulation import Accumulation
 from runtime.strategies import ring_reduce_scatter
@@ -45,7 +45,7 @@ class Script:
     find_loss: Callable[[Any], Tensor]
     """Output of the forward -> scalar to start backward from."""
     optimizer: str
-    """Key of `runtime.optimizers.OPTIMIZERS`."""
+    """As plans name it."""
     micro_batch: int
     """Samples in one forward."""
     answering: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -85,7 +85,7 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
             for unit in sharded.units:
                 live.hold(unit.communication_tensors(), "communication_buffers")
             # On a GPU optimizers step through all tensors together unless told not to, and so they do here.
-            make = OPTIMIZERS[script.optimizer]
+            make = optimizer_of(script.optimizer)
             optimizers = {
                 home: make([parameter for parameter in live.homes if live.homes[parameter] == home], foreach=True)
                 for home in sorted(set(live.homes.values()))
