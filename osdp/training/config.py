@@ -26,6 +26,7 @@ CHOICES = {
     "optimizer": tuple(OPTIMIZERS),
     "schedule": ("constant", "cosine"),
     "precision": ("fp32", "bf16"),
+    "master_weights": (None, "fp32"),
     "fsdp_type": ("OSDP", "FSDP", "DDP"),
     "fsdp_args": (None, *SETTINGS),
     "device": ("auto", "cpu", "cuda"),
@@ -61,6 +62,8 @@ class TrainConfig:
     warmup_steps: NonNegativeInt = 0
     clip: PositiveFloat | None = None
     precision: str = "fp32"
+    master_weights: str | None = None
+    """What trained parameters of fewer bits rest in; None: the dtype that they have, or what the plan file says."""
     mem: str | None = None
     """None: the device's memory."""
     cluster: str | None = None
