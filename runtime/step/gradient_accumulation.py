@@ -56,7 +56,7 @@ class Accumulation:
         self._postpones = False
         self._in_backward = False
         """Whether a backward has begun and not ended; at a forward: it failed."""
-        watch_optimizers(self, (shard.parameter for shard in sharded.local_shards), sharded.replaced)
+        watch_optimizers(self, sharded.resting.values(), sharded.replaced)
         watch_clipping(self)
         watch_gradients(self)
 
