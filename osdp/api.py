@@ -99,9 +99,9 @@ class OSDP(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those of a step that is given up, which wait to be reduced.
 
-        An optimizer's `zero_grad` is enough between whole steps.  Gradients that wait are dropped, not set to zero.
+        An optimizer's `zero_grad` does the same where it has all parameters, but under `odc` amid a step.
         """
-        self._accumulation.discard()
+        self._accumulation.discard(set_to_none)
         self.module.zero_grad(set_to_none)
 
     def settle_gradients(self) -> None:

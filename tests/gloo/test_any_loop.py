@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
-from toys import STRATEGIES, Blocks, batch_of, loss_of, plan_of, refusal, seeded
+from toys import STRATEGIES, Blocks, Toy, batch_of, loss_of, plan_of, refusal, seeded
 
 build = partial(Blocks, frozen=False)
 SAMPLE = build()
@@ -336,3 +336,95 @@ def test_optimizers_of_whole_tensors_are_refused_where_there_are_parts() -> None
         for name, text in said.items():
             known = name.split()[0].replace("Derived", "Adafactor")
             assert f"{known} computes with whole tensors" in text, text
+
+
+def give_up_steps(rank: int) -> dict[str, str]:
+    """Clear gradients amid steps as one process does, and step after that; return what is refused."""
+    from osdp import OSDP
+
+    def advance(model: Any, optimizer: Any, ranks: list[int], clears: str, zeros: bool) -> None:
+        for number in range(3):
+            for micro in range(3):
+                with model.no_sync() if micro < 2 and isinstance(model, OSDP) else nullcontext():
+                    batches = [batch_of(SAMPLE, each, 10 * number + micro) for each in ranks]
+                    (sum(loss_of(model(*args, **kwargs)) for args, kwargs in batches) / len(batches)).backward()
+                if micro == 1:
+                    {"optimizer": optimizer, "model": model}[clears].zero_grad(set_to_none=not zeros)
+                    if number == 1:
+                        break  # Adam steps on zeros too
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not zeros)
+
+    said = {}
+    for zeros in (True, False):
+        alone = seeded(build)
+        advance(alone, adam(alone.parameters()), [0, 1, 2, 3], "model", zeros)
+        for name in ("replicate", "group_shard:2", "odc:2", MIXED):
+            for clears in ("optimizer", "model"):
+                model = OSDP(seeded(build), plan(name))
+                optimizer = adam(model.parameters())
+                if clears == "optimizer" and name in ("odc:2", MIXED):
+                    said[f"{name} {zeros}"] = refusal(lambda: advance(model, optimizer, [rank], clears, zeros))  # noqa: B023
+                    continue
+                advance(model, optimizer, [rank], clears, zeros)
+                got = model.full_state_dict(rank0_only=False)
+                where = f"{name}, {clears}, zeros {zeros}: "
+                torch.testing.assert_close(
+                    got, dict(alone.state_dict()), rtol=1e-4, atol=2e-5, msg=lambda text, where=where: where + text
+                )
+    model = OSDP(seeded(build), plan("group_shard:2", accumulation=2))
+    step_of_a_part = adam(list(model.parameters())[:1])
+    args, kwargs = batch_of(SAMPLE, rank, 0)
+    loss_of(model(*args, **kwargs)).backward()
+    said["part"] = refusal(step_of_a_part.zero_grad)
+    return said
+
+
+def test_gradients_that_wait_are_cleared_or_refused() -> None:
+    for said in run_ranks(give_up_steps, 4, ranks_per_node=2):
+        assert len(said) == 5
+        assert all("cannot clear gradients that wait" in text and "model.zero_grad()" in text for text in said.values())
+        assert "13 of 14 parameters of another optimizer" in said["part"]
+
+
+class Scaled(Toy):
+    """A layer and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Any) -> Any:
+        """(batch, 5, 6) -> a loss."""
+        return (self.layer(x) * self.scale).pow(2).mean()
+
+
+def step_by_closure(rank: int) -> str:
+    """Return what is said of a closure beside such a parameter; follow the advice, and train as one process does."""
+    from osdp import OSDP
+
+    def advance(model: nn.Module, ranks: list[int]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = sum(model(*batch_of(sample, each)[0]) for each in ranks) / len(ranks)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    sample, alone = Scaled(), seeded(Scaled)
+    said = refusal(lambda: advance(OSDP(seeded(Scaled), plan_of(sample, "shard", ranks=(1, 2))), [rank]))
+    model = OSDP(seeded(Scaled), plan_of(sample, "replicate", ranks=(1, 2)))
+    advance(model, [rank])
+    advance(alone, [0, 1])
+    torch.testing.assert_close(model.full_state_dict(rank0_only=False), dict(alone.state_dict()))
+    return said
+
+
+def test_closures_are_refused_for_what_stands_in_their_way() -> None:
+    for said in run_ranks(step_by_closure, 2):
+        assert "odc" not in said
+        assert "got: scale" in said
+        assert "*=replicate" in said
