@@ -31,6 +31,7 @@ from runtime.schedule import Schedule
 from runtime.sharded_model import ShardedModel
 from runtime.state import checkpoint, pretrained
 from runtime.state.state_dict import full_state_dict, load_state_dict, sharded_state_dict
+from runtime.state.torch_state_dict import watch_full_state_dicts
 from runtime.step.grad_norm import clip
 from runtime.step.gradient_accumulation import Accumulation, naming_sharded_parameters
 
@@ -278,6 +279,7 @@ def shard(
 ) -> ShardedModel:
     """Shard a model and give it its values. A collective call."""
     device = default_device()
+    watch_full_state_dicts(device)
     options = schedule, device, compile_backend, find_unused_parameters
     if isinstance(model, nn.Module) and not is_meta(model):
         share_rank_0(model, device)

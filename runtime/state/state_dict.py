@@ -136,7 +136,8 @@ def load_state_dict(
     """
     by_name, buffers = local_shards_by_name(sharded), persistent_buffers(sharded.module) | wrappers(sharded)
     missing = [name for name in (*by_name, *buffers) if name not in state]
-    unexpected = [name for name in state if name not in by_name and name not in buffers]
+    own = {id(buffer) for buffer in sharded.module.buffers()}  # PyTorch's `set_model_state_dict` adds them as they are
+    unexpected = [name for name in state if name not in by_name and name not in buffers and id(state[name]) not in own]
     if strict and (missing or unexpected):
         got = f"unknown names {', '.join(unexpected[:5])}" if unexpected else f"{len(state)} names"
         expected = f"also {', '.join(missing[:5])}" if missing else "only names of the model"
