@@ -31,6 +31,7 @@ from runtime.schedule import Schedule
 from runtime.sharded_model import ShardedModel
 from runtime.state import checkpoint, pretrained
 from runtime.state.state_dict import full_state_dict, load_state_dict, sharded_state_dict
+from runtime.state.torch_state_dict import watch_full_state_dicts
 from runtime.step.grad_norm import clip
 from runtime.step.gradient_accumulation import Accumulation, naming_sharded_parameters
 
@@ -99,9 +100,9 @@ class OSDP(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those of a step that is given up, which wait to be reduced.
 
-        An optimizer's `zero_grad` is enough between whole steps.  Gradients that wait are dropped, not set to zero.
+        An optimizer's `zero_grad` does the same where it has all parameters, but under `odc` amid a step.
         """
-        self._accumulation.discard()
+        self._accumulation.discard(set_to_none)
         self.module.zero_grad(set_to_none)
 
     def settle_gradients(self) -> None:
@@ -278,6 +279,7 @@ def shard(
 ) -> ShardedModel:
     """Shard a model and give it its values. A collective call."""
     device = default_device()
+    watch_full_state_dicts(device)
     options = schedule, device, compile_backend, find_unused_parameters
     if isinstance(model, nn.Module) and not is_meta(model):
         share_rank_0(model, device)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from osdp.planning.plan_file import read_plan
+from planner.optimizers import optimizer_name
 from planner.pins import parse_pin
 from planner.plan import Plan
 from profiler.errors import OsdpError
@@ -31,7 +32,10 @@ class Description:
     dtype that they have, gradients are reduced in fp32."""
     master_weights: Literal["fp32"] | None = None
     """`fp32`: trained parameters of fewer bits (a bf16 checkpoint's) rest in fp32, and so do their optimizer states."""
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    optimizer: Literal["adam", "adamw", "sgd"] | None = None
+    """None: Adam, unless `optimizer_bytes_per_parameter` is given."""
+    optimizer_bytes_per_parameter: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """What any other optimizer keeps between steps per trained parameter."""
     micro_batch: Count | None = None
     """Samples per rank in one forward."""
     global_batch: Count | None = None
@@ -79,7 +83,11 @@ def _from_mapping(given: dict[str, Any]) -> Plan | Description:
 
 
 def _problems(description: Description) -> Iterator[Problem]:
-    """Find pins that cannot be parsed."""
+    """Find pins that cannot be parsed, and an optimizer that is given twice."""
+    try:
+        optimizer_name(description.optimizer, description.optimizer_bytes_per_parameter)
+    except OsdpError as error:
+        yield Problem(("optimizer_bytes_per_parameter",), "contradicts optimizer", error.got, error.expected)
     for index, pin in enumerate(description.pins):
         try:
             parse_pin(pin)

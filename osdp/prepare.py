@@ -13,6 +13,7 @@ from osdp.models.user_factory import ExampleInputs, Model, source_of
 from osdp.planning.clusters import memory_limit
 from osdp.planning.rank_grid import DeviceInfo, cluster_of_plan, cluster_of_ranks
 from osdp.planning.request import Request, plan_graph
+from planner.optimizers import optimizer_name
 from planner.pins import parse_pin
 from planner.plan import Plan, check_parameters
 from profiler.cluster.cluster import Cluster
@@ -82,7 +83,8 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
         return _Traced(graph, cluster, wish)
     cluster, limit_bytes = cluster_of_ranks(device_info)
     limit_bytes, pins = memory_limit(cluster, limit_bytes), tuple(map(parse_pin, wish.pins))
-    asked = wish.precision, wish.optimizer, wish.micro_batch, wish.global_batch
+    optimizer = optimizer_name(wish.optimizer, wish.optimizer_bytes_per_parameter)
+    asked = wish.precision, optimizer, wish.micro_batch, wish.global_batch
     master_weights, imbalance = wish.master_weights or "", wish.expert_imbalance
     request = Request(limit_bytes, *asked, pins=pins, master_weights=master_weights, expert_imbalance=imbalance)
     name = wish.name or str(getattr(model, "__name__", type(model).__name__))

@@ -111,6 +111,7 @@ class Plan(_Strict):
     model: ModelRef
     cluster: ClusterRef
     optimizer: str
+    """A name, or what it keeps: `planner.optimizers.optimizer_name`."""
     limit_bytes: Count
     """Memory per device that the user allows, reserve included."""
     micro_batch: Count

@@ -32,6 +32,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from profiler.opaque_parameters import is_opaque
+
 COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16}
 """What mixed precision computes in; None: there is none."""
 MASTER_WEIGHTS = {"": None, "fp32": torch.float32}
@@ -81,7 +83,7 @@ def keeps_dtype(root: nn.Module) -> set[str]:
             named = module.named_parameters(path, recurse=whole, remove_duplicate=False)
             kept.update(id(parameter) for _, parameter in named)
     named = root.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if id(parameter) in kept or not parameter.is_floating_point()}
+    return {name for name, one in named if id(one) in kept or not one.is_floating_point() or is_opaque(one)}
 
 
 def cast_inputs(root: nn.Module, precision: str) -> list[RemovableHandle]:

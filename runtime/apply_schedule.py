@@ -26,6 +26,7 @@ from torch import nn
 import runtime.strategies
 from profiler.errors import OsdpError
 from profiler.mixed_precision import cast_inputs
+from profiler.opaque_parameters import is_wrapper
 from runtime.local_shards import LocalShard, Origin, whole
 from runtime.meshes import Meshes
 from runtime.parameter_places import registered_buffers
@@ -114,7 +115,8 @@ def _wrap(sharded: ShardedModel, context: WrapContext) -> None:
     shards: list[LocalShard] = []
     for path, parameter in context.model.named_parameters():
         made, origin = unit_of[path]
-        shards.append(made.local_shard(origin, parameter))
+        if not is_wrapper(parameter):  # it has no data of its own
+            shards.append(made.local_shard(origin, parameter))
     sharded.local_shards = tuple(shards)
     sharded.resting = dict(context.model.named_parameters(remove_duplicate=False))
 

@@ -31,6 +31,8 @@ class WrappedUnit:
     """Whether a reduction waits for the backward of a step's last micro-batch."""
     finishes_in_optimizer_step: bool = False
     """Whether gradients are complete only after `finish_gradients`, which the optimizer's step calls."""
+    accumulates_apart: bool = False
+    """Whether gradients are outside of `.grad` until then."""
 
     def local_shard(self, origin: Origin, parameter: nn.Parameter) -> LocalShard:
         """Return what this rank holds of one of its parameters."""

@@ -28,6 +28,10 @@ MASTER_WEIGHTS_HELP = (
     "fp32: trained parameters of fewer bits, such as those of a bf16 checkpoint, and their optimizer states are kept "
     "in fp32. Default: in the dtype that they have."
 )
+OPTIMIZER_BYTES_HELP = (
+    "For any other optimizer, in place of --optimizer: what it keeps between steps per trained parameter, such as 2.25 "
+    "for Adam in 8 bits with an fp32 scale for every 32 values, or 4 for Lion in fp32."
+)
 EXPERT_IMBALANCE_HELP = (
     "How unevenly a router loads the experts of a mixture of experts: the largest load over the mean."
 )
@@ -53,7 +57,8 @@ ExpertImbalanceOfPlan = Annotated[float | None, Option(min=1, help=EXPERT_IMBALA
 SequenceLength = Annotated[int | None, Option(min=1, help="Tokens per sample. Default: the model's.")]
 Precision = Annotated[str, Option(help=PRECISION_HELP)]
 MasterWeights = Annotated[str | None, Option(help=MASTER_WEIGHTS_HELP)]
-OptimizerName = Annotated[str, Option(help="adam, adamw or sgd.")]
+OptimizerName = Annotated[str | None, Option(help="adam, adamw or sgd. Default: adam.")]
+OptimizerBytes = Annotated[float | None, Option("--optimizer-bytes-per-parameter", help=OPTIMIZER_BYTES_HELP)]
 WhatIf = Annotated[bool, Option("--what-if", help="Also find the bottleneck: what more memory or faster parts gain.")]
 Output = Annotated[Path | None, Option("--output", "-o", help=OUTPUT_HELP)]
 Plot = Annotated[Path | None, Option(help="Plot the frontier to this file (needs matplotlib).")]

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import profiler
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
+from profiler.opaque_parameters import is_opaque, rebuilt
 from profiler.trace.dataless_device import FakeCpu, MetaDevice, making
 
 Model = nn.Module | Callable[[], Any]
@@ -127,9 +128,12 @@ def _without_data(module: nn.Module) -> nn.Module:
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise OsdpError("the model is sharded already", advice="build it again for another plan")
     empty_of: dict[int, Any] = {}
-    for parameter in module.parameters():
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-        empty_of[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for name, parameter in module.named_parameters():
+        empty_of[id(parameter)] = (
+            rebuilt(name, parameter, _empty)
+            if is_opaque(parameter)
+            else nn.Parameter(_empty(parameter), requires_grad=parameter.requires_grad)
+        )
     for buffer in module.buffers():
         empty_of[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype).copy_(buffer)
     try:
@@ -138,6 +142,10 @@ def _without_data(module: nn.Module) -> nn.Module:
         what = "the model cannot be copied, which planning needs"
         advice = "pass a function that builds it: OSDP(lambda: Model(...), ...)"
         raise OsdpError(what, got=f"{type(error).__name__}: {error}", advice=advice) from error
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _find_factory(spec: str) -> Callable[[], Any]:

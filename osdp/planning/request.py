@@ -35,7 +35,7 @@ class Request:
     precision: str = "fp32"
     """Compute dtype: `fp32` or `bf16`."""
     optimizer: str = "adam"
-    """Key of `planner.cost.unit_memory.OPTIMIZERS`."""
+    """As `planner.optimizers.optimizer_name` gives it."""
     micro_batch: int | None = None
     """Samples per rank in one forward; None: searched."""
     global_batch: int | None = None

@@ -39,7 +39,7 @@ from profiler.trace.metered_pass import find_loss, trains
 from runtime.compile_plan import compile_plan
 from runtime.observe.collective_log import record_collectives
 from runtime.observe.live_bytes import LiveBytes
-from runtime.optimizers import OPTIMIZERS
+from runtime.optimizers import optimizer_of
 
 KEPT = ("parameters", "gradients", "optimizer")
 """Categories of what a rank keeps."""
@@ -83,7 +83,8 @@ def predict(graph: ModelGraph, cluster: Cluster, strategy: str, request: Request
     `request` gives precision, optimizer and micro-batch; its limit is not looked at.
     """
     parse_strategy(strategy, cluster)
-    load = Workload(cluster, request.optimizer, request.precision, request.micro_batch or 1)
+    sizes = request.micro_batch or 1, 1
+    load = Workload(cluster, request.optimizer, request.precision, *sizes, outside=graph.outside)
     plan = uniform_plan(graph, load, request, strategy)
     view = open_plan(plan, graph, cluster)
     options = view.decided.fullest(view.space, load)[1]
@@ -121,7 +122,7 @@ def count(source: ModelSource, found: Uniform, cluster: Cluster, ranks: Ranks) -
         without_data = source.build()
     torch.manual_seed(0)
     model = OSDP(source.build, plan, cluster, example_inputs=lambda batch: source.example_inputs(without_data, batch))
-    optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
+    optimizer = optimizer_of(plan.optimizer)(model.parameters())
     sent: dict[str, Counter[str]] = {}
     for _ in range(STEPS):
         inputs = source.example_inputs(model.module, plan.micro_batch)

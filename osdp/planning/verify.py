@@ -30,7 +30,7 @@ from profiler.trace.metered_pass import find_loss
 from profiler.trace.python_values import answering
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
-from runtime.optimizers import OPTIMIZERS
+from runtime.optimizers import optimizer_of
 
 MOST_TOO_LOW = 0.01
 """A plan that holds so much more than predicted does not pass: it may run out of memory."""
@@ -182,7 +182,7 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
         dist.init_process_group("cpu:gloo,cuda:nccl", **ranks)
     model = OSDP(source.build, plan, view.load.cluster, example_inputs=source.example_inputs)
     device = model.sharded.device
-    optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
+    optimizer = optimizer_of(plan.optimizer)(model.parameters())
     for step in range(MEASURED_STEPS):
         if step == 1:
             torch.cuda.reset_peak_memory_stats(device)

@@ -51,14 +51,15 @@ def _planned(job: Job) -> Plan:
     config = job.config
     cluster, _ = cluster_of_ranks(config.cluster, config.emulated_nodes)
     limit_bytes = memory_limit(cluster, None if config.mem is None else parse_bytes(config.mem))
-    request = Request(limit_bytes, config.precision, config.optimizer, config.batch, config.global_batch)
+    masters, batches = config.master_weights or "", (config.batch, config.global_batch)
+    request = Request(limit_bytes, config.precision, config.optimizer, *batches, master_weights=masters)
     if config.fsdp_type == "OSDP":
         return plan_model(job.source, cluster, request).plan
     if config.batch is None:
         found = plan_model(job.source, cluster, request)
         graph, load = found.graph, found.found.load
     else:
-        graph = trace_model(job.source, config.precision, cluster.device.kind, config.batch)
+        graph = trace_model(job.source, config.precision, cluster.device.kind, config.batch, masters)
         load = _load(graph, cluster, request)
     choice = UNIFORM[config.fsdp_type]
     if config.fsdp_args is not None:

@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from osdp.compat.seed_groups import SETTINGS
 from osdp.resources import file_of
-from planner.cost.unit_memory import OPTIMIZERS
+from planner.optimizers import OPTIMIZERS
 from profiler.byte_sizes import parse_bytes
 from profiler.errors import OsdpError
 from profiler.yaml_files import Problem, read_yaml, validate
@@ -26,6 +26,7 @@ CHOICES = {
     "optimizer": tuple(OPTIMIZERS),
     "schedule": ("constant", "cosine"),
     "precision": ("fp32", "bf16"),
+    "master_weights": (None, "fp32"),
     "fsdp_type": ("OSDP", "FSDP", "DDP"),
     "fsdp_args": (None, *SETTINGS),
     "device": ("auto", "cpu", "cuda"),
@@ -61,6 +62,8 @@ class TrainConfig:
     warmup_steps: NonNegativeInt = 0
     clip: PositiveFloat | None = None
     precision: str = "fp32"
+    master_weights: str | None = None
+    """What trained parameters of fewer bits rest in; None: the dtype that they have, or what the plan file says."""
     mem: str | None = None
     """None: the device's memory."""
     cluster: str | None = None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from osdp.planning.plan_file import read_plan
 from osdp.resources import make_folder
-from osdp.training.config import TrainConfig
+from osdp.training.config import CHOICES, TrainConfig
 from osdp.training.launch import CPU_RANKS
 from osdp.training.sentence_pairs import MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import Addition, Bytes, Task
@@ -112,12 +112,15 @@ def _plan(config: TrainConfig, path: Path) -> Plan:
     """Read a plan file and check it against the configuration."""
     plan = read_plan(path)
     samples = plan.micro_batch * plan.accumulation * plan.cluster.nodes * plan.cluster.gpus_per_node
-    fixed = {"optimizer": plan.optimizer, "precision": plan.model.precision, "batch": plan.micro_batch}
+    of_model = {"precision": plan.model.precision, "master_weights": plan.model.master_weights or "none"}
+    fixed = {"optimizer": plan.optimizer, **of_model, "batch": plan.micro_batch}
     for name, planned in (fixed | {"global_batch": samples}).items():
         wanted = getattr(config, name)
         if wanted is not None and wanted != planned:
             what = f"the plan {path} is for another {name.replace('_', ' ')}"
             advice = f"--{name.replace('_', '-')} {planned}, or plan again"
+            if planned not in CHOICES.get(name, (planned,)):
+                advice = "plan again as the configuration says, or run the plan by osdp.OSDP in your own loop"
             raise OsdpError(what, got=str(planned), expected=f"{wanted}, as the configuration says", advice=advice)
     return plan
 

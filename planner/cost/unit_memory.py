@@ -7,7 +7,7 @@ dimension d0 and `rest` elements per row padded to ceil(d0/parts) parts rows (FS
 
     S    sharded parameters                         e_s pad/parts        `UnitBytes.parameters`
     SG   sharded gradients                          e_s pad/parts        `UnitBytes.stepped`
-    OPT  optimizer states (Adam: 2 S + 512)                              `UnitBytes.optimizer`
+    OPT  optimizer states (Adam: 2 S + 512; `Optimizer.state_bytes`)     `UnitBytes.optimizer`
     U    unsharded parameters                       e_p pad              `UnitBytes.unsharded`
     AG   all-gather output (none if parts = 1)      e_p pad              `UnitBytes.gathered`
     RSI  reduce-scatter input                       e_r pad              `UnitBytes.reduce_input`
@@ -38,36 +38,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from planner.optimizers import Optimizer
 from planner.strategies.replicate import COPY
 from planner.strategies.spec import Strategy
 from planner.strategies.unit_collectives import is_plain, padded_rows, volume_of
-from profiler.byte_sizes import ALLOCATION_BYTES, allocated_bytes
+from profiler.byte_sizes import allocated_bytes
 from profiler.model_graph import Parameter
-
-
-@dataclass(frozen=True, slots=True)
-class Optimizer:
-    """State, temporaries and memory traffic of an optimizer per parameter, whose dtype they have."""
-
-    moments: int
-    """Tensors of the parameter's size kept between steps."""
-    has_step_counter: bool
-    """Whether it keeps one scalar tensor per parameter."""
-    temporaries: int
-    """Tensors of the parameter's size that live while it steps (foreach implementation)."""
-    touched: int
-    """Tensors of the parameter's size that a step reads and writes."""
-
-
-OPTIMIZERS = {
-    "adam": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=18),
-    "adamw": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=20),
-    "sgd": Optimizer(moments=0, has_step_counter=False, temporaries=0, touched=3),
-}
-"""`torch.optim` with default arguments: SGD without momentum, Adam in its foreach form.
-
-`touched`, from `torch/optim/adam.py` of torch 2.13: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
-addcdiv 4, and for AdamW's decay mul 2; SGD: add 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +95,8 @@ def unit_bytes(
         state = gradient = 0
         if parameter.trainable:
             gradients += parameter.element_bytes * shard
-            counter = ALLOCATION_BYTES if optimizer.has_step_counter else 0
-            counters += counter
-            state = optimizer.moments * allocated_bytes(parameter.element_bytes * shard) + counter
+            counters += optimizer.state_bytes(0, parameter.element_bytes)
+            state = optimizer.state_bytes(shard, parameter.element_bytes)
             gradient = last_gradient = allocated_bytes(compute * parameter.numel)
         total += UnitBytes(
             parameters=allocated_bytes(parameter.element_bytes * shard),

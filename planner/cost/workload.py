@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.cost.stragglers import NO_WAITS, Waits
-from planner.cost.unit_memory import OPTIMIZERS, Optimizer, outside_bytes
+from planner.cost.unit_memory import outside_bytes
+from planner.optimizers import Optimizer, optimizer_of
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import CallTimes, call_key, interpolated
 from profiler.errors import OsdpError
@@ -30,6 +31,7 @@ class Workload:
 
     cluster: Cluster
     optimizer_name: str
+    """As `planner.optimizers.optimizer_name` gives it."""
     precision: str
     micro_batch: int
     """Samples per rank in one forward."""
@@ -41,18 +43,17 @@ class Workload:
     """Parameters that no unit holds (`ModelGraph.outside`)."""
 
     def __post_init__(self) -> None:
-        if self.optimizer_name not in OPTIMIZERS:
-            raise OsdpError("unknown optimizer", got=self.optimizer_name, expected=", ".join(OPTIMIZERS))
+        optimizer_of(self.optimizer_name)  # raises for an unknown one
         rates = self.cluster.device.matmul_flops_per_s
         if self.precision not in rates:
             what = f"{self.cluster.device.name} has no matmul rate for this precision"
             advice = "another --precision, or another --cluster"
             raise OsdpError(what, got=self.precision, expected=", ".join(rates), advice=advice)
 
-    @property
+    @cached_property
     def optimizer(self) -> Optimizer:
         """The optimizer's description."""
-        return OPTIMIZERS[self.optimizer_name]
+        return optimizer_of(self.optimizer_name)
 
     @cached_property
     def outside_bytes(self) -> int:

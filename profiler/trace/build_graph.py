@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from profiler.byte_sizes import allocated_bytes
+from profiler.byte_sizes import allocated_bytes, format_bytes
 from profiler.errors import OsdpError
 from profiler.mixed_precision import RestingDtype
 from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
 from profiler.model_source import ModelSource
+from profiler.opaque_parameters import is_opaque, tensors_of
 from profiler.trace.activation_ledger import NOBODY, CallRecord, Tally
 from profiler.trace.affine_fit import SINGLE, Sizes, StepsError, envelope, exact_line, line
 from profiler.trace.find_operators import Group, held_whole
@@ -66,7 +67,7 @@ def assemble(
         blocks=blocks,
         edges=tuple(sorted(first.edges)),
         fingerprint=hashlib.sha256(repr(structure).encode()).hexdigest()[:16],
-        outside=tuple(_parameter(name, named[name], dtypes[name]) for name in held_whole(module, groups)),
+        outside=tuple(one for name in held_whole(module, groups) for one in _parts(name, named[name], dtypes[name])),
         notes=(*source.notes, *_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
     )
 
@@ -163,6 +164,14 @@ def _operators(
 def _parameter(name: str, parameter: nn.Parameter, dtype: RestingDtype) -> Parameter:
     rest = str(dtype.rest).removeprefix("torch.")
     return Parameter(name, tuple(parameter.shape), parameter.requires_grad, rest, dtype.keeps)
+
+
+def _parts(name: str, parameter: nn.Parameter, dtype: RestingDtype) -> list[Parameter]:
+    """Return a parameter, or what an opaque one holds."""
+    if not is_opaque(parameter):
+        return [_parameter(name, parameter, dtype)]
+    own = [nn.Parameter(tensor, requires_grad=False) for tensor in tensors_of(name, parameter)]
+    return [_parameter(name, one, RestingDtype(one.dtype, one.dtype, keeps=True)) for one in own]
 
 
 def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call]) -> list[int]:
@@ -263,6 +272,15 @@ def _notes(
     buffers = sum(buffer.untyped_storage().nbytes() for buffer in module.buffers())
     if buffers >= BUFFER_NOTE_BYTES:
         notes.append(f"not counted: {buffers} bytes of buffers, which are replicated on every rank")
+    opaque = {name: tensors_of(name, one) for name, one in module.named_parameters() if is_opaque(one)}
+    if opaque:
+        size_bytes = sum(allocated_bytes(tensor.nbytes) for tensors in opaque.values() for tensor in tensors)
+        classes = ", ".join(dict.fromkeys(type(module.get_parameter(name)).__name__ for name in opaque))
+        more = f" and {len(opaque) - 1} more" if len(opaque) > 1 else ""
+        notes.append(
+            f"kept whole on every rank, as they are: {next(iter(opaque))}{more} of class {classes}, "
+            f"{format_bytes(size_bytes)}; what they hold while they compute is not counted"
+        )
     runs = Counter(block.name for block in blocks)
     if repeated := ", ".join(name for name, count in runs.items() if count > 1):
         notes.append(f"blocks that run several times per forward, with the same parameters: {repeated}")

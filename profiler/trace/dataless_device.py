@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from profiler.model_source import Inputs
+from profiler.opaque_parameters import is_opaque, rebuilt, tensors_of
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.python_values import PythonValues, as_if_real
 from profiler.trace.shapes import make, predict
@@ -154,12 +155,23 @@ def adapt(module: nn.Module, device: DatalessDevice, dtypes: Mapping[str, torch.
     as it is; tied parameters stay tied.
     """
     tensors = (*module.named_parameters(), *module.named_buffers())
-    moved = {id(tensor): _like(tensor, device, dtypes.get(name, tensor.dtype)) for name, tensor in tensors}
+    moved = {
+        id(tensor): _opaque(name, tensor, device)
+        if is_opaque(tensor)
+        else _like(tensor, device, dtypes.get(name, tensor.dtype))
+        for name, tensor in tensors
+    }
     for parameter in module.parameters():
         device.data.values.forget(moved[id(parameter)])  # it trains
     if all(moved[id(tensor)] is tensor for _, tensor in tensors):
         return module
     return copy.deepcopy(module, dict(moved))
+
+
+def _opaque(name: str, parameter: nn.Parameter, device: DatalessDevice) -> nn.Parameter:
+    if all(device.holds(tensor) for tensor in tensors_of(name, parameter)):
+        return parameter
+    return rebuilt(name, parameter, lambda tensor: _like(tensor, device, tensor.dtype))
 
 
 def _like(tensor: Tensor, device: DatalessDevice, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from profiler.opaque_parameters import is_opaque
+
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -31,7 +33,7 @@ def find_groups(root: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None
 
     Parameters without dimensions (`logit_scale` of CLIP) belong to none: there is nothing to shard or to plan.  Of a
     module whose trained parameters have several dtypes, neither do those that are not of the most frequent one: FSDP2
-    reduces gradients of one dtype together.
+    reduces gradients of one dtype together.  Nor do opaque ones.
     """
     rested = {id(one): dtypes[name] if dtypes else one.dtype for name, one in root.named_parameters()}
     names: dict[int, str] = {}  # by storage: tied parameters have one
@@ -63,7 +65,7 @@ def find_groups(root: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None
 
 def _shardable(module: nn.Module, dtypes: Mapping[int, torch.dtype]) -> list[nn.Parameter]:
     """Return the parameters that a module owns and that can be in one unit; `dtypes` are by identity."""
-    own = [parameter for parameter in module._parameters.values() if parameter is not None and parameter.dim()]
+    own = [one for one in module._parameters.values() if one is not None and one.dim() and not is_opaque(one)]
     trained: Counter[torch.dtype] = Counter()
     for parameter in own:
         trained[dtypes[id(parameter)]] += parameter.numel() if parameter.requires_grad else 0

@@ -5,12 +5,13 @@ No rank holds more than a few whole tensors at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from profiler.opaque_parameters import is_opaque, tensors_of
 from runtime.deferred_init.deferred_init import Recording, reset
 from runtime.sharded_model import ShardedModel
 from runtime.state.state_dict import local_shards_by_name
@@ -19,11 +20,18 @@ from runtime.state.state_dict import local_shards_by_name
 def share_rank_0(model: nn.Module, device: torch.device) -> None:
     """Give every rank's model the parameters and buffers of rank 0. A collective call."""
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in _values(model):
             sent = tensor.detach().to(device)
             dist.broadcast(sent, src=0)
             if dist.get_rank() != 0:
                 tensor.copy_(sent)
+
+
+def _values(model: nn.Module) -> Iterator[Tensor]:
+    """Yield what a model's parameters and buffers hold."""
+    for name, parameter in model.named_parameters():
+        yield from tensors_of(name, parameter) if is_opaque(parameter) else (parameter,)
+    yield from model.buffers()
 
 
 def fill(origin: nn.Module | Recording, shard: Callable[[nn.Module], ShardedModel]) -> ShardedModel:

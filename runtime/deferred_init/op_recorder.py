@@ -128,6 +128,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.is_paused:
             return func(*args, **(kwargs or {}))
+        if foreign := [one.__name__ for one in types if one.__module__.split(".")[0] != "torch"]:
+            what = f"the factory makes tensors of class {foreign[0]}, whose values cannot be made shard by shard"
+            advice = "give OSDP the module itself, with its values, instead of what makes one"
+            raise OsdpError(what, got=f"{func} in {user_frame()}", expected="PyTorch's own tensors", advice=advice)
         with self.paused():
             return self._op(func, args, dict(kwargs or {}))
 

@@ -28,7 +28,7 @@ from profiler.errors import OsdpError
 from runtime.apply_schedule import apply_schedule
 from runtime.local_shards import local_data
 from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
-from runtime.optimizers import OPTIMIZERS
+from runtime.optimizers import optimizer_of
 from runtime.schedule import Schedule
 from runtime.step.gradient_accumulation import Accumulation
 from runtime.strategies import ring_reduce_scatter
@@ -45,7 +45,7 @@ class Script:
     find_loss: Callable[[Any], Tensor]
     """Output of the forward -> scalar to start backward from."""
     optimizer: str
-    """Key of `runtime.optimizers.OPTIMIZERS`."""
+    """As plans name it."""
     micro_batch: int
     """Samples in one forward."""
     answering: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -133,7 +133,7 @@ class _Optimizer:
         self._home = home
         self._shards = {parameter: nn.Parameter(local_data(parameter).detach()) for parameter in parameters}
         # On a GPU optimizers step through all tensors together unless told not to, and so they do here.
-        self._optimizer = OPTIMIZERS[name](self._shards.values(), foreach=True)
+        self._optimizer = optimizer_of(name)(self._shards.values(), foreach=True)
 
     def step(self, live: LiveBytes) -> None:
         """Update the parameters that have gradients."""

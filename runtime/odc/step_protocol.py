@@ -131,7 +131,7 @@ class Group:
 class Exchange(WrappedUnit):
     """The units of a model that communicate one-sidedly."""
 
-    finishes_in_optimizer_step = True
+    finishes_in_optimizer_step = accumulates_apart = True
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from profiler.errors import OsdpError
+from profiler.opaque_parameters import is_wrapper
 from runtime.local_shards import LocalShard, local_data
 from runtime.state.checkpoint_manifest import Manifest, OptimizerRecord, StoredTensor
 from runtime.state.dcp_tensor import GlobalTensor
@@ -143,7 +144,7 @@ def _held(optimizer: Optimizer, shards: Sequence[LocalShard]) -> Iterator[tuple[
     """Yield the shards whose parameters the optimizer has, each with its group; raises OsdpError."""
     of = {shard.parameter: shard for shard in shards}
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for parameter in _with_data(group):
             if parameter not in of:
                 what = f"{type(optimizer).__name__} has a parameter that is not the model's"
                 got = f"one of shape {tuple(parameter.shape)}"
@@ -154,7 +155,12 @@ def _held(optimizer: Optimizer, shards: Sequence[LocalShard]) -> Iterator[tuple[
 def _names(group: dict[str, Any], shards: Sequence[LocalShard]) -> list[str]:
     """Return the original names of a group's parameters, each once, in order."""
     of = {shard.parameter: shard.name for shard in shards}
-    return list(dict.fromkeys(of[parameter] for parameter in group["params"]))
+    return list(dict.fromkeys(of[parameter] for parameter in _with_data(group)))
+
+
+def _with_data(group: dict[str, Any]) -> list[nn.Parameter]:
+    """Return a group's parameters without frozen ones that hold other tensors: nothing is kept for those."""
+    return [parameter for parameter in group["params"] if not is_wrapper(parameter)]
 
 
 def _key(optimizer: Optimizer, shard: LocalShard, state: object) -> str:

@@ -28,7 +28,7 @@ from runtime.failures.rank_agreement import Agreement
 from runtime.local_shards import LocalShard
 from runtime.sharded_model import ShardedModel
 from runtime.state.model_state import persistent_buffers
-from runtime.state.state_dict import local_shards_by_name
+from runtime.state.state_dict import local_shards_by_name, wrappers
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -81,6 +81,11 @@ def save(sharded: ShardedModel, folder: Path, largest_file_bytes: int, rename: R
 
     Files are written beside their names and renamed, the index last.  Raises OsdpError on all ranks if one fails.
     """
+    if opaque := wrappers(sharded):
+        what = f"{next(iter(opaque))} holds other tensors instead of data, which safetensors cannot write"
+        advice = "save what is trained: {name: value for name, value in model.full_state_dict().items() if ...}"
+        got = f"{len(opaque)} parameters of class {type(next(iter(opaque.values()))).__name__}"
+        raise OsdpError(what, got=got, expected="parameters with data", advice=advice)
     with _safetensors():
         from safetensors.torch import save_file
     files = _files(sharded, largest_file_bytes, rename)

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
+from profiler.opaque_parameters import is_wrapper
 from runtime.local_shards import LocalShard
 from runtime.parameter_places import registered_parameters
 from runtime.sharded_model import ShardedModel
@@ -25,17 +26,26 @@ BUCKET_BYTES = 25 << 20
 def local_shards_by_name(sharded: ShardedModel) -> dict[str, list[LocalShard]]:
     """Return the shards of every original parameter, tied ones under each of their names, as the model lists them.
 
-    What a forward left gathered is freed: what rests is what counts, and may be about to change.
+    Without those that have no data of their own (`wrappers`).  What a forward left gathered is freed: what rests is
+    what counts, and may be about to change.
     """
     sharded.reshard()
     of_parameter = {id(shard.parameter): shard for shard in sharded.local_shards}
     sliced = tuple(f"{split.module}.slices." for split in sharded.schedule.splits)
     found: dict[str, list[LocalShard]] = {}
     for registration in registered_parameters(sharded.module).values():
-        shard = of_parameter[id(registration.tensor)]
+        shard = of_parameter.get(id(registration.tensor))
+        if shard is None:
+            continue
         for path in registration.names:
             found.setdefault(shard.name if path.startswith(sliced) else path, []).append(shard)
     return found
+
+
+def wrappers(sharded: ShardedModel) -> dict[str, nn.Parameter]:
+    """Return the parameters that hold other tensors, alike on every rank; tied ones by each name."""
+    registered = registered_parameters(sharded.module).values()
+    return {name: one.tensor for one in registered if is_wrapper(one.tensor) for name in one.names}
 
 
 def _in_order(sharded: ShardedModel, state: dict[str, T]) -> dict[str, T]:
@@ -77,6 +87,7 @@ def full_state_dict(sharded: ShardedModel, rank0_only: bool = True) -> dict[str,
         if not rank0_only:
             dist.broadcast(buffer, src=0)
         state[name] = buffer.cpu()
+    state |= {name: value.detach().to("cpu", copy=True) for name, value in wrappers(sharded).items()}
     return _in_order(sharded, state)
 
 
@@ -111,6 +122,7 @@ def sharded_state_dict(sharded: ShardedModel, keep_vars: bool = False) -> dict[s
             parts = tuple((shard.offsets, shard.local(shard.parameter)) for shard in shards if shard.numel)
             state[name] = GlobalTensor(shards[0].shape, parameter.dtype, parts)
     state |= {name: value.detach() for name, value in persistent_buffers(sharded.module).items()}
+    state |= {name: value if keep_vars else value.detach() for name, value in wrappers(sharded).items()}
     return _in_order(sharded, state)
 
 
@@ -122,9 +134,10 @@ def load_state_dict(
     Values are whole tensors, or what `sharded_state_dict` returns under the same plan.  Raises
     OsdpError for names that lack or are not known, if `strict`, and for other shapes.
     """
-    by_name, buffers = local_shards_by_name(sharded), persistent_buffers(sharded.module)
+    by_name, buffers = local_shards_by_name(sharded), persistent_buffers(sharded.module) | wrappers(sharded)
     missing = [name for name in (*by_name, *buffers) if name not in state]
-    unexpected = [name for name in state if name not in by_name and name not in buffers]
+    own = {id(buffer) for buffer in sharded.module.buffers()}  # PyTorch's `set_model_state_dict` adds them as they are
+    unexpected = [name for name in state if name not in by_name and name not in buffers and id(state[name]) not in own]
     if strict and (missing or unexpected):
         got = f"unknown names {', '.join(unexpected[:5])}" if unexpected else f"{len(state)} names"
         expected = f"also {', '.join(missing[:5])}" if missing else "only names of the model"

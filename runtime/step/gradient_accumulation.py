@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError, first_line
 from runtime.local_shards import LocalShard
@@ -56,7 +57,7 @@ class Accumulation:
         self._postpones = False
         self._in_backward = False
         """Whether a backward has begun and not ended; at a forward: it failed."""
-        watch_optimizers(self, (shard.parameter for shard in sharded.local_shards), sharded.replaced)
+        watch_optimizers(self, sharded.resting.values(), sharded.replaced)
         watch_clipping(self)
         watch_gradients(self)
 
@@ -74,8 +75,12 @@ class Accumulation:
         """Make the next micro-batch the last of its step, whatever the plan says."""
         self.explicit = True
 
-    def discard(self) -> None:
-        """Discard the step: its micro-batches and the gradients that wait to be reduced."""
+    def discard(self, set_to_none: bool = True) -> None:
+        """Discard the step: its micro-batches and the gradients that wait to be reduced.
+
+        These leave zeros behind where not `set_to_none`, as all parameters have had gradients.
+        """
+        leaves_zeros = self._waits_apart and not set_to_none
         is_unfinished = self._in_backward or (self.done and self.once_per_step)
         for unit in self.sharded.units:
             if is_unfinished:
@@ -83,6 +88,33 @@ class Accumulation:
             else:
                 unit.discard_gradients(self.pushed > 0)
         self.done, self.pushed, self.explicit, self._in_backward = 0, 0, False, False
+        for parameter in self.sharded.resting.values() if leaves_zeros else ():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def before_zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
+        """Discard what an optimizer cannot see of the gradients that it clears, in the middle of a step.
+
+        Raises OsdpError if that takes a collective call, or gradients that it does not clear.
+        """
+        if not (self._waits_apart or (self.done and self.once_per_step)):
+            return
+        cleared = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = [parameter for parameter in self.sharded.resting.values() if parameter.requires_grad]
+        others = sum(id(parameter) not in cleared for parameter in trained)
+        if self._waits_apart and (others or any(unit.accumulates_apart for unit in self.sharded.units)):
+            what = "optimizer.zero_grad() cannot clear gradients that wait to be reduced"
+            got = f"{others} of {len(trained)} parameters of another optimizer" if others else "gradients of all ranks"
+            advice = "call model.zero_grad() on all ranks: it discards the step"
+            raise OsdpError(what, got=got, expected="the end of a step", advice=advice)
+        if not others:
+            self.discard(set_to_none)
+
+    @property
+    def _waits_apart(self) -> bool:
+        """Whether there are gradients of the step outside of `.grad`."""
+        pushed = self.pushed and any(unit.accumulates_apart for unit in self.sharded.units)
+        return bool(pushed or (self.done and self.once_per_step and not self.sharded.schedule.by_ddp))
 
     def finish_gradients(self) -> None:
         """Complete this step's gradients, before they are read. A collective call.
@@ -155,10 +187,21 @@ class Accumulation:
         """
         self._complete_reduction()
         if has_closure and self.sharded.finishes_in_optimizer_step:
-            what = "an optimizer's step cannot run a closure under odc, whose ranks synchronize before the step"
-            raise OsdpError(what, advice="run forward and backward before step(), or plan without odc")
+            self._refuse_closure()
         self.sharded.reshard()
         self.finish_gradients()
+
+    def _refuse_closure(self) -> None:
+        """Raise OsdpError for the forwards and backwards that a closure would run amid a step."""
+        what, before = "an optimizer's step cannot run a closure", "run forward and backward before step()"
+        if any(unit.accumulates_apart for unit in self.sharded.units):
+            what += " under odc, whose ranks synchronize before the step"
+            raise OsdpError(what, advice=f"{before}, or plan without odc")
+        resting = self.sharded.resting.items()
+        whole = [name for name, one in resting if one.requires_grad and not isinstance(one, DTensor)]
+        what += " where every rank holds parameters whole outside of units, and averages their gradients first"
+        more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+        raise OsdpError(what, got=f"{whole[0]}{more}", advice=f"{before}, or plan with the pin *=replicate")
 
     def _complete_reduction(self) -> None:
         """Reduce what waits for a last micro-batch that does not come. Raises OsdpError if all were in `no_sync`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,9 @@ class Trained(Protocol):
 
     def after_step(self) -> None:
         """React to a step that is done."""
+
+    def before_zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
+        """Discard what else there is of the gradients that an optimizer is about to clear."""
 
     def gathers(self, parameter: nn.Parameter) -> bool:
         """Return whether the model has this beside the parameters that rest: gathered by a forward, or added later."""
@@ -92,8 +95,17 @@ def _watch() -> None:
         for model in _trained_by(optimizer):
             model.after_step()
 
+    zero_grad_by_torch = torch.optim.Optimizer.zero_grad
+
+    @wraps(zero_grad_by_torch)
+    def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        for model in _trained_by(optimizer):
+            model.before_zero_grad(optimizer, set_to_none)
+        zero_grad_by_torch(optimizer, set_to_none)
+
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign,assignment]  # it has no hooks
 
 
 _given: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[list[nn.Parameter]], dict[Any, nn.Parameter]]]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from planner.strategies.replicate import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from profiler.errors import OsdpError
+from profiler.opaque_parameters import is_opaque
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
 from runtime.strategies.wrap_context import WrapContext
@@ -86,7 +87,7 @@ class ReplicatedModel(WrappedUnit):
 
     def __init__(self, context: WrapContext) -> None:
         self.device, self.find_unused_parameters = context.device, context.find_unused_parameters
-        self.parameters = list(context.model.parameters())
+        self.parameters = [one for one in context.model.parameters() if _can_be_trained(one)]
         self.buckets = _buckets(reversed(self.parameters))
         self.overlaps = self.is_last = False
         self.came: list[nn.Parameter] = []
@@ -177,6 +178,10 @@ class ReplicatedModel(WrappedUnit):
         self.came.clear()
         for bucket in self.buckets:
             bucket.finish()
+
+
+def _can_be_trained(parameter: nn.Parameter) -> bool:
+    return (parameter.is_floating_point() or parameter.is_complex()) and not is_opaque(parameter)
 
 
 def _came(model: ref[ReplicatedModel], parameter: Tensor) -> None:

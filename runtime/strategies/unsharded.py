@@ -29,7 +29,8 @@ class UnshardedParameters(WrappedUnit):
         """Move them to the device, and keep `fully_shard` away from them."""
         self.replicas, self.device = context.schedule.world_size, context.device
         for parameter in parameters:
-            parameter.data = parameter.data.to(self.device)
+            if parameter.device != self.device:
+                parameter.data = parameter.data.to(self.device)
         self.parameters = parameters
         self.is_reduced_by_ddp = context.schedule.by_ddp
         context.ignored.update(parameters)

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from profiler.errors import OsdpError
 from profiler.mixed_precision import COMPUTE_DTYPE, master_dtype
+from profiler.opaque_parameters import is_opaque, tensors_of
 from runtime.meshes import Meshes
 from runtime.parameter_places import ParameterSite, Registration, registered_parameters
 from runtime.schedule import Schedule, ScheduledUnit
@@ -67,6 +69,8 @@ class WrapContext:
         """Return a parameter, with data and in the dtype that it rests in, and where it is registered."""
         registration = self._unwrapped.pop(path)
         parameter = registration.tensor
+        if is_opaque(parameter):
+            return self._moved(path, registration, home), registration.places
         dtype = master_dtype(parameter, self.schedule.master_weights)
         if parameter.is_meta:
             parameter = nn.Parameter(torch.empty_like(parameter, device=home, dtype=dtype), parameter.requires_grad)
@@ -75,3 +79,18 @@ class WrapContext:
         elif parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
         return parameter, registration.places
+
+    def _moved(self, path: str, registration: Registration[nn.Parameter], home: torch.device) -> nn.Parameter:
+        """Return an opaque parameter on a device: how it gets there its class knows. Raises OsdpError without data."""
+        parameter = registration.tensor
+        if any(tensor.is_meta for tensor in tensors_of(path, parameter)):
+            what = f"`{path}` is of class {type(parameter).__name__}, whose values cannot be made shard by shard"
+            advice = "give OSDP the module itself, with its values, instead of what makes one"
+            raise OsdpError(what, got="a parameter without data", advice=advice)
+        moved = parameter.to(home)
+        if moved is parameter:
+            return parameter
+        made = moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved, requires_grad=False)
+        for module, name in registration.places:
+            module.register_parameter(name, made)
+        return made

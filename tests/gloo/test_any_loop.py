@@ -12,7 +12,7 @@ from ranks import run_ranks
 from thoroughness import some
 from torch import nn
 from torch.distributed.tensor import DTensor
-from toys import STRATEGIES, Blocks, batch_of, loss_of, plan_of, refusal, seeded
+from toys import STRATEGIES, Blocks, Toy, batch_of, loss_of, plan_of, refusal, seeded
 
 build = partial(Blocks, frozen=False)
 SAMPLE = build()
@@ -203,34 +203,91 @@ def test_torch_clips_what_osdp_shards() -> None:
         assert all("model.clip_grad_norm_(max_norm)" in text for text in said)
 
 
-class HalfOfEach(torch.optim.Optimizer):
-    """An optimizer of nobody's that works on local tensors."""
+class ThirdParty(torch.optim.Optimizer):
+    """An optimizer of nobody's that goes from parameter to parameter."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update what has a gradient."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self.update(parameter, self.state[parameter])
+
+    def update(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         """Subtract half of the gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.sub_(0.5 * parameter.grad)
+        parameter.data.sub_(0.5 * parameter.grad)
 
 
-def whole_tensor_optimizers(model: nn.Module) -> dict[str, list[torch.optim.Optimizer]]:
-    """Return optimizers that look at whole tensors, with others for what they do not take."""
+class Lion(ThirdParty):
+    """Chen et al., "Symbolic discovery of optimization algorithms", 2023: one moment, and steps of its sign."""
+
+    def update(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        moment = state.setdefault("exp_avg", torch.zeros_like(parameter))
+        parameter.sub_(1e-2 * (0.9 * moment + 0.1 * parameter.grad).sign())
+        moment.lerp_(parameter.grad, 0.01)
+
+
+class EightBits(ThirdParty):
+    """Momentum in blocks of eight bits, each with its scale, of the memory that this rank has."""
+
+    BLOCK = 4
+    CODES = 0.1 * (0.9 + 0.9 + 0.81)
+    """What two runs of three steps may differ by, in codes: the rounding of the first step reaches the second and the
+    third, that of the second the third, each by half a code in either run, if a rank's blocks begin elsewhere."""
+
+    def update(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        values, gradient = (
+            (one.to_local() if isinstance(one, DTensor) else one).view(-1) for one in (parameter, parameter.grad)
+        )
+        if not state:
+            state["codes"] = torch.zeros(-(-values.numel() // self.BLOCK), self.BLOCK, dtype=torch.int8)
+            state["scales"] = torch.zeros(len(state["codes"]), 1)
+        moment = (state["codes"] * state["scales"]).view(-1)
+        moment[: len(gradient)].mul_(0.9).add_(gradient)
+        values.sub_(moment[: len(gradient)], alpha=0.1)
+        blocks = moment.view(-1, self.BLOCK)
+        state["scales"] = blocks.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+        state["codes"] = (blocks / state["scales"]).round().to(torch.int8)
+
+
+class Derived(torch.optim.Adafactor):
+    """What somebody made of another's."""
+
+
+def optimizers_of_others(model: nn.Module) -> dict[str, list[torch.optim.Optimizer]]:
+    """Return optimizers of all kinds: of whole tensors, with others for what they do not take, and of third parties."""
     parameters = list(model.parameters())
     matrices = [parameter for parameter in parameters if parameter.dim() == 2]
     rest = [parameter for parameter in parameters if parameter.dim() != 2]
     return {
         "Adafactor": [torch.optim.Adafactor(parameters, lr=1e-2)],
+        "Derived": [Derived(parameters, lr=1e-2)],
         "Muon": [torch.optim.Muon(matrices, lr=1e-2), torch.optim.SGD(rest, lr=1e-2)],
         "LBFGS": [torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)],
-        "none": [HalfOfEach(parameters)],
+        "ThirdParty": [ThirdParty(parameters)],
+        "Lion": [Lion(parameters)],
+        "EightBits": [EightBits(parameters)],
     }
 
 
-def step_whole_tensors(rank: int) -> dict[str, str]:
+WHOLE = ("replicate", "owner")
+RUNS = {
+    "Adafactor": (WHOLE, ("shard", "group_shard:2", "odc:2")),
+    "Derived": ((), ("shard",)),
+    "Muon": (WHOLE, ("shard", "group_shard:2", "odc:2")),
+    "LBFGS": (("replicate",), ("shard", "group_shard:2", "owner", "odc:2")),
+    "ThirdParty": ((*WHOLE, "shard", "group_shard:2", "odc:2"), ()),
+    "Lion": ((*WHOLE, "shard"), ()),
+    "EightBits": ((*WHOLE, "shard"), ()),
+}
+"""Under what each trains as in one process, and under what it is refused."""
+
+
+def step_optimizers_of_others(rank: int) -> dict[str, str]:
     """Step where tensors are whole as one process does; return what is said where they are not."""
     from osdp import OSDP
 
@@ -249,28 +306,126 @@ def step_whole_tensors(rank: int) -> dict[str, str]:
             optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
 
     said = {}
-    for name in ("Adafactor", "Muon", "LBFGS", "none"):
+    for name, (trains, refuses) in RUNS.items():
         alone = seeded(build)
-        optimizers = whole_tensor_optimizers(alone)[name]
+        optimizers_alone = optimizers_of_others(alone)[name]
         for number in range(3):
-            advance(alone, optimizers, [0, 1, 2, 3], number)
-        for strategy in ("replicate", "shard", "group_shard:2", "owner", "odc:2"):
+            advance(alone, optimizers_alone, [0, 1, 2, 3], number)
+        for strategy in trains:
             model = OSDP(seeded(build), plan(strategy))
-            optimizers = whole_tensor_optimizers(model)[name]
-            if strategy == "replicate" or name == "none" or (strategy == "owner" and name != "LBFGS"):
-                for number in range(3):
-                    advance(model, optimizers, [rank], number)
-                got = model.full_state_dict(rank0_only=False)
-                torch.testing.assert_close(got, dict(alone.state_dict()), rtol=1e-4, atol=1e-5)
-            else:
-                said[f"{name} {strategy}"] = refusal(lambda: advance(model, optimizers, [rank], 0))  # noqa: B023
+            optimizers = optimizers_of_others(model)[name]
+            for number in range(3):
+                advance(model, optimizers, [rank], number)
+            got = model.full_state_dict(rank0_only=False)
+            for key, parameter in alone.named_parameters():
+                scales = optimizers_alone[0].state[parameter].get("scales", torch.zeros(1))
+                atol = 1e-5 + EightBits.CODES * float(scales.max())
+                torch.testing.assert_close(got[key], parameter.data, rtol=1e-4, atol=atol)
+        for strategy in refuses:
+            model = OSDP(seeded(build), plan(strategy))
+            optimizers = optimizers_of_others(model)[name]
+            said[f"{name} {strategy}"] = refusal(lambda: advance(model, optimizers, [rank], 0))  # noqa: B023
+            torch.testing.assert_close(model.full_state_dict(rank0_only=False), dict(seeded(build).state_dict()))
     return said
 
 
 def test_optimizers_of_whole_tensors_are_refused_where_there_are_parts() -> None:
-    by_rank = run_ranks(step_whole_tensors, 4, ranks_per_node=2)
+    by_rank = run_ranks(step_optimizers_of_others, 4, ranks_per_node=2)
     assert len({str(said.keys()) for said in by_rank}) == 1
-    assert len(by_rank[0]) == 10
+    assert len(by_rank[0]) == 11
     for said in by_rank:
         for name, text in said.items():
-            assert f"{name.split()[0]} computes with whole tensors" in text, text
+            known = name.split()[0].replace("Derived", "Adafactor")
+            assert f"{known} computes with whole tensors" in text, text
+
+
+def give_up_steps(rank: int) -> dict[str, str]:
+    """Clear gradients amid steps as one process does, and step after that; return what is refused."""
+    from osdp import OSDP
+
+    def advance(model: Any, optimizer: Any, ranks: list[int], clears: str, zeros: bool) -> None:
+        for number in range(3):
+            for micro in range(3):
+                with model.no_sync() if micro < 2 and isinstance(model, OSDP) else nullcontext():
+                    batches = [batch_of(SAMPLE, each, 10 * number + micro) for each in ranks]
+                    (sum(loss_of(model(*args, **kwargs)) for args, kwargs in batches) / len(batches)).backward()
+                if micro == 1:
+                    {"optimizer": optimizer, "model": model}[clears].zero_grad(set_to_none=not zeros)
+                    if number == 1:
+                        break  # Adam steps on zeros too
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not zeros)
+
+    said = {}
+    for zeros in (True, False):
+        alone = seeded(build)
+        advance(alone, adam(alone.parameters()), [0, 1, 2, 3], "model", zeros)
+        for name in ("replicate", "group_shard:2", "odc:2", MIXED):
+            for clears in ("optimizer", "model"):
+                model = OSDP(seeded(build), plan(name))
+                optimizer = adam(model.parameters())
+                if clears == "optimizer" and name in ("odc:2", MIXED):
+                    said[f"{name} {zeros}"] = refusal(lambda: advance(model, optimizer, [rank], clears, zeros))  # noqa: B023
+                    continue
+                advance(model, optimizer, [rank], clears, zeros)
+                got = model.full_state_dict(rank0_only=False)
+                where = f"{name}, {clears}, zeros {zeros}: "
+                torch.testing.assert_close(
+                    got, dict(alone.state_dict()), rtol=1e-4, atol=2e-5, msg=lambda text, where=where: where + text
+                )
+    model = OSDP(seeded(build), plan("group_shard:2", accumulation=2))
+    step_of_a_part = adam(list(model.parameters())[:1])
+    args, kwargs = batch_of(SAMPLE, rank, 0)
+    loss_of(model(*args, **kwargs)).backward()
+    said["part"] = refusal(step_of_a_part.zero_grad)
+    return said
+
+
+def test_gradients_that_wait_are_cleared_or_refused() -> None:
+    for said in run_ranks(give_up_steps, 4, ranks_per_node=2):
+        assert len(said) == 5
+        assert all("cannot clear gradients that wait" in text and "model.zero_grad()" in text for text in said.values())
+        assert "13 of 14 parameters of another optimizer" in said["part"]
+
+
+class Scaled(Toy):
+    """A layer and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Any) -> Any:
+        """(batch, 5, 6) -> a loss."""
+        return (self.layer(x) * self.scale).pow(2).mean()
+
+
+def step_by_closure(rank: int) -> str:
+    """Return what is said of a closure beside such a parameter; follow the advice, and train as one process does."""
+    from osdp import OSDP
+
+    def advance(model: nn.Module, ranks: list[int]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = sum(model(*batch_of(sample, each)[0]) for each in ranks) / len(ranks)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    sample, alone = Scaled(), seeded(Scaled)
+    said = refusal(lambda: advance(OSDP(seeded(Scaled), plan_of(sample, "shard", ranks=(1, 2))), [rank]))
+    model = OSDP(seeded(Scaled), plan_of(sample, "replicate", ranks=(1, 2)))
+    advance(model, [rank])
+    advance(alone, [0, 1])
+    torch.testing.assert_close(model.full_state_dict(rank0_only=False), dict(alone.state_dict()))
+    return said
+
+
+def test_closures_are_refused_for_what_stands_in_their_way() -> None:
+    for said in run_ranks(step_by_closure, 2):
+        assert "odc" not in said
+        assert "got: scale" in said
+        assert "*=replicate" in said

@@ -10,6 +10,8 @@ import pytest
 import torch
 from collected import Collected
 from ranks import run_ranks
+from thoroughness import THOROUGH
+from torch import nn
 
 from osdp.training.config import TrainConfig, load_config
 from osdp.training.job import prepare
@@ -44,7 +46,16 @@ def losses(collected: Collected) -> dict[int, float]:
 def reference() -> dict[int, float]:
     """Losses of a loop on one process that knows nothing of OSDP."""
     torch.manual_seed(0)
-    model = load_model("gpt2-tiny").build()
+    return trained(load_model("gpt2-tiny").build())
+
+
+def in_bf16() -> nn.Module:
+    """Return a model as a checkpoint in bf16 gives it."""
+    return load_model("gpt2-tiny").build().bfloat16()
+
+
+def trained(model: nn.Module) -> dict[int, float]:
+    """Return the losses of a plain loop."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     task, found = Addition(2, 7, 0), {}
     for step in range(STEPS):
@@ -58,6 +69,15 @@ def reference() -> dict[int, float]:
         optimizer.step()
         found[step + 1] = loss.item()
     return found
+
+
+@pytest.mark.parametrize("options", [{}, *([{"fsdp_type": "FSDP", "batch": 4}] if THOROUGH else [])])
+def test_a_bf16_model_is_trained_in_fp32(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    alone = trained(in_bf16().float())
+    collected = train(2, model="test_train_runs:in_bf16", master_weights="fp32", **options)
+    assert losses(collected) == pytest.approx(alone, rel=2e-5)
+    assert collected.starts[0].plan.model.master_weights == "fp32"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 from synthetic import cluster, transformer
 
 from planner.cost.unit_communication import unit_traffic
-from planner.cost.unit_memory import OPTIMIZERS, unit_bytes
+from planner.cost.unit_memory import unit_bytes
+from planner.optimizers import OPTIMIZERS
 from planner.pins import parse_pin, resolve
 from planner.pricing import decisions_of, make_plan, space_of
 from planner.problem import Task

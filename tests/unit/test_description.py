@@ -40,7 +40,7 @@ def test_what_is_not_said_is_left_open() -> None:
     nothing = Description()
     assert read_description(None) == nothing == read_description({})
     assert read_description([12, 64, object()]) == nothing
-    assert (nothing.precision, nothing.optimizer, nothing.micro_batch) == ("fp32", "adam", None)
+    assert (nothing.precision, nothing.optimizer, nothing.micro_batch) == ("fp32", None, None)
 
 
 def test_plans_are_told_from_descriptions(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from thoroughness import THOROUGH, some
 from torch import Tensor, nn
 
 from osdp.planning.request import Request, plan_model
-from planner.cost.unit_memory import OPTIMIZERS, unit_bytes
+from planner.cost.unit_memory import unit_bytes
 from planner.model.fsdp_units import units_of
 from planner.model.stages import cut
+from planner.optimizers import OPTIMIZERS
 from planner.strategies.spec import Strategy
 from profiler.model_graph import Parameter
 from profiler.model_source import ModelSource

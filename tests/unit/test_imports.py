@@ -28,9 +28,9 @@ PLAIN_DATA = frozenset(
     )
 )
 """The profiler's modules that need no torch: what passes between the stages, and its files."""
-SHARED = frozenset({"profiler.mixed_precision"})
+SHARED = frozenset({"profiler.mixed_precision", "profiler.opaque_parameters"})
 """What the tracer does to a model and the runtime must do alike."""
-PLANS = frozenset({"planner.plan", "planner.pricing", "planner.strategies", "planner.model"})
+PLANS = frozenset({"planner.plan", "planner.pricing", "planner.strategies", "planner.model", "planner.optimizers"})
 """The planner's modules that say what a plan means."""
 
 

@@ -12,8 +12,9 @@ from planner.collectives import collective_s
 from planner.cost.peak_memory import optimizer_moment, peak_memory
 from planner.cost.stage_option import StageCandidate
 from planner.cost.unit_communication import unit_traffic
-from planner.cost.unit_memory import OPTIMIZERS, unit_bytes
+from planner.cost.unit_memory import unit_bytes
 from planner.cost.workload import Workload
+from planner.optimizers import OPTIMIZERS
 from planner.pins import parse_pin
 from planner.plan import Plan
 from planner.pricing import fixed, make_plan

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Cli
-from torch import nn
+from torch import Tensor, nn
+from toys import Toy, cluster_of, graph_of
 
+from osdp.planning.request import Request
+from osdp.planning.strategy_footprint import NO_LIMIT_BYTES, predict
 from osdp.zoo import load_model
 from profiler.errors import OsdpError
 
@@ -169,3 +172,22 @@ def test_owners_that_are_given_hold_what_is_predicted(cli: Cli) -> None:
     assert (told["rank"], told["holds"]) == (1, True)
     # All but the positions and the last norm, which other ranks may share.
     assert told["tracked"]["parameters"] > rounded(1) - 4 * (128 * 64 + 2 * 64)
+
+
+class Scaled(Toy):
+    """A layer and a parameter without dimensions, which no unit holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 5, 6) -> a loss."""
+        return (self.layer(x) * self.scale).pow(2).mean()
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "owner", "shard"])
+def test_parameters_outside_of_units_are_counted(strategy: str) -> None:
+    """Each takes a block of 512 bytes: weight, bias, and the scale with two moments, counter and two gradients."""
+    found = predict(graph_of(Scaled()), cluster_of(1, 2), strategy, Request(NO_LIMIT_BYTES)).predicted
+    assert found.kept_bytes["parameters"] == 2 * 512 + 6 * 512

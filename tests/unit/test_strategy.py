@@ -13,7 +13,8 @@ from synthetic import cluster
 
 from planner.collectives import collective_s
 from planner.cost.unit_communication import unit_traffic
-from planner.cost.unit_memory import OPTIMIZERS, unit_bytes
+from planner.cost.unit_memory import unit_bytes
+from planner.optimizers import OPTIMIZERS
 from planner.strategies.notation import MAX_SLICES, format_choice, parse_choice, parse_strategy
 from planner.strategies.owner_assignment import assign_owners
 from planner.strategies.registry import known_strategies, strategies_on

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parity import Case
 
 from osdp.cli.commands.train import train
+from osdp.planning.plan_file import write_plan
 from osdp.resources import resource_names
 from osdp.training.config import TrainConfig, load_config
 from osdp.training.job import prepare, ranks_to_start
@@ -115,6 +117,7 @@ def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, more: str, line: 
         ({"lr": float("inf")}, "--lr is wrong"),
         ({"task": "addition", "data": "x"}, "--data has no effect"),
         ({"fsdp_args": "groups"}, "--fsdp-args is not known"),
+        ({"master_weights": "fp64"}, "--master-weights is not known"),
         ({"fsdp_args": "none", "fsdp_type": "DDP"}, "--fsdp-args has no effect on DDP"),
         ({"emulated_nodes": 0}, "--emulated-nodes is wrong"),
     ],
@@ -148,6 +151,18 @@ def test_what_does_not_fit_together_is_refused_before_any_rank_starts(tmp_path: 
     assert "there is no checkpoint" in refused(spec, resume=str(tmp_path / "none"))
     (tmp_path / "file").write_text("")
     assert "cannot be made" in refused(spec, checkpoint=str(tmp_path / "file" / "folder"))
+
+
+def test_a_plan_of_other_weights_or_another_optimizer_is_refused(tmp_path: Path) -> None:
+    plan, spec = Case("gpt2", {}, "shard").plan(), written(tmp_path, "optimizer: adam\nbatch: 2\n")
+    for name, other, options in (
+        ("plain", plan, {"master_weights": "fp32"}),
+        ("kept", dataclasses.replace(plan, optimizer="states of 2 bytes per parameter"), {}),
+    ):
+        write_plan(tmp_path / f"{name}.yaml", other)
+        told = refused(spec, plan=str(tmp_path / f"{name}.yaml"), **options)
+        assert {"plain": "another master weights", "kept": "another optimizer"}[name] in told
+        assert "plan again as the configuration says" in told
 
 
 def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:

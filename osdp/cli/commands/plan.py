@@ -41,7 +41,8 @@ def plan(
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
     master_weights: options.MasterWeights = None,
-    optimizer: options.OptimizerName = "adam",
+    optimizer: options.OptimizerName = None,
+    optimizer_bytes_per_parameter: options.OptimizerBytes = None,
     what_if: options.WhatIf = False,
     output: options.Output = None,
     plot: options.Plot = None,
@@ -54,6 +55,7 @@ def plan(
     from osdp.planning.request import Request
     from osdp.zoo import load_model
     from planner.cost.stragglers import BALANCED
+    from planner.optimizers import optimizer_name
     from planner.pins import parse_pin
 
     limits = None if mem is None else parse_limits(mem)
@@ -65,7 +67,7 @@ def plan(
     request = Request(
         limits_bytes[0],
         precision,
-        optimizer,
+        optimizer_name(optimizer, optimizer_bytes_per_parameter),
         batch,
         global_batch,
         headroom=NO_HEADROOM if headroom is None else parse_headroom(headroom),

@@ -40,7 +40,8 @@ def strategies(
     batch: Annotated[int, Option(min=1, help="Micro-batch size of a rank.")] = 1,
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
-    optimizer: options.OptimizerName = "adam",
+    optimizer: options.OptimizerName = None,
+    optimizer_bytes_per_parameter: options.OptimizerBytes = None,
     measure: Annotated[bool, Option("--measure", help="Also train a few steps on this machine and measure.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -62,8 +63,10 @@ def strategies(
         source = load_model(model, sequence_length=seq)
     from osdp.cli.reports.strategies import print_strategies, strategies_object
     from osdp.planning.strategy_footprint import NO_LIMIT_BYTES
+    from planner.optimizers import optimizer_name
 
-    request = Request(NO_LIMIT_BYTES, precision, optimizer, batch)
+    kept = optimizer_name(optimizer, optimizer_bytes_per_parameter)
+    request = Request(NO_LIMIT_BYTES, precision, kept, batch)
     if measure:
         with end_of_rank():
             found, target = _measured(source, cluster, request, names)

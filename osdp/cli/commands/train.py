@@ -41,6 +41,7 @@ def train(
     warmup_steps: Annotated[int | None, Option(help="Steps of learning rate warm-up.")] = None,
     clip: Annotated[float | None, Option(help="Clip the norm of all gradients to this.")] = None,
     precision: Annotated[str | None, Option(help="Compute dtype: fp32 or bf16.")] = None,
+    master_weights: options.MasterWeights = None,
     mem: Annotated[str | None, Option(help="Memory limit per rank; 8GB means 8 GiB.")] = None,
     cluster: Annotated[str | None, Option(help="As in `osdp plan`. Default: this machine.")] = None,
     batch: Annotated[int | None, Option(help="Micro-batch size of a rank. Default: planned.")] = None,

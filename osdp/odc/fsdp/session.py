@@ -143,6 +143,9 @@ class Session:
         """Return nothing: FSDP has no owners."""
         return ()
 
+    def before_zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
+        """Leave what lies in accumulators to `pre_minibatch_start`."""
+
     def after_step(self) -> None:
         """Publish parameters before the next pull."""
         if self.exchange is not None:

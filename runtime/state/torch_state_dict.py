@@ -1,0 +1,55 @@
+"""Makes `get_model_state_dict` and `set_model_state_dict` of `torch.distributed.checkpoint` right for full state dicts.
+
+By themselves they know neither GlobalTensors nor DTensors that ranks share unevenly.  Two functions that their module
+looks up when it is called are replaced (private names, checked on torch 2.13); what else they are given is left to
+PyTorch.  With `broadcast_from_rank0` they do not work: `model.load_state_dict` takes whole tensors on every rank.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict as dcp_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from runtime.state.dcp_tensor import GlobalTensor
+
+
+@cache
+def watch_full_state_dicts(device: torch.device) -> None:
+    """Have full state dicts hold whole tensors, gathered on a device."""
+    by_torch: Any = dcp_state_dict
+    gather_by_torch, distribute_by_torch = by_torch._gather_state_dict, by_torch._distribute_state_dict
+
+    def gather(state: dict[str, Any], **options: Any) -> dict[str, Any]:
+        whole = {name: _whole(one, device) if isinstance(one, GlobalTensor) else one for name, one in state.items()}
+        gathered: dict[str, Any] = gather_by_torch(whole, **options)
+        return gathered
+
+    def distribute(full: dict[str, Any], local: dict[str, Any], **options: Any) -> None:
+        for name in [name for name, one in local.items() if isinstance(one, DTensor) and _is_uneven(one)]:
+            if name in full:
+                del local[name]  # what is loaded then is the whole tensor, of which a model takes its part
+        distribute_by_torch({name: full[name] for name in full if name in local}, local, **options)
+
+    by_torch._gather_state_dict, by_torch._distribute_state_dict = gather, distribute
+
+
+def _whole(tensor: GlobalTensor, device: torch.device) -> Tensor:
+    """Return a tensor of which every rank has parts. A collective call."""
+    full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    for offsets, data in tensor.parts:
+        full[tuple(slice(start, start + size) for start, size in zip(offsets, data.shape, strict=True))] = data
+    # All ranks that have a byte have the same, and the others zero.
+    dist.all_reduce(full.reshape(-1).view(torch.uint8), op=dist.ReduceOp.MAX)
+    return full
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(tensor.to_local().shape) != tuple(shape)
