@@ -98,12 +98,17 @@ def graph_once(module: nn.Module, name: str, settings: Sequence[Any], trace: Cal
     """Return the graph of a model for CPUs; of models that print alike, and have alike parameters, one is traced."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     known = [(path, one.dtype, one.requires_grad) for path, one in tensors]
-    classes = [f"{type(part).__module__}.{type(part).__qualname__}" for part in module.modules()]
+    classes = [(type(part).__module__, type(part).__qualname__, _told(part)) for part in module.modules()]
     key = f"{name} {tuple(settings)} {module} {known} {classes}"
     if key not in INHERITED:
         INHERITED[key] = trace()
     graph: ModelGraph = INHERITED[key]
     return graph
+
+
+def _told(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return what a module was told that it need not print."""
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, (str, int, float, tuple))]
 
 
 def trace_once(
