@@ -16,6 +16,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     has_secondary_mesh           whether `reshard_after_forward` of a unit is a number
     packed_parameters            in what order a unit's parameters are gathered, and where their padded rows lie
     gather_for_every_backward    FSDP2 hooks the outputs of one module of a unit only
+    keep_repeated_inputs         FSDP2 hooks every input by itself, so that one that is given twice is two in forward
     reduce_when_rerun            with reentrant checkpoints FSDP2 loses gradients of modules that run twice
     initialise                   FSDP2 takes the module that runs first for the outermost
     gathers                      no public name tells which parameters a forward has gathered
@@ -50,6 +51,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from profiler.errors import OsdpError
 
@@ -211,6 +213,34 @@ def gather_for_every_backward(first: FSDPModule, modules: Sequence[nn.Module]) -
     state = cast(Any, first)._get_fsdp_state()
     for module in modules:
         module.register_forward_hook(lambda module, args, output: state._register_pre_backward_hook(output))
+
+
+def keep_repeated_inputs(first: FSDPModule) -> None:
+    """Let a unit's modules see an input that they are given twice as the one that it is.
+
+    `nn.MultiheadAttention` projects queries, keys and values together if they are one tensor, and so does what a trace
+    of the model has seen.
+    """
+    for group in _param_groups(first):
+        group._register_post_backward_hook = partial(_hook_each_once, group._register_post_backward_hook)
+
+
+def _hook_each_once(
+    register: Callable[..., tuple[Any, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    leaves, spec = tree_flatten((args, kwargs))
+    places: dict[int, int] = {}
+    repeats = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and (earlier := places.setdefault(id(leaf), place)) != place:
+            repeats[place] = earlier
+    if not repeats:
+        return register(args, kwargs)
+    once = [None if place in repeats else leaf for place, leaf in enumerate(leaves)]
+    hooked = tree_leaves(register(*tree_unflatten(once, spec)))
+    hooked = [hooked[repeats.get(place, place)] for place in range(len(leaves))]
+    again: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(hooked, spec)
+    return again
 
 
 def reduce_when_rerun(first: FSDPModule, modules: Sequence[nn.Module]) -> None:

@@ -34,14 +34,16 @@ def return_no_views(module: nn.Module) -> None:
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    return tree_map_only(Tensor, _no_view, output) if torch.is_grad_enabled() else output
+    aliases: dict[int, Tensor] = {}  # a tensor that is returned twice stays one
 
+    def no_view(tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and tensor._is_view()):
+            return tensor
+        if id(tensor) not in aliases:
+            aliases[id(tensor)] = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+        return aliases[id(tensor)]
 
-def _no_view(tensor: Tensor) -> Tensor:
-    if not (tensor.requires_grad and tensor._is_view()):
-        return tensor
-    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
-    return alias
+    return tree_map_only(Tensor, no_view, output) if torch.is_grad_enabled() else output
 
 
 def refuse_double_backward() -> None:

@@ -22,6 +22,7 @@ from runtime.torch_compat import (
     gathers,
     initialise,
     keep_after_forward,
+    keep_repeated_inputs,
     reduce_all_or_none,
     reduce_when_rerun,
     reset_iteration,
@@ -95,6 +96,7 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
         raise OsdpError(f"{unit.name} cannot be wrapped as scheduled", got=str(error).splitlines()[0]) from error
     first = modules[0]
     assert isinstance(first, FSDPModule)
+    keep_repeated_inputs(first)
     reduce_when_rerun(first, modules)
     if len(modules) > 1:
         gather_for_every_backward(first, modules)

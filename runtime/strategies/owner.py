@@ -229,11 +229,12 @@ class _Marked(torch.autograd.Function):
 
 def _mark(inputs: T, then: Callable[[], None]) -> T:
     """Have a function called in backward when the tensors in these inputs have their gradients."""
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    tensors = {id(leaf): leaf for leaf in leaves}  # one that is given twice stays one
     if not (tensors and torch.is_grad_enabled()):
         return inputs
-    marked = iter(_Marked.apply(then, *tensors))  # type: ignore[no-untyped-call]
-    replaced: T = tree_map_only(Tensor, lambda tensor: next(marked) if tensor.requires_grad else tensor, inputs)
+    marked = dict(zip(tensors, _Marked.apply(then, *tensors.values()), strict=True))  # type: ignore[no-untyped-call]
+    replaced: T = tree_map_only(Tensor, lambda tensor: marked.get(id(tensor), tensor), inputs)
     return replaced
 
 

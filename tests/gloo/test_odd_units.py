@@ -92,6 +92,52 @@ def test_a_unit_trains_whichever_of_its_modules_runs_last(block: type[nn.Module]
     assert all(count > 0 for count in run_ranks(train_odd_blocks, 4, block, ranks_per_node=2))
 
 
+class Both(nn.Module):
+    """A layer of two inputs that are one, as those of `nn.MultiheadAttention` may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """(batch, 5, 6) -> the same."""
+        assert x is y
+        return x @ self.weight + y
+
+
+class Self(nn.Module):
+    """A block around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.more = Both(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 5, 6) -> the same."""
+        x = torch.tanh(self.more(x))
+        made: Tensor = self.both(x, y=x)
+        return made
+
+
+def give_one_input_twice(rank: int) -> None:
+    """Compare gradients with those of one process, under every strategy and with the second block recomputed."""
+    from osdp import OSDP
+
+    reference = seeded(lambda: Stack(Self))
+    (sum(reference(*batch_of(reference, each)[0]) for each in range(4)) / 4).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    for name in STRATEGIES:
+        model = OSDP(seeded(lambda: Stack(Self)), plan_of(Stack(Self), name, recomputed=("blocks.1",)))
+        model(*batch_of(reference, rank)[0]).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        got = model.full_state_dict(rank0_only=False)
+        torch.testing.assert_close(got, dict(reference.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def test_an_input_that_is_given_twice_is_one_in_forward() -> None:
+    run_ranks(give_one_input_twice, 4, ranks_per_node=2)
+
+
 class Outer(nn.Module):
     """A module around a sharded model, with a layer of its own."""
 
