@@ -1,8 +1,8 @@
 """Makes `get_model_state_dict` and `set_model_state_dict` of `torch.distributed.checkpoint` right for full state dicts.
 
-By themselves they know neither GlobalTensors nor DTensors that ranks share unevenly.  Two functions that their module
+By themselves they know neither GlobalTensors nor DTensors that ranks share unevenly.  Three functions that their module
 looks up when it is called are replaced (private names, checked on torch 2.13); what else they are given is left to
-PyTorch.  With `broadcast_from_rank0` they do not work: `model.load_state_dict` takes whole tensors on every rank.
+PyTorch.  `broadcast_from_rank0` is refused for such tensors: ranks would wait for each other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from profiler.errors import OsdpError
 from runtime.state.dcp_tensor import GlobalTensor
 
 
@@ -37,7 +38,18 @@ def watch_full_state_dicts(device: torch.device) -> None:
                 del local[name]  # what is loaded then is the whole tensor, of which a model takes its part
         distribute_by_torch({name: full[name] for name in full if name in local}, local, **options)
 
+    broadcast_by_torch = by_torch._broadcast_state_dict
+
+    def broadcast(full: dict[str, Any], local: dict[str, Any], *others: Any, **options: Any) -> None:
+        for name, one in local.items():
+            if isinstance(one, GlobalTensor) or (isinstance(one, DTensor) and _is_uneven(one)):
+                what = f"broadcast_from_rank0 cannot load `{name}`, which ranks do not share evenly"
+                advice = "give every rank the whole state dict: StateDictOptions(full_state_dict=True)"
+                raise OsdpError(what, expected="broadcast_from_rank0=False", advice=advice)
+        broadcast_by_torch(full, local, *others, **options)
+
     by_torch._gather_state_dict, by_torch._distribute_state_dict = gather, distribute
+    by_torch._broadcast_state_dict = broadcast
 
 
 def _whole(tensor: GlobalTensor, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from toys import Blocks, plan_of, seeded
+from toys import Blocks, plan_of, refusal, seeded
 
 build = partial(Blocks, frozen=False)
 
@@ -29,6 +29,9 @@ def get_and_set(rank: int) -> None:
         set_model_state_dict(other, full, options=StateDictOptions(full_state_dict=True))
         got = other.full_state_dict(rank0_only=False)
         assert all(torch.equal(got[name], wanted[name]) for name in wanted), strategy
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    refused = refusal(lambda: set_model_state_dict(other, full, options=options))
+    assert "broadcast_from_rank0 cannot load" in refused
 
 
 def test_full_state_dicts_by_torch() -> None:
