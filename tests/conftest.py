@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
@@ -68,6 +68,8 @@ LONGEST = (
 """Files that take longest, of those in gloo/ and of the others: a long one that starts last runs alone."""
 TIMED = ("gloo/test_profile_command.py", "gloo/test_communication_times.py")
 """Files that time what the machine can do within a budget of seconds: after the other files of ranks."""
+ALONE = ("unit/test_huggingface_time.py",)
+"""Files that bound CPU seconds, of which a process takes more beside others: last, and with no other at a time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,7 +104,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files of ranks first, and the longest of them and of the others before the rest."""
     folder = Path(__file__).parent
     order = {folder / name: place for place, name in enumerate(LONGEST)}
-    order |= {folder / name: len(LONGEST) + 1 for name in TIMED}
+    order |= {folder / name: len(LONGEST) + 1 for name in (*TIMED, *ALONE)}
     items.sort(key=lambda item: (item.path.parent.name != "gloo", order.get(item.path, len(LONGEST))))
 
 
@@ -112,6 +114,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _forget_garbage(item.path)
     if item.path.parent.name == "gloo":
         return (yield)
+    if item.path in {Path(__file__).parent / name for name in ALONE}:
+        with ExitStack() as every_core:
+            for number in range(CORES):
+                core = every_core.enter_context(open(Path(os.environ[programs.FOLDER], f"core{number}"), "w"))
+                fcntl.flock(core, fcntl.LOCK_EX)
+            return (yield)
     for number in itertools.cycle(range(CORES)):
         with open(Path(os.environ[programs.FOLDER], f"core{number}"), "w") as core, suppress(BlockingIOError):
             fcntl.flock(core, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -32,9 +32,7 @@ LLAVA = {
     "image_seq_length": 16,
 }
 EXPERTS = {**LLAMA, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "experts_implementation": "eager"}
-DEEPSEEK = {
-    **EXPERTS,
-    "num_key_value_heads": 2,
+DEEPSEEK_PARTS = {
     "n_routed_experts": 8,
     "n_group": 2,
     "topk_group": 1,
@@ -45,6 +43,7 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
 }
+DEEPSEEK = {**EXPERTS, "num_key_value_heads": 2, **DEEPSEEK_PARTS}
 SEGFORMER = {
     "num_encoder_blocks": 2,
     "depths": [1, 1],

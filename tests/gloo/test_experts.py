@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from experts import Experts
+from huggingface_cases import DEEPSEEK_PARTS
 from ranks import run_ranks
 from thoroughness import THOROUGH
 from torch import Tensor, nn
@@ -29,19 +30,7 @@ SIZES = {
 MODELS: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"model_type": "mixtral", "num_local_experts": 6},
     "Qwen3MoeForCausalLM": {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 12, "head_dim": 8},
-    "DeepseekV3ForCausalLM": {
-        "model_type": "deepseek_v3",
-        "n_routed_experts": 8,
-        "moe_intermediate_size": 12,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-    },
+    "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", **DEEPSEEK_PARTS, "moe_intermediate_size": 12},
 }
 
 
