@@ -16,6 +16,7 @@ import builtins
 import fcntl
 import gc
 import importlib
+import inspect
 import io
 import json
 import os
@@ -30,6 +31,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,6 +46,8 @@ PRELOADED = (
     "osdp.api",
     "osdp.cli.commands.plan",
     "osdp.training.rank_main",
+    "pydantic.functional_validators",
+    "pydantic.type_adapter",
     "runtime.apply_schedule",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.launcher.api",
@@ -93,6 +97,7 @@ def serve(folder: Path) -> None:
     os.setsid()  # an interrupted test run ends its programs before their server
     for name in PRELOADED:
         importlib.import_module(name)
+    _warm()
     own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     sys.path[:] = [entry for entry in sys.path if entry not in own]
     gc.collect()
@@ -147,6 +152,35 @@ def serve(folder: Path) -> None:
                 client.close()
     for pid in clients:
         os.kill(pid, signal.SIGKILL)
+
+
+def _warm() -> None:
+    """Do once what nearly every program would do first, as `warm_ranks.py` does for ranks: fill caches of PyTorch."""
+    import torch
+
+    from osdp.models.config import GPT2Config
+    from osdp.models.gpt2 import GPT2
+    from osdp.models.user_factory import source_of
+    from osdp.planning.clusters import load_cluster
+    from osdp.planning.request import Request, plan_graph
+    from planner.pins import parse_pin
+    from profiler.trace.trace import trace_model
+    from runtime.compile_plan import compile_plan
+    from runtime.observe.dry_run import Script, dry_run
+
+    torch.set_num_threads(1)  # threads of the server would not be in its forks
+    state, config = torch.get_rng_state(), GPT2Config(29, 8, hidden_size=12, layers=1, heads=2)
+    source, cluster = source_of(lambda: GPT2(config), "warm", None, None), load_cluster("cpu-gloo", 1, 2)
+    graph = trace_model(source)
+    gc.freeze()  # a dry run collects several times
+    for strategy in ("replicate", "shard", "owner"):
+        plan = plan_graph(graph, cluster, Request(1 << 30, micro_batch=2, pins=(parse_pin(f"*={strategy}"),))).plan
+        script = Script(source.build, source.example_inputs, lambda output: output, "adam", 2)
+        dry_run(script, compile_plan(plan, graph, cluster))
+    torch.set_rng_state(state)
+    inspect.stack()  # torchrun asks for it at each of its steps; the first looks at every module
+    for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        one.atexit = False  # operators that libraries define end with the process
 
 
 def _be(request: dict[str, object], files: list[int], folder: Path) -> None:

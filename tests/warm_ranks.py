@@ -26,6 +26,7 @@ for toy in (Blocks(), Blocks(frozen=False), InPlace(), Irregular()):
 if not torch.cuda.is_available():  # else each seed waits there for a GPU, with the stack that it was set at
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 torch.set_num_threads(1)  # threads of the server would not be in its forks
+gc.freeze()  # a dry run collects several times
 for strategy in ("replicate", "shard", "group_shard:2", "owner"):
     case = Case("gpt2", {}, strategy, recomputed=("blocks.0",))
     dry_run(

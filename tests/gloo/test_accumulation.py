@@ -82,7 +82,7 @@ def train(rank: int) -> None:
         optimizer.zero_grad()
     wanted = dict(reference.state_dict())
     for number, (name, (loop, accumulation)) in enumerate(LOOPS.items()):
-        for strategy in some(("replicate", "shard_grad", "group_shard:2", "owner", "odc:2"), 2, number):
+        for strategy in some(("replicate", "shard_grad", "group_shard:2", "owner", "odc:2"), 3, number):
             if strategy == "replicate" and name == "forwards first":
                 continue  # refused, see below
             choices = {"head": "split(owner, replicate)"} if strategy != "replicate" else {}

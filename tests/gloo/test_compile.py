@@ -8,6 +8,7 @@ import pytest
 import torch
 from parity import Case, blocks_of, compare, reference, train_all
 from ranks import run_ranks
+from thoroughness import THOROUGH
 from toys import Blocks, batch_of, plan_of, seeded
 
 
@@ -52,6 +53,8 @@ def train_by_inductor(rank: int) -> None:
     torch.testing.assert_close(got, dict(reference.state_dict()), rtol=1e-4, atol=1e-5)
 
 
+# Another backend on the same graphs, which compiles for half a minute.
+@pytest.mark.skipif(not THOROUGH, reason="of backends, another, with --thorough only")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor() -> None:
     run_ranks(train_by_inductor, 2, timeout_s=300)

@@ -7,6 +7,6 @@ from drawn_loops import check_draws, plain_actions
 from thoroughness import drawn_numbers
 
 
-@pytest.mark.parametrize(("ranks", "first", "count"), [((1, 2), 0, 44), ((2, 2), 100_000, 8)])
+@pytest.mark.parametrize(("ranks", "first", "count"), [((1, 2), 0, 16), ((2, 2), 100_000, 4)])
 def test_drawn_models_train_as_in_one_process(ranks: tuple[int, int], first: int, count: int) -> None:
     check_draws(drawn_numbers(first, count), ranks, plain_actions)

@@ -147,7 +147,7 @@ def train_dtypes(rank: int, name: str) -> None:
     usable = [one for one in STRATEGIES if name in WINDOWS or not one.startswith("odc")]
     mixture = {one: usable[(2 * index) % len(usable)] for index, one in enumerate(operators)}
     for number, strategy in enumerate([*usable, "mixture"]):
-        if not (THOROUGH or number % 3 == list(MODELS).index(name) % 3 or strategy in ("owner", "mixture")):
+        if not (THOROUGH or number % 5 == list(MODELS).index(name) or strategy in ("owner", "mixture")):
             continue
         choices = mixture if strategy == "mixture" else {}
         accumulation = 1 + number % 2

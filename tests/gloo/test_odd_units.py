@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from thoroughness import THOROUGH
+from thoroughness import THOROUGH, some
 from torch import Tensor, nn
 from toys import STRATEGIES, Blocks, Toy, batch_of, loss_of, plan_of, seeded
 
@@ -60,7 +60,7 @@ class Stack(Toy):
 def train_odd_blocks(rank: int, block: type[nn.Module]) -> int:
     """Train with units of several modules under every strategy; return how many such units there were.
 
-    With recomputation and without: unless thorough, one of the two, the other with the other block.
+    With recomputation and without: unless thorough, strategies in turn, each with one of the two.
     """
     from osdp import OSDP
 
@@ -71,7 +71,7 @@ def train_odd_blocks(rank: int, block: type[nn.Module]) -> int:
         optimizer.step()
         optimizer.zero_grad()
     joined = 0
-    for number, name in enumerate(STRATEGIES, block is Aside):
+    for number, name in some(list(enumerate(STRATEGIES, block is Aside)), 3, block is Aside):
         other = "shard" if name == "owner" else "owner"
         for recomputed in ((), ("blocks.0",)) if THOROUGH else ((("blocks.0",),) if number % 2 else ((),)):
             plan = plan_of(Stack(block), name, {f"blocks.{i}.other": other for i in (0, 1)}, recomputed=recomputed)
@@ -126,7 +126,7 @@ def give_one_input_twice(rank: int) -> None:
     reference = seeded(lambda: Stack(Self))
     (sum(reference(*batch_of(reference, each)[0]) for each in range(4)) / 4).backward()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    for name in STRATEGIES:
+    for name in some(STRATEGIES, 2):
         model = OSDP(seeded(lambda: Stack(Self)), plan_of(Stack(Self), name, recomputed=("blocks.1",)))
         model(*batch_of(reference, rank)[0]).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -230,7 +230,7 @@ def train_scalars(rank: int, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     last: Any = None
-    for number, name in enumerate(STRATEGIES):
+    for number, name in some(list(enumerate(STRATEGIES)), 3):
         # From a live model, and made shard by shard.
         plan = plan_of(Scalars(), name, accumulation=2)
         made = seeded(Scalars) if number % 2 else Scalars

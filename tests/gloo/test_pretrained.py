@@ -155,8 +155,8 @@ def test_what_cannot_be_written_is_told_on_all_ranks(tmp_path: Path) -> None:
 # --- memory
 
 
-LAYERS, WIDTH = 16 if THOROUGH else 6, 4096
-"""Of 64 MiB each: 1 GiB, or 384 MiB."""
+LAYERS, WIDTH = (16, 4096) if THOROUGH else (12, 2048)
+"""Of 64 MiB each, 1 GiB; or of 16 MiB each, 192 MiB."""
 LARGEST = 4 * WIDTH * WIDTH
 SLACK = 24 * MIB
 """For buffers of gloo, the header and the interpreter."""

@@ -96,7 +96,7 @@ def odd_loops(rank: int, loop: Callable[..., None]) -> dict[str, dict[str, Tenso
     from osdp import OSDP
 
     found = {}
-    for name, strategy in some(list(PLANS.items()), 2, list(LOOPS).index(loop)):
+    for name, strategy in some(list(PLANS.items()), 3, list(LOOPS).index(loop)):
         model = seeded(partial(Predicting, frozen=False))
         choices = {"blocks.0.up": "owner", "head": "replicate"} if name == "mixed" else {}
         model = OSDP(model, plan_of(model, strategy, choices, ranks=(2, 2)))

@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Event, Lock
 
 import pytest
+from thoroughness import THOROUGH
 from torch.distributed.run import get_args_parser
 
 from scripts.emulation import commands, network
@@ -227,6 +228,7 @@ def test_a_cluster_has_the_rates_asked_for(tool: Tool) -> None:
 def test_torchrun_needs_no_options_for_the_rendezvous(tool: Tool, tmp_path: Path) -> None:
     program = tmp_path / "all_reduce.py"
     program.write_text(ALL_REDUCE)
+    of_a_node = 2 if THOROUGH else 1
     done = tool(
         "run",
         "--pin",
@@ -236,12 +238,14 @@ def test_torchrun_needs_no_options_for_the_rendezvous(tool: Tool, tmp_path: Path
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--nproc_per_node=2",
+        f"--nproc_per_node={of_a_node}",
         str(program),
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        f"[node{rank // 2}] rank {rank} of node {rank // 2} on node{rank // 2}: 1111.0" for rank in range(4)
+        f"[node{node}] rank {node * of_a_node + rank} of node {node} on node{node}: {'11' * of_a_node}.0"
+        for node in (0, 1)
+        for rank in range(of_a_node)
     ]
 
 

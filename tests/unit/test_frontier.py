@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
+from thoroughness import draws
 
 import planner.analysis.frontier
 from planner.analysis.frontier import frontier
@@ -24,7 +25,7 @@ LIMITS = (100 * MIB, 300 * MIB, 350 * MIB, 450 * MIB, 1 * GIB, 4 * GIB)
 
 @pytest.fixture(scope="module")
 def graph() -> ModelGraph:
-    return transformer(4, 512)
+    return transformer(2, 512)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_progress_grows_over_all_limits(graph: ModelGraph, machine: Cluster) -> 
     assert max(told) > 0.9
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=draws(6), deadline=None)
 @given(
     st.lists(st.integers(1, 6), min_size=2, max_size=4),
     st.lists(st.integers(60, 900), min_size=2, max_size=4, unique=True),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from command_line import Cli
 from rehearsals import plan_of
+from thoroughness import some
 
 import osdp.planning.verify
 from osdp.planning.plan_file import write_plan
@@ -170,7 +171,7 @@ def test_what_the_allocator_reserved_has_to_be_within_the_limit(
     assert f"The allocator is {'beyond' if status else 'within'} the limit: it reserved 644.0 MiB of the 644.0" in text
 
 
-@pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (8, 8), (128, 8)])
+@pytest.mark.parametrize(("nodes", "gpus"), some([(1, 8), (8, 8), (128, 8)], 2))
 def test_every_world_takes_one_process_and_seconds(
     cli: Cli, uniform: Callable[..., Plan], nodes: int, gpus: int
 ) -> None:
