@@ -18,6 +18,7 @@ from osdp import OSDP
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--mem", default="1GB", help="memory limit per device")
+parser.add_argument("--steps", type=int, default=40)
 options = parser.parse_args()
 
 backend, device = "gloo", torch.device("cpu")
@@ -47,7 +48,7 @@ if dist.get_rank() == 0:
 
 text = torch.tensor(list(Path(__file__).read_bytes()))
 draw = torch.Generator().manual_seed(dist.get_rank())
-for step in range(1, 41):
+for step in range(1, options.steps + 1):
     starts = torch.randint(len(text) - 64, (4,), generator=draw)
     tokens = torch.stack([text[start : start + 64] for start in starts]).to(device)
     loss = model(input_ids=tokens, labels=tokens).loss

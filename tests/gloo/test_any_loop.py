@@ -289,7 +289,7 @@ RUNS = {
 
 
 def step_optimizers_of_others(rank: int) -> dict[str, str]:
-    """Step where tensors are whole as one process does; return what is said where they are not."""
+    """Step where tensors are whole as one process does, unless thorough in turn; return what is said elsewhere."""
     from osdp import OSDP
 
     def advance(model: nn.Module, optimizers: list[torch.optim.Optimizer], ranks: list[int], number: int) -> None:
@@ -312,7 +312,7 @@ def step_optimizers_of_others(rank: int) -> dict[str, str]:
         optimizers_alone = optimizers_of_others(alone)[name]
         for number in range(3):
             advance(alone, optimizers_alone, [0, 1, 2, 3], number)
-        for strategy in trains:
+        for strategy in some(trains, 2):
             model = OSDP(seeded(build), plan(strategy))
             optimizers = optimizers_of_others(model)[name]
             for number in range(3):
@@ -341,7 +341,10 @@ def test_optimizers_of_whole_tensors_are_refused_where_there_are_parts() -> None
 
 
 def give_up_steps(rank: int) -> dict[str, str]:
-    """Clear gradients amid steps as one process does, and step after that; return what is refused."""
+    """Clear gradients amid steps as one process does, and step after that; return what is refused.
+
+    Unless thorough, two of the plans each way.
+    """
     from osdp import OSDP
 
     def advance(model: Any, optimizer: Any, ranks: list[int], clears: str, zeros: bool) -> None:
@@ -361,7 +364,7 @@ def give_up_steps(rank: int) -> dict[str, str]:
     for zeros in (True, False):
         alone = seeded(build)
         advance(alone, adam(alone.parameters()), [0, 1, 2, 3], "model", zeros)
-        for name in ("replicate", "group_shard:2", "odc:2", MIXED):
+        for name in some(("replicate", "group_shard:2", "odc:2", MIXED), 2, zeros):
             for clears in ("optimizer", "model"):
                 model = OSDP(seeded(build), plan(name))
                 optimizer = adam(model.parameters())
@@ -384,7 +387,7 @@ def give_up_steps(rank: int) -> dict[str, str]:
 
 def test_gradients_that_wait_are_cleared_or_refused() -> None:
     for said in run_ranks(give_up_steps, 4, ranks_per_node=2):
-        assert len(said) == 5
+        assert len(said) == (5 if THOROUGH else 3)
         assert all("cannot clear gradients that wait" in text and "model.zero_grad()" in text for text in said.values())
         assert "13 of 14 parameters of another optimizer" in said["part"]
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from checkouts import stub_checkout
 from ranks import run_ranks
+from thoroughness import THOROUGH
 from torch import Tensor, nn
 from toys import Blocks, batch_of, loss_of, plan_of, seeded
 
@@ -238,7 +239,7 @@ def test_the_program(tmp_path: Path) -> None:
         str(lengths),
         "--timeline",
         str(picture),
-        real=True,
+        real=THOROUGH,
     )
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)

@@ -16,6 +16,7 @@ import torch
 from command_line import Cli
 from programs import REAL_RANK, process_of, python
 from ranks import children, run_ranks
+from thoroughness import THOROUGH
 
 from osdp.planning.clusters import load_cluster
 from osdp.zoo import load_model
@@ -31,7 +32,8 @@ from profiler.yaml_files import write_yaml
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
 PATIENCE_S = 180.0
-QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budget-s", "40", "--device", "cpu")
+BUDGET_S = "40" if THOROUGH else "12"
+QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budget-s", BUDGET_S, "--device", "cpu")
 
 
 def osdp(folder: Path, *arguments: str, real: bool = False) -> subprocess.CompletedProcess[str]:
@@ -49,7 +51,7 @@ def osdp(folder: Path, *arguments: str, real: bool = False) -> subprocess.Comple
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with a profile, and what measuring it printed."""
     folder = tmp_path_factory.mktemp("profile")
-    done = osdp(folder, "profile", *QUICK, "-o", "mine.yaml", real=True)
+    done = osdp(folder, "profile", *QUICK, "-o", "mine.yaml", real=THOROUGH)
     assert done.returncode == 0, done.stderr
     assert "measuring communication" in done.stderr
     assert [path.name for path in folder.iterdir()] == ["mine.yaml"]

@@ -20,7 +20,7 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
-LIMITS = (100 * MIB, 300 * MIB, 350 * MIB, 450 * MIB, 1 * GIB, 4 * GIB)
+LIMITS = (60 * MIB, 120 * MIB, 200 * MIB, 320 * MIB, 1 * GIB, 4 * GIB)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def machine() -> Cluster:
 
 def test_every_point_is_what_a_search_of_its_own_finds(graph: ModelGraph, machine: Cluster) -> None:
     task = Task(graph, machine, 0)
-    points = frontier(task, [*reversed(LIMITS), 450 * MIB])
+    points = frontier(task, [*reversed(LIMITS), 320 * MIB])
     assert [point.limit_bytes for point in points] == list(LIMITS)
     speed = 0.0
     for point in points:
@@ -73,17 +73,17 @@ def test_every_point_is_what_a_search_of_its_own_finds(graph: ModelGraph, machin
 def test_a_faster_plan_of_a_smaller_limit_is_taken_over(
     graph: ModelGraph, machine: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = search(Task(graph, machine, 400 * MIB))
+    good = search(Task(graph, machine, 1 * GIB))
     bad = search(Task(graph, machine, 320 * MIB))
     assert bad.samples_per_s < good.samples_per_s
 
     def unlucky(task: Task, *_: object, **__: object) -> Found:
         # Found for the smaller limit what is good, and for the larger one what is bad with an honest bound.
-        return good if task.limit_bytes == 400 * MIB else replace(bad, bound_samples_per_s=2 * good.samples_per_s)
+        return good if task.limit_bytes == 1 * GIB else replace(bad, bound_samples_per_s=2 * good.samples_per_s)
 
     monkeypatch.setattr(planner.analysis.frontier, "search", unlucky)
-    points = frontier(Task(graph, machine, 0), [400 * MIB, 500 * MIB, 600 * MIB])
-    assert [point.taken_from_bytes for point in points] == [None, 400 * MIB, 400 * MIB]
+    points = frontier(Task(graph, machine, 0), [1 * GIB, 2 * GIB, 3 * GIB])
+    assert [point.taken_from_bytes for point in points] == [None, 1 * GIB, 1 * GIB]
     assert [point.found.samples_per_s for point in points if point.found] == [good.samples_per_s] * 3
     assert points[2].found is not None
     assert points[2].found.bound_samples_per_s == 2 * good.samples_per_s
