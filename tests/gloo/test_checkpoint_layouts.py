@@ -74,7 +74,8 @@ def load_all(rank: int, folder: str, first: int, others: int) -> list[tuple[str,
 
 # If thorough, every layout under every other; else each under four others in all.
 @pytest.mark.parametrize(
-    ("writers", "readers", "first", "others"), [(4, 2, 0, 6), (2, 4, 3, 3)] if THOROUGH else [(4, 2, 0, 2), (2, 4, 2, 2)]
+    ("writers", "readers", "first", "others"),
+    [(4, 2, 0, 6), (2, 4, 3, 3)] if THOROUGH else [(4, 2, 0, 2), (2, 4, 2, 2)],
 )
 def test_any_layout_resumes_under_any_other_and_other_ranks(
     tmp_path: Path, writers: int, readers: int, first: int, others: int

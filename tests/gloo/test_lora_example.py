@@ -37,7 +37,9 @@ def run_example(rank: int, *options: list[str]) -> list[str]:
 
 def test_adapters_learn_and_the_backbone_is_whole_where_it_fits() -> None:
     pytest.importorskip("peft")
-    (roomy, tight), silent = run_ranks(run_example, 2, [], ["--mem", "257MB", "--steps", f"{STEPS}"], joins=False, timeout_s=240)
+    (roomy, tight), silent = run_ranks(
+        run_example, 2, [], ["--mem", "257MB", "--steps", f"{STEPS}"], joins=False, timeout_s=240
+    )
     assert silent == ["", ""]
     assert re.search(r"frozen: \{'replicate': \d+\}", roomy)
     losses = [float(found) for found in re.findall(r"step \d+: loss ([\d.]+)", roomy)]

@@ -150,7 +150,7 @@ def nest(rank: int) -> None:
     """State dicts of a module around it have its parameters under their names, and are loaded back."""
     from osdp import OSDP
 
-    for name in (*STRATEGIES, "mixed"):
+    for name in (*some(STRATEGIES, 3, 1), "mixed"):
         names = plan_of(Blocks()).choices
         choices = {one: STRATEGIES[i % len(STRATEGIES)] for i, one in enumerate(names)} if name == "mixed" else {}
         plan = plan_of(Blocks(), "shard" if name == "mixed" else name, choices)

@@ -77,7 +77,7 @@ def test_over_is_the_smallest_whole_limit_that_leaves_enough(usable: int, size: 
 
 @pytest.fixture(scope="module")
 def graph() -> ModelGraph:
-    return transformer(4, 512)
+    return transformer(2, 512)
 
 
 def planned(graph: ModelGraph, limit: int, headroom: Headroom = NO_HEADROOM) -> Plan:

@@ -126,7 +126,14 @@ def meet(
 
 @pytest.mark.parametrize(
     ("peers", "block", "pause_us", "meetings"),
-    [(1, 1, 0, 1000), (2, 32, 0, 1000), (2, 2, 300, 1000), (3, 2, 300, 1000), (8, 8, 0, 250 if THOROUGH else 80), (8, 3, 300, 250)],
+    [
+        (1, 1, 0, 1000),
+        (2, 32, 0, 1000),
+        (2, 2, 300, 1000),
+        (3, 2, 300, 1000),
+        (8, 8, 0, 250 if THOROUGH else 80),
+        (8, 3, 300, 250),
+    ],
 )
 def test_nobody_leaves_before_all_came(
     library: ctypes.CDLL, peers: int, block: int, pause_us: int, meetings: int

@@ -20,13 +20,16 @@ def ranks_on_cpu(nodes: int, ranks_per_node: int) -> Cluster:
 
 @pytest.mark.parametrize(
     ("choice", "shape", "precision", "accumulation", "recompute"),
-    some([
-        ("odc:8", (1, 8), "fp32", 1, False),
-        ("odc:8", (1, 8), "bf16", 2, False),
-        ("odc:4", (2, 4), "fp32", 2, True),
-        ("odc:2", (2, 4), "bf16", 1, True),
-        ("odc_ordered:4", (2, 4), "bf16", 2, False),
-    ], 2),
+    some(
+        [
+            ("odc:8", (1, 8), "fp32", 1, False),
+            ("odc:8", (1, 8), "bf16", 2, False),
+            ("odc:4", (2, 4), "fp32", 2, True),
+            ("odc:2", (2, 4), "bf16", 1, True),
+            ("odc_ordered:4", (2, 4), "bf16", 2, False),
+        ],
+        2,
+    ),
 )
 def test_windows_are_held_as_predicted(
     choice: str, shape: tuple[int, int], precision: str, accumulation: int, recompute: bool

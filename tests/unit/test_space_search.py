@@ -428,7 +428,7 @@ def timed(run: Callable[[], Found]) -> tuple[float, Found]:
 
 
 def test_searches_that_share_a_space_find_what_separate_ones_do() -> None:
-    graph, machine = transformer(3, 512), cluster(1, 4)
+    graph, machine = transformer(2, 512), cluster(1, 4)
     space = Space(graph)
     for limit in (200 << 20, 400 << 20):
         together = search(Task(graph, machine, limit, global_batch=32), space=space)

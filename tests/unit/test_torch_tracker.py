@@ -64,14 +64,17 @@ def tracked_by_torch(case: Case) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "case",
-    some([
-        # llama's last norm and head would be one unit if they took the same.
-        Case("shard", (("norm", "shard_grad"),), family="llama"),
-        Case("shard_grad", (("norm", "shard"),), family="llama"),
-        Case("shard", (("norm", "shard_grad"),), family="llama", vocabulary=8192, shape=(8, 8)),
-        Case("shard", (("norm", "shard_grad"),), family="llama", micro_batch=4, precision="bf16"),
-        Case("shard", (("norm", "shard_grad"),), family="llama", micro_batch=4, recompute=1),
-    ], 2),
+    some(
+        [
+            # llama's last norm and head would be one unit if they took the same.
+            Case("shard", (("norm", "shard_grad"),), family="llama"),
+            Case("shard_grad", (("norm", "shard"),), family="llama"),
+            Case("shard", (("norm", "shard_grad"),), family="llama", vocabulary=8192, shape=(8, 8)),
+            Case("shard", (("norm", "shard_grad"),), family="llama", micro_batch=4, precision="bf16"),
+            Case("shard", (("norm", "shard_grad"),), family="llama", micro_batch=4, recompute=1),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_both_trackers_see_the_same(case: Case) -> None:
