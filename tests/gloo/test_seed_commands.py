@@ -1,4 +1,7 @@
-"""Every command of docs/from-the-seeds.md, run as it stands with options after it that make it small."""
+"""Every command of docs/from-the-seeds.md, run as it stands with options after it that make it small.
+
+Unless thorough, of programs with several commands some, and the others' arguments.
+"""
 
 from __future__ import annotations
 
