@@ -37,7 +37,7 @@ from planner.search.solve_candidates import PROVEN, solve
 EXACT_BUDGET_S = 2.0
 """CPU time after which the exact form of the program is no longer tried, as it can take seconds for each point where
 memory is tight; the gap covers what that may lose."""
-BUDGET_S = 12.0
+BUDGET_S = 4.0
 """CPU time after which the best plan so far is returned; the bounds of the remaining points count in the gap."""
 CLOSE_ENOUGH = 1e-3
 """A point whose bound is within this of the best plan is not worth another integer program."""
