@@ -134,11 +134,8 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
     """
     started = time.perf_counter()
     space = space or Space(task.graph, pins=task.pins)
-    settings = task.cluster, task.optimizer, task.graph.precision
-    loads = tuple(
-        space.known_load(Workload(*settings, *sizes, task.waits(*sizes), task.graph.outside))
-        for sizes in micro_batches(task)
-    )
+    settings = task.graph, task.cluster, task.optimizer
+    loads = tuple(space.known_load(Workload.of(*settings, *sizes, task.waits(*sizes))) for sizes in micro_batches(task))
     rivals = baselines(space, loads, task.limit_bytes)
     fitting = [baseline for baseline in rivals if baseline.feasible and task.pins == NO_PINS]  # rivals have no pins
     best = max(fitting, key=lambda baseline: baseline.samples_per_s, default=None)
