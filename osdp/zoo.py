@@ -4,7 +4,7 @@ spec                        what it is                              built by
 gpt2-1.5b                   a model of the zoo (configs/models)     osdp.models
 path/to/model.yaml          a file of the same form                 osdp.models
 package.module:factory      your own function or class              osdp.models.user_factory
-hf:path/to/config.json      a Hugging Face configuration            osdp.models.huggingface
+hf:path/to/config.json      a Hugging Face file, or its folder      osdp.models.huggingface
 """
 
 from __future__ import annotations

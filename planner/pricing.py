@@ -259,8 +259,6 @@ def runs_by_ddp(plan: Plan, graph: ModelGraph, cluster: Cluster) -> bool:
     if len(taken) > len(slices) or not can_replicate(graph, taken, plan.model.precision):
         return False
     space = Space(graph)
-    load = Workload(
-        cluster, plan.optimizer, plan.model.precision, plan.micro_batch, plan.accumulation, outside=graph.outside
-    )
+    load = Workload.of(graph, cluster, plan.optimizer, plan.micro_batch, plan.accumulation)
     recomputed = [choice.recompute for choice in decisions_of(plan, space, cluster).choices]
     return peak_memory(replica(space, load).options(recomputed), load).total_bytes <= plan.usable_bytes

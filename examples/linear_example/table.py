@@ -61,8 +61,8 @@ def predicted(result: Result, options: Options) -> Plan | None:
     cluster, _ = cluster_of_ranks(None)
     model = LinearStack(options.layers, options.hidden)
     request = Request(NO_LIMIT_BYTES, optimizer="sgd", micro_batch=options.batch_size)
-    load = Workload(cluster, request.optimizer, request.precision, options.batch_size)
     graph = trace_model(source_of(model, "linear", None, None), request.precision, cluster.device.kind)
+    load = Workload.of(graph, cluster, request.optimizer, options.batch_size)
     plan = uniform_plan(graph, load, request, UNIFORM[result.data_parallel.upper()])
     if result.data_parallel == "ddp":
         return plan

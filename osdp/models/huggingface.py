@@ -74,7 +74,16 @@ def _import(spec: str) -> Any:
 
 
 def _read_config(transformers: Any, path: Path) -> tuple[Any, list[str]]:
-    """Return transformers' config object for the JSON file at `path`, and notes on what of it is ignored."""
+    """Return transformers' config object for the JSON file at `path`, and notes on what of it is ignored.
+
+    As in `from_pretrained`, a folder stands for the config.json in it.
+    """
+    if path.is_dir():
+        path, folder = path / "config.json", path
+        if not path.exists():
+            raise OsdpError(
+                f"there is no config.json in {folder}", expected="the folder of a model, or its config.json"
+            )
     read_text(path)  # for our message if it cannot be read; transformers would look for it on a server
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

@@ -31,6 +31,7 @@ from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
 from profiler.opaque_parameters import is_opaque, rebuilt
 from profiler.trace.dataless_device import FakeCpu, MetaDevice, making
+from profiler.trace.trace_errors import more_telling
 
 Model = nn.Module | Callable[[], Any]
 """A module, or a factory of one."""
@@ -93,9 +94,13 @@ class _UserModel:
         try:
             with making(MetaDevice()):
                 args, kwargs = self.example_inputs(self.build(), 1)
-        except OsdpError:  # It may want a real device.
-            with making(FakeCpu()):
-                args, kwargs = self.example_inputs(self.build(), 1)
+        except OsdpError as error:  # It may want a real device.
+            try:
+                with making(FakeCpu()):
+                    args, kwargs = self.example_inputs(self.build(), 1)
+            except OsdpError as second:
+                told = more_telling(error, second)
+                raise told from told.__cause__
         return ModelSource(self.spec, self.build, self.example_inputs, _length_of((*args, *kwargs.values())))
 
 

@@ -83,8 +83,7 @@ def predict(graph: ModelGraph, cluster: Cluster, strategy: str, request: Request
     `request` gives precision, optimizer and micro-batch; its limit is not looked at.
     """
     parse_strategy(strategy, cluster)
-    sizes = request.micro_batch or 1, 1
-    load = Workload(cluster, request.optimizer, request.precision, *sizes, outside=graph.outside)
+    load = Workload.of(graph, cluster, request.optimizer, request.micro_batch or 1)
     plan = uniform_plan(graph, load, request, strategy)
     view = open_plan(plan, graph, cluster)
     options = view.decided.fullest(view.space, load)[1]

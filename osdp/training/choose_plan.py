@@ -73,7 +73,7 @@ def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:
     task = Task(graph, cluster, request.limit_bytes, optimizer, *batches, imbalance=request.imbalance)
     ((micro_batch, accumulation),) = micro_batches(task)
     waits = task.waits(micro_batch, accumulation)
-    return Workload(cluster, optimizer, request.precision, micro_batch, accumulation, waits, graph.outside)
+    return Workload.of(graph, cluster, optimizer, micro_batch, accumulation, waits)
 
 
 def uniform_plan(graph: ModelGraph, load: Workload, request: Request, choice: str) -> Plan:

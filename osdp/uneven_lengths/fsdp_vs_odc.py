@@ -145,7 +145,7 @@ class Contestant:
         torch.manual_seed(setting.seed)
         cluster, _ = cluster_of_ranks(None)
         choice = f"odc:{dist.get_world_size()}" if name == "ODC" else "shard"
-        plan = uniform_plan(graph, Workload(cluster, "adamw", "fp32", 1), Request(NO_LIMIT_BYTES), choice)
+        plan = uniform_plan(graph, Workload.of(graph, cluster, "adamw", 1), Request(NO_LIMIT_BYTES), choice)
         self.model = OSDP(PackedLlama(setting.model), plan)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=setting.learning_rate)
         self.tracer = Tracer(setting.trace / name if setting.trace else None, self.model, self.optimizer)

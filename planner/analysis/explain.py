@@ -144,8 +144,7 @@ def open_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> OpenPlan:
     """
     check_model(plan, graph)
     space = space_of(plan, graph, cluster)
-    sizes = plan.micro_batch, plan.accumulation
-    load = Workload(cluster, plan.optimizer, plan.model.precision, *sizes, plan.waits, graph.outside)
+    load = Workload.of(graph, cluster, plan.optimizer, plan.micro_batch, plan.accumulation, plan.waits)
     decided = decisions_of(plan, space, cluster)
     prediction = predict(decided.options(space, load, plan.usable_bytes), space, load)
     return OpenPlan(plan, space, load, decided, prediction)

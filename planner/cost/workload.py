@@ -50,6 +50,19 @@ class Workload:
             advice = "another --precision, or another --cluster"
             raise OsdpError(what, got=self.precision, expected=", ".join(rates), advice=advice)
 
+    @classmethod
+    def of(
+        cls,
+        graph: ModelGraph,
+        cluster: Cluster,
+        optimizer_name: str,
+        micro_batch: int,
+        accumulation: int = 1,
+        waits: Waits = NO_WAITS,
+    ) -> Workload:
+        """Return the workload of a model that was traced: it gives the precision, and parameters outside units."""
+        return cls(cluster, optimizer_name, graph.precision, micro_batch, accumulation, waits, graph.outside)
+
     @cached_property
     def optimizer(self) -> Optimizer:
         """The optimizer's description."""

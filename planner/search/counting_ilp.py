@@ -21,10 +21,11 @@ PuLP is the modelling layer; HiGHS solves (CBC if it is missing).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 
+import numpy as np
 import pulp
 
 from planner.cost.peak_memory import beside, neighbour_bytes, peak_memory
@@ -44,6 +45,10 @@ MANY_RUNS_GAP = 1e-3
 Measured on 300 distinct layers: 0.2 s, against more than 15 s for a tenth of it."""
 COUNTED_SECONDS = 20.0
 """The same for the counted form; never reached on the models of the zoo."""
+MANY_OPTIONS = 24
+"""Of a class of more options, the counted form gets those that are cheapest at some prices of memory."""
+PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Prices of memory at which options are compared, in the whole difference in time for the whole one in bytes."""
 FEW_RUNS = 40
 """Up to this many runs, every run gets its memory rows at once (each row is as long as the model)."""
 MAX_CUTS = 30
@@ -72,6 +77,10 @@ class Solution:
     """Objective of the integer program."""
     least_s: float = 0.0
     """In exact form: the solver's lower bound on every plan of the candidates within the limit."""
+
+    def among(self, candidates: CandidateSet, kept: Sequence[Sequence[int]]) -> Solution:
+        """Return it with its picks numbered as in the candidates of which only the given ones were kept."""
+        return replace(self, picks=tuple(kept[c][k] for c, k in zip(candidates.stage_classes, self.picks, strict=True)))
 
 
 def steady_s(option: StageCandidate, candidates: CandidateSet) -> float:
@@ -227,10 +236,13 @@ class CountingProgram:
     def _add_run_rows(self, r: int, k: int) -> None:
         option = self.options(r)[k]
         around = [o for q in (r - 1, r, r + 1) if 0 <= q < len(self.runs) for o in self.options(q)]
+        most: dict[bool, float] = {}  # In a forward, and after it: of rows that differ in this number one is enough.
         for moment in option.moments:
-            forward = moment.phase == "forward"
             own = option.bytes_at(moment)
             own += sum(min(neighbour_bytes(moment, *beside(o, is_above)) for o in around) for is_above in (True, False))
+            forward = moment.phase == "forward"
+            most[forward] = max(own, most.get(forward, own))
+        for forward, own in most.items():
             self._at_most_limit(self._moment_terms(r, k, forward, own, first=True))
             if drift_bytes(option, self.load) > 0 and not forward:
                 self._at_most_limit(self._moment_terms(r, k, False, own, first=False))
@@ -308,8 +320,7 @@ class CountingProgram:
                 break
             program._cut_off(solution, claimed_bytes)
         assert best is not None, "without a limit there is a plan"
-        picks = tuple(kept[c][k] for c, k in zip(candidates.stage_classes, best[1].picks, strict=True))
-        return replace(best[1], picks=picks)
+        return best[1].among(candidates, kept)
 
     def _decode(self) -> Solution | None:
         """Lay the counts out as one option per stage; None if the solver found none."""
@@ -352,8 +363,34 @@ def _expression(terms: Terms) -> pulp.LpAffineExpression:
     return pulp.LpAffineExpression([(variable, value) for variable, value in terms.items() if value])
 
 
+def supported(options: Sequence[StageCandidate], candidates: CandidateSet) -> list[int]:
+    """Return the options of a class that are cheapest at some prices of memory: those that the counted form needs.
+
+    Memory has a price at the first moment of backward, at the last, and at the stage's own highest.
+    """
+    rows = []
+    for option in options:
+        kept, reduced = option.saved + option.kept, option.gradients + option.reduced_after_backward
+        highest = max(option.bytes_at(moment) for moment in option.moments)
+        rows.append([steady_s(option, candidates), option.rest + kept, option.rest + reduced, highest])
+    numbers = np.array(rows) - np.min(rows, axis=0)
+    most = numbers.max(axis=0)
+    prices = np.array([(1.0, *some) for some in product(PRICES, repeat=3)])
+    cheapest = np.argmin(prices @ (numbers / np.where(most > 0, most, 1.0)).T, axis=1)
+    return sorted({int(k) for k in cheapest})
+
+
 def fastest(candidates: CandidateSet, limit_bytes: float, exact: bool = False) -> Solution | None:
     """Return the fastest plan of the candidates within a limit, or None if none fits."""
-    program = CountingProgram(candidates, limit_bytes, exact)
+    if exact:
+        program = CountingProgram(candidates, limit_bytes, exact=True)
+        program.minimise_time()
+        return program.solve(limit_bytes)
+    kept = [
+        supported(options, candidates) if len(options) > MANY_OPTIONS else list(range(len(options)))
+        for options in candidates.options
+    ]
+    program = CountingProgram(candidates.only(kept), limit_bytes)
     program.minimise_time()
-    return program.solve(limit_bytes)
+    solution = program.solve(limit_bytes)
+    return solution and solution.among(candidates, kept)

@@ -37,7 +37,7 @@ from planner.search.solve_candidates import PROVEN, solve
 EXACT_BUDGET_S = 2.0
 """CPU time after which the exact form of the program is no longer tried, as it can take seconds for each point where
 memory is tight; the gap covers what that may lose."""
-BUDGET_S = 12.0
+BUDGET_S = 4.0
 """CPU time after which the best plan so far is returned; the bounds of the remaining points count in the gap."""
 CLOSE_ENOUGH = 1e-3
 """A point whose bound is within this of the best plan is not worth another integer program."""
@@ -134,11 +134,8 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
     """
     started = time.perf_counter()
     space = space or Space(task.graph, pins=task.pins)
-    settings = task.cluster, task.optimizer, task.graph.precision
-    loads = tuple(
-        space.known_load(Workload(*settings, *sizes, task.waits(*sizes), task.graph.outside))
-        for sizes in micro_batches(task)
-    )
+    settings = task.graph, task.cluster, task.optimizer
+    loads = tuple(space.known_load(Workload.of(*settings, *sizes, task.waits(*sizes))) for sizes in micro_batches(task))
     rivals = baselines(space, loads, task.limit_bytes)
     fitting = [baseline for baseline in rivals if baseline.feasible and task.pins == NO_PINS]  # rivals have no pins
     best = max(fitting, key=lambda baseline: baseline.samples_per_s, default=None)

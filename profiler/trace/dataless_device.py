@@ -102,6 +102,9 @@ class _WithoutFills(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is aten.allclose.default and self._device.holds(args[0]):
+            self._device.data.note("weights that a model compares as it is built are assumed to differ")
+            return False
         return self._device.data.run(func, args, kwargs or {}, self._call)
 
     def _call(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

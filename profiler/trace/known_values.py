@@ -166,12 +166,15 @@ class KnownValues:
         return known
 
     def computed(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
-        """Return what an op makes of known values: numbers as they are, tensors without data.
+        """Return what an op makes of known values: numbers as they are, tensors without data, unless all come with it.
 
         Return NotImplemented if some of the `tensors` in its arguments are not known.
         """
         if any(self._view(tensor) is None for tensor in tensors):
             return NotImplemented
+        if all(map(has_data, tensors)):
+            with computing():
+                return op(*args, **kwargs)
         template = self._template((list(args), _on_cpu(kwargs)))
         key = ("computed", op, _frozen(template))
         made = self._memo.get(key)

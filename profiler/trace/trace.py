@@ -37,7 +37,7 @@ from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import Group, find_blocks, find_groups, held_whole, merge_read_outside
 from profiler.trace.metered_pass import Pass, run_pass, trains
 from profiler.trace.op_meter import Memo
-from profiler.trace.trace_errors import ModelError, explained, explained_inputs
+from profiler.trace.trace_errors import ModelError, explained, explained_inputs, more_telling
 
 DEVICE_TYPES = ("cpu", "cuda")
 
@@ -93,8 +93,9 @@ def _trace(source: ModelSource, settings: _Settings, expert_imbalance: float, si
         except ModelError as error:
             try:
                 return _traced(source, settings, FakeCpu(expert_imbalance), sizes)
-            except ModelError:
-                raise
+            except ModelError as second:
+                told = more_telling(error, second)
+                raise told from told.__cause__
             except OsdpError:  # what the builder says of fake tensors; without them it had no complaint
                 raise error from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -32,6 +33,19 @@ def explained(what: str, expected: str, advice: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise explain(what, error, expected, advice) from error
+
+
+def more_telling(on_meta: OsdpError, on_fake: OsdpError) -> OsdpError:
+    """Return the error to show for a model that runs on neither dataless device.
+
+    What is said of unknown values has advice; what names meta or fake tensors is of the device, not of the model.
+    """
+
+    def rank(error: OsdpError) -> tuple[bool, bool]:
+        cause = error.__cause__ or error
+        return isinstance(cause, UnknownValueError), not re.search("meta|fake", first_line(cause), re.IGNORECASE)
+
+    return on_meta if rank(on_meta) > rank(on_fake) else on_fake
 
 
 def explained_inputs(model: str) -> AbstractContextManager[None]:

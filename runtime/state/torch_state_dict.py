@@ -2,7 +2,7 @@
 
 By themselves they know neither GlobalTensors nor DTensors that ranks share unevenly.  Three functions that their module
 looks up when it is called are replaced (private names, checked on torch 2.13); what else they are given is left to
-PyTorch.  `broadcast_from_rank0` is refused for such tensors: ranks would wait for each other.
+PyTorch.  `broadcast_from_rank0` is refused for such tensors of an optimizer: ranks would wait for each other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def watch_full_state_dicts(device: torch.device) -> None:
         return gathered
 
     def distribute(full: dict[str, Any], local: dict[str, Any], **options: Any) -> None:
-        for name in [name for name, one in local.items() if isinstance(one, DTensor) and _is_uneven(one)]:
+        for name in [name for name, one in local.items() if _is_uneven(one)]:
             if name in full:
                 del local[name]  # what is loaded then is the whole tensor, of which a model takes its part
         distribute_by_torch({name: full[name] for name in full if name in local}, local, **options)
@@ -41,11 +41,17 @@ def watch_full_state_dicts(device: torch.device) -> None:
     broadcast_by_torch = by_torch._broadcast_state_dict
 
     def broadcast(full: dict[str, Any], local: dict[str, Any], *others: Any, **options: Any) -> None:
-        for name, one in local.items():
-            if isinstance(one, GlobalTensor) or (isinstance(one, DTensor) and _is_uneven(one)):
-                what = f"broadcast_from_rank0 cannot load `{name}`, which ranks do not share evenly"
-                advice = "give every rank the whole state dict: StateDictOptions(full_state_dict=True)"
-                raise OsdpError(what, expected="broadcast_from_rank0=False", advice=advice)
+        uneven = [name for name, one in local.items() if isinstance(one, GlobalTensor) or _is_uneven(one)]
+        if uneven and "strict" not in options:  # which PyTorch says of a model's states, not of an optimizer's
+            what = f"broadcast_from_rank0 cannot load `{uneven[0]}`, which ranks do not share evenly"
+            advice = "give every rank the whole state dict: StateDictOptions(full_state_dict=True)"
+            raise OsdpError(what, expected="broadcast_from_rank0=False", advice=advice)
+        sent = [list(full)]
+        dist.broadcast_object_list(sent, src=0)
+        # Names that PyTorch does not find by itself are those of split operators.  For a plain tensor it leaves the
+        # whole one that rank 0 sent, of which a model takes its part.
+        split = (name for name in sent[0] if name not in local) if "strict" in options else ()
+        local |= {name: torch.empty(0) for name in (*(name for name in uneven if name in sent[0]), *split)}
         broadcast_by_torch(full, local, *others, **options)
 
     by_torch._gather_state_dict, by_torch._distribute_state_dict = gather, distribute
@@ -62,6 +68,8 @@ def _whole(tensor: GlobalTensor, device: torch.device) -> Tensor:
     return full
 
 
-def _is_uneven(tensor: DTensor) -> bool:
+def _is_uneven(tensor: Any) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
     shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(tensor.to_local().shape) != tuple(shape)

@@ -110,7 +110,7 @@ def make_plans(options: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     cap_bytes = int(options.cap_mib * bench.MIB + cluster.reserve_bytes)
     for ring in (False, True) if cluster.ring else (False,):
         machine = cluster if ring else replace(cluster, ring=())
-        load = Workload(machine, "adamw", "fp32", 1)
+        load = Workload.of(graph, machine, "adamw", 1)
         for name, strategy in UNIFORM.items():
             plans[name, ring] = uniform_plan(graph, load, everything, strategy)
         plans["OSDP capped", ring] = plan_model(source, machine, replace(everything, limit_bytes=cap_bytes)).plan

@@ -117,7 +117,7 @@ def plan_of(case: Case) -> Plan:
     from fnmatch import fnmatchcase
 
     graph, cluster = traced(case.model, case.precision), machine(case.grid)
-    space, load = Space(graph), Workload(cluster, "adam", case.precision, case.micro_batch, case.accumulation)
+    space, load = Space(graph), Workload.of(graph, cluster, "adam", case.micro_batch, case.accumulation)
     shard = Strategy("shard", cluster.world_size)
     choices = tuple(StageDecision((shard,) * len(stage.operators)) for stage in space.model.stages)
     tied = shard if space.model.spanning else None

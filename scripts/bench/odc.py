@@ -208,7 +208,7 @@ class Bench:
         from osdp.training.choose_plan import uniform_plan
         from planner.cost.workload import Workload
 
-        load = Workload(cluster, "adamw", "fp32", 1, self.options.micro_batches, waits)
+        load = Workload.of(graph, cluster, "adamw", 1, self.options.micro_batches, waits)
         return uniform_plan(graph, load, Request(1 << 40, "fp32", "adamw"), choice)
 
     def pick(self, cluster: Any, graph: Any, length: int, imbalance: Any) -> tuple[float, dict[str, int]]:
@@ -220,7 +220,7 @@ class Bench:
         from planner.search.search_space import Space
         from planner.strategies.spec import Strategy
 
-        load = Workload(cluster, "adamw", "fp32", 1, self.options.micro_batches)
+        load = Workload.of(graph, cluster, "adamw", 1, self.options.micro_batches)
         smallest = peak_memory(uniform(Space(graph), load, Strategy("odc", self.ranks), recompute=True), load)
         limit_bytes = int(HEADROOM * (smallest.total_bytes - cluster.reserve_bytes) + cluster.reserve_bytes)
         request = Request(limit_bytes, "fp32", "adamw", 1, self.ranks * self.options.micro_batches, imbalance=imbalance)

@@ -56,8 +56,9 @@ def by_plan(options: Namespace, strategy: str) -> Wrap:
     """Return how OSDP wraps a model under a plan with one strategy for everything."""
     inputs: Any = GPT2.example_inputs
     source = ModelSource("gpt2", partial(build, options), inputs, options.tokens)
-    load = Workload(cluster_of_ranks(None)[0], "adam", "fp32", options.batch)
-    plan = uniform_plan(trace_model(source), load, Request(limit_bytes=2**40), strategy)
+    graph = trace_model(source)
+    load = Workload.of(graph, cluster_of_ranks(None)[0], "adam", options.batch)
+    plan = uniform_plan(graph, load, Request(limit_bytes=2**40), strategy)
     return lambda model: OSDP(model, plan)
 
 

@@ -274,6 +274,12 @@ def test_decoders_of_transformers_do_without_fake_tensors(monkeypatch: pytest.Mo
     assert all("lora_" in name for name in trained)
 
 
+def test_numbers_that_torch_computes_do_without_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("profiler.trace.trace.FakeCpu", refuse)
+    graph = traced(lambda x: x.view(-1, torch.div(10, 2, rounding_mode="trunc"), 8)[:, :4])  # type: ignore[call-overload]
+    assert graph.calls[0].forward.matmul_flops == Affine(0, 5 * 2 * 8 * 8)
+
+
 @pytest.mark.parametrize("style", ["hit", "counts"])
 def test_models_that_want_to_see_a_real_device_get_the_same_answers(
     style: str, monkeypatch: pytest.MonkeyPatch

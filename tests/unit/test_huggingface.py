@@ -146,6 +146,12 @@ def test_notes_on_what_is_ignored_come_with_the_trace(tmp_path: Path, capfd: pyt
     assert source.notes == ("layerdrop is ignored: every rank runs every layer",)
 
 
+def test_a_folder_stands_for_its_configuration(tmp_path: Path) -> None:
+    write(tmp_path, "GPT2LMHeadModel", "gpt2", GPT2)
+    with torch.device("meta"):
+        assert type(load_model(f"hf:{tmp_path}").build()).__name__ == "GPT2LMHeadModel"
+
+
 def test_what_cannot_be_fed_is_refused_by_name(tmp_path: Path) -> None:
     message = refused(write(tmp_path, "AutoformerForPrediction", "autoformer", {"prediction_length": 4}))
     assert "past_values, past_time_features, past_observed_mask" in message
@@ -160,7 +166,7 @@ def test_what_cannot_be_fed_is_refused_by_name(tmp_path: Path) -> None:
 def test_faults_of_a_configuration(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     assert "does not exist" in refused(f"hf:{path}")
-    assert "is a directory" in refused(f"hf:{tmp_path}")
+    assert f"there is no config.json in {tmp_path}" in refused(f"hf:{tmp_path}")
     for text in ("{}", "[1]", "not json", '{"model_type": "no_such_model"}'):
         path.write_text(text)
         assert "is not a configuration that transformers reads" in refused(f"hf:{path}")

@@ -17,7 +17,7 @@ from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.problem import Task, micro_batches
-from planner.search.counting_ilp import CountingProgram, fastest, steady_s
+from planner.search.counting_ilp import MANY_OPTIONS, CountingProgram, fastest, steady_s, supported
 from planner.search.lagrangian_bound import ChainBound, events_near
 from planner.search.local_search import LocalSearch
 from planner.search.search import search
@@ -161,6 +161,38 @@ def test_counted_objective_is_the_pure_function(layers: int, fraction: float, ov
     counted_s = sum(steady_s(option, menu) for option in solution.options)
     assert solution.objective_s == pytest.approx(counted_s, rel=1e-6)
     assert peak_memory(solution.options, menu.load).total_bytes <= limit
+
+
+def test_the_counted_form_keeps_what_is_cheapest_at_any_price_of_memory() -> None:
+    machine = cluster(nodes=2, gpus=8, intra=300e9)
+    load = Workload(machine, "adam", "fp32", micro_batch=8)
+    candidates = Space(transformer(12, 1024, tied=False)).candidates(load, None)
+    options = max(candidates.options, key=len)
+    assert len(options) > MANY_OPTIONS
+    kept = supported(options, candidates)
+    assert len(kept) < MANY_OPTIONS
+
+    def costs(option: StageCandidate) -> list[float]:
+        top = max(option.bytes_at(moment) for moment in option.moments)
+        held = [option.saved + option.kept, option.gradients + option.reduced_after_backward]
+        return [steady_s(option, candidates), *(option.rest + part for part in held), top]
+
+    spread = [(min(column), max(column)) for column in zip(*map(costs, options), strict=True)]
+    for prices in product((0.1, 1.0), repeat=3):
+        totals = [
+            sum(w * (c - low) / (high - low) for w, c, (low, high) in zip((1, *prices), costs(o), spread, strict=True))
+            for o in options
+        ]
+        assert min(totals) == pytest.approx(min(totals[k] for k in kept))
+    # On a model of many blocks the plan is the one that the program finds with all options.
+    limit = 0.5 * peak_memory([options[0]] * len(candidates.stage_classes), load).total_bytes
+    program = CountingProgram(candidates, limit)
+    program.minimise_time()
+    whole, few = program.solve(limit), fastest(candidates, limit)
+    assert whole is not None
+    assert few is not None
+    assert few.objective_s == pytest.approx(whole.objective_s, rel=2e-3)
+    assert few.options == candidates.picked(few.picks)
 
 
 def test_stage_times_sum_to_the_step() -> None:

@@ -100,6 +100,21 @@ def test_the_error_names_module_op_and_remedy(strange: Callable[[Tensor], Tensor
     assert error.got
 
 
+def test_of_two_errors_the_one_with_advice_is_shown() -> None:
+    def strange(x: Tensor) -> Tensor:
+        if not x.is_meta:
+            raise RuntimeError("found a FakeTensor")
+        return x if x.sum() > 0 else -x
+
+    assert "torch.where" in error_of(source(lambda: Wrapped(strange), (8,))).advice
+
+    def stranger(x: Tensor) -> Tensor:
+        torch.autocast(x.device.type)  # refuses the meta device
+        return x if x.sum() > 0 else -x
+
+    assert "torch.where" in error_of(source(lambda: Wrapped(stranger), (8,))).advice
+
+
 def test_an_error_of_the_models_own_names_the_module() -> None:
     def strange(x: Tensor) -> Tensor:
         raise KeyError("mask\nsecond line")
@@ -144,6 +159,18 @@ def test_build_that_looks_at_values() -> None:
     error = error_of(source(build, (8,)))
     assert "cannot build model" in error.what
     assert "item" in error.advice
+
+
+def test_build_that_compares_its_weights() -> None:
+    def build() -> nn.Module:
+        model = Wrapped(torch.relu)
+        for layer in [part for part in model.modules() if isinstance(part, nn.Linear)]:
+            nn.utils.parametrizations.orthogonal(layer)  # is the weight orthogonal already?
+        return model
+
+    graph = trace_model(source(build, (8,)))
+    assert graph.numel == sum(parameter.numel() for parameter in build().parameters())
+    assert "weights that a model compares as it is built are assumed to differ" in graph.notes
 
 
 def test_build_that_computes_with_constants() -> None:

@@ -99,7 +99,7 @@ def _calls(cluster: Cluster, graph: ModelGraph) -> Table:
     for one in cluster.measured.calls:
         call, name = by_key[one.key], (one.name.removeprefix(f"{graph.name} "), str(counts[one.key]))
         for index, micro_batch in enumerate(one.micro_batches):
-            load = Workload(cluster, "adam", graph.precision, micro_batch)
+            load = Workload.of(graph, cluster, "adam", micro_batch)
             forward = one.forward_s[index], load.compute_s(call.forward, graph.matmul_precision)
             backward = one.backward_s[index], load.compute_s(call.backward, graph.matmul_precision)
             times, saved = map(format_seconds, (*forward, *backward)), format_bytes(one.saved_bytes[index])
