@@ -152,7 +152,7 @@ class Replica:
             again_s = sum(costs.forward_s) if again else 0.0
             segments = []
             for call, forward_s in zip(calls, costs.forward_s, strict=True):
-                shared = {"step_reduce_s": reduce_s[call], "step_interference_s": interference_s[call]}
+                shared = {"step_reduce_s": reduce_s[call], "step_exposed_s": interference_s[call]}
                 segments.append(Segment(forward_s, backward_s[call], again_s if call == calls[-1] else 0.0, **shared))
             option = StageCandidate(
                 strategies=(COPY,) * len(stage.operators),
