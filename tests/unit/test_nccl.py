@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import cluster
+from rich.console import Console
+from synthetic import cluster, transformer
 
+from osdp.cli.reports.explain import print_plan_reasons
 from osdp.planning.clusters import load_cluster
+from planner.analysis.explain import OpenPlan, open_plan
+from planner.analysis.sent_collectives import sent_collectives
 from planner.collectives import Operation, algorithm_of, collective_s
-from profiler.cluster.cluster import Nccl
+from planner.cost.ddp import buckets
+from planner.cost.workload import Workload
+from planner.pricing import make_plan
+from planner.search.baselines import uniform
+from planner.search.search_space import Space
+from planner.strategies.notation import parse_strategy
+from profiler.cluster.cluster import Cluster, Nccl
 from profiler.cluster.measurements import CollectiveTimes, FitSegment, Measured
 
 US = 1e-6
@@ -116,3 +127,50 @@ def test_only_nccl_is_priced_so_and_measurements_come_first() -> None:
     timed = replace(known, measured=replace(Measured("2026-01-01", "none", 1), collectives=(times,)))
     assert collective_s("all_gather", 1e6, timed, 8) == pytest.approx(2e-3)
     assert algorithm_of("all_gather", 1e6, timed, 8) == "measured"
+
+
+# --- what `osdp explain` says -----------------------------------------------------------------
+
+
+def explained(strategy_name: str, precision: str, machine: Cluster) -> tuple[OpenPlan, str]:
+    graph = replace(transformer(2, 256), precision=precision)
+    space, strategy = Space(graph), parse_strategy(strategy_name, machine)
+    load = Workload(machine, "adam", precision, 1)
+    spanning = strategy if space.model.spanning else None
+    plan = make_plan(uniform(space, load, strategy, False), spanning, space, load, limit_bytes=2**33, gap=0.0)
+    view, target = open_plan(plan, graph, machine), io.StringIO()
+    print_plan_reasons(Console(file=target, width=200), view)
+    return view, target.getvalue()
+
+
+def test_explain_says_which_algorithm_is_priced() -> None:
+    machine = load_cluster("h100-4x8")
+    view, text = explained("group_shard:8", "fp32", machine)
+    sent = sent_collectives(view)
+    assert {(one.operation, one.ranks, one.stride) for one in sent} == {
+        ("all_gather", 8, 1),
+        ("reduce_scatter", 8, 1),
+        ("all_reduce", 4, 8),
+    }
+    for one in sent:
+        assert one.priced_as == algorithm_of(one.operation, one.largest_bytes, machine, one.ranks, one.stride)
+        assert one.largest_s == collective_s(one.operation, one.largest_bytes, machine, one.ranks, one.stride)
+        assert f"{one.count}" in text
+        assert one.priced_as in text
+    # Four units, each gathered twice, reduced and all-reduced.
+    assert sum(one.count for one in sent if one.operation == "all_gather") == 2 * 4
+    assert sum(one.count for one in sent if one.operation == "all_reduce") == 4
+    assert "Collectives" not in explained("shard", "fp32", cluster(1, 8))[1]
+
+
+def test_explain_says_why_copies_in_bf16_are_units() -> None:
+    machine = load_cluster("h100-8")
+    assert (
+        "no mixed precision that computes in bf16 what units of FSDP2 compute"
+        in explained("replicate", "bf16", machine)[1]
+    )
+    view, text = explained("replicate", "fp32", machine)
+    assert "units of FSDP2" not in text
+    # DistributedDataParallel's buckets.
+    assert [one.operation for one in sent_collectives(view)] == ["all_reduce"] * len(sent_collectives(view))
+    assert sum(one.count for one in sent_collectives(view)) == len(buckets(view.space.graph))
