@@ -14,7 +14,7 @@ and on a stream of its own the all-reduce above.  If the backend does not overla
 on the compute stream (`Segment.forward_stall_s`, `backward_stall_s`), FSDP2's copies among it, counts as C here, and as
 communication in the terms.  What nothing hides is added to the sum, and is exposed communication.
 
-On the presets that is 0.2 % from a replay of FSDP2's streams in the mean, and -0.8 to +2.9 % at the worst
+On the presets that is 0.2 % from a replay of FSDP2's streams in the mean, and -0.8 to +2.5 % at the worst
 (`tests/unit/test_fsdp2_streams.py`).  Two of its freedoms are left out, so that a step stays a sum over neighbours: it
 gathers up to two segments ahead in forward, and all-reduces that a window does not hide go on under the windows below
 instead of lengthening their own.

@@ -20,14 +20,14 @@ from planner.strategies.notation import parse_strategy
 from profiler.trace.trace import trace_model
 
 PRESETS = ("h100-8", "h100-4x8", "a100-80g-8", "a100-2x8", "titan-rtx-8", "rtx4090-2")
+GRAPHS = [(model, precision) for model in ("llama-1b", "gpt2-1.5b", "bert-large") for precision in ("fp32", "bf16")]
 CASES = [
-    (model, precision, cluster, strategy, micro_batch, accumulation)
-    for model in ("llama-1b", "gpt2-1.5b", "bert-large")
-    for precision in ("fp32", "bf16")
+    (*graph, cluster, strategy, micro_batch, accumulation)
+    for graph in some(GRAPHS, 3, 1)  # to trace them takes most of the time
     for cluster in PRESETS
     for strategy in ("shard", "shard_grad", "group_shard:8", "group_shard:4", "replicate")
     for micro_batch, accumulation in ((1, 1), (2, 1), (4, 1), (16, 1), (1, 4))
-    if (precision, cluster) != ("bf16", "titan-rtx-8") and ("x8" in cluster or "group" not in strategy)
+    if (graph[1], cluster) != ("bf16", "titan-rtx-8") and ("x8" in cluster or "group" not in strategy)
 ]
 
 
@@ -79,16 +79,14 @@ def times(
 
 
 def test_the_closed_form_is_near_the_replay() -> None:
-    # On all 615 with --thorough; llama-1b alone takes a quarter of the time.
-    cases = some(CASES, 17)
-    off = [closed_s / replayed_s - 1 for closed_s, replayed_s in (times(*case) for case in cases)]
+    off = [closed_s / replayed_s - 1 for closed_s, replayed_s in (times(*case) for case in CASES)]
     assert min(off) > -0.008
-    assert max(off) < 0.029
+    assert max(off) < 0.025
     assert sum(map(abs, off)) / len(off) < 0.005
 
 
 def test_an_all_reduce_between_nodes_is_hidden() -> None:
-    # It was 11 and 13 % too slow when backward waited for the all-reduce, and copies were left out.
+    # It was up to 53 % too slow when backward waited for the all-reduce.
     for micro_batch, accumulation in ((1, 1), (2, 1), (8, 1), (1, 4)):
         closed_s, replayed_s = times("gpt2-1.5b", "bf16", "h100-4x8", "group_shard:8", micro_batch, accumulation)
         assert abs(closed_s / replayed_s - 1) < 0.016
