@@ -14,6 +14,7 @@ reduce pass the tensor along a chain in chunks, so that every link carries all o
 ring, whose bus bandwidth is S / t for both in nccl-tests, doc/PERFORMANCE.md).  In a pull one rank
 reads the parts of its n - 1 peers and in a push it adds to theirs, each once and without a rendezvous;
 a barrier signals every peer; publish copies on the device itself, S bytes read and written.
+On a cluster whose backend is NCCL (`Cluster.nccl`), collectives take what NCCL would choose (`planner.nccl`).
 A group has m ranks on each node that it touches.  Inside one node alpha and beta are those of the
 `intra` link.  Across nodes alpha is that of `inter`; the m ranks of a node drive the network
 together, so beta = min(intra, m * inter), where `inter` is what one rank gets while all send.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from planner.nccl import Links, choose
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import CollectiveTimes
 
@@ -63,6 +65,22 @@ def collective_s(operation: Operation, size_bytes: float, cluster: Cluster, rank
     return _derived_s(operation, size_bytes, cluster, ranks, stride)
 
 
+def algorithm_of(operation: Operation, size_bytes: float, cluster: Cluster, ranks: int, stride: int = 1) -> str:
+    """Return what a collective is priced as: what was measured, NCCL's algorithm and protocol, or a ring."""
+    if cluster.measured is not None and any(one.operation == operation for one in cluster.measured.collectives):
+        return "measured"
+    if cluster.nccl is None or operation in (*ONE_SIDED, "barrier"):
+        return "one-sided" if operation in (*ONE_SIDED, "barrier") else "ring"
+    return choose(operation, size_bytes, _links(cluster), ranks, ranks_per_node(cluster, ranks, stride))[1]
+
+
+def _links(cluster: Cluster) -> Links:
+    inter = cluster.inter or cluster.intra  # of one node there are no groups across
+    assert cluster.nccl is not None
+    own = cluster.intra.latency_s.value, cluster.intra.bytes_per_s.value
+    return Links(cluster.nccl, *own, inter.latency_s.value, inter.bytes_per_s.value)
+
+
 def _nearest(operation: Operation, cluster: Cluster, ranks: int, stride: int) -> CollectiveTimes | None:
     """Return the backend's collective in the most similar group that was measured, on the same side of the node."""
     assert cluster.measured is not None
@@ -91,5 +109,7 @@ def _derived_s(operation: Operation, size_bytes: float, cluster: Cluster, ranks:
         bytes_per_s = min(bytes_per_s, together * cluster.inter.bytes_per_s.value)
     if operation == "barrier":
         return (ranks - 1) * latency_s
+    if cluster.nccl is not None and operation not in ONE_SIDED:
+        return choose(operation, size_bytes, _links(cluster), ranks, together)[0]
     carried = 1.0 if operation in CHAINS else (ranks - 1) / ranks
     return PASSES[operation] * ((ranks - 1) * latency_s + carried * size_bytes / bytes_per_s)

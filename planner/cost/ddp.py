@@ -1,6 +1,7 @@
 """DistributedDataParallel: which plans it can run, their memory and their time.
 
-It runs a plan that replicates every operator whole, in fp32 and on the device, if that fits the limit.
+It runs a plan that replicates every operator whole, in fp32 and on the device, if that fits the limit.  Why not in
+bf16: `why_not_copies`.
 Its stages are ordinary `StageCandidate`s, so that `planner.cost.peak_memory` and `planner.cost.step_time` do the sums.
 
 Memory, with S, OPT and G (gradients of all parameters) as in `planner.cost.unit_memory`:
@@ -76,15 +77,33 @@ def buckets(graph: ModelGraph) -> tuple[Bucket, ...]:
     return tuple(found)
 
 
-def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: str) -> bool:
-    """Return whether DistributedDataParallel can run operators of these strategies, split ones left out.
+def is_plain(strategies: Iterable[Strategy]) -> bool:
+    """Return whether every operator of these strategies is copied to every device."""
+    return all(strategy.spec.by_ddp and not strategy.offload for strategy in strategies)
 
-    Not if some parameter is frozen: DDP would never reduce the gradients of one that is unfrozen later.
+
+def why_not_copies(graph: ModelGraph, precision: str) -> str:
+    """Return why DistributedDataParallel cannot run a model that every device has a copy of; empty if it can.
+
+    Parameters that were frozen when it began it would never reduce.  In bf16, torch offers autocast, which computes
+    norms and losses in fp32, and a private `_MixedPrecision`, which adds up the gradients of micro-batches in bf16:
+    neither gives what units of FSDP2, or one process under the same policy, give.
     """
     parameters = [parameter for operator in graph.operators for parameter in operator.parameters]
-    trains = all(parameter.trainable and parameter.dtype == "float32" for parameter in parameters)
-    plain = all(strategy.spec.by_ddp and not strategy.offload for strategy in strategies)
-    return trains and plain and precision == "fp32"
+    if precision != "fp32":
+        return (
+            f"DistributedDataParallel has no mixed precision that computes in {precision} what units of FSDP2 compute"
+        )
+    if not all(parameter.trainable for parameter in parameters):
+        return "DistributedDataParallel would never reduce parameters that are frozen now"
+    if any(parameter.dtype != "float32" for parameter in parameters):
+        return "DistributedDataParallel would reduce gradients in the parameters' dtype, not in fp32"
+    return ""
+
+
+def can_replicate(graph: ModelGraph, strategies: Iterable[Strategy], precision: str) -> bool:
+    """Return whether DistributedDataParallel can run operators of these strategies, split ones left out."""
+    return is_plain(strategies) and not why_not_copies(graph, precision)
 
 
 def reductions(backward_s: Sequence[float], filled_s: Sequence[float], overlaps: bool) -> list[float]:
@@ -152,7 +171,7 @@ class Replica:
             again_s = sum(costs.forward_s) if again else 0.0
             segments = []
             for call, forward_s in zip(calls, costs.forward_s, strict=True):
-                shared = {"step_reduce_s": reduce_s[call], "step_interference_s": interference_s[call]}
+                shared = {"step_reduce_s": reduce_s[call], "step_exposed_s": interference_s[call]}
                 segments.append(Segment(forward_s, backward_s[call], again_s if call == calls[-1] else 0.0, **shared))
             option = StageCandidate(
                 strategies=(COPY,) * len(stage.operators),

@@ -1,19 +1,22 @@
-"""Simulates one step of a plan event by event on two streams: the reference for predicted time.
+"""Simulates one step of a plan event by event on three streams: the reference for predicted time.
 
-Both streams run their tasks in the order in which FSDP2 issues them; a task starts when its
+Streams run their tasks in the order in which FSDP2 issues them; a task starts when its
 stream is free and everything that it waits for has ended:
 
     forward     gather i+1 is issued when the forward of i starts; the forward of i waits for gather i
-    backward    when the backward of i starts, gather i-1 is issued; when it ends, reduction i is;
-                the backward of i-1 waits for gather i-1 and, because FSDP2 reuses the reduction's
-                input buffer, the end of the backward of i waits for reduction i+1
-    interference  slow-down of computation by concurrent communication, as a sum at the end of a micro-batch
+    turn        the first gather of the backward is issued when the last forward starts
+    backward    when the backward of i starts, gather i-1 is issued; when it ends, reduction i is, and on a stream
+                of its own all-reduce i; the backward of i-1 waits for gather i-1 and, because FSDP2 reuses the
+                reduction's input buffer, copy-in i, the end of the backward of i, waits for reduction i+1.  That
+                reduction i waits for all-reduce i+1, too, is a simplification (`planner.cost.step_time`)
+    exposed     slow-down of computation by concurrent communication, and what is sent between backward and optimizer,
+                as a sum at the end of a micro-batch
     waiting     where ranks wait for each other in every micro-batch, at its end for the slowest rank; otherwise once,
                 before the optimizer
     optimizer   waits for everything
 
 A segment's stalls are communication on the compute stream, part of its forward and its backward.
-On a backend that does not overlap, the two streams are one.  `planner.cost.step_time` has the closed form.
+On a backend that does not overlap, the streams are one.  `planner.cost.step_time` has the closed form.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cost.stage_option import Segment, StageCandidate
-from planner.cost.step_time import plan_syncs, reduction_s, waiting_s
+from planner.cost.step_time import plan_syncs, waiting_s
 from planner.cost.workload import Workload
 
 
@@ -31,7 +34,7 @@ class Event:
     """One task on one stream."""
 
     stream: str
-    """`compute` or `communication`."""
+    """`compute`, `communication` or `all-reduce`."""
     label: str
     """What it is, e.g. `forward` or `all-gather`."""
     segment: int
@@ -41,10 +44,10 @@ class Event:
 
 
 class _Streams:
-    """Two streams that run tasks in the order of issue."""
+    """Streams that run tasks in the order of issue."""
 
     def __init__(self, overlaps: bool) -> None:
-        self.free_s = {"compute": 0.0, "communication": 0.0}
+        self.free_s = {"compute": 0.0, "communication": 0.0, "all-reduce": 0.0}
         self.overlaps = overlaps
         self.events: list[Event] = []
 
@@ -64,49 +67,57 @@ class _Streams:
         return max(self.free_s.values())
 
     def join(self) -> None:
-        """Let both streams wait for each other."""
+        """Let all streams wait for each other."""
         self.free_s = dict.fromkeys(self.free_s, self.now_s)
 
 
-def _forward(streams: _Streams, segments: Sequence[Segment]) -> None:
-    gather = streams.run("communication", "all-gather", 0, segments[0].forward_gather_s)
+def _forward(streams: _Streams, segments: Sequence[Segment]) -> Event:
+    """Simulate a forward; return the first gather of the backward."""
+    gathers_s = [segment.forward_gather_s for segment in segments] + [segments[-1].backward_gather_s]
+    after = [*range(1, len(segments)), len(segments) - 1]
+    gather = streams.run("communication", "all-gather", 0, gathers_s[0])
     for index, segment in enumerate(segments):
         ready = gather.end_s
         start = max(ready, streams.free_s["compute"])
-        if index + 1 < len(segments) and streams.overlaps:
-            gather = streams.run("communication", "all-gather", index + 1, segments[index + 1].forward_gather_s, start)
+        if streams.overlaps:
+            gather = streams.run("communication", "all-gather", after[index], gathers_s[index + 1], start)
         streams.run("compute", "forward", index, segment.forward_s + segment.forward_stall_s, ready)
-        if index + 1 < len(segments) and not streams.overlaps:
-            gather = streams.run("communication", "all-gather", index + 1, segments[index + 1].forward_gather_s)
+        if not streams.overlaps:
+            gather = streams.run("communication", "all-gather", after[index], gathers_s[index + 1])
+    return gather
 
 
-def _backward(streams: _Streams, segments: Sequence[Segment], last: bool) -> None:
-    top = len(segments) - 1
-    gather = streams.run("communication", "all-gather", top, segments[top].backward_gather_s, streams.now_s)
+def _backward(streams: _Streams, segments: Sequence[Segment], last: bool, gather: Event) -> None:
     reduced_s = 0.0
-    for index in range(top, -1, -1):
+
+    def all_reduce(index: int, after_s: float) -> float:
+        seconds = segments[index].step_reduce_s if last and index < len(segments) else 0.0
+        return streams.run("all-reduce", "all-reduce", index, seconds, after_s).end_s if seconds else 0.0
+
+    for index in range(len(segments) - 1, -1, -1):
         segment = segments[index]
         start = max(gather.end_s, streams.free_s["compute"])
+        above_s = all_reduce(index + 1, start)
         if index and streams.overlaps:
             duration = segments[index - 1].backward_gather_s
             gather = streams.run("communication", "all-gather", index - 1, duration, start)
-        done = streams.run("compute", "backward", index, segment.backward_s + segment.backward_stall_s, start)
-        streams.free_s["compute"] = max(done.end_s, reduced_s)
-        label = "reduce-scatter + all-reduce" if last and segment.step_reduce_s else "reduce-scatter"
-        after_s = streams.free_s["compute"]
-        reduced_s = streams.run("communication", label, index, reduction_s(segment, last), after_s).end_s
+        before_s = segment.backward_s + segment.backward_stall_s - segment.copy_in_s
+        streams.run("compute", "backward", index, before_s, start)
+        copied_s = streams.run("compute", "copy-in", index, segment.copy_in_s, reduced_s).end_s
+        after_s = streams.free_s["compute"] = max(copied_s, above_s)
+        reduced_s = streams.run("communication", "reduce-scatter", index, segment.reduce_s, after_s).end_s
         if index and not streams.overlaps:
             gather = streams.run("communication", "all-gather", index - 1, segments[index - 1].backward_gather_s)
+    all_reduce(0, reduced_s)
 
 
 def _micro_batch(streams: _Streams, segments: Sequence[Segment], last: bool, wait_s: float) -> None:
     """Simulate one micro-batch and the wait at its end."""
-    _forward(streams, segments)
+    gather = _forward(streams, segments)
+    _backward(streams, segments, last, gather)
     streams.join()
-    _backward(streams, segments, last)
-    streams.join()
-    lost_s = sum(s.interference_s + (s.step_interference_s if last else 0.0) for s in segments)
-    for label, seconds in (("interference", lost_s), ("waiting", wait_s)):
+    lost_s = sum(s.interference_s + (s.step_exposed_s if last else 0.0) for s in segments)
+    for label, seconds in (("exposed", lost_s), ("waiting", wait_s)):
         if seconds:
             streams.run("compute", label, -1, seconds)
             streams.join()

@@ -37,15 +37,17 @@ class Segment:
     reduce_s: float = 0.0
     """Reduce-scatter after its backward, in every micro-batch."""
     step_reduce_s: float = 0.0
-    """All-reduce after that, in the last micro-batch of a step."""
+    """All-reduce after that on a stream of its own, in the last micro-batch of a step."""
     forward_stall_s: float = 0.0
-    """Communication before its forward that never overlaps, on any backend."""
+    """Communication before its forward on the compute stream, which never overlaps: copies out of the gather."""
     backward_stall_s: float = 0.0
     """The same before and after its backward, in every micro-batch."""
+    copy_in_s: float = 0.0
+    """The end of that, which waits for the reduction of the segment above: copies into its own."""
     interference_s: float = 0.0
     """Slow-down of computation by concurrent communication, in every micro-batch (`apart`)."""
-    step_interference_s: float = 0.0
-    """The same once per step."""
+    step_exposed_s: float = 0.0
+    """The same once per step, and communication between backward and optimizer, which nothing hides."""
 
     def apart(self, interference: float) -> Segment:
         """Return the segment with that fraction of its communication counted as if it did not overlap.
@@ -65,7 +67,7 @@ class Segment:
             reduce_s=(1.0 - interference) * self.reduce_s,
             step_reduce_s=(1.0 - interference) * self.step_reduce_s,
             interference_s=interference * (gathers_s + self.reduce_s),
-            step_interference_s=interference * self.step_reduce_s,
+            step_exposed_s=self.step_exposed_s + interference * self.step_reduce_s,
         )
 
 
@@ -166,6 +168,8 @@ def _runs(frame: StageFrame, units: list[StagedUnit], recompute: bool) -> tuple[
         again_before_s = unit.traffic.backward_gather_s if ends else 0.0
         after_s = unit.reduction_s if starts else 0.0
         stalled_s = again_before_s if unit.stalls else 0.0
+        stalled_s += (unit.traffic.copy_out_again_s if ends else 0.0) + (unit.traffic.copy_in_s if starts else 0.0)
+        at_end_s, in_step = unit.traffic.step_reduce_s if starts else 0.0, unit.strategy.spec.one_sided
         segment = Segment(
             forward_s=0.0,
             backward_s=0.0,
@@ -173,9 +177,11 @@ def _runs(frame: StageFrame, units: list[StagedUnit], recompute: bool) -> tuple[
             forward_gather_s=0.0 if unit.stalls else before_s,
             backward_gather_s=0.0 if unit.stalls else again_before_s,
             reduce_s=0.0 if unit.reduction_stalls else after_s,
-            step_reduce_s=unit.traffic.step_reduce_s if starts else 0.0,
-            forward_stall_s=before_s if unit.stalls else 0.0,
+            step_reduce_s=0.0 if in_step else at_end_s,
+            forward_stall_s=(before_s if unit.stalls else 0.0) + (unit.traffic.copy_out_s if starts else 0.0),
             backward_stall_s=stalled_s + (after_s if unit.reduction_stalls else 0.0),
+            copy_in_s=unit.traffic.copy_in_s if starts else 0.0,
+            step_exposed_s=at_end_s if in_step else 0.0,
         )
         communication = _COMMUNICATION(segment.apart(frame.load.cluster.interference))
         found.append(Run(members, recompute and position == len(runs) - 1, communication))

@@ -1,4 +1,4 @@
-"""Seconds that a unit communicates: its collectives, and what offload copies between host and device.
+"""Seconds that a unit communicates: its collectives, and what it copies on the device and between host and device.
 
 With S the shard that rests and SG its gradient, one rank of a unit with `+offload` copies, at
 the rate of `Host.link_bytes_per_s`, as FSDP2 with `CPUOffloadPolicy` does (torch 2.13,
@@ -14,8 +14,18 @@ With several micro-batches a reduced shard is added to the one on the host.  Tha
 the host's rate, and the thread that launches the backward waits for it: such reductions do not overlap with
 computation (`UnitTraffic.add_s`).  On a cluster without figures of its host, copies take no time.
 
+FSDP2 communicates flat tensors, and copies parameters and gradients out of them and into them (torch 2.13,
+`foreach_all_gather`, `foreach_all_gather_copy_out`, `foreach_reduce`).  At the rate of device memory, reading and
+writing, with P what is gathered and the rest as in `planner.strategies.unit_collectives.Volume`,
+
+    after each gather         P read (a whole copy, as nothing is gathered: as it rests) and written
+    before each reduction     gradients in compute dtype read, and written in reduce dtype
+
+on the compute stream, which nothing hides (`UnitTraffic.copy_out_s`, `copy_in_s`).  A rank's own shard is copied, and
+cast, before a gather on a stream of its own, under the communication that is before it: that is not charged.
+
 On a cluster that was measured, each gather and each reduction that communicates takes
-`Measured.overhead_s` more.
+`Measured.overhead_s` more, and has those copies in its own time.
 """
 
 from __future__ import annotations
@@ -25,7 +35,7 @@ from dataclasses import dataclass
 
 from planner.collectives import ONE_SIDED
 from planner.strategies.spec import Phase, Strategy
-from planner.strategies.unit_collectives import unit_collectives, volume_of
+from planner.strategies.unit_collectives import is_plain, unit_collectives, volume_of
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import Parameter
 
@@ -47,6 +57,12 @@ class UnitTraffic:
     """After its backward, in the last micro-batch of a step only."""
     add_s: float = 0.0
     """After its reduction in every micro-batch but the first: adding the gradient to the one on the host."""
+    copy_out_s: float = 0.0
+    """Before its forward, on the compute stream: parameters out of what was gathered."""
+    copy_out_again_s: float = 0.0
+    """The same before its backward; 0 if kept unsharded."""
+    copy_in_s: float = 0.0
+    """After its backward, on the compute stream: gradients into what is reduced."""
     syncs_each_microbatch: bool = False
     """Whether ranks wait for each other in every micro-batch."""
 
@@ -62,16 +78,23 @@ def unit_traffic(
         seconds[collective.phase] += collective.time_s(cluster)
         syncs = syncs or (collective.phase != "step" and collective.operation not in ONE_SIDED)
         seconds[collective.phase] += strategy.spec.extra_s(collective, cluster)
+    volume = volume_of(parameters, strategy.parts, precision)
+    out_s = in_s = add_s = 0.0
     if cluster.measured is not None:
         for phase in ("forward", "backward", "reduce"):
             seconds[phase] += cluster.measured.overhead_s(strategy.spec.one_sided) if seconds[phase] else 0.0
-    add_s = 0.0
+    elif not is_plain(parameters, strategy, precision):
+        memory, gradients = cluster.device.memory_bytes_per_s.value, [p for p in parameters if p.trainable and trains]
+        out_s = ((volume.gathered if strategy.parts > 1 else volume.rested) + volume.gathered) / memory
+        if gradients:
+            in_s = (sum(p.compute_bytes(precision) * p.numel for p in gradients) + volume.reduced) / memory
     if strategy.offload and cluster.host:
-        volume = volume_of(parameters, strategy.parts, precision)
         rested, reduced = volume.rested // strategy.parts, volume.reduced // strategy.parts
         copies = [copy for copy in strategy.spec.host_copies(strategy, cluster) if trains or copy[0] == "forward"]
         for phase, is_gradient in copies:
             seconds[phase] += (reduced if is_gradient else rested) / cluster.host.link_bytes_per_s.value
         if ("reduce", True) in copies:
             add_s = ADD_TENSORS * reduced / cluster.host.memory_bytes_per_s.value
-    return UnitTraffic(seconds["forward"], seconds["backward"], seconds["reduce"], seconds["step"], add_s, syncs)
+    again_s = out_s if trains and not strategy.keeps_unsharded else 0.0
+    own_s = seconds["forward"], seconds["backward"], seconds["reduce"], seconds["step"]
+    return UnitTraffic(*own_s, add_s, out_s, again_s, in_s, syncs)

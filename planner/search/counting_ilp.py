@@ -165,20 +165,25 @@ class CountingProgram:
 
     def _add_windows(self, terms: Terms, last: bool, repeats: int) -> None:
         """Add forward and backward of one micro-batch to the objective, window by window."""
-        reduce, bottom_reduce = ("last_reduce_s", "last_bottom_reduce_s") if last else ("reduce_s", "bottom_reduce_s")
-        for r, name in ((0, "first_gather_s"), (0, reduce), (len(self.runs) - 1, "last_gather_s")):
-            _add(terms, self._terms(r, name), repeats)
+        for name in ("first_gather_s", "reduce_s", *(("all_reduce_s",) if last else ())):
+            _add(terms, self._terms(0, name), repeats)
         for r in range(len(self.runs)):
-            reduction, gather = self._terms(r + 1, reduce), self._terms(r - 1, "last_gather_s")
+            reduction, gather = self._terms(r + 1, "reduce_s"), self._terms(r - 1, "last_gather_s")
             most_s = max(gather.values(), default=0.0)
             several = {n: -most_s for n, w in zip(self.count[r], self.windows[r], strict=True) if not w.single}
             one = {n: -most_s for n in self.count[r] if n not in several}
-            forward = [[self._terms(r, "forward_s")], [self._terms(r + 1, "first_gather_s")]]
+            following = (r + 1, "first_gather_s") if r + 1 < len(self.runs) else (r, "last_gather_s")
+            forward = [[self._terms(r, "forward_s")], [self._terms(*following)]]
             # A row for stages of one segment only (or of several) is relaxed by the largest gather for the others.
             own_gather = self._terms(r, "top_gather_s")
             top = [[self._terms(r, "top_s")], [reduction, own_gather], [reduction, gather, several]]
-            bottom = [[self._terms(r, "bottom_s")], [self._terms(r, bottom_reduce), gather, one]] if several else []
-            for name, rows in (("forward", forward), ("top", top), ("bottom", bottom)):
+            top += [[reduction, self._terms(r, "top_copy_s")]]
+            own = self._terms(r, "bottom_reduce_s")
+            bottom = [[self._terms(r, "bottom_s")], [own, gather, one], [own, self._terms(r, "bottom_copy_s")]]
+            if last:
+                top += [[self._terms(r + 1, "all_reduce_s")]]
+                bottom += [[self._terms(r, "bottom_all_reduce_s")]]
+            for name, rows in (("forward", forward), ("top", top), ("bottom", bottom if several else [])):
                 window = self.problem.add_variable(f"{name}_{r}_{int(last)}", 0)
                 terms[window] = repeats
                 for row in rows:

@@ -58,7 +58,7 @@ class _Faces:
     """The options of one class as arrays over options k."""
 
     upward: Array
-    """Distinct (first gather, reduction, reduction with all-reduce), one row each."""
+    """Distinct (first gather, reduce-scatter, all-reduce), one row each."""
     upward_of: Indices
     """For each option, its row in `upward`."""
     downward: Array
@@ -66,6 +66,8 @@ class _Faces:
     downward_of: Indices
     windows: Array
     """The numbers of `planner.cost.step_time.OverlapTerms`, shape (options, numbers)."""
+    turn_s: Array
+    """What its forward does not hide of the gather before its backward, if it is the last stage."""
     order: Indices
     """Options sorted by upward face."""
     starts: Indices
@@ -75,9 +77,12 @@ class _Faces:
 _INNER, _FORWARD, _TOP, _TOP_GATHER, _BOTTOM, _SINGLE = (
     OverlapTerms._fields.index(name) for name in ("inner_s", "forward_s", "top_s", "top_gather_s", "bottom_s", "single")
 )
-_UPWARD = [OverlapTerms._fields.index(name) for name in ("first_gather_s", "reduce_s", "last_reduce_s")]
+_UPWARD = [OverlapTerms._fields.index(name) for name in ("first_gather_s", "reduce_s", "all_reduce_s")]
 _DOWNWARD = OverlapTerms._fields.index("last_gather_s")
-_BOTTOM_REDUCE = [OverlapTerms._fields.index(name) for name in ("bottom_reduce_s", "last_bottom_reduce_s")]
+_BOTTOM_REDUCE, _BOTTOM_ALL_REDUCE, _TOP_COPY, _BOTTOM_COPY = (
+    OverlapTerms._fields.index(name)
+    for name in ("bottom_reduce_s", "bottom_all_reduce_s", "top_copy_s", "bottom_copy_s")
+)
 
 
 def _faces(options: Sequence[StageCandidate], load: Workload, syncs: bool) -> _Faces:
@@ -87,18 +92,23 @@ def _faces(options: Sequence[StageCandidate], load: Workload, syncs: bool) -> _F
     upward_of = upward_of.reshape(-1)
     order = np.argsort(upward_of, kind="stable")
     starts = np.searchsorted(upward_of[order], np.arange(len(upward)))
-    return _Faces(upward, upward_of, downward, downward_of, windows, order, starts)
+    turn_s = np.maximum(windows[:, _DOWNWARD] - windows[:, _FORWARD], 0.0)
+    return _Faces(upward, upward_of, downward, downward_of, windows, turn_s, order, starts)
 
 
 def _edges_s(faces: _Faces, above: Array, below: Array, load: Workload) -> Array:
     """Return the seconds of the terms at the edges, shape (options, faces above, faces below)."""
     numbers = faces.windows[:, :, None, None]
     gather, single = below[None, None, :], numbers[:, _SINGLE] > 0
-    own_gather = np.where(single, gather, numbers[:, _TOP_GATHER])
+    own_gather = np.maximum(np.where(single, gather, numbers[:, _TOP_GATHER]), numbers[:, _TOP_COPY])
+    copied = numbers[:, _BOTTOM_COPY]
     total = load.accumulation * np.maximum(numbers[:, _FORWARD], above[None, :, :1])
     for last, times in load.passes:
-        top = np.maximum(numbers[:, _TOP], above[None, :, 1 + last, None] + own_gather)
-        bottom = np.maximum(numbers[:, _BOTTOM], numbers[:, _BOTTOM_REDUCE[last]] + gather)
+        top = np.maximum(numbers[:, _TOP], above[None, :, 1, None] + own_gather)
+        bottom = np.maximum(numbers[:, _BOTTOM], numbers[:, _BOTTOM_REDUCE] + np.maximum(gather, copied))
+        if last:
+            top = np.maximum(top, above[None, :, 2, None])
+            bottom = np.maximum(bottom, numbers[:, _BOTTOM_ALL_REDUCE])
         total = total + times * (top + np.where(single, 0.0, bottom))
     return total
 
@@ -133,13 +143,13 @@ class ChainBound:
         above, below = None if top else classes[index + 1], None if bottom else classes[index - 1]
         upward = 0 if above is None else self._lists[above][1][picks[index + 1]]
         downward = 0 if below is None else self._lists[below][2][picks[index - 1]]
-        inner_s, _, _, gathers_s, ends_s = self._lists[classes[index]]
+        inner_s, _, _, turns_s, ends_s = self._lists[classes[index]]
         total: float = inner_s[pick] + self._table_list(above, classes[index], below)[pick][upward][downward]
         if top:
-            total += repeats * gathers_s[pick]
+            total += repeats * turns_s[pick]
         if bottom:
-            gather, reduction, last_reduction = ends_s[pick]
-            total += repeats * gather + (repeats - 1) * reduction + last_reduction
+            gather, reduction, all_reduction = ends_s[pick]
+            total += repeats * (gather + reduction) + all_reduction
         return total
 
     @cached_property
@@ -147,7 +157,7 @@ class ChainBound:
         # Plain lists: one-element look-ups in numpy arrays cost several times as much.
         found = []
         for f in self.faces:
-            parts = f.windows[:, _INNER], f.upward_of, f.downward_of, f.windows[:, _DOWNWARD], f.windows[:, _UPWARD]
+            parts = f.windows[:, _INNER], f.upward_of, f.downward_of, f.turn_s, f.windows[:, _UPWARD]
             found.append(tuple(part.tolist() for part in parts))
         return found
 
@@ -208,10 +218,10 @@ class ChainBound:
         table = self.table(above, classes[index], below)
         cost = faces.windows[None, :, _INNER] + prices[:, None] * memory[index][None]
         if above is None:
-            cost = cost + repeats * faces.windows[:, _DOWNWARD]
+            cost = cost + repeats * faces.turn_s
         if below is None:
             ends = faces.windows[:, _UPWARD]
-            cost = cost + repeats * ends[:, 0] + (repeats - 1) * ends[:, 1] + ends[:, 2]
+            cost = cost + repeats * (ends[:, 0] + ends[:, 1]) + ends[:, 2]
         if value is None:
             best = np.broadcast_to(table[None, :, 0, :], (len(prices), table.shape[0], table.shape[2]))
         else:

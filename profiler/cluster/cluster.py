@@ -7,7 +7,7 @@ of the same form.  Nothing here needs torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import Measured, RingRule
@@ -43,6 +43,20 @@ class Link:
     """Time per ring step that does not depend on the size."""
     bytes_per_s: Figure
     """Bus bandwidth of one rank: collective bytes times (n-1)/n over time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nccl:
+    """What NCCL chooses its algorithms and protocols by (`planner.nccl`)."""
+
+    architecture: Literal["turing", "ampere", "hopper"]
+    """Of the GPUs, as NCCL's tuning table distinguishes them: Ada is `ampere`."""
+    nvlink: bool
+    """Whether the GPUs of a node have NVLink; otherwise PCI Express."""
+    nvls: bool
+    """Whether NVLink's switches reduce and multicast (NVLink SHARP)."""
+    source: str
+    """Where that is from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +96,8 @@ class Cluster:
     """Whether communication runs under computation on this backend."""
     overlap_source: str
     """Source of `overlaps`."""
+    nccl: Nccl | None = None
+    """What NCCL runs collectives by; None: another backend, or unknown, and collectives are priced as rings."""
     host: Host | None = None
     """The host's figures; None: the search offers no offload."""
     ring: tuple[RingRule, ...] = ()

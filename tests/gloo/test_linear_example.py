@@ -214,7 +214,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder that a comparison ran in, and what it printed."""
     folder = tmp_path_factory.mktemp("compared")
     size = ["--hidden", "1024", "--layers", "3", "--batch_size", "64", "--warmup_steps", "2", "--steps", "2"]
-    done = torchrun("--compare", *size, "--trace", "traces", cwd=folder)
+    # With more memory OSDP replicates all, as ddp does, of which more is held in the first steps than is predicted.
+    done = torchrun("--compare", *size, "--mem", "279MB", "--trace", "traces", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
@@ -260,7 +261,7 @@ def test_the_comparison_trains_alike_and_predicts_the_memory(compared: tuple[Pat
             "fsdp-batch64-3x1024-module_wrap-BACKWARD_PRE",
             {"FSDP::all_gather (layers.0)", "c10d::_reduce_scatter_base_"},
         ),
-        ("osdp-batch64-3x1024", {"FSDP::all_gather (layers.0)", "c10d::_reduce_scatter_base_"}),
+        ("osdp-batch64-3x1024-279MB", {"FSDP::all_gather (layers.0)", "c10d::_reduce_scatter_base_"}),
     ],
 )
 def test_each_run_leaves_a_chrome_trace_of_every_rank(

@@ -178,7 +178,7 @@ def test_the_longest_sample_is_full_and_the_mean_one_computes_less() -> None:
     time, of_full = step_time(options, load), step_time(full, balanced)
     assert time.compute_s == pytest.approx(0.625 * of_full.compute_s)
     assert time.waiting_s == pytest.approx((waits.per_micro_batch - 1) * time.compute_s)
-    assert time.exposed_communication_s >= of_full.exposed_communication_s  # less of it is hidden
+    assert time.exposed_communication_s >= of_full.exposed_communication_s * (1 - 1e-9)  # less of it is hidden
     # Memory must hold the longest.
     assert [option.saved for option in options] == [option.saved for option in full]
 

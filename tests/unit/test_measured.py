@@ -79,6 +79,11 @@ def test_units_take_longer_than_what_they_send(one_sided_s: float | None, of_pul
         before, after = (unit_traffic(parameters, Strategy(name, 4), "fp32", one) for one in (plain, machine))
         for phase in ("forward_gather_s", "backward_gather_s", "reduce_s"):
             assert getattr(after, phase) == pytest.approx(getattr(before, phase) + overhead_s)
+        # FSDP2's copies are in what was measured.
+        assert (after.copy_out_s, after.copy_out_again_s, after.copy_in_s) == (0, 0, 0)
+        assert (
+            before.copy_out_s == before.copy_out_again_s == before.copy_in_s == pytest.approx(4 * 64 * 64 * 2 / 600e9)
+        )
         assert after.step_reduce_s == before.step_reduce_s
 
 
@@ -227,8 +232,8 @@ def test_a_measured_optimizer() -> None:
 def test_computation_slows_down_under_communication() -> None:
     # Two units whose communication takes a and whose computation c; computation at a third of its speed under it.
     graph = chain([(4096, 1024)] * 2, gflops=[40.0, 40.0], saved_mb=[1.0, 1.0])
-    plain = cluster(1, 8, intra=4e9, latency_s=0.0)
-    slowed = measured(plain, overlapped_slowdown=3.0)
+    links = cluster(1, 8, intra=4e9, latency_s=0.0)
+    plain, slowed = measured(links), measured(links, overlapped_slowdown=3.0)
 
     def step_s(machine: Cluster) -> float:
         space, load = Space(graph), Workload(machine, "sgd", "fp32", 1)
@@ -236,9 +241,9 @@ def test_computation_slows_down_under_communication() -> None:
 
     a = 7 / 8 * 4096 * 1024 * 4 / 4e9
     c, b = 40e9 / 10e12, 80e9 / 10e12
-    optimizer = step_s(plain) - ((a + max(c, a) + c) + (a + max(b, a) + max(b, a) + a))
+    optimizer = step_s(plain) - ((a + max(c, a) + max(c, a)) + (max(b, a) + max(b, a) + a))
     under = 2 * a / 3  # of each communication
-    expected = (a + max(c + under, a) + c) + (a + max(b + under, a) + max(b + under, a) + a)
+    expected = (a + max(c + under, a) + max(c + under, a)) + (max(b + under, a) + max(b + under, a) + a)
     assert step_s(slowed) == pytest.approx(expected + optimizer, rel=1e-9)
     assert step_s(slowed) > 1.05 * step_s(plain)
 
@@ -252,7 +257,7 @@ def test_the_simulator_and_the_search_agree_with_a_slowdown(accumulation: int) -
     assert simulated_s(found.options, found.load) == pytest.approx(total_s, rel=1e-9)
     assert 0 <= found.gap < 0.05
     # The same plan, priced without the slowdown.
-    plain = Workload(cluster(1, 8, intra=2e9), "adam", "fp32", found.load.micro_batch, accumulation)
+    plain = Workload(measured(cluster(1, 8, intra=2e9)), "adam", "fp32", found.load.micro_batch, accumulation)
     picks = [StageDecision(option.strategies, option.recompute) for option in found.options]
     assert step_time(fixed(found.space, plain, tuple(picks), found.spanning), plain).total_s < total_s
 

@@ -87,17 +87,33 @@ def test_traffic_of_each_strategy() -> None:
     machine = cluster(2, 4, intra=8e9, inter=1e9, latency_s=0.0)
     size = 4 * 300_000
     gather = 7 / 8 * size / 4e9  # 8 ranks, 4 a node: 4 GB/s between nodes
+    copy = 2 * size / 600e9
     shard = unit_traffic([WEIGHT], Strategy("shard", 8), "fp32", machine)
     assert (shard.forward_gather_s, shard.backward_gather_s, shard.reduce_s) == pytest.approx((gather,) * 3)
+    assert (shard.copy_out_s, shard.copy_out_again_s, shard.copy_in_s) == pytest.approx((copy,) * 3)
     assert shard.step_reduce_s == 0.0
     kept = unit_traffic([WEIGHT], Strategy("shard_grad", 8), "fp32", machine)
     assert (kept.forward_gather_s, kept.backward_gather_s) == pytest.approx((gather, 0.0))
+    assert (kept.copy_out_s, kept.copy_out_again_s, kept.copy_in_s) == pytest.approx((copy, 0.0, copy))
     group = unit_traffic([WEIGHT], Strategy("group_shard", 4), "fp32", machine)
     assert group.forward_gather_s == pytest.approx(0.75 * size / 8e9)
     assert group.step_reduce_s == pytest.approx(2 * 0.5 * (size / 4) / 1e9)
     copies = unit_traffic([WEIGHT], Strategy("replicate", 1), "fp32", machine)
     assert (copies.forward_gather_s, copies.reduce_s) == (0.0, 0.0)
+    # Copies between what rests and what computes, and what is reduced.
+    assert (copies.copy_out_s, copies.copy_out_again_s, copies.copy_in_s) == pytest.approx((copy,) * 3)
     assert copies.step_reduce_s == pytest.approx(2 * 7 / 8 * size / 4e9)
+
+
+def test_copies_cast_under_mixed_precision() -> None:
+    machine, numel, memory = cluster(1, 8, latency_s=0.0), 300_000, 600e9
+    shard = unit_traffic([WEIGHT], Strategy("shard", 8), "bf16", machine)
+    assert shard.copy_out_s == shard.copy_out_again_s == pytest.approx((2 + 2) * numel / memory)
+    assert shard.copy_in_s == pytest.approx((2 + 4) * numel / memory)
+    whole = unit_traffic([WEIGHT], Strategy("replicate", 1), "bf16", machine)
+    assert (whole.copy_out_s, whole.copy_in_s) == pytest.approx((shard.copy_in_s,) * 2)
+    frozen = unit_traffic([replace(WEIGHT, trainable=False)], Strategy("shard", 8), "bf16", machine)
+    assert (frozen.copy_out_s, frozen.copy_in_s) == (shard.copy_out_s, 0.0)
 
 
 # Ten rows of four and ten alone, in bf16 on 2 nodes of 4: over 8 ranks 2 rows each, 16 in all, so that

@@ -27,8 +27,9 @@ def segment(
     ar: float = 0.0,
     before: float = 0.0,
     after: float = 0.0,
+    copy: float = 0.0,
 ) -> Segment:
-    return Segment(forward, backward, 0.0, a, b, r, ar, before, after)
+    return Segment(forward, backward, 0.0, a, b, r, ar, before, after + copy, copy)
 
 
 def option(segments: tuple[Segment, ...], optimizer_s: float = 0.0) -> StageCandidate:
@@ -45,9 +46,9 @@ def load(overlaps: bool = True, accumulation: int = 1) -> Workload:
 def test_two_segments_by_hand() -> None:
     one = segment(forward=4, backward=8, a=3, b=3, r=5)
     two = segment(forward=2, backward=6, a=7, b=1, r=9)
-    # Forward: gather 3, then max(4, 7), then 2.  Backward: gather 1, then max(6, 3) of the upper
+    # Forward: gather 3, then max(4, 7), then 2 and under it the backward's gather 1.  Backward: max(6, 3) of the upper
     # segment, then max(8, 9) with the reduction of the upper one, then the last reduction 5.
-    elapsed = (3 + 7 + 2) + (1 + 6 + 9 + 5)
+    elapsed = (3 + 7 + 2) + (6 + 9 + 5)
     time = step_time([option((one, two), optimizer_s=0.5)], load())
     assert time.total_s == pytest.approx(elapsed + 0.5)
     assert time.compute_s == pytest.approx(4 + 8 + 2 + 6)
@@ -67,6 +68,24 @@ def test_accumulation_reduces_across_groups_once() -> None:
     assert step_time([option((only,))], load(accumulation=3)).total_s == pytest.approx(3 * 13 + 3)
 
 
+def test_all_reduces_have_a_stream_of_their_own() -> None:
+    one = segment(forward=4, backward=8, a=0, b=0, r=5, ar=3)
+    two = segment(forward=2, backward=6, a=0, b=7, r=4, ar=10)
+    # Forward: 4, then max(2, 7).  Backward: 6, then max(8, 4, 10), then 5 and 3.
+    plan = [option((one, two))]
+    assert step_time(plan, load()).total_s == pytest.approx(4 + 7 + 6 + 10 + 5 + 3)
+    assert step_time(plan, load(accumulation=2)).total_s == pytest.approx(4 + 7 + 6 + 8 + 5 + 4 + 7 + 6 + 10 + 5 + 3)
+    by_label = {(event.label, event.segment): event for event in simulate(plan, load())}
+    assert by_label["all-reduce", 1].start_s == by_label["backward", 0].start_s
+
+
+def test_gradients_are_copied_when_the_reduction_above_is_over() -> None:
+    one = segment(forward=4, backward=3, a=0, b=0, r=5, copy=2)
+    two = segment(forward=2, backward=6, a=0, b=0, r=9, copy=1)
+    # Backward: 6 and 1, then 9 and 2 where backward is over after 3, and 5.
+    assert step_time([option((one, two))], load()).total_s == pytest.approx(4 + 2 + 7 + 11 + 5)
+
+
 def test_stalls_hide_communication_but_nothing_hides_them() -> None:
     one = segment(forward=4, backward=8, a=3, b=3, r=5)
     two = segment(forward=2, backward=6, a=0, b=0, r=0, before=7, after=9)
@@ -78,7 +97,7 @@ def test_stalls_hide_communication_but_nothing_hides_them() -> None:
     assert time.hidden_communication_s == pytest.approx(3)
 
 
-segments = st.builds(segment, times, times, times, times, times, times, times, times)
+segments = st.builds(segment, *[times] * 9)
 
 
 @given(st.lists(segments, min_size=1, max_size=8), st.booleans(), st.integers(1, 3))

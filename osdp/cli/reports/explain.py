@@ -12,7 +12,9 @@ from osdp.cli.reports.plan import WAITING, print_what_if
 from osdp.cli.reports.rows import short_names
 from osdp.cli.terminal import make_table, print_section
 from planner.analysis.explain import TIED, Alternative, OpenPlan, Target, alternatives, best_of, parts
+from planner.analysis.sent_collectives import Sent, sent_collectives
 from planner.analysis.what_if import WhatIf
+from planner.cost.ddp import is_plain, why_not_copies
 from profiler.byte_sizes import format_bytes
 
 COLUMNS = {
@@ -31,6 +33,8 @@ SAME_BYTES = 50_000
 def print_plan_reasons(console: Console, view: OpenPlan, more: WhatIf | None = None, why_not: str = "") -> None:
     """Print what keeps each part of a plan from being faster, and what more would buy, if that was asked."""
     console.print(_summary(view))
+    if view.load.cluster.world_size > 1 and (reason := _why_units(view)):
+        console.print(reason)
     console.print()
     table = make_table("part", ">count", "=choice", "limited by", "alternatives")
     for part in parts(view):
@@ -39,11 +43,30 @@ def print_plan_reasons(console: Console, view: OpenPlan, more: WhatIf | None = N
         label = short_names(_tied_modules(view)) if part.label == TIED else part.label
         table.add_row(label, str(len(part.stages) or 1), choice, part.binds, why)
     print_section(console, "Each part of the model, and what one instance of it could take instead", table)
+    if view.load.cluster.nccl is not None and (sent := sent_collectives(view)):
+        print_section(console, "Collectives, and NCCL's algorithm and protocol that each is priced as", _sent(sent))
     if more is not None:
         print_what_if(console, more, view.prediction.samples_per_s)
     elif why_not:
         console.print(f"No what-if analysis: {why_not}.")
     console.print("`osdp explain PLAN OPERATOR` lists every alternative for one operator, block or pattern.")
+
+
+def _why_units(view: OpenPlan) -> str:
+    """Return why a plan that replicates all does not run as DistributedDataParallel; empty if that is no question."""
+    taken = [strategy for choice in view.decided.choices for strategy in choice.strategies]
+    reason = why_not_copies(view.space.graph, view.load.precision)
+    if not reason or not is_plain([*taken, *view.decided.spanning, *view.decided.idle]):
+        return ""
+    return f"Every device has a copy of all, run as units of FSDP2 that copy and reduce one by one: {reason}."
+
+
+def _sent(sent: list[Sent]) -> Table:
+    table = make_table("collective", ">ranks", ">apart", ">count", ">largest", "=priced as", ">takes")
+    for one in sent:
+        sizes = str(one.ranks), str(one.stride), str(one.count), format_bytes(one.largest_bytes)
+        table.add_row(one.operation.replace("_", "-"), *sizes, one.priced_as, format_seconds(one.largest_s))
+    return table
 
 
 def print_target_reasons(console: Console, view: OpenPlan, name: str, target: Target) -> None:

@@ -27,6 +27,9 @@ def figures_of(cluster: Cluster) -> Iterator[tuple[str, str, str]]:
     yield from _link_figures("in a node", cluster.intra)
     if cluster.inter is not None:
         yield from _link_figures("between nodes", cluster.inter)
+    if (nccl := cluster.nccl) is not None:
+        links = "NVLink with SHARP" if nccl.nvls else "NVLink" if nccl.nvlink else "PCI Express"
+        yield "NCCL's tuning", f"{nccl.architecture}, {links}", nccl.source
     if cluster.host is not None:
         link, memory = cluster.host.link_bytes_per_s, cluster.host.memory_bytes_per_s
         yield "link to the host", format_rate(link.value, "B/s"), link.source
