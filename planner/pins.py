@@ -70,6 +70,8 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
             if not blocks:
                 what = f"--pin {pin}: the model has no such block, and only blocks can be recomputed or kept"
                 raise unknown_name(pin.pattern, (block.name for block in graph.blocks), what)
+            if pin.choice == "recompute":
+                _check_recompute(pin, graph, blocks)
             recompute.append((pin, frozenset(blocks), RECOMPUTE[pin.choice]))
             continue
         slices = _slices(pin, cluster)
@@ -80,6 +82,16 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
         strategies.append((pin, frozenset(operators), slices))
     names = [" and ".join(operator.modules) for operator in graph.operators]
     return Pins(_decided(strategies, names), _decided(recompute, [block.name for block in graph.blocks]))
+
+
+def _check_recompute(pin: Pin, graph: ModelGraph, blocks: Sequence[int]) -> None:
+    for index in blocks:
+        calls = [call for call in graph.calls if call.block == index]
+        if graph.trains and any(call.recomputed is None for call in calls):
+            what = f"--pin {pin}: block {graph.blocks[index].name} cannot be recomputed"
+            got = "a forward that failed, or did something else, when it ran again in the trace"
+            advice = "turn off what it remembers (use_cache=False in transformers), or leave the pin out"
+            raise OsdpError(what, got=got, expected="a forward that can run twice", advice=advice)
 
 
 def on_cluster(pins: Pins, cluster: Cluster) -> Pins:

@@ -147,23 +147,14 @@ class Work:
     """Bytes that all other kernels (normalisation, activation, residuals, loss) read and write."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One execution of an operator and of the parameter-free computation that follows it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallMemory:
+    """The activations of one execution of an operator.  Bytes leave parameters out."""
 
-    A tied operator (embedding and head) has several calls.  Bytes leave parameters out.
-    """
-
-    operator: int
-    """Index into `ModelGraph.operators`."""
-    block: int | None
-    """Index into `ModelGraph.blocks`, or None outside every block."""
-    forward: Work
-    """Device work of the forward."""
-    backward: Work
-    """Device work of the backward (without recomputation)."""
     saved_bytes: Affine
-    """Activations that this call is the first to keep for backward."""
+    """Activations that are kept for backward because of this call, and not of an earlier one."""
+    forward_start_bytes: Affine
+    """Live bytes when the forward begins, less what earlier calls saved."""
     forward_peak_bytes: Affine
     """Highest live bytes while the forward runs, less what earlier calls saved."""
     module_forward_peak_bytes: Affine
@@ -192,10 +183,8 @@ class Call:
     """Live bytes when the backward begins, less what earlier calls saved: own saved activations and gradients."""
     module_backward_start_bytes: Affine
     """The same when it reaches the operator's own module."""
-    output_bytes: Affine
-    """Bytes of the activation handed to the next call (its gradient is as large)."""
-    slice_of: tuple[str, Call] | None = None
-    """Of a slice, the call that it is a part of, with its key (`profiler.cluster.measurements.call_key`)."""
+    backward_end_bytes: Affine
+    """The same when it is over."""
 
     def forward_peak(self, micro_batch: int) -> float:
         """Return the peak of the forward as the higher of two lines, tighter than `forward_peak_bytes`."""
@@ -204,6 +193,31 @@ class Call:
     def backward_peak(self, micro_batch: int) -> float:
         """Return the peak of the backward as the higher of two lines, tighter than `backward_peak_bytes`."""
         return max(self.module_backward_peak_bytes(micro_batch), self.tail_backward_peak_bytes(micro_batch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(CallMemory):
+    """One execution of an operator and of the parameter-free computation that follows it.
+
+    A tied operator (embedding and head) has several calls.
+    """
+
+    operator: int
+    """Index into `ModelGraph.operators`."""
+    block: int | None
+    """Index into `ModelGraph.blocks`, or None outside every block."""
+    forward: Work
+    """Device work of the forward."""
+    backward: Work
+    """Device work of the backward (without recomputation)."""
+    output_bytes: Affine
+    """Bytes of the activation handed to the next call (its gradient is as large)."""
+    shared_bytes: Affine = Affine()
+    """What it keeps beside `saved_bytes` if its block is kept and another recomputed, for which they share it."""
+    recomputed: CallMemory | None = None
+    """Its activations if its block is recomputed."""
+    slice_of: tuple[str, Call] | None = None
+    """Of a slice, the call that it is a part of, with its key (`profiler.cluster.measurements.call_key`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,17 +236,19 @@ class Block:
     """Bytes of the tensors passed in: recomputation keeps them."""
     block_class: int
     """Blocks with equal numbers have the same structure and costs."""
-    kept_below_bytes: Affine = Affine()
-    """Of the input, what earlier calls keep for backward, whether their own blocks are recomputed or not."""
-    saved_first_bytes: Affine = Affine()
-    """Of the input, what the first call is the first to save; recomputation holds it once."""
+    again_start_bytes: Affine = Affine()
+    """Recomputed: live bytes when its forward runs again, less what calls of earlier blocks saved."""
+    again_peak_bytes: Affine = Affine()
+    """Highest live bytes while it does, less the same."""
+    again_in_tail: bool = False
+    """Whether what follows the module of its last call needs it to run again, as dropout does."""
 
 
 @dataclass(frozen=True)
 class ModelGraph:
     """A traced model. Made by `profiler.trace.trace.trace_model`; plain data, no tensors."""
 
-    SCHEMA: ClassVar[str] = "osdp.model_graph/2"
+    SCHEMA: ClassVar[str] = "osdp.model_graph/3"
 
     name: str
     """As the user named it on the command line."""
@@ -257,8 +273,15 @@ class ModelGraph:
     outside: tuple[Parameter, ...] = ()
     """Parameters that no operator has, so that every rank holds them whole: without dimensions, or of another dtype
     than the others of their module."""
+    buffers: tuple[Parameter, ...] = ()
+    """Buffers, which every rank holds whole, as parameters that are not trained."""
     left_out: tuple[str, ...] = ()
     """Operators that a forward leaves out if data decides so, as experts that get no tokens."""
+
+    @property
+    def held_whole(self) -> tuple[Parameter, ...]:
+        """What every rank holds whole, whatever the plan."""
+        return self.outside + self.buffers
 
     @property
     def numel(self) -> int:

@@ -17,7 +17,9 @@ from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, mode
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
+from profiler.trace.data_dependent import DataDependent
 from profiler.trace.metered_pass import find_loss
+from profiler.trace.python_values import answering
 from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
@@ -120,7 +122,8 @@ def compare(plan: Plan, model: ModelSource, graph: ModelGraph, machine: Cluster,
     """Predict a plan's memory and run it dry on a rank (None: the fullest)."""
     view = open_plan(plan, graph, machine)
     predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != "reserve"}
-    script = Script(model.build, model.example_inputs, lambda out: find_loss(out)[0], plan.optimizer, plan.micro_batch)
+    named = model.build, model.example_inputs, lambda out: find_loss(out)[0]
+    script = Script(*named, plan.optimizer, plan.micro_batch, lambda: answering(DataDependent(1.0)))
     if rank is None:
         rank = view.decided.fullest(view.space, view.load)[0]
     found = dry_run(script, compile_plan(plan, graph, machine), rank)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from itertools import pairwise
+
 from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
 from planner.plan import Plan
@@ -10,7 +13,7 @@ from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster, Device, Link
 from profiler.cluster.figure import Figure
-from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
+from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Work
 
 MB = 1 << 20
 
@@ -32,6 +35,7 @@ def call(
         forward=Work(Affine(0, gflops * 1e9), Affine(), Affine()),
         backward=Work(Affine(0, 2 * gflops * 1e9), Affine(), Affine()),
         saved_bytes=Affine(0, saved_mb * MB),
+        forward_start_bytes=Affine(),
         forward_peak_bytes=Affine(0, (saved_mb + output_mb) * MB),
         module_forward_peak_bytes=Affine(0, (saved_mb + output_mb) * MB),
         tail_forward_peak_bytes=Affine(),
@@ -40,8 +44,39 @@ def call(
         tail_backward_peak_bytes=Affine(),
         backward_start_bytes=Affine(0, (saved_mb + output_mb) * MB),
         module_backward_start_bytes=Affine(0, (saved_mb + output_mb) * MB),
+        backward_end_bytes=Affine(),
         output_bytes=Affine(0, output_mb * MB),
     )
+
+
+def chained(calls: list[Call]) -> list[Call]:
+    """Let every call begin with the output of the call before it, and end its backward with the gradient of that."""
+    links = [
+        replace(call, forward_start_bytes=before.output_bytes, backward_end_bytes=before.output_bytes)
+        for before, call in pairwise(calls)
+    ]
+    return [*calls[:1], *links]
+
+
+def recomputed(calls: list[Call], input_bytes: Affine) -> tuple[list[Call], Affine, Affine]:
+    """Return a block's calls with their memory where the block keeps its input alone, and that of its second forward.
+
+    When it runs again there is the gradient of its output, and nothing of it is freed.
+    """
+    kept, found, again = Affine(), list[Call](), Affine()
+    gradient = calls[-1].output_bytes
+    for number, call in enumerate(calls):
+        again = again.at_least(gradient + kept + call.forward_peak_bytes)
+        held = kept + input_bytes.times(-1 if number else 0)
+        before = held.at_least(Affine()) if number else Affine()
+        handed = calls[number - 1].output_bytes if number else Affine()
+        memory = {field.name: getattr(call, field.name) for field in fields(CallMemory)}
+        memory |= {name: one + before for name, one in memory.items() if "backward" in name}
+        memory |= {name: one + handed for name, one in memory.items() if "forward" in name and "peak" in name}
+        memory["saved_bytes"] = Affine() if number else input_bytes
+        found.append(replace(call, recomputed=CallMemory(**memory)))
+        kept += call.saved_bytes
+    return found, input_bytes + gradient, again
 
 
 def operator(name: str, shape: tuple[int, ...], block: int | None = None) -> Operator:
@@ -52,7 +87,9 @@ def operator(name: str, shape: tuple[int, ...], block: int | None = None) -> Ope
 def chain(shapes: list[tuple[int, int]], gflops: list[float], saved_mb: list[float]) -> ModelGraph:
     """Operators one after another, outside blocks."""
     operators = tuple(operator(f"op{i}", shape) for i, shape in enumerate(shapes))
-    calls = tuple(call(i, None, gflops=g, saved_mb=s) for i, (g, s) in enumerate(zip(gflops, saved_mb, strict=True)))
+    calls = tuple(
+        chained([call(i, None, gflops=g, saved_mb=s) for i, (g, s) in enumerate(zip(gflops, saved_mb, strict=True))])
+    )
     edges = tuple((i, i + 1) for i in range(len(calls) - 1))
     return ModelGraph("chain", "fp32", 1, operators, calls, (), edges, "chain")
 
@@ -88,18 +125,7 @@ def transformer(
                 )
             )
             operators.append(operator(f"blocks.{layer}.{name}", shape, layer))
-        input_bytes = Affine(0, unit_mb * MB)
-        blocks.append(
-            Block(
-                f"blocks.{layer}",
-                "Block",
-                first,
-                len(calls),
-                input_bytes,
-                layer if distinct else 0,
-                saved_first_bytes=input_bytes,
-            )
-        )
+        blocks.append((f"blocks.{layer}", first, len(calls), layer if distinct else 0))
     logits_mb = 4 * tokens * vocabulary / MB
     calls.append(call(len(operators), None, gflops=0.001, saved_mb=unit_mb, output_mb=unit_mb))
     operators.append(operator("norm", (hidden,)))
@@ -109,7 +135,11 @@ def transformer(
     gflops = 2 * tokens * vocabulary * hidden / 1e9
     calls.append(call(head, None, gflops=gflops, saved_mb=unit_mb + logits_mb, peak_mb=3 * logits_mb))
     edges = tuple((i, i + 1) for i in range(len(calls) - 1))
-    return ModelGraph("transformer", "fp32", tokens, tuple(operators), tuple(calls), tuple(blocks), edges, "synthetic")
+    calls, found, unit = chained(calls), list[Block](), Affine(0, unit_mb * MB)
+    for name, first, last, block_class in blocks:
+        calls[first:last], start, peak = recomputed(calls[first:last], unit)
+        found.append(Block(name, "Block", first, last, unit, block_class, start, peak))
+    return ModelGraph("transformer", "fp32", tokens, tuple(operators), tuple(calls), tuple(found), edges, "synthetic")
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -187,7 +187,7 @@ def alternatives(view: OpenPlan, target: Target) -> list[Alternative]:
     strategies = strategies_on(view.load.cluster, view.load.waits.are_uneven)
     if not target.spanning and not any(stage.operators for stage in stages):
         strategies = strategies[:1]  # Nothing to shard; only recomputation is left.
-    recomputes = (False, True) if any(stage.block is not None for stage in stages) else (None,)
+    recomputes = (False, True) if any(stage.can_recompute for stage in stages) else (None,)
     found = [
         _alternative(view, strategy, recompute, decided)
         for strategy in strategies
@@ -202,7 +202,7 @@ def _decided(view: OpenPlan, target: Target, strategy: Strategy, recompute: bool
     choices, spanning = list(view.decided.choices), view.decided.spanning
     for index in target.stages:
         stage = view.space.model.stages[index]
-        choices[index] = StageDecision((strategy,) * len(stage.operators), recompute and stage.block is not None)
+        choices[index] = StageDecision((strategy,) * len(stage.operators), recompute and stage.can_recompute)
     tied = (strategy,) * len(spanning) if target.spanning else spanning
     return replace(view.decided, choices=tuple(choices), spanning=tied)
 

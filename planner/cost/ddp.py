@@ -180,7 +180,8 @@ class Replica:
                 optimizer=own.optimizer,
                 gradients=own.full_gradients,
                 stepped=own.full_gradients,
-                saved=costs.block_saved if again else costs.saved[-1],
+                saved=costs.memory(again).saved[-1] + costs.memory(again).shared,
+                shared=costs.memory(again).shared,
                 moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
                 segments=tuple(segments),
                 optimizer_s=self.load.optimizer_s(own.full_gradients, tensors=tensors),
@@ -201,12 +202,10 @@ class Replica:
 
     def _moments(self, costs: StageCosts, recompute: bool, gradients: int, waiting: Sequence[int]) -> Iterator[Moment]:
         """Yield what is held at every call of a stage, given the gradients that are added in backward."""
-        calls, extra = list(enumerate(costs.stage.calls)), costs.block_extra if recompute else 0.0
-        for j, call in calls:
-            yield Moment("forward", call.operator, 0, self.gradients, 0, costs.saved[j] + costs.forward_peak[j])
-        for j, call in calls if recompute else ():
-            live = extra + costs.output[-1] + costs.saved[j] + costs.forward_peak[j]
+        memory = costs.memory(recompute)
+        for call, live in zip(costs.stage.calls, memory.forward_peak, strict=True):
+            yield Moment("forward", call.operator, 0, self.gradients, 0, live)
+        for call, live in zip(costs.stage.calls, memory.again_peak, strict=recompute):
             yield Moment("recompute", call.operator, 0, gradients + waiting[-1], 0, live)
-        for j, call in calls:
-            live = extra + costs.saved[j] + costs.backward_peak[j]
-            yield Moment("backward", call.operator, 0, gradients + waiting[j], 0, live)
+        for call, live, held in zip(costs.stage.calls, memory.backward_peak, waiting, strict=True):
+            yield Moment("backward", call.operator, 0, gradients + held, 0, live)

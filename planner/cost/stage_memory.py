@@ -22,9 +22,8 @@ execution order and i+1 the one after; `saved` are the activations that calls be
 plus everywhere: `saved`, U of kept units whose backward is to come (H of units with a secondary copy),
 U and G of open spanning units.  RSI is the input of the last reduction, of whichever unit that was.
 
-- A block that is one unit is wrapped whole, so there is no tail; recomputed, it is unsharded before it runs
-  again, with nothing but its input saved, and its forward keeps no more than what is still to be read.
-- Such a block also holds back its part of gradients that other blocks add to (`StageCosts.withheld`).
+- A block that is one unit is wrapped whole, and its tail is code around blocks; recomputed, it is unsharded before it
+  runs again, with nothing but its input saved, and its forward keeps no more than what is still to be read.
 - Units without differentiable inputs (embeddings) keep U and G and are reduced after all backward.
 - `owner`: U is there until its gradients are copied and no gradient is after that; it leaves the AG and RSI
   of others alone and frees its own; nothing of it is prefetched, and FSDP2 prefetches past it.
@@ -237,7 +236,7 @@ class StageMemoryWalk:
     def forward_call(self, j: int, unsharded: float, gathered: int, seen: Neighbours) -> None:
         """Note a call, and what follows its module when the units that end with it are sharded again."""
         operator = self.frame.stage.calls[j].operator
-        ending = [] if self.is_whole else [unit for unit in self.units if unit.closes and unit.last == j]
+        ending = [unit for unit in self.units if unit.closes and unit.last == j]
         self.note("forward", operator, unsharded, 0, gathered, ("module" if ending else "call", j), seen)
         if ending:
             left = unsharded - sum(unit.bytes.unsharded - unit.kept for unit in ending)
@@ -248,10 +247,11 @@ class StageMemoryWalk:
         calls, last, held = self.frame.stage.calls, len(self.frame.stage.calls) - 1, self.held(set())
         if self.is_whole or not self.own:
             unsharded, seen = self.unsharded_at(last, backward=True), Neighbours(above=True, below=True)
-            for j, call in enumerate(calls):
-                self.note("recompute", call.operator, unsharded, held, 0, ("call again", j), seen)
+            self.note("recompute", calls[last].operator, unsharded, held, 0, ("call again", last), seen)
             return
         *others, top = sorted(self.own, key=lambda unit: unit.last)
+        block = self.frame.stage.block
+        again_in_tail = block is not None and self.frame.model.graph.blocks[block].again_in_tail
         target = next((unit for unit in reversed(others) if not unit.stalls), None)
         self.note_before_recomputation(others, top, target, held)
         # The others come with their forward; what has been prefetched is there until then.
@@ -260,9 +260,9 @@ class StageMemoryWalk:
         for unit in (*others, top):
             if unit is target:
                 prefetched = 0
-            buffers = prefetched
+            # The last one too, if what follows its modules needs the block before its own backward begins.
+            buffers = prefetched + (unit.prefetched if unit is not top or again_in_tail else 0)
             if unit is not top:
-                buffers += unit.prefetched
                 operator, entering = unit.operators[0], ("gather again", unit.first)
                 with_temporary = buffers + unit.prefetch_temporary
                 self.note("recompute", operator, unsharded, held, with_temporary, entering, seen)
@@ -300,12 +300,11 @@ class StageMemoryWalk:
                     if not unit.stalls:
                         prefetched, below, _ = self.next_prefetch(j)
                 elif unit.closes and unit.last == j:
-                    if not self.is_whole:
-                        # What follows its last module: the unit is not unsharded again yet.
-                        sharded, buffers = unsharded - (unit.bytes.unsharded - unit.kept), prefetched + reduce_input
-                        seen, tail = Neighbours(above, below), ("backward of tail", j)
-                        self.note("backward", call.operator, sharded, gradients, buffers, tail, seen)
-                        at = "backward of module"
+                    # What follows its last module: the unit is not unsharded again yet.
+                    sharded, buffers = unsharded - (unit.bytes.unsharded - unit.kept), prefetched + reduce_input
+                    seen, tail = Neighbours(above, below), ("backward of tail", j)
+                    self.note("backward", call.operator, sharded, gradients, buffers, tail, seen)
+                    at = "backward of module"
                     if not unit.stalls:
                         self.note_gather(unit, j, unsharded, gradients, reduce_input, above)
                         prefetched, below, _ = self.next_prefetch(j)

@@ -93,6 +93,8 @@ class StageCandidate:
     segments: tuple[Segment, ...]
     optimizer_s: float
 
+    shared: float = 0.0
+    """The part of `saved` that is not there if no stage is recomputed."""
     reduced_after_backward: int = 0
     """U + G - SG (accumulating: U + G) of units that are reduced only when all backward is over, and gradients beside
     `gradients` that are there from the reduction to the end of backward."""
@@ -220,7 +222,8 @@ class StageOption:
         """Return the stage at one micro-batch."""
         return StageCandidate(
             recompute=self.recompute,
-            saved=costs.block_saved if self.recompute else costs.saved[-1],
+            saved=costs.memory(self.recompute).saved[-1] + costs.memory(self.recompute).shared,
+            shared=costs.memory(self.recompute).shared,
             moments=highest_moments(self.notes, costs.activations(self.recompute, self.is_whole)),
             segments=tuple(run.at(costs) for run in self.runs),
             **self.constants,

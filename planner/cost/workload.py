@@ -40,7 +40,7 @@ class Workload:
     waits: Waits = NO_WAITS
     """How long ranks wait for the slowest."""
     outside: tuple[Parameter, ...] = ()
-    """Parameters that no unit holds (`ModelGraph.outside`)."""
+    """Tensors that no unit holds (`ModelGraph.held_whole`)."""
 
     def __post_init__(self) -> None:
         optimizer_of(self.optimizer_name)  # raises for an unknown one
@@ -61,7 +61,7 @@ class Workload:
         waits: Waits = NO_WAITS,
     ) -> Workload:
         """Return the workload of a model that was traced: it gives the precision, and parameters outside units."""
-        return cls(cluster, optimizer_name, graph.precision, micro_batch, accumulation, waits, graph.outside)
+        return cls(cluster, optimizer_name, graph.precision, micro_batch, accumulation, waits, graph.held_whole)
 
     @cached_property
     def optimizer(self) -> Optimizer:

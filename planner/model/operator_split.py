@@ -21,10 +21,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from planner.model.fsdp_units import check_split, split_bounds, split_parameters
 from profiler.cluster.measurements import call_key
-from profiler.model_graph import Affine, Call, ModelGraph, Operator, Work
+from profiler.model_graph import Affine, Call, CallMemory, ModelGraph, Operator, Work
 
 NOTHING = Affine()
 
@@ -81,34 +82,63 @@ def _calls(operator: Operator, whole: Call, count: int, precision: str) -> Itera
         last = index == count - 1
         parameters = split_parameters(operator.parameters, index, count)
         gradients = Affine(compute * sum(p.numel for p in parameters if p.trainable))
-        forward, module_forward, handed = (
-            x + y.times(1 if index == 0 else 3),
-            x + y.times(1 if index == 0 else 2),
-            x + y,
-        )
-        if not runs_back:  # nothing is kept for it, so what else is live is in the peaks alone
-            forward = module_forward = handed = whole.forward_peak_bytes + y.times(0 if index == 0 else 2)
-        backward = x.times(2) + y + gradients
+        added = y.times(0 if index == 0 else 2)
+        held = {
+            "start": x + y.times(1 if index else 0),
+            "module": x + y + y.times(1 if index else 0),
+            "forward": x + y + added,
+            "handed": x + y,
+            "backward": x.times(2) + y + gradients,
+            "backward start": x.times(2) + y,
+        }
         share = (stop - start) / features
+        memory: dict[str, Any] = _memory(whole, held, added, index, last=last, runs_back=runs_back)
+        again = whole.recomputed
+        if again is not None:
+            # Beside the layer there is what the block has made so far, which it does not keep.
+            before = _beyond(again.forward_start_bytes, whole.forward_start_bytes)
+            after = _beyond(again.backward_end_bytes, whole.backward_end_bytes)
+            beside = {name: one + (after if "backward" in name else before) for name, one in held.items()}
+            again = CallMemory(**_memory(again, beside, added, index, last=last, runs_back=runs_back))
         yield replace(
             whole,
+            **memory,
+            recomputed=again,
             forward=_part(whole.forward, share, last, y.times(3) if index else NOTHING),
             backward=_part(whole.backward, share, last, x.times(2) if runs_back and not index else NOTHING),
-            # Until the last slice what is kept is the input, which `forward` and `backward` have.
-            saved_bytes=whole.saved_bytes if last else NOTHING,
-            forward_peak_bytes=whole.forward_peak_bytes.at_least(forward) if last else forward,
-            # The sum is made when the slice itself has ended.
-            module_forward_peak_bytes=module_forward,
-            tail_forward_peak_bytes=whole.tail_forward_peak_bytes.at_least(forward) if last else forward,
-            backward_peak_bytes=whole.backward_peak_bytes.at_least(backward) if last else backward,
-            module_backward_peak_bytes=backward,
-            tail_backward_peak_bytes=whole.tail_backward_peak_bytes if last else NOTHING,
-            # Handed on: input, and in backward the gradient of the sum and those of the slices after.
-            backward_start_bytes=whole.backward_start_bytes if last else x.times(2) + y,
-            module_backward_start_bytes=whole.module_backward_start_bytes if last else x.times(2) + y,
             # Handed on: input and sum so far.
-            output_bytes=whole.output_bytes if last else handed,
+            output_bytes=whole.output_bytes if last else held["handed"] if runs_back else memory["forward_peak_bytes"],
         )
+
+
+def _beyond(one: Affine, other: Affine) -> Affine:
+    """Return how much one is more than the other."""
+    return (one + other.times(-1)).at_least(NOTHING)
+
+
+def _memory(
+    whole: CallMemory, held: Mapping[str, Affine], added: Affine, index: int, *, last: bool, runs_back: bool
+) -> dict[str, Affine]:
+    """Return the fields of a slice's activations; `added` are the sum so far and the new one."""
+    forward, module_forward = held["forward"], held["module"]
+    if not runs_back:  # nothing is kept for it, so what else is live is in the peaks alone
+        forward = module_forward = whole.forward_peak_bytes + added
+    return {
+        # Until the last slice what is kept is the input, which `forward` and `backward` have.
+        "saved_bytes": whole.saved_bytes if last else NOTHING,
+        "forward_start_bytes": whole.forward_start_bytes if index == 0 else held["start"],
+        "forward_peak_bytes": whole.forward_peak_bytes.at_least(forward) if last else forward,
+        # The sum is made when the slice itself has ended.
+        "module_forward_peak_bytes": module_forward,
+        "tail_forward_peak_bytes": whole.tail_forward_peak_bytes.at_least(forward) if last else forward,
+        "backward_peak_bytes": whole.backward_peak_bytes.at_least(held["backward"]) if last else held["backward"],
+        "module_backward_peak_bytes": held["backward"],
+        "tail_backward_peak_bytes": whole.tail_backward_peak_bytes if last else NOTHING,
+        # Handed on: input, and in backward the gradient of the sum and those of the slices after.
+        "backward_start_bytes": whole.backward_start_bytes if last else held["backward start"],
+        "module_backward_start_bytes": whole.module_backward_start_bytes if last else held["backward start"],
+        "backward_end_bytes": whole.backward_end_bytes if index == 0 else held["backward start"],
+    }
 
 
 def _part(work: Work, share: float, last: bool, extra_bytes: Affine) -> Work:

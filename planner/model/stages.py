@@ -42,6 +42,11 @@ class Stage:
     closes: tuple[int, ...]
     """Spanning operators whose last call is here."""
 
+    @property
+    def can_recompute(self) -> bool:
+        """Whether it is a block that was seen to run again in backward."""
+        return self.block is not None and all(call.recomputed is not None for call in self.calls)
+
 
 @dataclass(frozen=True)
 class StagedModel:

@@ -47,7 +47,7 @@ class Baseline:
 def uniform(space: Space, load: Workload, strategy: Strategy, recompute: bool) -> tuple[StageCandidate, ...]:
     """Return the options of a model with one strategy everywhere."""
     choices = tuple(
-        StageDecision((strategy,) * len(stage.operators), recompute and stage.block is not None)
+        StageDecision((strategy,) * len(stage.operators), recompute and stage.can_recompute)
         for stage in space.model.stages
     )
     return fixed(space, load, choices, strategy if space.model.spanning else None)
@@ -71,7 +71,7 @@ def _sizes(
 def baselines(space: Space, loads: tuple[Workload, ...], limit_bytes: float) -> tuple[Baseline, ...]:
     """Return every baseline, with and without recomputation; `loads` by growing micro-batch."""
     found = []
-    has_blocks = any(stage.block is not None for stage in space.model.stages)
+    has_blocks = any(stage.can_recompute for stage in space.model.stages)
     operators = space.graph.operators
     again = (False, True) if has_blocks and space.model.graph.trains else (False,)
     strategies = [strategy for strategy in strategies_on(loads[0].cluster) if not strategy.offload]

@@ -93,7 +93,7 @@ def choices_of(
     offered = _wholes(stage, strategies) if is_whole else _assignments(stage, graph, strategies)
     pinned = [pins.strategies.get(operator) for operator in stage.operators]
     taken = dict.fromkeys(tuple(p or part for p, part in zip(pinned, slices, strict=True)) for slices in offered)
-    again = (False, True) if stage.block is not None and graph.trains else (False,)
+    again = (False, True) if stage.can_recompute else (False,)
     if stage.block is not None and stage.block in pins.recompute:
         again = (pins.recompute[stage.block],)
     return [_choice(slices, recompute) for slices in taken for recompute in again]

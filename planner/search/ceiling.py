@@ -31,7 +31,7 @@ def fewest_s(space: Space, load: Workload, limit_bytes: float) -> float | None:
             seconds += forward_s
         if index + 1 < len(space.stage_classes):
             held += min(option.rest for _, option in options)
-            saved = [costs.block_saved if recompute else costs.saved[-1] for recompute in sorted(again)]
+            saved = [costs.memory(recompute).saved[-1] for recompute in sorted(again)]
             held += saved[0]
             if len(saved) > 1 and saved[0] > saved[1]:
                 items.append((saved[0] - saved[1], forward_s))

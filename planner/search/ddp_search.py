@@ -66,7 +66,7 @@ class _Sizing:
         always = {block for block, again in space.pins.recompute.items() if again}
         self.pinned = [stage.block in always for stage in self.stages]
         self.plain = self.replica.options(self.pinned)
-        again = self.replica.options([stage.block is not None for stage in self.stages])
+        again = self.replica.options([stage.can_recompute for stage in self.stages])
         self.saving = [without.saved - with_.saved for without, with_ in zip(self.plain, again, strict=True)]
         self.cost_s = [load.accumulation * sum(s.recompute_s for s in option.segments) for option in again]
         useful = [j for j, stage in enumerate(self.stages) if stage.block in free and self.saving[j] > 0]

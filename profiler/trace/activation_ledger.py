@@ -1,30 +1,38 @@
-"""Records one forward and backward: calls, live storages, and which call saved and wrote each.
+"""Records one forward and backward: calls, live storages, and who keeps each for backward.
 
 Live memory is the sum over storages that the step allocated; parameters, buffers and other tensors
 that outlive the step are *resident* and left out.  Bytes are exact; what a caching allocator adds by
 rounding up to 512 is kept apart as *waste*, so that the exact part stays affine in the micro-batch.
 
-With L the live bytes and S_j the bytes that call j was the first to save, an *event* of call c is
+What is kept from forward to backward is charged to calls: K_j to call j where blocks keep their activations, R_j where
+they are recomputed (`Ledger.turn`).  With L the live bytes, an *event* of call c is
 
-    L - sum(S_j for j < c)                                                        (`Ledger.mark`)
+    L - sum(K_j for j < c)          of a pass that recomputes nothing; R_j of one that recomputes every block
 
 taken at the start of c's forward or backward and after each allocation in it; the peaks of c are the
 maxima of its events.
+
+A plan recomputes some blocks and keeps others, and adds up charges accordingly.  So a storage is charged once, to whom
+holds it either way: the code around blocks, or a block that saves its own input, which recomputation holds on to.  If
+there is nobody, it is charged to the call that saves it where its block is kept, and to the block that takes it where
+that is recomputed.  Several blocks that take it, as they take a mask, hold it once: the first is
+charged if any block is recomputed, itself or not.
 """
 
 from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from profiler.byte_sizes import ALLOCATION_BYTES
-from profiler.trace.autograd_order import next_number
+from profiler.trace.autograd_order import next_number, running_number
 
 NOBODY = -1
 """Operator of the call before the first operator, owner of buffers, producer of inputs."""
@@ -38,9 +46,31 @@ class Tally:
     matmul_bytes: int = 0
     other_bytes: int = 0
     events: list[int] = field(default_factory=list)
-    """Live bytes less what earlier calls saved, in order of time."""
+    """Live bytes less what is charged to earlier calls, in order of time."""
     waste: int = 0
     """Most rounding that came on top of any of those, in bytes."""
+
+    @property
+    def sum(self) -> int:
+        """The sum of all that is measured."""
+        return self.flops + self.matmul_bytes + self.other_bytes + sum(self.events)
+
+    def rebase(self, before: Charge) -> None:
+        """Take what is charged to earlier calls off live bytes."""
+        self.events = [event - before.bytes for event in self.events]
+        self.waste = max(0, self.waste - before.waste)
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What is kept from forward to backward."""
+
+    bytes: int = 0
+    waste: int = 0
+    """Rounding of those."""
+
+    def __add__(self, other: Charge) -> Charge:
+        return Charge(self.bytes + other.bytes, self.waste + other.waste)
 
 
 @dataclass(slots=True)
@@ -49,24 +79,26 @@ class CallRecord:
 
     operator: int
     block: int | None
-    base: int = 0
-    """Bytes that earlier calls saved."""
-    base_waste: int = 0
-    """Rounding of those."""
-    saved: int = 0
-    """Bytes that this call is the first to save."""
-    saved_waste: int = 0
-    """Rounding of those."""
+    saved: Charge = Charge()
+    """What the call keeps if its block does."""
+    recomputed: Charge = Charge()
+    """What it keeps if its block is recomputed."""
+    shared: Charge = Charge()
+    """What it keeps beside `saved` if any block is recomputed: a mask, which it is the first of several to hold."""
     forward: Tally = field(default_factory=Tally)
     backward: Tally = field(default_factory=Tally)
     left: int | None = None
-    """Number of the next autograd node when the operator's module was left, None if it was not."""
+    """Number of the next autograd node when the operator's module was left, or its block; None if it was not."""
+    module_left: int | None = None
+    """The same, of the module alone."""
     inside: int | None = None
     """How many events of the forward came before the operator's module was left, None if it was not."""
     reached: int = 0
     """How many events of the backward came before it reached the module."""
     arrived: int | None = None
     """Bytes as of an event when the backward reached the module, None if it did not."""
+    ended: int | None = None
+    """Bytes as of an event when the backward was over, None if there was none."""
     output: int = 0
     """Bytes that this call wrote and later calls read."""
 
@@ -74,15 +106,22 @@ class CallRecord:
 class LiveStorage(weakref.ref[torch.UntypedStorage]):
     """A storage that the step allocated; calls back when it dies."""
 
-    __slots__ = ("bytes", "handed", "key", "producer", "saver", "waste")
+    __slots__ = ("bytes", "handed", "key", "producer", "savers", "taken_by", "waste")
 
     bytes: int
     waste: int
     """Rounding of those."""
     key: int
     producer: int
-    saver: int | None
     handed: bool
+    savers: dict[int | None, int]
+    """By block execution, None for the code around blocks: the first call that saves it there."""
+    taken_by: list[int]
+    """Block executions to which it is passed."""
+
+    @property
+    def charge(self) -> Charge:
+        return Charge(self.bytes, self.waste)
 
 
 @dataclass(slots=True)
@@ -93,40 +132,44 @@ class Execution:
     """Module path of the block."""
     inputs: tuple[LiveStorage, ...]
     """The storages passed in."""
-    kept_below_bytes: int = 0
-    """Of those, what earlier calls keep, whether their own blocks are recomputed or not."""
-    saved_first_bytes: int = 0
-    """Of those, what its first call is the first to save."""
+    saves: bool = False
+    """Whether it saves anything for backward; if not, recomputation does not hold its inputs either."""
+    again: Tally = field(default_factory=Tally)
+    """Its forward when it runs again."""
+    again_in_tail: bool = False
+    """Whether what follows the module of its last call needs it to run again, as dropout does."""
 
 
 class Ledger:
     """The record that the meter fills: first a forward, then, after `turn`, its backward."""
 
     def __init__(self) -> None:
-        self.in_backward = False
+        self.in_backward = self.is_running_again = False
         self.call = CallRecord(NOBODY, None)
         """The call that runs now; the first waits for its operator."""
         self.tally = self.call.forward
         self.index = 0
         self.calls = [self.call]
+        self.executions: list[Execution] = []
+        self.block: int | None = None
+        """The block execution that runs now."""
         self.edges: set[tuple[int, int]] = set()
         self.live: dict[int, LiveStorage] = {}
         self.resident: dict[int, int] = {}
         """Owner (operator or NOBODY) of each storage that outlives the step."""
         self._starts = [next_number()]
-        self._saves: list[tuple[LiveStorage, int]] = []
+        self._saves: list[tuple[LiveStorage, int, int | None]] = []
         self._pins: list[torch.UntypedStorage] = []
         self._bytes = self._waste = 0
-        self._saved = self._saved_waste = 0
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def begin(self, operator: int, block: int | None, number: int) -> None:
+    def begin(self, operator: int, number: int) -> None:
         """Begin a call; its autograd nodes have numbers from `number` on."""
         if self.call.operator == NOBODY:
-            self.call.operator, self.call.block = operator, block
+            self.call.operator, self.call.block = operator, self.block
             return
-        self.call = CallRecord(operator, block, self._saved, self._saved_waste)
+        self.call = CallRecord(operator, self.block)
         self.tally = self.call.forward
         self.index = len(self.calls)
         self.calls.append(self.call)
@@ -134,24 +177,72 @@ class Ledger:
         self.settle_saves()
         self.mark()
 
+    def leave(self, *, module: bool = True) -> None:
+        """Note that the forward of the current call's module, or of its block, has ended."""
+        self.call.left = next_number()
+        if module:
+            self.call.module_left = self.call.left
+        self.call.inside = len(self.call.forward.events)
+
+    def enter_block(self, path: str, inputs: Sequence[Tensor]) -> Execution:
+        """Begin an execution of a block."""
+        self.block = len(self.executions)
+        self.executions.append(Execution(path, self.storages_of(inputs)))
+        for storage in self.executions[-1].inputs:
+            storage.taken_by.append(self.block)
+        return self.executions[-1]
+
     def turn(self, loss: Tensor) -> None:
         """Close the forward; what comes from now on is the backward of `loss`."""
         self.settle_saves()
         self.call.output = loss.untyped_storage().nbytes()
-        base = base_waste = 0
-        for call in self.calls:
-            call.base, call.base_waste = base, base_waste
-            base += call.saved
-            base_waste += call.saved_waste
+        self._charge()
         self.in_backward = True
         self._starts.append(next_number())
         self.go_back_to(len(self.calls) - 1)
 
+    def _charge(self) -> None:
+        """Charge what is kept for backward to calls."""
+        first = {call.block: index for index, call in reversed(list(enumerate(self.calls)))}
+        # What only blocks hold that run again is dead by now.
+        taken = [storage for execution in self.executions for storage in execution.inputs if storage() is None]
+        for storage in (*self.live.values(), *{id(storage): storage for storage in taken}.values()):
+            takers = [one for one in storage.taken_by if one in first and self.executions[one].saves]
+            always = [storage.savers[None]] if None in storage.savers else []
+            always += [first[one] for one in takers if one in storage.savers]
+            kept = [min(always)] if always else [first[one] for one in takers][:1]
+            if not always and len(takers) < 2:
+                again, kept = kept, sorted(storage.savers.values())[:1]
+            else:
+                again = kept
+            for index in kept:
+                if storage() is None:
+                    self.calls[index].shared += storage.charge
+                else:
+                    self.calls[index].saved += storage.charge
+            for index in again:
+                self.calls[index].recomputed += storage.charge
+
+    def finish(self, recomputed: Sequence[Charge] | None = None) -> None:
+        """Take off every event what is charged to earlier calls: given what they keep if blocks are `recomputed`."""
+        self._end()
+        charges = [call.saved for call in self.calls] if recomputed is None else recomputed
+        before = [*accumulate(charges, initial=Charge())]
+        first = {call.block: index for index, call in reversed(list(enumerate(self.calls)))}
+        for base, call in zip(before, self.calls, strict=False):
+            call.forward.rebase(base)
+            call.backward.rebase(base)
+            call.arrived = None if call.arrived is None else call.arrived - base.bytes
+            call.ended = None if call.ended is None else call.ended - base.bytes
+        for number, execution in enumerate(self.executions):
+            if number in first:
+                execution.again.rebase(before[first[number]])
+
     def end_forward(self) -> None:
         """Close a forward that no backward follows: a call hands on all that is live as the next one begins."""
+        self.call.output = self._bytes
         for call, after in pairwise(self.calls):
             call.output = after.forward.events[0]
-        self.call.output = self._bytes
 
     def call_of(self, number: int) -> int | None:
         """Return the call in which the forward made an autograd node, None if it did not make it."""
@@ -163,20 +254,39 @@ class Ledger:
 
     def go_back_to(self, index: int) -> None:
         """Go on to the backward of a call."""
+        self._end()
         self.index = index
         self.call = self.calls[index]
         self.tally = self.call.backward
         self.mark()
 
+    def _end(self) -> None:
+        """Note that the backward of the current call is over, for now."""
+        if self.call.backward.events:
+            self.call.ended = self._bytes
+
     def arrive(self) -> None:
         """Note that the backward of the current call reaches the operator's module, if it is the first time."""
         if self.call.arrived is None:
-            self.call.arrived = self._bytes - self.call.base
+            self.call.arrived = self._bytes
+
+    @contextmanager
+    def running_again(self, execution: Execution) -> Iterator[None]:
+        """Be in the backward of a block whose forward runs again."""
+        number, left = running_number(), self.call.module_left
+        execution.again_in_tail = number is not None and left is not None and number >= left
+        tally, self.tally, self.is_running_again = self.tally, execution.again, True
+        self.mark()
+        try:
+            yield
+        finally:
+            self.tally, self.is_running_again = tally, False
+            self.mark()
 
     def mark(self) -> None:
-        """Take an event of the current call."""
-        self.tally.events.append(self._bytes - self.call.base)
-        self.tally.waste = max(self.tally.waste, self._waste - self.call.base_waste)
+        """Take an event."""
+        self.tally.events.append(self._bytes)
+        self.tally.waste = max(self.tally.waste, self._waste)
 
     # --- storages ---------------------------------------------------------------------------------
 
@@ -233,7 +343,7 @@ class Ledger:
         storage.bytes = untyped.nbytes()
         storage.waste = -storage.bytes % ALLOCATION_BYTES
         storage.producer = producer
-        storage.saver = None
+        storage.savers, storage.taken_by = {}, []
         storage.handed = False
         self.live[storage.key] = storage
         self._bytes += storage.bytes
@@ -241,38 +351,27 @@ class Ledger:
 
     def _release(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(storage, LiveStorage)
+        storage.savers.clear()
         del self.live[storage.key]
         self._bytes -= storage.bytes
         self._waste -= storage.waste
-        if storage.saver is not None and not self.in_backward:
-            self._charge(storage, -1)
 
     # --- what autograd saves ----------------------------------------------------------------------
 
     def save(self, tensor: Tensor) -> Tensor:
         """Note that autograd keeps the tensor; a pack hook for `saved_tensors_hooks`."""
+        if self.in_backward:
+            return tensor
+        if self.block is not None:
+            self.executions[self.block].saves = True
         storage = self.live.get(tensor.untyped_storage()._cdata)
-        if storage is not None and storage.saver is None and not self.in_backward:
+        if storage is not None and self.block not in storage.savers:
             # The node that saves was made just before, and may precede the op that starts its call.
-            self._saves.append((storage, next_number() - 1))
+            self._saves.append((storage, next_number() - 1, self.block))
         return tensor
 
     def settle_saves(self) -> None:
-        """Charge what was saved since the last op to the calls whose nodes saved it."""
-        for storage, number in self._saves:
-            if storage.saver is None and storage() is not None:
-                storage.saver = max(bisect_right(self._starts, number) - 1, 0)
-                self._charge(storage, 1)
+        """Note the calls whose nodes saved what was saved since the last op."""
+        for storage, number, block in self._saves:
+            storage.savers.setdefault(block, max(bisect_right(self._starts, number) - 1, 0))
         self._saves.clear()
-
-    def _charge(self, storage: LiveStorage, sign: int) -> None:
-        assert storage.saver is not None
-        size, waste = sign * storage.bytes, sign * storage.waste
-        call = self.calls[storage.saver]
-        call.saved += size
-        call.saved_waste += waste
-        self._saved += size
-        self._saved_waste += waste
-        if storage.saver < self.index:
-            self.call.base += size
-            self.call.base_waste += waste

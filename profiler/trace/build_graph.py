@@ -13,17 +13,15 @@ from torch import nn
 from profiler.byte_sizes import allocated_bytes, format_bytes
 from profiler.errors import OsdpError
 from profiler.mixed_precision import RestingDtype
-from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
+from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Work
 from profiler.model_source import ModelSource
 from profiler.opaque_parameters import is_opaque, tensors_of
-from profiler.trace.activation_ledger import NOBODY, CallRecord, Tally
+from profiler.trace.activation_ledger import NOBODY, CallRecord, Charge, Tally
 from profiler.trace.affine_fit import SINGLE, Sizes, StepsError, envelope, exact_line, line
 from profiler.trace.find_operators import Group, held_whole
 from profiler.trace.metered_pass import Pass, trains
 
-BUFFER_NOTE_BYTES = 2**20
-"""Smaller buffers are not mentioned."""
-_BACKWARD_BYTES = tuple(field.name for field in fields(Call) if "backward_" in field.name)
+_BACKWARD_BYTES = tuple(field.name for field in fields(CallMemory) if "backward_" in field.name)
 """Lines of a call that count the live bytes of its backward."""
 
 
@@ -34,14 +32,19 @@ def assemble(
     dtypes: Mapping[str, RestingDtype],
     groups: Sequence[Group],
     passes: Mapping[int, Pass],
+    recomputed: Mapping[int, Pass],
 ) -> ModelGraph:
-    """Return the graph of the passes, by their micro-batches (`affine_fit.Sizes`); that at `SINGLE` is optional."""
+    """Return the graph of the passes, by their micro-batches (`affine_fit.Sizes`); that at `SINGLE` is optional.
+
+    Those in which every block was `recomputed` may be fewer, or none.
+    """
     first = next(iter(passes.values()))
     if first.calls[0].operator == NOBODY:
         raise OsdpError(f"{source.name} reads none of its parameters", expected="a forward that uses them")
     if SINGLE in passes and _order(passes[SINGLE]) != _order(first):
         passes = {size: one for size, one in passes.items() if size != SINGLE}
     _check_alike(source.name, groups, passes)
+    recomputed = {size: one for size, one in recomputed.items() if size in passes and _order(one) == _order(first)}
     sizes = tuple(passes)
     order = list(dict.fromkeys(call.operator for call in first.calls))
     unused = sorted(set(range(len(groups))) - set(order))
@@ -49,14 +52,18 @@ def assemble(
     run = sorted({call.block for call in first.calls if call.block is not None})
     block_of = {execution: index for index, execution in enumerate(run)}
     found = []
-    for record, *others in zip(*(one.calls for one in passes.values()), strict=True):
+    for index, (record, *others) in enumerate(zip(*(one.calls for one in passes.values()), strict=True)):
         block = None if record.block is None else block_of[record.block]
         name = groups[record.operator].modules[0]
-        found.append(_call([record, *others], sizes, position[record.operator], block, name))
+        again = {size: one.calls[index] for size, one in recomputed.items()} if block is not None else {}
+        charges = {size: passes[size].calls[index].recomputed for size in again}
+        memory = _memory([*again.values()], [*charges.values()], tuple(again)) if again else None
+        call = _call([record, *others], sizes, position[record.operator], block, name)
+        found.append(replace(call, recomputed=memory))
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found)
-    calls = tuple(map(_without_waiting, found, _waiting_bytes(module, operators, found)))
-    blocks = _blocks(module, operators, calls, passes, run)
-    structure = (operators, calls, blocks, precision, source.sequence_length)
+    waiting = _waiting_bytes(module, operators, found)
+    calls = tuple(map(_without_waiting, found, waiting))
+    blocks = _blocks(module, operators, calls, passes, recomputed, run, waiting)
     named = dict(module.named_parameters())
     return ModelGraph(
         name=source.name,
@@ -66,10 +73,20 @@ def assemble(
         calls=calls,
         blocks=blocks,
         edges=tuple(sorted(first.edges)),
-        fingerprint=hashlib.sha256(repr(structure).encode()).hexdigest()[:16],
+        fingerprint=_fingerprint(operators, calls, blocks, precision, source.sequence_length),
         outside=tuple(one for name in held_whole(module, groups) for one in _parts(name, named[name], dtypes[name])),
+        buffers=_buffers(module),
         notes=(*source.notes, *_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
     )
+
+
+def _fingerprint(
+    operators: Sequence[Operator], calls: Sequence[Call], blocks: Sequence[Block], precision: str, length: int
+) -> str:
+    """Return a hash of what a model is and computes, in which nothing is estimated."""
+    work = [(call.operator, call.block, call.forward, call.backward, call.output_bytes) for call in calls]
+    extents = [(block.name, block.kind, block.first_call, block.last_call) for block in blocks]
+    return hashlib.sha256(repr((operators, work, extents, precision, length)).encode()).hexdigest()[:16]
 
 
 def _order(one: Pass) -> list[tuple[int, int | None]]:
@@ -93,30 +110,48 @@ def _check_alike(name: str, groups: Sequence[Group], passes: Mapping[int, Pass])
 
 
 def _call(records: Sequence[CallRecord], sizes: Sizes, operator: int, block: int | None, name: str) -> Call:
-    saved_bytes, waste = [record.saved for record in records], max(record.saved_waste for record in records)
-    saved = exact_line(saved_bytes, f"what `{name}` saves for backward", sizes, add_bytes=waste)
+    saved = [record.saved for record in records]
+    # Raises for what has no line, which the lines of `_memory` bound.
+    exact_line([one.bytes for one in saved], f"what `{name}` saves for backward", sizes)
+    memory = _memory(records, saved, sizes)
+    return Call(
+        **{field.name: getattr(memory, field.name) for field in fields(memory)},
+        operator=operator,
+        block=block,
+        forward=_work([record.forward for record in records], f"the forward of `{name}`", sizes),
+        backward=_work([record.backward for record in records], f"the backward of `{name}`", sizes),
+        output_bytes=line([record.output for record in records], sizes),
+        shared_bytes=line(
+            [record.shared.bytes for record in records], sizes, add_bytes=max(one.shared.waste for one in records)
+        ),
+    )
+
+
+def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Sizes) -> CallMemory:
+    """Return a call's activations, given what is charged to it at each size."""
+    saved = line([one.bytes for one in charges], sizes, add_bytes=max(one.waste for one in charges))
     always = [slice(None) for _ in records]
     after_module = [slice(0) if record.inside is None else slice(record.inside, None) for record in records]
     reached = [slice(record.reached, None) for record in records]
     forward, backward = [record.forward for record in records], [record.backward for record in records]
     ran_back = any(tally.events for tally in backward)
-    return Call(
-        operator=operator,
-        block=block,
-        forward=_work(forward, f"the forward of `{name}`", sizes),
-        backward=_work(backward, f"the backward of `{name}`", sizes),
+
+    def start(values: Sequence[int | None], tallies: Sequence[Tally]) -> Affine:
+        return _instant(values, tallies, sizes) or saved
+
+    return CallMemory(
         saved_bytes=saved,
+        forward_start_bytes=_instant([tally.events[0] if tally.events else None for tally in forward], forward, sizes)
+        or Affine(),
         forward_peak_bytes=_peak(forward, always, sizes),
         module_forward_peak_bytes=_peak(forward, [slice(record.inside) for record in records], sizes),
         tail_forward_peak_bytes=_peak(forward, after_module, sizes),
         backward_peak_bytes=_peak(backward, always, sizes) if ran_back else saved,
         module_backward_peak_bytes=_peak(backward, reached, sizes) if ran_back else saved,
         tail_backward_peak_bytes=_peak(backward, [slice(record.reached) for record in records], sizes),
-        backward_start_bytes=_start(
-            [tally.events[0] if tally.events else None for tally in backward], backward, saved, sizes
-        ),
-        module_backward_start_bytes=_start([record.arrived for record in records], backward, saved, sizes),
-        output_bytes=line([record.output for record in records], sizes),
+        backward_start_bytes=start([tally.events[0] if tally.events else None for tally in backward], backward),
+        module_backward_start_bytes=start([record.arrived for record in records], backward),
+        backward_end_bytes=_instant([record.ended for record in records], backward, sizes) or Affine(),
     )
 
 
@@ -128,11 +163,11 @@ def _work(tallies: Sequence[Tally], what: str, sizes: Sizes) -> Work:
     )
 
 
-def _start(values: Sequence[int | None], tallies: Sequence[Tally], saved: Affine, sizes: Sizes) -> Affine:
-    """Return a line over bytes at one instant; what the call saves where the backward never came there."""
+def _instant(values: Sequence[int | None], tallies: Sequence[Tally], sizes: Sizes) -> Affine | None:
+    """Return a line over bytes at one instant, None where not every pass came there."""
     found = [value for value in values if value is not None]
     if len(found) < len(values):
-        return saved
+        return None
     return line(found, sizes, add_bytes=max(tally.waste for tally in tallies))
 
 
@@ -164,6 +199,21 @@ def _operators(
 def _parameter(name: str, parameter: nn.Parameter, dtype: RestingDtype) -> Parameter:
     rest = str(dtype.rest).removeprefix("torch.")
     return Parameter(name, tuple(parameter.shape), parameter.requires_grad, rest, dtype.keeps)
+
+
+def _buffers(module: nn.Module) -> tuple[Parameter, ...]:
+    """Return the storages of a module's buffers, each once, under the name of a buffer that has it."""
+    storages = {buffer.untyped_storage()._cdata: (name, buffer) for name, buffer in module.named_buffers()}
+    return tuple(
+        Parameter(
+            name,
+            (buffer.untyped_storage().nbytes() // buffer.element_size(),),
+            trainable=False,
+            dtype=str(buffer.dtype).removeprefix("torch."),
+            keeps_dtype=True,
+        )
+        for name, buffer in storages.values()
+    )
 
 
 def _parts(name: str, parameter: nn.Parameter, dtype: RestingDtype) -> list[Parameter]:
@@ -200,9 +250,16 @@ def _without_waiting(call: Call, waiting_bytes: int) -> Call:
     """
     if not waiting_bytes or call.backward_peak_bytes == call.saved_bytes:
         return call
-    higher = {name: getattr(call, name) for name in _BACKWARD_BYTES}
-    lower: Any = {name: replace(one, fixed=max(0.0, one.fixed - waiting_bytes)) for name, one in higher.items()}
-    return replace(call, **lower)
+    recomputed = call.recomputed and replace(call.recomputed, **_lower(call.recomputed, waiting_bytes))
+    return replace(call, **_lower(call, waiting_bytes), recomputed=recomputed)
+
+
+def _lower(memory: CallMemory, waiting_bytes: int) -> dict[str, Any]:
+    return {name: _less(getattr(memory, name), waiting_bytes) for name in _BACKWARD_BYTES}
+
+
+def _less(one: Affine, size_bytes: int) -> Affine:
+    return replace(one, fixed=max(0.0, one.fixed - size_bytes))
 
 
 def _blocks(
@@ -210,7 +267,9 @@ def _blocks(
     operators: Sequence[Operator],
     calls: Sequence[Call],
     passes: Mapping[int, Pass],
+    recomputed: Mapping[int, Pass],
     ran: Sequence[int],
+    waiting: Sequence[int],
 ) -> tuple[Block, ...]:
     """Return the blocks that ran at least one call; equal ones get the same `block_class`."""
     blocks: list[Block] = []
@@ -224,13 +283,17 @@ def _blocks(
         path = runs[0].path
         waste = max(sum(storage.waste for storage in run.inputs) for run in runs)
         inputs = line([sum(storage.bytes for storage in run.inputs) for run in runs], sizes, add_bytes=waste)
-        kept_below = line([run.kept_below_bytes for run in runs], sizes)
-        saved_first = line([run.saved_first_bytes for run in runs], sizes)
+        again = [one.executions[execution].again for one in recomputed.values()]
+        firsts = [tally.events[0] if tally.events else None for tally in again]
+        start = (_instant(firsts, again, tuple(recomputed)) if again else None) or Affine()
+        peak = _peak(again, [slice(None) for _ in again], tuple(recomputed)) if again else Affine()
+        start, peak = (_less(one, waiting[inside[-1]]) for one in (start, peak))
         module_class = type(module.get_submodule(path)).__name__
         alike = tuple(_likeness(calls[index], operators, path) for index in inside)
-        likeness = (module_class, inputs, kept_below, saved_first, alike)
+        in_tail = any(one.executions[execution].again_in_tail for one in recomputed.values())
+        likeness = (module_class, inputs, start, peak, in_tail, alike)
         number = classes.setdefault(likeness, len(classes))
-        blocks.append(Block(path, module_class, inside[0], inside[-1] + 1, inputs, number, kept_below, saved_first))
+        blocks.append(Block(path, module_class, inside[0], inside[-1] + 1, inputs, number, start, peak, in_tail))
     return tuple(blocks)
 
 
@@ -269,9 +332,6 @@ def _notes(
         notes.append(f"parameters read outside their own module's forward: {names}")
     if first.kept_bytes:
         notes.append(f"not counted: {first.kept_bytes} bytes of tensors that the model keeps between steps")
-    buffers = sum(buffer.untyped_storage().nbytes() for buffer in module.buffers())
-    if buffers >= BUFFER_NOTE_BYTES:
-        notes.append(f"not counted: {buffers} bytes of buffers, which are replicated on every rank")
     opaque = {name: tensors_of(name, one) for name, one in module.named_parameters() if is_opaque(one)}
     if opaque:
         size_bytes = sum(allocated_bytes(tensor.nbytes) for tensors in opaque.values() for tensor in tensors)

@@ -64,7 +64,9 @@ def _attention(
     four = query.dim() == key.dim() == value.dim() == 4
     same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     plain_mask = attn_mask is None or not (attn_mask.requires_grad or is_causal)
-    if four and same_width and plain_mask and (dropout_p == 0.0 or fused_dropout):
+    # Fused kernels broadcast no heads (`check_batch_size_and_num_heads_dense` of torch); groups need to be asked for.
+    same_heads = enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]
+    if four and same_width and same_heads and plain_mask and (dropout_p == 0.0 or fused_dropout):
         fused = aten._scaled_dot_product_flash_attention_for_cpu
         out = fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
         return out

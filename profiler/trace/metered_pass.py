@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -46,11 +46,7 @@ class Pass:
     @property
     def sums(self) -> list[int]:
         """For each call, the sum of all that is measured of it: on a line in the micro-batch if all of that is."""
-        tallies = [(call, (call.forward, call.backward)) for call in self.calls]
-        return [
-            call.saved + call.output + sum(t.flops + t.matmul_bytes + t.other_bytes + sum(t.events) for t in directions)
-            for call, directions in tallies
-        ]
+        return [call.saved.bytes + call.output + call.forward.sum + call.backward.sum for call in self.calls]
 
 
 @contextmanager
@@ -84,9 +80,14 @@ def run_pass(
     inputs: Inputs,
     device: DatalessDevice,
     memo: Memo,
+    kept: Pass | None = None,
 ) -> Pass:
-    """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError."""
-    meter = Meter(module, groups, blocks, memo, device.data, synthesize=device.synthesize)
+    """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError.
+
+    Given the pass in which blocks `kept` their activations, every block is recomputed.
+    """
+    recomputes = kept is not None
+    meter = Meter(module, groups, blocks, memo, device.data, synthesize=device.synthesize, recomputes=recomputes)
     ledger = meter.ledger
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
@@ -94,15 +95,15 @@ def run_pass(
     try:
         with device.running(), meter, replaced_forwards(module, meter.watched):
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
-            with torch.enable_grad(), hooks:
+            with torch.enable_grad(), hooks if kept is None else nullcontext():
                 output = module(*inputs[0], **inputs[1])
                 loss, summed = find_loss(output) if trains(module) else (None, False)
             if loss is None:
                 ledger.end_forward()
             else:
                 ledger.turn(loss)
-                _find_saved_inputs(meter.executions, ledger.calls)
                 loss.backward()  # type: ignore[no-untyped-call]
+            ledger.finish([call.recomputed for call in kept.calls] if kept else None)
     except OsdpError:
         raise
     except Exception as error:
@@ -114,34 +115,19 @@ def run_pass(
     finally:
         meter.finish()
     del output, loss
-    settled = not ledger.kept_bytes()
+    settled = recomputes or not ledger.kept_bytes()
     if not settled:
         gc.collect()  # what only a reference cycle holds is not kept
     return Pass(
         calls=ledger.calls,
         edges=ledger.edges,
-        executions=meter.executions,
+        executions=ledger.executions,
         ran=meter.ran,
         read_outside=meter.read_outside,
         kept_bytes=ledger.kept_bytes(),
         settled=settled,
         summed_outputs=summed,
     )
-
-
-def _find_saved_inputs(executions: Sequence[Execution], calls: Sequence[CallRecord]) -> None:
-    """Record, after the forward, which inputs of blocks are also kept for backward."""
-    first = {call.block: index for index, call in reversed(list(enumerate(calls)))}
-    for number, execution in enumerate(executions):
-        for storage in execution.inputs:
-            if storage.saver is None or storage() is None or number not in first:
-                continue
-            if storage.saver == first[number]:
-                execution.saved_first_bytes += storage.bytes
-            elif storage.saver < first[number]:
-                block = calls[storage.saver].block
-                if block is None or any(storage is one for one in executions[block].inputs):
-                    execution.kept_below_bytes += storage.bytes
 
 
 def find_loss(output: Any) -> tuple[Tensor, bool]:

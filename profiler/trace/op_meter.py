@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from profiler.trace.activation_ledger import NOBODY, Execution, Ledger, LiveStorage
 from profiler.trace.autograd_order import next_number, running_number
@@ -51,14 +53,15 @@ class Meter(TorchDispatchMode):
         data: DataDependent,
         *,
         synthesize: bool,
+        recomputes: bool = False,
     ) -> None:
         """`memo` caches the results for ops across meters; `data` answers what depends on data.
 
         With `synthesize`, tensors are on the meta device and outputs of known layout are made without running the op.
+        With `recomputes`, backward recomputes every block.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
-        self.executions: list[Execution] = []
         self.ran: dict[str, None] = {}
         """Paths of the modules whose forward ran."""
         self.read_outside: dict[int, set[str]] = {}
@@ -67,11 +70,10 @@ class Meter(TorchDispatchMode):
         self._parameters = [[named[name] for name in group.parameters] for group in groups]
         self._operators = {path: index for index, group in enumerate(groups) for path in group.modules}
         self._blocks = blocks
-        self._block: int | None = None
-        """The block execution that runs now."""
         self._memo = memo
         self._data = data
         self._synthesize = synthesize
+        self._recomputes = recomputes
         self._ops: dict[OpOverload, Op] = {}
         self._entered: tuple[int, int] | None = None
         self._running: Counter[int] = Counter()
@@ -88,39 +90,53 @@ class Meter(TorchDispatchMode):
 
     def watched(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward of the module at `path` that tells the meter that it runs, and marks its exceptions."""
-        operator, is_block = self._operators.get(path), path in self._blocks
+        operator, is_block, ledger = self._operators.get(path), path in self._blocks, self.ledger
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.ran[path] = None
-            outer, outside = self._block, self._data.module
+            outer, outside, run = ledger.block, self._data.module, inner
             self._data.module = path
-            if is_block and not self.ledger.in_backward:
-                inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-                self._block = len(self.executions)
-                self.executions.append(Execution(path, self.ledger.storages_of(inputs)))
+            if is_block and not ledger.in_backward:
+                execution = ledger.enter_block(path, _tensors((args, kwargs)))
+                args, kwargs = _handed_on(args, kwargs)
+                run = functools.partial(self._checkpointed, inner, execution) if self._recomputes else inner
             if operator is not None:
                 self._running[operator] += 1
-                if not self.ledger.in_backward:
+                if not ledger.in_backward:
                     self._entered = (operator, next_number())  # the next op starts a call of it
             try:
-                return inner(*args, **kwargs)
+                return run(*args, **kwargs)
             except BaseException as error:
                 error.__dict__.setdefault("osdp_path", path)
                 raise
             finally:
-                self._block, self._data.module = outer, outside
+                ledger.block, self._data.module = outer, outside
                 if operator is not None:
                     self._leave(operator)
+                if is_block and not ledger.in_backward:
+                    ledger.leave(module=False)  # of its last call, what follows is the code around blocks
 
         return forward
+
+    def _checkpointed(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
+        """Run a block's forward, to be run again in backward as the runtime does."""
+        contexts: Any = nullcontext(), self._running_again(execution)
+        settings: Any = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+        return checkpoint(inner, *args, context_fn=lambda: contexts, **settings, **kwargs)
+
+    @contextmanager
+    def _running_again(self, execution: Execution) -> Iterator[None]:
+        """Be in the backward of the first node that needs what the block did not keep."""
+        self._follow_backward()
+        with self.ledger.running_again(execution):
+            yield
 
     def _leave(self, operator: int) -> None:
         """Note that the forward of a module of `operator` has ended."""
         self._running[operator] -= 1
         if not self.ledger.in_backward and self.ledger.call.operator == operator:
-            self.ledger.call.left = next_number()
-            self.ledger.call.inside = len(self.ledger.call.forward.events)
+            self.ledger.leave()
         if self._entered is not None and self._entered[0] == operator:
             self._entered = None
 
@@ -230,7 +246,8 @@ class Meter(TorchDispatchMode):
             else:
                 self.ledger.pin((tensor,), NOBODY)
         if self.ledger.in_backward:
-            self._follow_backward()
+            if not self.ledger.is_running_again:
+                self._follow_backward()
         else:
             self._follow_forward(reads, tensors)
             self.ledger.settle_saves()
@@ -241,12 +258,12 @@ class Meter(TorchDispatchMode):
         """Begin a call if an operator was entered, or if only others' parameters are read."""
         strange = bool(reads) and self.ledger.call.operator not in reads
         if self._entered is not None and (not strange or self._entered[0] in reads):
-            self.ledger.begin(self._entered[0], self._block, self._entered[1])
+            self.ledger.begin(*self._entered)
             self._entered = None
         elif strange:
             # The op's node, if it has one, was made before the op reached us.
             made = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-            self.ledger.begin(reads[0], self._block, next_number() - made)
+            self.ledger.begin(reads[0], next_number() - made)
             self._entered = None
         for operator in reads:
             if not self._running[operator]:
@@ -267,6 +284,33 @@ class Meter(TorchDispatchMode):
             call.reached = len(call.backward.events) + 1  # with the event that this op will be
         else:
             self.ledger.arrive()
+
+
+class _Boundary(torch.autograd.Function):
+    """Hands a block its inputs as FSDP2 does: their gradients leave it together, when all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)  # no views, so that the block may change them in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
+
+
+def _handed_on(args: Any, kwargs: Any) -> Any:
+    """Return the arguments of a block as it gets them."""
+    leaves, structure = tree_flatten((args, kwargs))
+    trained = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
+    if not trained or not torch.is_grad_enabled():
+        return args, kwargs
+    handed = dict(zip(trained, _Boundary.apply(*trained.values()), strict=True))  # type: ignore[no-untyped-call]
+    return tree_unflatten([handed.get(id(leaf), leaf) for leaf in leaves], structure)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _read(value: Any, description: list[Any], tensors: list[Tensor]) -> None:

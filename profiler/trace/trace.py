@@ -119,9 +119,11 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
         with mode, inputs_cast(module, precision):
-            groups, passes, samples, left_out = _run_sizes(module, source, found, device, sizes)
-    graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, groups, passes), samples)
-    skipped = tuple(operator.name for operator in graph.operators if operator.name in left_out)
+            run = _run_sizes(module, source, found, device, sizes)
+    graph: ModelGraph = _per_sample(
+        assemble(source, precision, module, rested, run.groups, run.passes, run.recomputed), run.samples
+    )
+    skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes = list(device.data.assumptions)
     if skipped:
         names = ", ".join(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", name) for name in skipped))
@@ -163,20 +165,33 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise OsdpError(f"{name} has no parameters", expected="at least one: there is nothing to plan")
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """What was run of a model."""
+
+    groups: Sequence[Group]
+    """Its operators."""
+    passes: Mapping[int, Pass]
+    """By micro-batch."""
+    recomputed: Mapping[int, Pass]
+    """The same with every block recomputed, of fewer micro-batches; none if that failed."""
+    samples: int
+    """How many samples each pass counts as one."""
+    left_out: set[str]
+    """Operators that are left out if all rows choose alike."""
+
+
 def _run_sizes(
     module: nn.Module, source: ModelSource, groups: Sequence[Group], device: DatalessDevice, sizes: Sequence[int]
-) -> tuple[Sequence[Group], Mapping[int, Pass], int, set[str]]:
-    """Return the operators, a pass per micro-batch, how many samples each of those counts as one.
-
-    Last, the operators that are left out if all rows choose alike.
-    """
+) -> _Runs:
+    """Run a pass per micro-batch."""
     blocks, memo = find_blocks(module), Memo()
 
-    def run(size: int, finer: int = 1, *, alike: bool = False) -> Pass:
+    def run(size: int, finer: int = 1, *, alike: bool = False, kept: Pass | None = None) -> Pass:
         device.data.begin(max(1, size // SIZES[0]), alike=alike)
         with explained_inputs(source.name):
             inputs = feed(lambda: source.example_inputs(module, size * finer), device)
-        return run_pass(source, module, groups, blocks, inputs, device, memo)
+        return run_pass(source, module, groups, blocks, inputs, device, memo, kept)
 
     first, *others = sizes
     trial = run(first)
@@ -197,11 +212,18 @@ def _run_sizes(
             passes[FOURTH] = run(FOURTH, finer)
         with suppress(ModelError):
             passes[SINGLE] = run(SINGLE, finer)
-    left_out: set[str] = set()
+    recomputed = dict[int, Pass]()
+    if blocks and trains(module):
+        # Two sizes give a line, on which the third has been seen to be; where there is none, all are needed.
+        left_out = {SIZES[-1], SINGLE} if others and FOURTH not in passes else set[int]()
+        needed = {size: one for size, one in passes.items() if size not in left_out}
+        with suppress(ModelError):
+            recomputed = {size: run(size, finer, kept=one) for size, one in needed.items()}
+    skipped: set[str] = set()
     if device.data.assumptions:
         with suppress(ModelError):
-            left_out = _names(groups, passes[first]) - _names(groups, run(first, alike=True))
-    return groups, passes, finer, left_out
+            skipped = _names(groups, passes[first]) - _names(groups, run(first, alike=True))
+    return _Runs(groups, passes, recomputed, finer, skipped)
 
 
 def _reads_in_hooks(root: nn.Module, group: Group) -> bool:

@@ -110,7 +110,7 @@ def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: Live
     if any(parameter.requires_grad for parameter in model.parameters()):
         loss = script.find_loss(output)
         live.phase = "backward"
-        del output
+        # The output is held meanwhile, logits and all: as in most loops, and as the tracer counts.
         loss.backward()  # type: ignore[no-untyped-call]
 
 

@@ -14,7 +14,7 @@ library allocates for itself is invisible to it.
 
 Every storage is of a category.  Of a module that is watched (`watch`) the running program tells them:
 
-    parameters             of the module, local parts
+    parameters             of the module, local parts, and its buffers
     optimizer              states that the optimizer keeps
     gradients              of local parameters, and of unsharded ones once autograd has accumulated them
     unsharded_parameters   those that modules compute with, where they are not the local ones
@@ -158,7 +158,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter.grad is not None:
                 self.hold([parameter.grad], self.homes[parameter] or "gradients")
             self._watch_gradient(parameter)
-        self.hold(module.buffers())
+        self.hold(module.buffers(), "parameters")
         for part in module.modules():
             if part._parameters:
                 self._handles.append(part.register_forward_pre_hook(self._label_used))

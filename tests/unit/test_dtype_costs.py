@@ -244,7 +244,8 @@ def test_units_are_cut_by_dtype_and_by_what_mixed_precision_casts() -> None:
 
 def test_a_frozen_backbone_is_not_gathered_where_it_fits() -> None:
     """By hand: 3 blocks of 2 x 256 x 1024 frozen elements and 2 x 8 x 1280 trained ones, and 2 x 1000 x 256 frozen."""
-    machine = cluster(1, 4)
+    # On a slow link: on a fast one the latency of two units' collectives can cost more than gathering 1 MiB along.
+    machine = cluster(1, 4, intra=1e9)
     backbone_bytes = 2 * (3 * (2 * 256 * 1024 + 2 * 256) + 2 * 1000 * 256)
     request = Request(limit_bytes=int(machine.reserve_bytes) + 64 * 2**20, micro_batch=2)
     roomy = plan_model(MODELS["adapted"], machine, request).plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from profiler import yaml_files
 from profiler.byte_sizes import format_bytes, parse_bytes
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, Block, Call, ModelGraph, Operator, Parameter, Work
+from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Work
 from profiler.yaml_files import Problem, read_yaml, to_yaml, write_text_atomic, write_yaml
 
 FORBID = {"extra": "forbid"}
@@ -306,7 +306,11 @@ def test_equal_objects_are_written_without_anchors(tmp_path: Path) -> None:
 
 def test_a_model_graph_goes_round(tmp_path: Path) -> None:
     work = Work(Affine(1.0, 2.5), Affine(3.0), Affine())
-    call = Call(0, 0, work, work, *(Affine(number / 10) for number in range(9)), Affine(1e-9, 1e15))
+    memory = {field.name: Affine(number / 10) for number, field in enumerate(fields(CallMemory))}
+    again = CallMemory(**memory)
+    call = Call(
+        **memory, operator=0, block=0, forward=work, backward=work, output_bytes=Affine(1e-9, 1e15), recomputed=again
+    )
     graph = ModelGraph(
         "gpt2-tiny",
         "fp32",

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from trace_models import MEMORY_CASES, MLP, call_of, language_model, source
 
+from profiler.byte_sizes import ALLOCATION_BYTES
 from profiler.model_graph import Affine, ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import SIZES, envelope, line
@@ -103,13 +104,13 @@ def tracked_peaks(source: ModelSource, batch: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("case", MEMORY_CASES)
 def test_peaks_agree_with_torchs_memory_tracker(case: str) -> None:
-    """Never below, and within 1 %; at a micro-batch of 1 torch may do with less than the line says."""
+    """Never below, and within 1 % and a rounding; at a micro-batch of 1 torch may do with less than the line says."""
     graph = trace_model(MEMORY_CASES[case])
     for batch, tolerance in ((1, 0.1), (12, 0.01)):
         for traced, tracked in zip(
             predicted_peaks(graph, batch), tracked_peaks(MEMORY_CASES[case], batch), strict=True
         ):
-            assert tracked <= traced <= (1 + tolerance) * tracked
+            assert tracked <= traced <= (1 + tolerance) * tracked + ALLOCATION_BYTES
 
 
 def test_peak_agrees_with_the_real_allocator() -> None:

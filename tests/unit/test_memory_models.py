@@ -1,0 +1,83 @@
+"""Random models under random plans in a dry run: never noticeably more than was predicted.
+
+`tests/stacks.py` draws code around blocks, masks that all share, nested blocks, buffers, several losses, aliases.
+Models are of some hundred KiB, where the rounding of tensors to 512 bytes is noticeable.
+"""
+
+from __future__ import annotations
+
+import random
+from statistics import mean
+
+import pytest
+import torch
+from rehearsals import Compared, compare, plan_of
+from stacks import source_of
+from synthetic import cluster
+from thoroughness import drawn_numbers
+from torch import nn
+from trace_models import source
+
+from profiler.trace.trace import trace_model
+
+ROUNDING = 4096
+"""Bytes of tensors that are rounded up one by one, and priced as one."""
+STRATEGIES = ("shard", "shard", "shard_grad", "replicate", "group_shard:2")
+
+
+def held(number: int) -> Compared:
+    """Compare the peaks of one drawn model under one drawn plan."""
+    draw, model = random.Random(-number), source_of(number)
+    graph = trace_model(model, draw.choice(["fp32", "fp32", "bf16"]))
+    strategy, again = draw.choice(STRATEGIES), draw.choice([0.0, 0.5, 1.0, 1.0])
+    plan = plan_of(
+        graph,
+        machine := cluster(*draw.choice([(1, 4), (1, 8), (2, 4)])),
+        {operator.name: strategy for operator in graph.operators},
+        [block.name for block in graph.blocks if draw.random() < again],
+        micro_batch=draw.choice([2, 4, 8]),
+        accumulation=draw.choice([1, 1, 2]),
+        optimizer=draw.choice(["adam", "sgd"]),
+    )
+    return compare(plan, model, graph, machine)
+
+
+def test_random_models_hold_no_more_than_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {number: held(number) for number in drawn_numbers(0, 16)}
+    errors = [one.error for one in found.values()]
+    with capsys.disabled():
+        print(
+            f"\n{len(errors)} models: lowest {min(errors):+.2%}, mean {mean(errors):+.2%}, highest {max(errors):+.2%}"
+        )
+    for number, one in found.items():
+        over = sum(one.tracked.values()) - sum(one.predicted.values())
+        assert over <= max(0.005 * sum(one.tracked.values()), ROUNDING), f"stack {number}: {one}"
+    assert mean(errors) <= 0.01
+
+
+class Residual(nn.Module):
+    """A gated sum around every block, whose activation the model keeps and no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 128, 64) -> a loss."""
+        for block in self.blocks:
+            x = x + nn.functional.gelu(block(x))
+        return x.square().mean()
+
+
+def test_what_a_models_own_forward_keeps_after_a_recomputed_block_is_counted() -> None:
+    """Of each block its input, and its output, of which the model's GELU needs the value."""
+    model = source(Residual, (128, 64))
+    graph = trace_model(model)
+    hidden, blocks = 4 * 128 * 64, [[c for c in graph.calls if c.block == b] for b in range(len(graph.blocks))]
+    for index, calls in enumerate(blocks):
+        kept = [call.recomputed.saved_bytes(1) for call in calls if call.recomputed]
+        assert kept == [hidden, hidden * (1 if index < 5 else 2)]  # the last with the sum that is squared
+    plan = plan_of(
+        graph, cluster(1, 4), {o.name: "shard" for o in graph.operators}, [b.name for b in graph.blocks], micro_batch=8
+    )
+    assert abs(compare(plan, model, graph, cluster(1, 4)).error) <= 0.002
