@@ -219,6 +219,8 @@ def _run_sizes(
         needed = {size: one for size, one in passes.items() if size not in left_out}
         with suppress(ModelError):
             recomputed = {size: run(size, finer, kept=one) for size, one in needed.items()}
+            if not recomputed[first].settled:  # its first use imports modules, which hold on to frames
+                recomputed[first] = run(first, finer, kept=passes[first])
     skipped: set[str] = set()
     if device.data.assumptions:
         with suppress(ModelError):
