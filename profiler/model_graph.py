@@ -37,7 +37,7 @@ class Affine:
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
-        """Parts that do not depend on the micro-batch b, that go with b and with b^2, and that are only there at b = 1."""
+        """Parts that do not depend on the micro-batch b, that go with b and with b^2, and that are there at b = 1."""
         return self.fixed, self.per_sample, 0.0, 0.0
 
     def times(self, factor: float) -> Affine:

@@ -26,7 +26,7 @@ settings.register_profile("osdp", deadline=None, derandomize=True)
 settings.load_profile("osdp")
 
 WORKERS, CORES = 4, 2
-"""Files that run at once, and how many of them may be other than of ranks, which wait for each other half of the time."""
+"""Files that run at once, and how many of those may be other than of ranks, which wait half of the time."""
 LONGEST = (
     "gloo/test_seed_commands.py",
     "unit/test_memory_random.py",
