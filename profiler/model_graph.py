@@ -281,6 +281,8 @@ class ModelGraph:
     """Buffers, which every rank holds whole, as parameters that are not trained."""
     left_out: tuple[str, ...] = ()
     """Operators that a forward leaves out if data decides so, as experts that get no tokens."""
+    uncalled: tuple[str, ...] = ()
+    """Paths of modules that share parameters with modules that run, and never run themselves."""
 
     @property
     def held_whole(self) -> tuple[Parameter, ...]:

@@ -57,8 +57,8 @@ class _Scaled(_Stack):
 class _Aliased(_Stack):
     def __init__(self) -> None:
         super().__init__()
-        self.shared = self.embed  # as T5 has it: never called under this name
-        self.head.weight = self.embed.weight
+        self.shared = nn.Embedding(self.vocabulary, self.width)  # as T5 has it: it never runs
+        self.shared.weight = self.head.weight = self.embed.weight
 
 
 class _TwoLosses(_Stack):
