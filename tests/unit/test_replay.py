@@ -18,7 +18,7 @@ from huggingface_cases import CASES, length_of, write
 from stacks import LENGTH, Stack
 from thoroughness import THOROUGH, drawn_numbers
 from torch import Tensor, nn
-from trace_models import source
+from trace_models import LanguageModel, source
 
 import profiler.trace.passes
 from osdp.models.huggingface import load_hf
@@ -168,12 +168,12 @@ class LargeBatch(Block):
         return F.gelu(y) if self.does_more and len(x) > 2 else y
 
 
-class LastLargeBatch(Block):
-    """The last does, and it is seen on nothing but its index."""
+class LaterLargeBatch(Block):
+    """The last three do, and it is seen on nothing but their indices."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return F.gelu(y) if self.index == BLOCKS - 1 and len(x) > 2 else y
+        return F.gelu(y) if self.index >= BLOCKS - 3 and len(x) > 2 else y
 
 
 class Rows(Block):
@@ -249,6 +249,41 @@ class ResetBlock(Block):
         return y + 1 if ResetBlock.calls == 5 else y
 
 
+def hidden_counter() -> nn.Module:
+    """The same, in an object that nobody looks into."""
+    counter = SimpleNamespace(calls=0)
+
+    class Counting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            counter.calls += 1
+            return y + 1 if counter.calls == 5 else y
+
+    class Resetting(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            counter.calls = 0
+            return super().forward(x)
+
+    return Resetting(Counting)
+
+
+class Limited(Block):
+    """Looks at so many samples as it is told."""
+
+    def forward(self, x: Tensor, limit: int) -> Tensor:
+        return super().forward(x) + x[:limit].tanh().mean(0)
+
+
+class Limiting(Model):
+    """Tells one to look at more, which the first pass has not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x, 3 if index == 4 else 2)
+        return self.head(x).square().mean()
+
+
 class Auxiliary(Block):
     """Leaves a loss behind that the model adds."""
 
@@ -321,7 +356,7 @@ class Handing(Block):
     def forward(self, x: Tensor, table: Tensor | None = None, mask: Tensor | None = None) -> Any:
         if table is None:
             table = self.up.weight.sum() * torch.ones(4, WIDTH)
-        mask = torch.arange(4) < 3
+        mask = torch.arange(4) < 4  # were it not known, something would have to be assumed of it
         return super().forward(x) * table, table, mask
 
 
@@ -332,7 +367,7 @@ class Handed(Model):
         x, table, mask = self.embed(x), None, None
         for block in self.blocks:
             x, table, mask = block(x, table, mask)
-            x = F.pad(x[:, mask], (0, 0, 0, 1))
+            x = x[:, mask]
         return self.head(x).square().mean()
 
 
@@ -359,13 +394,15 @@ UNLIKE: dict[str, Callable[[], nn.Module]] = {
     "alternating": lambda: Model(Alternating),
     "bias": lambda: Model(Biased),
     "large batch": lambda: Model(LargeBatch),
-    "last, large batch": lambda: Model(LastLargeBatch),
+    "later, large batch": lambda: Model(LaterLargeBatch),
     "rows": lambda: Model(Rows),
     "class counter": lambda: Model(CountedInClass),
     "file counter": lambda: Model(CountedInFile),
     "closed over": counted_around,
     "counts itself": lambda: Model(CountsSelf),
     "reset counter": lambda: Reset(ResetBlock),
+    "hidden counter": hidden_counter,
+    "argument": lambda: Limiting(Limited),
     "auxiliary loss": lambda: Collecting(Auxiliary),
     "skips": Skipping,
     "cache": lambda: Caching(Cached),
@@ -381,10 +418,66 @@ UNLIKE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+REFUSED = {"large batch", "later, large batch", "rows", "argument"}
+"""Whose costs grow in steps."""
+
+
 @pytest.mark.parametrize("case", UNLIKE)
 def test_what_differs_is_not_taken_for_alike(case: str, traced: Traced) -> None:
     quick, whole = traced.both(model_of(UNLIKE[case]))
     assert quick == whole
+    assert isinstance(quick, str) == (case in REFUSED)
+
+
+# --- blocks that are alike ------------------------------------------------------------------------
+
+
+class Relu(Block):
+    """Keeps what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Pair(Block):
+    """Returns more than one tensor, one of them its argument, and something else."""
+
+    def forward(self, x: Tensor, *, pair: tuple[Tensor, Tensor], unused: Tensor) -> Any:
+        return {"x": super().forward(x) * pair[1], "pair": pair, "none": None, "scores": x.detach().mean(-1)}
+
+
+class Paired(Model):
+    """Hands the same tensors to all blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        pair, unused = (torch.ones(4, WIDTH), self.head.bias.sum() * torch.ones(WIDTH)), x.detach() * 2
+        for block in self.blocks:
+            out = block(x, pair=pair, unused=unused)
+            x, pair = out["x"] + x.tanh(), out["pair"]
+        return self.head(x).square().mean()
+
+
+ALIKE: dict[str, Callable[[], nn.Module]] = {
+    "plain": Model,
+    "relu": lambda: Model(Relu),
+    "pairs": lambda: Paired(Pair),
+    "frozen embedding": build_with(lambda model: model.embed.requires_grad_(False)),
+    "frozen blocks": build_with(lambda model: model.blocks.requires_grad_(False)),
+    "sequential": lambda: Model(lambda index: nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))),
+    "dropout": lambda: LanguageModel(layers=BLOCKS, dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_what_is_alike_is_replayed_in_every_pass(case: str, traced: Traced) -> None:
+    """Where it is confirmed, at three other micro-batches, and recomputed at two."""
+    words = case == "dropout"
+    model = source(ALIKE[case], (32,), classes=64) if words else model_of(ALIKE[case])
+    quick, whole = traced.both(model, "fp32", "cuda")
+    assert quick == whole
+    assert not isinstance(quick, str)
+    assert traced.replayed >= 6 * (BLOCKS - 6)
 
 
 # --- everything that is traced elsewhere ------------------------------------------------------------
