@@ -93,16 +93,19 @@ def python_state(root: nn.Module) -> dict[Any, Any]:
     They are attributes of modules, of their classes, of the files of those, and what their forwards close over.
     """
     scopes: dict[int, Mapping[str, Any]] = {}
-    for kind in {type(module) for module in root.modules()}:
-        if kind.__module__.partition(".")[0] == "torch":
+    modules = list(root.modules())
+    for kind in {kind for own in {type(module) for module in modules} for kind in own.__mro__}:
+        if kind.__module__.partition(".")[0] in ("torch", "builtins"):
             continue
         scopes[id(kind)] = vars(kind)
         file = sys.modules.get(kind.__module__)
         scopes[id(file)] = {} if file is None else vars(file)
-        code, cells = getattr(kind.forward, "__code__", None), getattr(kind.forward, "__closure__", None)
-        if code is not None and cells:
-            scopes[id(code)] = dict(zip(code.co_freevars, map(_content, cells), strict=True))
-    for module in root.modules():
+        forward = vars(kind).get("forward")
+        if isinstance(forward, FunctionType) and forward.__closure__:
+            scopes[id(forward)] = dict(
+                zip(forward.__code__.co_freevars, map(_content, forward.__closure__), strict=True)
+            )
+    for module in modules:
         scopes[id(module)] = {name: value for name, value in vars(module).items() if name not in _INTERNAL}
     return {(scope, name): _state(value) for scope, names in scopes.items() for name, value in [*names.items()]}
 
@@ -117,6 +120,6 @@ def _content(cell: Any) -> Any:
 def _state(value: Any) -> Any:
     if isinstance(value, PLAIN):
         return value
-    if isinstance(value, _CONTAINERS):
+    if type(value) in _CONTAINERS:  # others may do anything when they are looked into
         return len(value), *(item for item in itertools.islice(value, 100) if isinstance(item, PLAIN))
     return repr(value) if isinstance(value, itertools.count) else None
