@@ -33,6 +33,7 @@ from torch import Tensor
 
 from profiler.byte_sizes import ALLOCATION_BYTES
 from profiler.trace.autograd_order import next_number, running_number
+from profiler.trace.handover import Handover
 
 NOBODY = -1
 """Operator of the call before the first operator, owner of buffers, producer of inputs."""
@@ -138,6 +139,11 @@ class Execution:
     """Its forward when it runs again."""
     again_in_tail: bool = False
     """Whether what follows the module of its last call needs it to run again, as dropout does."""
+    used: set[int] = field(default_factory=set)
+    """The `id` of those inputs that it reads and that earlier calls made."""
+    made: tuple[LiveStorage, ...] = ()
+    """The storages that it made and returned."""
+    handover: Handover = field(default_factory=Handover)
 
 
 class Ledger:
@@ -307,6 +313,8 @@ class Ledger:
         for storage in storages:
             if storage.producer not in (self.index, NOBODY):
                 self.edges.add((storage.producer, self.index))
+                if self.block is not None and storage.taken_by[-1:] == [self.block]:
+                    self.executions[self.block].used.add(id(storage))
                 if not storage.handed:
                     storage.handed = True
                     self.calls[storage.producer].output += storage.bytes

@@ -51,15 +51,17 @@ def assemble(
     position = {group: index for index, group in enumerate(order + unused)}
     run = sorted({call.block for call in first.calls if call.block is not None})
     block_of = {execution: index for index, execution in enumerate(run)}
-    found = []
+    found, fitted = [], dict[tuple[int, ...], Call]()
     for index, (record, *others) in enumerate(zip(*(one.calls for one in passes.values()), strict=True)):
         block = None if record.block is None else block_of[record.block]
-        name = groups[record.operator].modules[0]
         again = {size: one.calls[index] for size, one in recomputed.items()} if block is not None else {}
-        charges = {size: passes[size].calls[index].recomputed for size in again}
-        memory = _memory([*again.values()], [*charges.values()], tuple(again)) if again else None
-        call = _call([record, *others], sizes, position[record.operator], block, name)
-        found.append(replace(call, recomputed=memory))
+        same = tuple(id(one.forward) for one in (record, *others, *again.values()))  # replayed calls share it
+        if same not in fitted:
+            charges = [passes[size].calls[index].recomputed for size in again]
+            memory = _memory([*again.values()], charges, tuple(again)) if again else None
+            call = _call([record, *others], sizes, groups[record.operator].modules[0])
+            fitted[same] = replace(call, recomputed=memory)
+        found.append(replace(fitted[same], operator=position[record.operator], block=block))
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found)
     waiting = _waiting_bytes(module, operators, found)
     calls = tuple(map(_without_waiting, found, waiting))
@@ -117,15 +119,16 @@ def _check_alike(name: str, groups: Sequence[Group], passes: Mapping[int, Pass])
         raise StepsError(what, got=got, expected=same, advice=advice)
 
 
-def _call(records: Sequence[CallRecord], sizes: Sizes, operator: int, block: int | None, name: str) -> Call:
+def _call(records: Sequence[CallRecord], sizes: Sizes, name: str) -> Call:
+    """Return a call of an operator and a block that are to be filled in."""
     saved = [record.saved for record in records]
     # Raises for what has no line, which the lines of `_memory` bound.
     exact_line([one.bytes for one in saved], f"what `{name}` saves for backward", sizes)
     memory = _memory(records, saved, sizes)
     return Call(
         **{field.name: getattr(memory, field.name) for field in fields(memory)},
-        operator=operator,
-        block=block,
+        operator=NOBODY,
+        block=None,
         forward=_work([record.forward for record in records], f"the forward of `{name}`", sizes),
         backward=_work([record.backward for record in records], f"the backward of `{name}`", sizes),
         output_bytes=line([record.output for record in records], sizes),

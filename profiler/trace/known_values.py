@@ -101,6 +101,10 @@ class KnownValues:
         with computing():
             return view.over(view.contents.storage())
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's values are known."""
+        return self._view(tensor) is not None
+
     def _view(self, tensor: Tensor) -> View | None:
         storage = tensor.untyped_storage()
         if (held := self._held.get(storage._cdata)) is not None:

@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
-from profiler.trace.activation_ledger import CallRecord, Execution
+from profiler.trace.activation_ledger import CallRecord, Charge, Execution
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
+from profiler.trace.handover import NO_STAND_INS, StandIns, UnlikeError
 from profiler.trace.op_meter import Memo, Meter
 from profiler.trace.trace_errors import explain_trace
 
@@ -54,10 +55,11 @@ def replaced_forwards(
     root: nn.Module, replacement: Callable[[str, Callable[..., Any]], Callable[..., Any] | None]
 ) -> Iterator[None]:
     """Give every module the forward `replacement(path, forward)`, unless None, and put the old ones back at the end."""
-    before = [(module, module.__dict__.get("forward")) for module in root.modules()]
+    before = list[tuple[nn.Module, Any]]()
     try:
         for path, module in root.named_modules():
             if (forward := replacement(path, module.forward)) is not None:
+                before.append((module, module.__dict__.get("forward")))
                 module.__dict__["forward"] = forward
         yield
     finally:
@@ -80,14 +82,16 @@ def run_pass(
     inputs: Inputs,
     device: DatalessDevice,
     memo: Memo,
-    kept: Pass | None = None,
+    kept: Sequence[Charge] | None = None,
+    stand_ins: StandIns = NO_STAND_INS,
 ) -> Pass:
     """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError.
 
-    Given the pass in which blocks `kept` their activations, every block is recomputed.
+    Given what is charged to calls whose blocks are recomputed, every block is.  Executions that have `stand_ins`
+    have one call each (`profiler.trace.replay`); raises UnlikeError if they cannot.
     """
-    recomputes = kept is not None
-    meter = Meter(module, groups, blocks, memo, device.data, synthesize=device.synthesize, recomputes=recomputes)
+    options = {"synthesize": device.synthesize, "recomputes": kept is not None}
+    meter = Meter(module, groups, blocks, memo, device.data, stand_ins=stand_ins, **options)
     ledger = meter.ledger
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
@@ -103,8 +107,8 @@ def run_pass(
             else:
                 ledger.turn(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
-            ledger.finish([call.recomputed for call in kept.calls] if kept else None)
-    except OsdpError:
+            ledger.finish(kept)
+    except (OsdpError, UnlikeError):
         raise
     except Exception as error:
         path = error.__dict__.get("osdp_path")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from profiler.trace.activation_ledger import NOBODY, Execution, Ledger, LiveStorage
@@ -24,6 +24,7 @@ from profiler.trace.autograd_order import next_number, running_number
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.elementwise import Layout
 from profiler.trace.find_operators import Group
+from profiler.trace.handover import NO_STAND_INS, Replayed, StandIn, StandIns, UnlikeError, dense_layout
 from profiler.trace.known_values import has_data
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.shapes import META, Layouts, make, predict
@@ -54,11 +55,12 @@ class Meter(TorchDispatchMode):
         *,
         synthesize: bool,
         recomputes: bool = False,
+        stand_ins: StandIns = NO_STAND_INS,
     ) -> None:
         """`memo` caches the results for ops across meters; `data` answers what depends on data.
 
         With `synthesize`, tensors are on the meta device and outputs of known layout are made without running the op.
-        With `recomputes`, backward recomputes every block.
+        With `recomputes`, backward recomputes every block.  Of some executions of blocks, only `stand_ins` run.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
@@ -74,6 +76,7 @@ class Meter(TorchDispatchMode):
         self._data = data
         self._synthesize = synthesize
         self._recomputes = recomputes
+        self._stand_ins = stand_ins
         self._ops: dict[OpOverload, Op] = {}
         self._entered: tuple[int, int] | None = None
         self._running: Counter[int] = Counter()
@@ -88,8 +91,13 @@ class Meter(TorchDispatchMode):
 
     # --- modules ----------------------------------------------------------------------------------
 
-    def watched(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward of the module at `path` that tells the meter that it runs, and marks its exceptions."""
+    def watched(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return a forward of the module at `path` that tells the meter that it runs, and marks its exceptions.
+
+        Return None where it will not run.
+        """
+        if self._stand_ins.are_around(path):
+            return None
         operator, is_block, ledger = self._operators.get(path), path in self._blocks, self.ledger
 
         @functools.wraps(inner)
@@ -98,9 +106,7 @@ class Meter(TorchDispatchMode):
             outer, outside, run = ledger.block, self._data.module, inner
             self._data.module = path
             if is_block and not ledger.in_backward:
-                execution = ledger.enter_block(path, _tensors((args, kwargs)))
-                args, kwargs = _handed_on(args, kwargs)
-                run = functools.partial(self._checkpointed, inner, execution) if self._recomputes else inner
+                run = functools.partial(self._run_block, path, inner)
             if operator is not None:
                 self._running[operator] += 1
                 if not ledger.in_backward:
@@ -118,6 +124,43 @@ class Meter(TorchDispatchMode):
                     ledger.leave(module=False)  # of its last call, what follows is the code around blocks
 
         return forward
+
+    def _run_block(self, path: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a block's forward, or a stand-in."""
+        execution = self.ledger.enter_block(path, _tensors((args, kwargs)))
+        args, kwargs = execution.handover.hand(args, kwargs)
+        assert self.ledger.block is not None
+        if (replayed := self._stand_ins.executions.get(self.ledger.block)) is not None:
+            return self._stand_in(execution, replayed)
+        run = functools.partial(self._checkpointed, inner, execution) if self._recomputes else inner
+        out = run(*args, **kwargs)
+        execution.made = self.ledger.storages_of(execution.handover.returned(out, self._is_made))
+        return out
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        """Return whether the step made a tensor, and nothing is known of its values."""
+        return tensor.untyped_storage()._cdata in self.ledger.live and not self._data.values.knows(tensor)
+
+    def _stand_in(self, execution: Execution, replayed: Replayed) -> Any:
+        """Hand on what a block does that is not run: one call of what will be several."""
+        ledger, self._entered = self.ledger, None
+        like = ledger.executions[replayed.first]
+        ledger.begin(replayed.operator, next_number())
+        execution.saves = replayed.saves
+        if len(execution.inputs) != len(like.inputs):
+            raise UnlikeError
+        ledger.use([own for own, other in zip(execution.inputs, like.inputs, strict=True) if id(other) in like.used])
+        if self._recomputes:
+            held, made = execution.inputs if replayed.saves else (), list[int]()
+        else:
+            pairs = zip(execution.inputs, like.inputs, strict=True)
+            held = tuple(own for own, other in pairs if replayed.first in other.savers)
+            made = [place for place, one in enumerate(like.made) if replayed.first in one.savers]
+        kept = {storage.key: storage for storage in held}
+        tensors = [one for one in _tensors(execution.handover.leaves) if kept.pop(one.untyped_storage()._cdata, None)]
+        last = functools.partial(ledger.executions.__getitem__, replayed.last)
+        device = META if self._synthesize else torch.device("cpu")
+        return StandIn(like.handover, last, tensors, made, device).run(execution.handover)
 
     def _checkpointed(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, to be run again in backward as the runtime does."""
@@ -286,29 +329,6 @@ class Meter(TorchDispatchMode):
             self.ledger.arrive()
 
 
-class _Boundary(torch.autograd.Function):
-    """Hands a block its inputs as FSDP2 does: their gradients leave it together, when all of them are there."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)  # no views, so that the block may change them in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradients
-
-
-def _handed_on(args: Any, kwargs: Any) -> Any:
-    """Return the arguments of a block as it gets them."""
-    leaves, structure = tree_flatten((args, kwargs))
-    trained = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
-    if not trained or not torch.is_grad_enabled():
-        return args, kwargs
-    handed = dict(zip(trained, _Boundary.apply(*trained.values()), strict=True))  # type: ignore[no-untyped-call]
-    return tree_unflatten([handed.get(id(leaf), leaf) for leaf in leaves], structure)
-
-
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
@@ -338,9 +358,7 @@ def _outputs(out: Any) -> list[Tensor]:
 def _layouts(out: Any) -> Layouts | None:
     """Return how to make outputs like `out` again, or None where they are not plain tensors."""
     if isinstance(out, Tensor):
-        span = 1 + sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True))
-        whole = out.untyped_storage().nbytes() == (span if out.numel() else 0) * out.element_size()
-        return Layout(tuple(out.shape), out.stride(), out.dtype) if whole else None
+        return dense_layout(out)
     if not isinstance(out, tuple):
         return None
     layouts = [None if item is None else _layouts(item) for item in out]

@@ -1,6 +1,6 @@
 """From a model to its `ModelGraph`: the pipeline of the tracer.
 
-    build (dataless_device) -> operators, blocks (find_operators) -> a pass per micro-batch (metered_pass, op_meter)
+    build (dataless_device) -> operators (find_operators) -> a pass per micro-batch (passes, metered_pass, op_meter)
       -> lines, or parabolas, through the passes (affine_fit) -> ModelGraph (build_graph)
 
 No tensor has data, nothing is computed, no device is needed.
@@ -9,8 +9,8 @@ No tensor has data, nothing is computed, no device is needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -21,23 +21,14 @@ from profiler.garbage_collection import without_garbage_collection
 from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
 from profiler.model_graph import Affine, Curve, ModelGraph, growth
 from profiler.model_source import ModelSource
-from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES, StepsError
+from profiler.trace.affine_fit import SIZES, StepsError
 from profiler.trace.build_graph import assemble
-from profiler.trace.dataless_device import (
-    DatalessDevice,
-    FakeCpu,
-    MetaDevice,
-    adapt,
-    feed,
-    making,
-    training,
-    without_logs,
-)
+from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
 from profiler.trace.device_kernels import device_kernels
-from profiler.trace.find_operators import Group, find_blocks, find_groups, held_whole, merge_read_outside
-from profiler.trace.metered_pass import Pass, run_pass, trains
-from profiler.trace.op_meter import Memo
-from profiler.trace.trace_errors import ModelError, explained, explained_inputs, more_telling
+from profiler.trace.find_operators import find_groups, held_whole
+from profiler.trace.metered_pass import trains
+from profiler.trace.passes import run_sizes
+from profiler.trace.trace_errors import ModelError, explained, more_telling
 
 DEVICE_TYPES = ("cpu", "cuda")
 
@@ -119,7 +110,7 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
         with mode, inputs_cast(module, precision):
-            run = _run_sizes(module, source, found, device, sizes)
+            run = run_sizes(module, source, found, device, sizes)
     graph: ModelGraph = _per_sample(
         assemble(source, precision, module, rested, run.groups, run.passes, run.recomputed), run.samples
     )
@@ -163,77 +154,3 @@ def _check_module(name: str, module: nn.Module) -> None:
             )
     if not parameters:
         raise OsdpError(f"{name} has no parameters", expected="at least one: there is nothing to plan")
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """What was run of a model."""
-
-    groups: Sequence[Group]
-    """Its operators."""
-    passes: Mapping[int, Pass]
-    """By micro-batch."""
-    recomputed: Mapping[int, Pass]
-    """The same with every block recomputed, of fewer micro-batches; none if that failed."""
-    samples: int
-    """How many samples each pass counts as one."""
-    left_out: set[str]
-    """Operators that are left out if all rows choose alike."""
-
-
-def _run_sizes(
-    module: nn.Module, source: ModelSource, groups: Sequence[Group], device: DatalessDevice, sizes: Sequence[int]
-) -> _Runs:
-    """Run a pass per micro-batch."""
-    blocks, memo = find_blocks(module), Memo()
-
-    def run(size: int, finer: int = 1, *, alike: bool = False, kept: Pass | None = None) -> Pass:
-        device.data.begin(max(1, size // SIZES[0]), alike=alike)
-        with explained_inputs(source.name):
-            inputs = feed(lambda: source.example_inputs(module, size * finer), device)
-        return run_pass(source, module, groups, blocks, inputs, device, memo, kept)
-
-    first, *others = sizes
-    trial = run(first)
-    finer = device.data.finer if others else 1
-    if finer > 1:
-        trial = run(first, finer)
-    read_outside = {one: by for one, by in trial.read_outside.items() if not _reads_in_hooks(module, groups[one])}
-    merged = merge_read_outside(groups, read_outside, trial.ran)
-    passes = {first: trial}
-    if not (trial.settled and merged == groups):
-        groups = merged
-        passes[first] = run(first, finer)
-        passes[first].kept_bytes = max(passes[first].kept_bytes, trial.kept_bytes)
-    passes |= {size: run(size, finer) for size in others}
-    if others:
-        sums = [one.sums for one in passes.values()]
-        if any(one - 2 * two + three for one, two, three in zip(*sums, strict=False)):
-            passes[FOURTH] = run(FOURTH, finer)
-        with suppress(ModelError):
-            passes[SINGLE] = run(SINGLE, finer)
-    recomputed = dict[int, Pass]()
-    if blocks and trains(module):
-        # Two sizes give a line, on which the third has been seen to be; where there is none, all are needed.
-        left_out = {SIZES[-1], SINGLE} if others and FOURTH not in passes else set[int]()
-        needed = {size: one for size, one in passes.items() if size not in left_out}
-        with suppress(ModelError):
-            recomputed = {size: run(size, finer, kept=one) for size, one in needed.items()}
-            if not recomputed[first].settled:  # its first use imports modules, which hold on to frames
-                recomputed[first] = run(first, finer, kept=passes[first])
-    skipped: set[str] = set()
-    if device.data.assumptions:
-        with suppress(ModelError):
-            skipped = _names(groups, passes[first]) - _names(groups, run(first, alike=True))
-    return _Runs(groups, passes, recomputed, finer, skipped)
-
-
-def _reads_in_hooks(root: nn.Module, group: Group) -> bool:
-    """Return whether a module of an operator has hooks that run before its forward, as `nn.utils.weight_norm` has."""
-    hooks = (hook for path in group.modules for hook in root.get_submodule(path)._forward_pre_hooks.values())
-    return any(getattr(hook, "__module__", "") != inputs_cast.__module__ for hook in hooks)
-
-
-def _names(groups: Sequence[Group], one: Pass) -> set[str]:
-    """Return the names of the operators that a pass ran."""
-    return {groups[call.operator].modules[0] for call in one.calls}

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from thoroughness import some
 
 pytest.importorskip("transformers", reason="needs transformers (the extra `hf`)")
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-MOST_CPU_S = 8.0
-"""From process start to the plan, imports of torch and transformers included, which take 3 s of it."""
+MOST_CPU_S = 6.0
+"""From process start to the plan, imports of torch and transformers included, which take 2.4 s of it."""
 ATTEMPTS = 3
 """Other work on the same cores only ever adds to the seconds that the kernel counts."""
 LLAMA_3_8B = {
@@ -30,6 +31,32 @@ LLAMA_3_8B = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+QWEN_3_8B = {
+    **LLAMA_3_8B,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+GEMMA_2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+}
+MODELS = {"Llama-3-8B": (LLAMA_3_8B, 1e-3), "Qwen3-8B": (QWEN_3_8B, 2e-3), "Gemma-2-2B": (GEMMA_2_2B, 1e-3)}
+"""With the gap that they stay below."""
 
 
 def planned(path: Path) -> tuple[float, dict[str, float], str]:
@@ -52,13 +79,14 @@ def planned(path: Path) -> tuple[float, dict[str, float], str]:
     return usage.ru_utime + usage.ru_stime, json.loads(out), err
 
 
-def test_llama_3_8b_is_planned_in_few_cpu_seconds(tmp_path: Path) -> None:
-    path, spent_s = tmp_path / "config.json", list[float]()
-    path.write_text(json.dumps(LLAMA_3_8B))
+@pytest.mark.parametrize("name", some([*MODELS], 3))
+def test_a_model_is_planned_in_few_cpu_seconds(name: str, tmp_path: Path) -> None:
+    (config, most_gap), path, spent_s = MODELS[name], tmp_path / "config.json", list[float]()
+    path.write_text(json.dumps(config))
     while not spent_s or (min(spent_s) > MOST_CPU_S and len(spent_s) < ATTEMPTS):
         cpu_s, report, err = planned(path)
         spent_s.append(cpu_s)
         assert err == ""
-        assert report["gap"] < 1e-3
-    print(f"\nLlama-3-8B on 4 x 8 H100, from process start: {', '.join(f'{s:.1f}' for s in spent_s)} s CPU")
+        assert report["gap"] < most_gap
+    print(f"\n{name} on 4 x 8 H100, from process start: {', '.join(f'{s:.1f}' for s in spent_s)} s CPU")
     assert min(spent_s) <= MOST_CPU_S

@@ -1,0 +1,216 @@
+"""What a block is handed and hands on, and a stand-in that hands on the same without running it.
+
+    arguments -> boundary -> forward -> outputs          gradients <- boundary <- backward <- gradients
+    arguments -> boundary -> stand-in -> outputs         gradients <- boundary <- stand-in <- gradients
+
+A stand-in does to live memory what the block that it stands for does to that of others: it takes the same arguments,
+keeps the same of them and of its outputs until its backward, and makes outputs and gradients of the same layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from profiler.trace.elementwise import Layout
+
+PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+"""Classes of values that are compared by value."""
+
+
+class UnlikeError(Exception):
+    """Blocks that were taken for alike are not."""
+
+
+class Replayed(NamedTuple):
+    """An execution of a block that is not run, as others are alike."""
+
+    first: int
+    """The first of them, which runs."""
+    last: int
+    """The last of them, which runs, and whose backward is before its own."""
+    operator: int
+    """Operator of its last call."""
+    saves: bool
+    """Whether it saves anything for backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandIns:
+    """What is not run in a pass."""
+
+    executions: Mapping[int, Replayed]
+    """By number."""
+    idle: frozenset[str]
+    """Paths of the blocks of which no execution runs."""
+
+    def are_around(self, path: str) -> bool:
+        """Return whether a module is inside a block that does not run."""
+        return bool(self.idle) and any(path[:end] in self.idle for end, mark in enumerate(path) if mark == ".")
+
+
+NO_STAND_INS = StandIns({}, frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Nested arguments or outputs, but for the numbers in tensors."""
+
+    structure: TreeSpec
+    leaves: tuple[Any, ...]
+    """Tensors by layout; whether they need gradients; which share a storage.  Others by value or identity."""
+
+
+@dataclass(slots=True)
+class Handover:
+    """What one run of a block was handed, and handed on."""
+
+    leaves: list[Any] = field(default_factory=list)
+    """Arguments, as the block gets them; only while it runs."""
+    trained: tuple[Tensor, ...] = ()
+    """Those of them that need gradients, each once; only while it runs."""
+    arguments: Shape | None = None
+    outputs: Shape | None = None
+    """None for what no stand-in can hand on."""
+    gradients: tuple[Layout | None, ...] = ()
+    """Of what needs them; None for those that get none."""
+    are_dense: bool = True
+    """Whether the gradients have storages of their own size."""
+
+    def hand(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of the block as it gets them."""
+        leaves, structure = tree_flatten((args, kwargs))
+        trained = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
+        if trained and torch.is_grad_enabled():
+            handed = _Boundary.apply(self, *trained.values())  # type: ignore[no-untyped-call]
+            given = dict(zip(trained, handed, strict=True))
+            leaves = [given.get(id(leaf), leaf) for leaf in leaves]
+            self.trained = handed
+            args, kwargs = tree_unflatten(leaves, structure)
+        self.leaves = leaves
+        self.arguments = Shape(structure, _arguments(leaves))
+        return args, kwargs
+
+    def returned(self, out: Any, is_made: Callable[[Tensor], bool]) -> list[Tensor]:
+        """Note what the block returns, and return what it made of that.
+
+        `is_made` tells the tensors that a stand-in can make.
+        """
+        leaves, structure = tree_flatten(out)
+        places = {id(leaf): place for place, leaf in enumerate(self.leaves)}
+        storages = {leaf.untyped_storage()._cdata for leaf in self.leaves if isinstance(leaf, Tensor)}
+        described, made = list[Any](), list[Tensor]()
+        for leaf in leaves:
+            if isinstance(leaf, PLAIN):
+                described.append((leaf.__class__, leaf))
+            elif id(leaf) in places:
+                described.append((None, places[id(leaf)]))
+            elif isinstance(leaf, Tensor) and is_made(leaf) and leaf.untyped_storage()._cdata not in storages:
+                described.append((dense_layout(leaf), leaf.requires_grad))
+                storages.add(leaf.untyped_storage()._cdata)
+                made.append(leaf)
+        if len(described) == len(leaves) and all(map(dense_layout, made)):
+            self.outputs = Shape(structure, tuple(described))
+        self.leaves, self.trained = [], ()
+        return made
+
+
+def dense_layout(tensor: Tensor) -> Layout | None:
+    """Return the layout of a tensor that fills its storage, None of any other."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    fills = tensor.untyped_storage().nbytes() == (span if tensor.numel() else 0) * tensor.element_size()
+    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype) if fills else None
+
+
+def _arguments(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    described: list[Any] = []
+    storages: dict[int, int] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            place = storages.setdefault(leaf.untyped_storage()._cdata, len(storages))
+            described.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, place))
+        else:
+            described.append((leaf.__class__, leaf if isinstance(leaf, PLAIN) else id(leaf)))
+    return tuple(described)
+
+
+class _Boundary(torch.autograd.Function):
+    """Hands a block its inputs as FSDP2 does: their gradients leave it together, when all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, handover: Handover, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.handover = handover
+        return tuple(tensor.detach() for tensor in tensors)  # no views, so that the block may change them in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        layouts = [None if one is None else dense_layout(one) for one in gradients]
+        ctx.handover.are_dense = all(
+            layout is not None or one is None for layout, one in zip(layouts, gradients, strict=True)
+        )
+        ctx.handover.gradients = tuple(layouts)
+        return (None, *gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """Hands on what a block does."""
+
+    like: Handover
+    """Of the block that it stands for, which has run."""
+    last: Callable[[], Any]
+    """Gives the execution of one whose backward runs before its own."""
+    keeps: Sequence[Tensor]
+    """Those of its arguments that it keeps until its backward."""
+    keeps_made: Sequence[int]
+    """Which of the tensors that it makes."""
+    device: torch.device
+
+    def run(self, own: Handover) -> Any:
+        """Return outputs for arguments that were handed over.  Raises UnlikeError."""
+        wanted, leaves = self.like.outputs, own.leaves
+        if wanted is None or own.arguments != self.like.arguments:
+            raise UnlikeError
+        layouts = [value for value in wanted.leaves if isinstance(value[0], Layout)]
+        made = _Standing.apply(self, layouts, *own.trained) if layouts else ()  # type: ignore[no-untyped-call]
+        if [one.requires_grad for one in made] != [needed for _, needed in layouts]:
+            raise UnlikeError
+        fresh = iter(made)
+        outputs = [
+            next(fresh) if isinstance(kind, Layout) else leaves[value] if kind is None else value
+            for kind, value in wanted.leaves
+        ]
+        own.leaves, own.trained = [], ()
+        return tree_unflatten(outputs, wanted.structure)
+
+
+def _make(layout: Layout, device: torch.device) -> Tensor:
+    return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=device)
+
+
+class _Standing(torch.autograd.Function):
+    """The one node of a stand-in."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, stand_in: StandIn, layouts: Sequence[tuple[Layout, bool]], *trained: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        made = tuple(_make(layout, stand_in.device) for layout, _ in layouts)
+        ctx.mark_non_differentiable(*(one for one, (_, needed) in zip(made, layouts, strict=True) if not needed))
+        ctx.save_for_backward(*stand_in.keeps, *(made[place] for place in stand_in.keeps_made))
+        ctx.last, ctx.device, ctx.count = stand_in.last, stand_in.device, len(trained)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        last = ctx.last().handover
+        if not last.are_dense or len(last.gradients) != ctx.count:
+            raise UnlikeError
+        return (None, None, *(None if layout is None else _make(layout, ctx.device) for layout in last.gradients))

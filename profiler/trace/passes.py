@@ -1,0 +1,134 @@
+"""Runs the passes of a trace: which micro-batches, with blocks kept and recomputed, of which operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import nn
+
+from profiler.errors import OsdpError
+from profiler.mixed_precision import inputs_cast
+from profiler.model_source import ModelSource
+from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES
+from profiler.trace.dataless_device import DatalessDevice, feed
+from profiler.trace.find_operators import Group, find_blocks, merge_read_outside
+from profiler.trace.handover import NO_STAND_INS, UnlikeError
+from profiler.trace.metered_pass import Pass, run_pass, trains
+from profiler.trace.op_meter import Memo
+from profiler.trace.replay import Replay, find_replay, state_of
+from profiler.trace.trace_errors import ModelError, explained_inputs
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What was run of a model."""
+
+    groups: Sequence[Group]
+    """Its operators."""
+    passes: Mapping[int, Pass]
+    """By micro-batch."""
+    recomputed: Mapping[int, Pass]
+    """The same with every block recomputed, of fewer micro-batches; none if that failed."""
+    samples: int
+    """How many samples each pass counts as one."""
+    left_out: set[str]
+    """Operators that are left out if all rows choose alike."""
+
+
+def run_sizes(
+    module: nn.Module, source: ModelSource, groups: Sequence[Group], device: DatalessDevice, sizes: Sequence[int]
+) -> Runs:
+    """Run a pass per micro-batch."""
+    first, *others = sizes
+    runner = _Runner(module, source, groups, device)
+    passes = {first: runner.run_first(first, can_be_finer=bool(others))}
+    passes |= {size: runner.run(size) for size in others}
+    if others:
+        sums = [one.sums for one in passes.values()]
+        if any(one - 2 * two + three for one, two, three in zip(*sums, strict=False)):
+            passes[FOURTH] = runner.run(FOURTH)
+        with suppress(ModelError):
+            passes[SINGLE] = runner.run(SINGLE)
+    recomputed = dict[int, Pass]()
+    if runner.blocks and trains(module):
+        # Two sizes give a line, on which the third has been seen to be; where there is none, all are needed.
+        left_out = {SIZES[-1], SINGLE} if others and FOURTH not in passes else set[int]()
+        needed = {size: one for size, one in passes.items() if size not in left_out}
+        with suppress(ModelError):
+            recomputed = {size: runner.run(size, one) for size, one in needed.items()}
+            if not recomputed[first].settled:  # its first use imports modules, which hold on to frames
+                recomputed[first] = runner.run(first, passes[first])
+    skipped: set[str] = set()
+    if device.data.assumptions:
+        with suppress(ModelError):
+            skipped = runner.names(passes[first]) - runner.names(runner.run_alike(first))
+    return Runs(runner.groups, passes, recomputed, runner.finer, skipped)
+
+
+class _Runner:
+    """Runs passes of a module; from the first on, blocks that are alike are replayed."""
+
+    def __init__(self, module: nn.Module, source: ModelSource, groups: Sequence[Group], device: DatalessDevice) -> None:
+        self.groups = groups
+        self.blocks = find_blocks(module)
+        self.finer = 1
+        self._module = module
+        self._source = source
+        self._device = device
+        self._memo: Memo = {}
+        self._replay: Replay | None = None
+
+    def run_first(self, size: int, *, can_be_finer: bool) -> Pass:
+        """Run a pass of the operators that it finds, in which everything runs, and find what need not run again."""
+        before = state_of(self._module)
+        found = trial = self._run(size)
+        if can_be_finer and self._device.data.finer > 1:
+            self.finer = self._device.data.finer
+            found = trial = self._run(size)
+        read_outside = {one: by for one, by in trial.read_outside.items() if not self._reads_in_hooks(one)}
+        merged = merge_read_outside(self.groups, read_outside, trial.ran)
+        if not (trial.settled and merged == self.groups):
+            self.groups, before = merged, state_of(self._module)
+            found = self._run(size)
+            found.kept_bytes = max(found.kept_bytes, trial.kept_bytes)
+        replay = find_replay(self._module, found) if before == state_of(self._module) else None
+        if replay is not None:
+            with suppress(OsdpError, UnlikeError):
+                found = replay.confirm(self._run(size, replay=replay))
+                self._replay = replay
+        return found
+
+    def run(self, size: int, kept: Pass | None = None) -> Pass:
+        """Run a pass; given that in which blocks are `kept`, all are recomputed.  Raises OsdpError."""
+        if self._replay is not None:
+            try:
+                return self._replay.expanded(self._run(size, kept, self._replay))
+            except (OsdpError, UnlikeError):
+                self._replay = None
+        return self._run(size, kept)
+
+    def run_alike(self, size: int) -> Pass:
+        """Run a pass in which all rows choose alike.  Raises OsdpError."""
+        return self._run(size, alike=True)
+
+    def names(self, one: Pass) -> set[str]:
+        """Return the names of the operators that a pass ran."""
+        return {self.groups[call.operator].modules[0] for call in one.calls}
+
+    def _run(self, size: int, kept: Pass | None = None, replay: Replay | None = None, *, alike: bool = False) -> Pass:
+        device, module, samples = self._device, self._module, size * (1 if alike else self.finer)
+        device.data.begin(max(1, size // SIZES[0]), alike=alike)
+        with explained_inputs(self._source.name):
+            inputs = feed(lambda: self._source.example_inputs(module, samples), device)
+        charges, stand_ins = None, NO_STAND_INS if replay is None else replay.stand_ins
+        if kept is not None:
+            charges = [call.recomputed for call in kept.calls] if replay is None else replay.charges(kept)
+        return run_pass(self._source, module, self.groups, self.blocks, inputs, device, self._memo, charges, stand_ins)
+
+    def _reads_in_hooks(self, operator: int) -> bool:
+        """Return whether a module of an operator has hooks before its forward, as `nn.utils.weight_norm` has."""
+        modules = map(self._module.get_submodule, self.groups[operator].modules)
+        hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
+        return any(getattr(hook, "__module__", "") != inputs_cast.__module__ for hook in hooks)

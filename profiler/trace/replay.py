@@ -1,0 +1,168 @@
+"""Blocks that are alike are run once, and replayed.
+
+A model of 126 equal blocks is traced at several micro-batches, with blocks kept and with blocks recomputed.  Of these
+passes the first runs everything.  Executions of blocks that are of one structure (`likeness`), take and return
+tensors of the same layouts (`handover`) and of which everything that was measured is equal make up a *class*; in the
+passes that follow, its first two and its last run, and stand-ins hand on what the others would:
+
+    passes                     run
+    first micro-batch          all
+    first micro-batch again    the first two and the last of each class; what is measured has to be as before
+    others, and recomputed     the same; what is measured of the first two and the last has to be equal
+
+A stand-in between the second and the last makes a difference to the second in backward and to the last in forward, if
+it does to live memory what the block does not.  Whatever is not as it has to be, also an exception, ends that:
+all blocks are run in that pass and those that follow.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from profiler.trace.activation_ledger import CallRecord, Charge, Execution, Tally
+from profiler.trace.handover import Replayed, StandIns, UnlikeError
+from profiler.trace.likeness import python_state, structures
+from profiler.trace.metered_pass import Pass
+
+MOST_RUN = 3
+"""Executions of a class that run in every pass: the first two and the last."""
+LEAST_SHARE = 0.25
+"""Of executions that are replayed: with fewer, the pass that confirms them costs what the others save."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Which executions of blocks are replayed."""
+
+    whole: Pass
+    """In which all ran."""
+    classes: Sequence[Sequence[int]]
+    """Executions that are alike, of more than `MOST_RUN`."""
+    stand_ins: StandIns
+    """For all but the first two and the last of each."""
+
+    def charges(self, kept: Pass) -> list[Charge]:
+        """Return what a pass with stand-ins is charged if blocks are recomputed, given the pass in which they are not.
+
+        A stand-in has one call.
+        """
+        charges = list[Charge]()
+        for block, calls in groupby(kept.calls, lambda call: call.block):
+            of_block = [call.recomputed for call in calls]
+            charges += [sum(of_block, Charge())] if block in self.stand_ins.executions else of_block
+        return charges
+
+    def expanded(self, short: Pass) -> Pass:
+        """Return a pass with stand-ins as if all had run; raises UnlikeError."""
+        calls, executions = _calls_by_block(short.calls), [*short.executions]
+        paths = [execution.path for execution in executions]
+        if paths != [execution.path for execution in self.whole.executions]:
+            raise UnlikeError
+        for members in self.classes:
+            ran = [*members[: MOST_RUN - 1], members[-1]]
+            if any(len(calls.get(one, ())) != 1 for one in members if one not in ran):
+                raise UnlikeError
+            results = [(_run_again(executions[one]), tuple(map(_measured, calls.get(one, ())))) for one in ran]
+            if any(result != results[0] for result in results):
+                raise UnlikeError
+            for one in set(members).difference(ran):
+                executions[one] = replace(executions[members[0]], path=paths[one])
+        found = list[CallRecord]()
+        for call in short.calls:
+            stand_in = None if call.block is None else self.stand_ins.executions.get(call.block)
+            found += [call] if stand_in is None else [replace(one, block=call.block) for one in calls[stand_in.first]]
+        expected = self.whole.calls
+        if [call.block for call in found] != [call.block for call in expected]:
+            raise UnlikeError
+        for call, other in zip(found, expected, strict=True):
+            if call.block in self.stand_ins.executions:
+                call.operator = other.operator
+            elif call.operator != other.operator:
+                raise UnlikeError
+        return replace(short, calls=found, executions=executions)
+
+    def confirm(self, short: Pass) -> Pass:
+        """Return the whole pass, with the records of a class shared, if all that was measured is as in it.
+
+        Given a pass with stand-ins at the same micro-batch.  Raises UnlikeError.
+        """
+        found = self.expanded(short)
+        pairs = zip(found.calls, self.whole.calls, strict=True)
+        if any(_measured(one) != _measured(other) for one, other in pairs):
+            raise UnlikeError
+        return replace(self.whole, calls=found.calls, executions=found.executions)
+
+
+def state_of(module: nn.Module) -> Any:
+    """Return what a forward must leave as it is for blocks to be left out of it."""
+    return python_state(module), random.getstate(), bytes(torch.get_rng_state().numpy())
+
+
+def find_replay(module: nn.Module, whole: Pass) -> Replay | None:
+    """Return what need not run again after a pass in which all did, None where that is nothing."""
+    if not whole.settled:
+        return None
+    calls = _calls_by_block(whole.calls)
+    structure = structures(module, dict.fromkeys(execution.path for execution in whole.executions))
+    found: dict[Any, list[list[int]]] = {}
+    for number, inside in calls.items():
+        execution = whole.executions[number]
+        if execution.handover.outputs is None:
+            continue
+        candidates = found.setdefault((structure[execution.path], tuple(map(_measured, inside))), [])
+        alike = next((one for one in candidates if _interface(whole.executions[one[0]]) == _interface(execution)), None)
+        if alike is None:
+            candidates.append([number])
+        else:
+            alike.append(number)
+    classes = [one for candidates in found.values() for one in candidates if len(one) > MOST_RUN]
+    stand_ins = {
+        number: Replayed(members[0], members[-1], calls[number][-1].operator, whole.executions[number].saves)
+        for members in classes
+        for number in members[MOST_RUN - 1 : -1]
+    }
+    if len(stand_ins) < max(1, LEAST_SHARE * len(whole.executions)):
+        return None
+    run = {execution.path for number, execution in enumerate(whole.executions) if number not in stand_ins}
+    idle = frozenset(whole.executions[number].path for number in stand_ins) - run
+    return Replay(whole, classes, StandIns(stand_ins, idle))
+
+
+def _calls_by_block(calls: Sequence[CallRecord]) -> dict[int, list[CallRecord]]:
+    found: dict[int, list[CallRecord]] = {}
+    for call in calls:
+        if call.block is not None:
+            found.setdefault(call.block, []).append(call)
+    return found
+
+
+def _measured(call: CallRecord) -> tuple[Any, ...]:
+    """Return what was measured of a call."""
+    charges, instants = (
+        (call.saved, call.recomputed, call.shared),
+        (call.inside, call.reached, call.arrived, call.ended),
+    )
+    return *map(_tallied, (call.forward, call.backward)), charges, instants, call.output
+
+
+def _tallied(tally: Tally) -> tuple[int, ...]:
+    return tally.flops, tally.matmul_bytes, tally.other_bytes, tally.waste, *tally.events
+
+
+def _interface(execution: Execution) -> tuple[Any, ...]:
+    """Return what a block takes and returns."""
+    handover = execution.handover
+    sizes = [storage.charge for storage in execution.inputs]
+    return execution.saves, sizes, handover.arguments, handover.outputs, handover.gradients, handover.are_dense
+
+
+def _run_again(execution: Execution) -> tuple[Any, ...]:
+    """Return what was measured of a block as a whole."""
+    return _tallied(execution.again), execution.again_in_tail, _interface(execution)
