@@ -35,6 +35,10 @@ OPTIMIZER_BYTES_HELP = (
 EXPERT_IMBALANCE_HELP = (
     "How unevenly a router loads the experts of a mixture of experts: the largest load over the mean."
 )
+SIMPLE_HELP = (
+    "One strategy for all blocks, one for what is outside them, and the first n blocks recomputed. Default: if the "
+    "fastest plan gains less than 2% over that."
+)
 OUTPUT_HELP = "Write the plan to this YAML file, for OSDP() to run; with several limits, the plans to this folder."
 
 PlanPath = Annotated[Path, Argument(metavar="PLAN", help="A plan file, as `osdp plan -o` writes it.")]
@@ -59,6 +63,8 @@ Precision = Annotated[str, Option(help=PRECISION_HELP)]
 MasterWeights = Annotated[str | None, Option(help=MASTER_WEIGHTS_HELP)]
 OptimizerName = Annotated[str | None, Option(help="adam, adamw or sgd. Default: adam.")]
 OptimizerBytes = Annotated[float | None, Option("--optimizer-bytes-per-parameter", help=OPTIMIZER_BYTES_HELP)]
+Simple = Annotated[bool, Option("--simple", help=SIMPLE_HELP)]
+Best = Annotated[bool, Option("--best", help="The fastest plan, however many parts it has, to the last per cent.")]
 WhatIf = Annotated[bool, Option("--what-if", help="Also find the bottleneck: what more memory or faster parts gain.")]
 Output = Annotated[Path | None, Option("--output", "-o", help=OUTPUT_HELP)]
 Plot = Annotated[Path | None, Option(help="Plot the frontier to this file (needs matplotlib).")]

@@ -16,14 +16,22 @@ from planner.cost.stragglers import BALANCED, Imbalance
 from planner.cost.workload import Workload
 from planner.pins import Pin, parse_pin, resolve
 from planner.plan import Asked, Plan
-from planner.pricing import make_plan
+from planner.pricing import PricedPlan, make_plan
 from planner.problem import Pins, Progress, Task
 from planner.search.baselines import Baseline
 from planner.search.infeasible import NothingFits, Remedy, blame
-from planner.search.search import Found, search
+from planner.search.search import Found, loads_of, search
+from planner.search.search_space import Space
+from planner.search.simple_plan import simplest
 from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
+
+SIMPLE, BEST = "simple", "best"
+"""Styles of a plan: as one would write it (`planner.search.simple_plan`), or the fastest that there is."""
+MATERIAL_GAIN = 0.02
+"""What a plan has to gain over a simple one to be worth its many parts; more than what predictions are off."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,8 @@ class Request:
     """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
     expert_imbalance: float = 1.0
     """Largest load over the mean of what a router chooses from; see `profiler.trace.data_dependent`."""
+    style: str = ""
+    """`SIMPLE`, `BEST`, or empty for the simple plan unless the best is faster by `MATERIAL_GAIN`."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -69,7 +79,12 @@ class Planned:
     plan: Plan
     graph: ModelGraph
     found: Found
+    """The search's result, with the plan that is written."""
     trace_s: float
+    best: Found | None = None
+    """The search's result with its fastest plan, if another is written."""
+    simple: PricedPlan | None = None
+    """The fastest simple plan, if it was looked for and one fits."""
 
     @property
     def cluster(self) -> Cluster:
@@ -103,11 +118,31 @@ def plan_graph(
 ) -> Planned:
     """Return the fastest plan within the limit for a model that was traced. Raises OsdpError as `plan_model` does."""
     task = task_of(request, graph, cluster)
+    space = Space(graph, pins=task.pins)
     try:
-        found = search(task, progress)
+        best = search(task, progress, space)
     except NothingFits as refused:
         raise explain_refusal(refused, task, request) from None
-    return Planned(written(found, request), graph, found, trace_s=0.0)
+    simple = simplest(space, loads_of(task, space), task.limit_bytes, best.load)
+    found = preferred(best, simple, request)
+    return Planned(written(found, request), graph, found, 0.0, None if found is best else best, simple)
+
+
+def preferred(best: Found, simple: PricedPlan | None, request: Request) -> Found:
+    """Return the plan that is written: the simple one where it is asked for, or where the best gains little over it.
+
+    Raises OsdpError if a simple one is asked for and none fits.
+    """
+    if request.style == SIMPLE and simple is None:
+        what, expected = "no simple plan fits", "one strategy for all blocks and one for what is outside them"
+        advice = "leave --simple out, or allow more memory (--mem)"
+        raise OsdpError(what, got="--simple", expected=expected, advice=advice)
+    if simple is None or request.style == BEST:
+        return best
+    if request.style != SIMPLE and best.samples_per_s >= (1 + MATERIAL_GAIN) * simple.samples_per_s:
+        return best
+    taken = {name: getattr(simple, name) for name in ("load", "space", "options", "spanning", "samples_per_s")}
+    return replace(best, **taken)
 
 
 def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Progress) -> tuple[ModelGraph, float]:

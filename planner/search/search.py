@@ -155,8 +155,7 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
     """
     started = time.perf_counter()
     space = space or Space(task.graph, pins=task.pins)
-    settings = task.graph, task.cluster, task.optimizer
-    loads = tuple(space.known_load(Workload.of(*settings, *sizes, task.waits(*sizes))) for sizes in micro_batches(task))
+    loads = loads_of(task, space)
     rivals = baselines(space, loads, task.limit_bytes)
     fitting = [baseline for baseline in rivals if baseline.feasible and task.pins == NO_PINS]  # rivals have no pins
     best = max(fitting, key=lambda baseline: baseline.samples_per_s, default=None)
@@ -174,6 +173,12 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
     speed, took_s = plan.samples_per_s, time.perf_counter() - started
     bound = max(top, ddp_top, speed)
     return Found(plan.space, plan.load, plan.options, plan.spanning, speed, bound, rivals, count, took_s)
+
+
+def loads_of(task: Task, space: Space) -> tuple[Workload, ...]:
+    """Return the workloads of the sweep, by growing micro-batch; raises OsdpError as `micro_batches` does."""
+    settings = task.graph, task.cluster, task.optimizer
+    return tuple(space.known_load(Workload.of(*settings, *sizes, task.waits(*sizes))) for sizes in micro_batches(task))
 
 
 def _best_first(

@@ -241,6 +241,9 @@ def test_json_has_the_published_keys_and_sums(planned: Planned) -> None:
         "headroom_bytes",
         "pins",
         "not_run_yet",
+        "verdict",
+        "best_samples_per_s",
+        "simple_samples_per_s",
     ]
     assert told["schema"] == "osdp.plan_report/1"
     assert (told["model"], told["cluster"], told["limit_bytes"]) == ("transformer", "test", LIMIT_BYTES)

@@ -43,6 +43,8 @@ def plan(
     master_weights: options.MasterWeights = None,
     optimizer: options.OptimizerName = None,
     optimizer_bytes_per_parameter: options.OptimizerBytes = None,
+    simple: options.Simple = False,
+    best: options.Best = False,
     what_if: options.WhatIf = False,
     output: options.Output = None,
     plot: options.Plot = None,
@@ -76,6 +78,7 @@ def plan(
         imbalance_as_given=imbalance or "",
         master_weights=master_weights or "",
         expert_imbalance=expert_imbalance,
+        style=_style(simple, best, several),
     )
     with progress_bar():
         source = load_model(model, sequence_length=seq)
@@ -84,6 +87,18 @@ def plan(
         _plan_several(task, sorted(set(limits_bytes)), plot)
     else:
         _plan_one(task, what_if)
+
+
+def _style(simple: bool, best: bool, several: bool) -> str:
+    """Return the style of the plan that is wanted; raises OsdpError for two of them, and for a simple frontier."""
+    from osdp.planning.request import BEST, SIMPLE
+    from profiler.errors import OsdpError
+
+    if simple and best:
+        raise OsdpError("--simple and --best exclude each other", got="both", expected="one of them, or neither")
+    if simple and several:
+        raise OsdpError("a frontier is of the fastest plans", got="--simple and several limits", expected="one limit")
+    return SIMPLE if simple else BEST if best else ""
 
 
 @dataclass(frozen=True)

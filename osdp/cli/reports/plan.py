@@ -9,6 +9,7 @@ from rich.table import Table
 
 from osdp.cli.reports.figures import bar, format_count, format_parameters, format_seconds, name_phase, rates, sources_of
 from osdp.cli.reports.rows import plan_rows, short_names
+from osdp.cli.reports.verdict import verdict
 from osdp.cli.terminal import make_table, print_section
 from osdp.planning.clusters import reserve_use
 from osdp.planning.request import Planned
@@ -50,6 +51,7 @@ class Circumstances:
 
 
 def print_plan(console: Console, planned: Planned, around: Circumstances) -> None:
+    console.print(f"{verdict(planned)}\n")
     print_section(console, HEADLINE, _header(planned, around))
     print_section(console, *_choices(planned))
     print_section(console, *_memory(planned))
@@ -181,6 +183,13 @@ def _footer(planned: Planned, around: Circumstances) -> str:
         f"and {found.points} combinations of micro-batch size and accumulation. Plans outside it may be faster.",
         f"Tracing took {planned.trace_s:.2f} s, the search {found.search_s:.2f} s, the command {around.total_s:.2f} s.",
     ]
+    if planned.best is not None and planned.simple is not None:
+        gain = planned.best.samples_per_s / planned.simple.samples_per_s - 1
+        lines.append(f"This is a simple plan; the fastest has {gain:.1%} more samples/s, in more parts: --best.")
+    elif planned.simple is not None and (gain := found.samples_per_s / planned.simple.samples_per_s - 1) > 0:
+        lines.append(
+            f"It has {gain:.1%} more samples/s than one strategy for all blocks and one for the rest: --simple."
+        )
     lines += [f"Note: {note}" for note in planned.graph.notes]
     if around.written_to:
         lines.append(f"Written to {around.written_to}")

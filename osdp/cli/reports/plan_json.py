@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from osdp.cli.reports.verdict import verdict
 from osdp.planning.plan_questions import FrontierRow
 from osdp.planning.request import Planned
 from planner.analysis.plan_diff import HIDDEN
@@ -23,6 +24,7 @@ def plan_object(planned: Planned, total_s: float, more: WhatIf | None = None) ->
     those of the micro-batch that needs least memory, as if there were enough.
     """
     plan, predicted = planned.plan, planned.plan.predicted
+    best, simple = planned.best or planned.found, planned.simple
     what_if = {} if more is None else {"what_if": {**asdict(more), "binds": more.binds}}
     return {
         "schema": SCHEMA,
@@ -58,6 +60,9 @@ def plan_object(planned: Planned, total_s: float, more: WhatIf | None = None) ->
         "pins": plan.asked.pins,
         "not_run_yet": [],  # a published key; every strategy that is planned runs
         **what_if,
+        "verdict": verdict(planned),
+        "best_samples_per_s": best.samples_per_s,
+        "simple_samples_per_s": simple.samples_per_s if simple else None,
     }
 
 

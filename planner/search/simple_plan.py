@@ -1,0 +1,121 @@
+"""The plan that one would write by hand: one strategy for all blocks, one for the rest, the first n blocks recomputed.
+
+Strategies are the common ones (`StrategySpec.baseline`: DDP, ZeRO-2, FSDP, HSDP with each group size).  For one
+micro-batch b, one strategy s of the blocks and one strategy o of what is outside them, with T the step time and M the
+peak, of which T grows with n and M falls,
+
+    n(b, s, o) = min {n : M(b, s, o, n) <= limit}        found by bisection
+    the plan   = argmax over b, s, o of b / T(b, s, o, n(b, s, o))
+
+T(b, s, o, 0) bounds T from below, so that most of them need no bisection.  First o = s for every b and s; then, at the
+best b and its neighbours, every pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from planner.cost.workload import Workload
+from planner.model.fsdp_units import can_hold
+from planner.pricing import PricedPlan, fixed
+from planner.search.candidates import StageDecision
+from planner.search.search_space import Space
+from planner.strategies.registry import strategies_on
+from planner.strategies.spec import Strategy
+
+WHOLE_MULTIPLE, FROM_SIZE = 8, 16
+"""Micro-batches of this size and larger are multiples of so many, as people choose them ..."""
+ODD_GAIN = 0.01
+"""... unless another gives more samples per second by more than this."""
+NEIGHBOURS = 2
+"""How many micro-batches on either side of the best are tried with a strategy of its own for what is outside blocks."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A simple plan but for how many blocks are recomputed."""
+
+    load: Workload
+    inside: Strategy
+    outside: Strategy
+
+
+def simplest(space: Space, loads: Sequence[Workload], limit_bytes: int, near: Workload) -> PricedPlan | None:
+    """Return the fastest simple plan within the limit that keeps the space's pins, None if there is none.
+
+    `near` is a fast plan's: of `loads`, by growing micro-batch, those of half to twice its micro-batch are tried.
+    """
+    if any(len(slices) > 1 for slices in space.pins.strategies.values()):
+        return None
+    tried = [load for load in loads if near.micro_batch <= 2 * load.micro_batch <= 4 * near.micro_batch]
+    strategies = [strategy for strategy in strategies_on(near.cluster) if _is_common(strategy, space)]
+    search = _SimpleSearch(space, limit_bytes)
+    for gain, those in ((0.0, filter(_is_even, tried)), (ODD_GAIN, (one for one in tried if not _is_even(one)))):
+        search.try_all((_Form(load, one, one) for load, one in product(those, strategies)), gain)
+    if search.best is None:
+        return None
+    at = tried.index(search.best.load)
+    around = tried[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]
+    search.try_all((_Form(load, *pair) for load in around for pair in product(strategies, strategies)), ODD_GAIN / 10)
+    return search.best
+
+
+def _is_common(strategy: Strategy, space: Space) -> bool:
+    fits = all(can_hold(operator, strategy) for operator in space.graph.operators)
+    return bool(strategy.spec.baseline) and not strategy.offload and fits
+
+
+def _is_even(load: Workload) -> bool:
+    return load.micro_batch < FROM_SIZE or load.micro_batch % WHOLE_MULTIPLE == 0
+
+
+class _SimpleSearch:
+    """Prices simple plans of a space, and keeps the fastest that fits."""
+
+    def __init__(self, space: Space, limit_bytes: int) -> None:
+        self.space, self.limit_bytes = space, limit_bytes
+        self.best: PricedPlan | None = None
+        stages, pinned = enumerate(space.model.stages), space.pins.recompute
+        may = [(index, stage.block) for index, stage in stages if stage.block is not None and stage.can_recompute]
+        self._always = {index for index, block in may if pinned.get(block, False)}
+        self._open = [index for index, block in may if block not in pinned]
+        """Stages whose recomputation is not pinned, from the bottom."""
+
+    def try_all(self, forms: Iterable[_Form], gain: float) -> None:
+        """Keep the fastest of these forms, if it is faster by more than this share than what is kept so far."""
+        for form in forms:
+            floor = self.best.samples_per_s * (1.0 + gain) if self.best else 0.0
+            if self._plan(form, 0).samples_per_s > floor:
+                plan = self._fastest(form)
+                if plan is not None and plan.samples_per_s > floor:
+                    self.best = plan
+
+    def _fastest(self, form: _Form) -> PricedPlan | None:
+        """Return a form with as few blocks recomputed as fit."""
+        low, high = -1, len(self._open)
+        if self._fits(form, 0):
+            return self._plan(form, 0)
+        if not self._fits(form, high):
+            return None
+        while high - low > 1:  # so few do not fit, so many do
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._fits(form, middle) else (middle, high)
+        return self._plan(form, high)
+
+    def _fits(self, form: _Form, count: int) -> bool:
+        return self._plan(form, count).peak.total_bytes <= self.limit_bytes
+
+    def _plan(self, form: _Form, count: int) -> PricedPlan:
+        """Return a form with so many blocks recomputed."""
+        space, recomputed = self.space, self._always.union(self._open[:count])
+        pinned = {operator: slices[0] for operator, slices in space.pins.strategies.items()}
+        choices = []
+        for index, stage in enumerate(space.model.stages):
+            own = form.outside if stage.block is None else form.inside
+            taken = tuple(pinned.get(operator, own) for operator in stage.operators)
+            choices.append(StageDecision(taken, index in recomputed))
+        spanning = tuple(pinned.get(operator, form.outside) for operator in space.model.spanning)
+        plan = PricedPlan(form.load, space, spanning or None, fixed(space, form.load, choices, spanning or None))
+        return plan.as_run(self.limit_bytes)

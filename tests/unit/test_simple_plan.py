@@ -1,0 +1,133 @@
+"""Simple plans: against every plan of their form, and when they are taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from synthetic import cluster, transformer
+
+from osdp.cli.reports.verdict import verdict
+from osdp.planning.request import BEST, MATERIAL_GAIN, SIMPLE, Request, plan_graph, preferred
+from planner.cost.peak_memory import peak_memory
+from planner.cost.step_time import step_time
+from planner.cost.workload import Workload
+from planner.pins import parse_pin
+from planner.plan import read_choices
+from planner.pricing import fixed
+from planner.problem import Task
+from planner.search.candidates import StageDecision
+from planner.search.least_memory import smallest_of
+from planner.search.search import loads_of
+from planner.search.search_space import Space
+from planner.search.simple_plan import FROM_SIZE, ODD_GAIN, WHOLE_MULTIPLE, simplest
+from planner.strategies.notation import parse_strategy
+from profiler.byte_sizes import GIB, MIB
+from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
+from profiler.model_graph import ModelGraph
+
+GRAPH, MACHINE = transformer(4, 512, vocabulary=4096), cluster(gpus=4)
+COMMON = ("replicate", "shard", "shard_grad", "group_shard:2")
+
+
+def every_speed(
+    graph: ModelGraph, machine: Cluster, limit_bytes: int, sizes: range
+) -> dict[tuple[int, str, str], float]:
+    """Return the speed of every simple plan that fits, with as few of the first blocks recomputed as possible."""
+    space, found = Space(graph), {}
+    for size, inside, outside in product(sizes, COMMON, COMMON):
+        load = Workload(machine, "adam", "fp32", size)
+        pair = parse_strategy(inside, machine), parse_strategy(outside, machine)
+        for count in range(len(graph.blocks) + 1):
+            choices = [
+                StageDecision((pair[stage.block is None],) * len(stage.operators), (stage.block or 0) < count)
+                if stage.block is not None
+                else StageDecision((pair[1],) * len(stage.operators))
+                for stage in space.model.stages
+            ]
+            options = fixed(space, load, choices, (pair[1],) if space.model.spanning else None)
+            if peak_memory(options, load).total_bytes <= limit_bytes:
+                found[size, inside, outside] = load.samples_per_step / step_time(options, load).total_s
+                break
+    return found
+
+
+@pytest.mark.parametrize("factor", [1.02, 1.2, 1.6, 2.5])
+def test_no_plan_of_the_form_is_noticeably_faster(factor: float) -> None:
+    space = Space(GRAPH)
+    task = Task(GRAPH, MACHINE, 10 * GIB)
+    loads = loads_of(task, space)
+    limit_bytes = round(factor * smallest_of(space, loads, 10 * GIB).peak.total_bytes)
+    every = every_speed(GRAPH, MACHINE, limit_bytes, range(1, 17))
+    fastest = max(every, key=lambda form: every[form], default=None)
+    if fastest is None:
+        assert simplest(space, loads, limit_bytes, loads[0]) is None
+        return
+    found = simplest(space, loads, limit_bytes, loads[fastest[0] - 1])
+    assert found is not None
+    assert found.peak.total_bytes <= limit_bytes
+    if found.load.micro_batch <= 16:
+        assert (1 - ODD_GAIN / 10) * every[fastest] <= found.samples_per_s <= every[fastest] * 1.5  # 1.5: run by DDP
+
+
+def test_large_micro_batches_are_multiples_of_eight() -> None:
+    planned = plan_graph(GRAPH, MACHINE, Request(20 * GIB, style=SIMPLE))
+    assert planned.plan.micro_batch > FROM_SIZE
+    assert planned.plan.micro_batch % WHOLE_MULTIPLE == 0
+
+
+def test_the_simple_plan_is_taken_where_the_best_gains_little() -> None:
+    limit_bytes = 700 * MIB
+    best, usual, simple = (plan_graph(GRAPH, MACHINE, Request(limit_bytes, style=s)) for s in (BEST, "", SIMPLE))
+    assert simple.simple is not None
+    gain = best.found.samples_per_s / simple.simple.samples_per_s - 1
+    assert gain >= 0
+    assert usual.plan == (best.plan if gain >= MATERIAL_GAIN else simple.plan)
+    for speeds, taken in (((1.0, 1.019), simple), ((1.0, 1.021), best)):
+        slow, fast = replace(simple.found, samples_per_s=speeds[0]), replace(best.found, samples_per_s=speeds[1])
+        one = replace_speed(simple.simple, speeds[0])
+        assert preferred(fast, one, Request(limit_bytes)).options == (taken.found if taken is best else slow).options
+    inside = {simple.plan.choices[o.name] for o in GRAPH.operators if o.block is not None}
+    outside = {simple.plan.choices[o.name] for o in GRAPH.operators if o.block is None}
+    assert len(inside) == len(outside) == 1
+    again = simple.plan.recomputed_blocks
+    assert again == [block.name for block in GRAPH.blocks][: len(again)]
+    assert simple.plan.gap == pytest.approx(1 - simple.simple.samples_per_s / best.found.bound_samples_per_s)
+
+
+def replace_speed(plan: object, speed: float) -> object:
+    """Return a priced plan that claims another speed."""
+    vars(made := replace(plan))["samples_per_s"] = speed  # type: ignore[type-var]
+    return made
+
+
+def test_pins_are_kept() -> None:
+    pins = tuple(map(parse_pin, ("blocks.1.*=shard_grad", "blocks.2=recompute", "blocks.0=keep")))
+    plan = plan_graph(GRAPH, MACHINE, Request(2 * GIB, pins=pins, style=SIMPLE)).plan
+    pinned = [o.name for o in GRAPH.operators if o.name.startswith("blocks.1.")]
+    assert pinned
+    assert {plan.choices[name] for name in pinned} == {"shard_grad"}
+    assert "blocks.2" in plan.recomputed_blocks
+    assert "blocks.0" not in plan.recomputed_blocks
+    read_choices(plan, GRAPH, MACHINE)
+
+
+def test_no_simple_plan_is_refused_by_name() -> None:
+    space = Space(GRAPH)
+    least_bytes = smallest_of(space, loads_of(Task(GRAPH, MACHINE, GIB), space), GIB).peak.total_bytes
+    with pytest.raises(OsdpError, match="no simple plan fits"):
+        plan_graph(GRAPH, MACHINE, Request(round(least_bytes), style=SIMPLE))
+
+
+def test_the_verdict_is_what_the_plan_says() -> None:
+    planned = plan_graph(
+        GRAPH, MACHINE, Request(2 * GIB, micro_batch=2, pins=(parse_pin("*=shard"), parse_pin("blocks.0=recompute")))
+    )
+    predicted, best = planned.plan.predicted, planned.best_baseline
+    assert best is not None
+    again = len(planned.plan.recomputed_blocks)
+    text = verdict(planned)
+    assert text.startswith(f"FSDP on all 4 blocks, {again} of the 4 recomputed, micro-batch 2: ")
+    assert f"{predicted.peak_memory_bytes / GIB:.2f} of 2 GiB" in text
