@@ -192,7 +192,7 @@ def _replayed(trace: AllocationTrace, settings: str, limit_bytes: int, workspace
     found = replay(trace, limit_bytes, **how)
     if found.runs:
         return Allocator(found.allocated_bytes, found.reserved_bytes, found.retries, fits=True)
-    needed_bytes = least_limit_bytes(trace, **how)
+    needed_bytes = least_limit_bytes(trace, limits=20, **how)
     needed = replay(trace, needed_bytes, **how)
     return Allocator(needed.allocated_bytes, needed_bytes, needed.retries, fits=False)
 
