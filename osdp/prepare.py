@@ -7,10 +7,12 @@ raise its error, and none waits for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from osdp.description import Described, read_description
 from osdp.models.user_factory import ExampleInputs, Model, source_of
 from osdp.planning.clusters import memory_limit
+from osdp.planning.memory_options import default_headroom
 from osdp.planning.rank_grid import DeviceInfo, cluster_of_plan, cluster_of_ranks
 from osdp.planning.request import Request, plan_graph
 from planner.optimizers import optimizer_name
@@ -86,11 +88,11 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
     optimizer = optimizer_name(wish.optimizer, wish.optimizer_bytes_per_parameter)
     asked = wish.precision, optimizer, wish.micro_batch, wish.global_batch
     master_weights, imbalance = wish.master_weights or "", wish.expert_imbalance
-    request = Request(limit_bytes, *asked, pins=pins, master_weights=master_weights, expert_imbalance=imbalance)
+    options: dict[str, Any] = {"pins": pins, "master_weights": master_weights, "expert_imbalance": imbalance}
+    request = Request(limit_bytes, *asked, headroom=default_headroom(cluster), **options)
     name = wish.name or str(getattr(model, "__name__", type(model).__name__))
     source = source_of(model, name, wish.sequence_length, example_inputs)
-    options = wish.micro_batch, master_weights, imbalance
-    graph = trace_model(source, wish.precision, cluster.device.kind, *options)
+    graph = trace_model(source, wish.precision, cluster.device.kind, wish.micro_batch, master_weights, imbalance)
     return _Traced(graph, cluster, request)
 
 

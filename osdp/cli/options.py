@@ -51,7 +51,9 @@ ClusterName = Annotated[str | None, Option(help=f"{CLUSTER_HELP} Default: the vi
 Nodes = Annotated[int | None, Option(min=1, help="Number of nodes. Default: the cluster's.")]
 GpusPerNode = Annotated[int | None, Option(min=1, help="Number of ranks per node. Default: the cluster's.")]
 Mem = Annotated[str | None, Option(help=MEM_HELP)]
-Headroom = Annotated[str | None, Option(help="Memory to leave unused: 512MB, or 5% of the limit. Default: none.")]
+Headroom = Annotated[
+    str | None, Option(help="Memory to leave unused: 512MB, or 5% of the limit. Default: 1.5% on GPUs, for fragments.")
+]
 Pins = Annotated[list[str] | None, Option(metavar="PATTERN=CHOICE", help=PIN_HELP)]
 Batch = Annotated[int | None, Option(min=1, help="Micro-batch size of a rank. Default: searched.")]
 GlobalBatch = Annotated[int | None, Option(min=1, help="Samples of all ranks per step. Default: one micro-batch each.")]

@@ -11,6 +11,10 @@ from profiler.cluster.cluster import Cluster, Device
 from profiler.cluster.read_cluster import read_cluster
 from profiler.errors import OsdpError
 
+WORKSPACE = "cublas_workspace"
+ALLOCATED_RESERVES = (WORKSPACE, "allocator_rounding")
+"""Parts of a cluster's reserve that come out of PyTorch's allocator; others are taken beside it."""
+
 DEFAULT_CLUSTER = "titan-rtx-8"
 """Planned for if the user names no cluster and no GPU is visible."""
 
@@ -53,6 +57,18 @@ def resized(cluster: Cluster, nodes: int, gpus_per_node: int) -> Cluster:
 def reserve_use(device: Device) -> str:
     """Return what the memory of a device is reserved for that a plan's tensors cannot use."""
     return "the CUDA context, NCCL and cuBLAS" if device.kind == "cuda" else "Python, torch and the allocator"
+
+
+def allocatable_bytes(cluster: Cluster, limit_bytes: int) -> int:
+    """Return what a limit per device leaves PyTorch's allocator to reserve."""
+    reserves = cluster.device.reserve_bytes
+    return limit_bytes - round(sum(figure.value for name, figure in reserves.items() if name not in ALLOCATED_RESERVES))
+
+
+def workspaces_bytes(cluster: Cluster) -> tuple[int, ...]:
+    """Return what cuBLAS has PyTorch's allocator keep: a workspace for the forward's thread, one for the backward's."""
+    figure = cluster.device.reserve_bytes.get(WORKSPACE)
+    return () if figure is None else (round(figure.value / 2),) * 2
 
 
 def memory_limit(cluster: Cluster, limit_bytes: int | None) -> int:

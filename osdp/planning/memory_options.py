@@ -5,7 +5,7 @@
 --mem 6GB:24GB:2GB         a range: start, stop (included, if a step ends there), step
 --mem 6GB:12GB:2GB,24GB    both
 --headroom 512MB           memory that a plan leaves free under the limit
---headroom 5%              likewise, a share of the limit
+--headroom 5%              likewise, a share of the limit; by default `default_headroom`
 """
 
 from __future__ import annotations
@@ -82,6 +82,14 @@ class Headroom:
 
 
 NO_HEADROOM = Headroom()
+ALLOCATOR_HEADROOM = Headroom(share=0.015)
+"""What CUDA's caching allocator needs for fragments with `expandable_segments:True`, beyond the 64 MiB that the
+clusters' files keep for its rounding: derived in docs/benchmarks/allocator.md."""
+
+
+def default_headroom(cluster: Cluster) -> Headroom:
+    """Return what is left free where the user does not say: room for fragments, where there is CUDA's allocator."""
+    return ALLOCATOR_HEADROOM if cluster.device.kind == "cuda" else NO_HEADROOM
 
 
 def parse_headroom(text: str) -> Headroom:
@@ -104,7 +112,7 @@ def parse_headroom(text: str) -> Headroom:
 def check_headroom(headroom: Headroom, limit_bytes: int, cluster: Cluster) -> None:
     """Raise OsdpError if a headroom leaves nothing of a limit for tensors."""
     free_bytes, reserve_bytes = headroom.of(limit_bytes), cluster.reserve_bytes
-    if free_bytes and free_bytes >= limit_bytes - reserve_bytes:
+    if free_bytes >= limit_bytes - reserve_bytes > 0:  # below the reserve nothing fits, which the search says
         got = f"{format_bytes(free_bytes)} of {format_bytes(limit_bytes)}"
         reserved = f"{format_bytes(reserve_bytes)} are reserved for {reserve_use(cluster.device)}"
         expected = f"less than {format_bytes(max(0.0, limit_bytes - reserve_bytes))}: {reserved}"

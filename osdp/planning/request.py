@@ -192,8 +192,12 @@ def written(found: Found, request: Request) -> Plan:
 def explain_refusal(refused: NothingFits, task: Task, request: Request) -> NothingFits:
     """Return the refusal in the user's terms: with the headroom, and the pin that is to blame, if one is."""
     refusal = refused.refusal
-    remedies = blame(task, refusal.load, request.pins)
+    blamed = blame(task, refusal.load, request.pins)
+    remedies = [
+        replace(remedy, needed_bytes=request.headroom.over(remedy.needed_bytes))
+        for remedy in (*blamed, *refusal.remedies)
+    ]
     if request.headroom_bytes and refusal.needed_bytes <= request.limit_bytes:
-        remedies.append(Remedy("without --headroom", refusal.needed_bytes))
-    found = replace(refusal, remedies=(*remedies, *refusal.remedies), headroom_bytes=request.headroom_bytes)
+        remedies.insert(len(blamed), Remedy("--headroom 0", refusal.needed_bytes))
+    found = replace(refusal, remedies=tuple(remedies), headroom_bytes=request.headroom_bytes)
     return NothingFits(replace(found, advised_bytes=request.headroom.over(refusal.needed_bytes)))

@@ -6,14 +6,18 @@ A dry run (`runtime.observe.dry_run`) runs anywhere, in one process, at the plan
 GPUs, with as many ranks as the plan has, real steps are run and the allocator is asked; there what it
 reserved of the device has to be within the limit too.  What is no tensor (the reserve: context,
 communicators, workspaces) is on neither side of the error.
+
+What a dry run allocates is replayed through a model of CUDA's caching allocator, with its default
+settings and with `expandable_segments:True`, which `osdp train` sets: so set, it has to serve every
+request of a few steps with what the limit leaves it.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from osdp.planning.clusters import allocatable_bytes, workspaces_bytes
 from osdp.zoo import load_model
 from planner.analysis.explain import OpenPlan
 from profiler.errors import OsdpError
@@ -29,7 +34,9 @@ from profiler.trace.data_dependent import DataDependent
 from profiler.trace.metered_pass import find_loss
 from profiler.trace.python_values import answering
 from runtime.compile_plan import compile_plan
-from runtime.observe.dry_run import Script, dry_run
+from runtime.observe.allocation_trace import AllocationTrace
+from runtime.observe.allocator_replay import least_limit_bytes, replay
+from runtime.observe.dry_run import DryRun, Script, dry_run
 from runtime.optimizers import optimizer_of
 
 MOST_TOO_LOW = 0.01
@@ -40,12 +47,26 @@ ROUNDING_BYTES = 2**20
 """What a prediction may always be off by: of a few MiB, the rounding of tensors to 512 bytes is percents."""
 RESERVE = "reserve"
 """Category of a prediction that is no tensor's."""
-ALLOCATED_RESERVES = ("cublas_workspace", "allocator_rounding")
-"""Parts of a cluster's reserve that come out of PyTorch's allocator; others are taken beside it."""
 RESERVED = "reserved"
 """Category of a measurement that is not part of the peak: what the allocator had of the device."""
+DEFAULT, EXPANDABLE = "default", "expandable_segments"
+"""Settings of PyTorch's allocator."""
 MEASURED_STEPS = 3
 """Steps on GPUs; the first makes optimizer states and is not counted."""
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """What CUDA's caching allocator is predicted to do within the limit, workspaces of cuBLAS included."""
+
+    allocated_bytes: int
+    """At the peak."""
+    reserved_bytes: int
+    """At the peak of what it has of the device; if the steps do not fit, the least that they need."""
+    retries: int
+    """Times a step that it has to give cached memory back to the device."""
+    fits: bool
+    """Whether the steps run within `Verified.allocatable_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +89,8 @@ class Verified:
     seconds: float
     allocatable_bytes: int
     """What the plan's limit leaves PyTorch's allocator to reserve."""
+    allocators: Mapping[str, Allocator] = field(default_factory=dict)
+    """Of a dry run for CUDA, what the allocator would do: by `DEFAULT` and `EXPANDABLE`."""
 
     @property
     def error(self) -> float:
@@ -87,8 +110,10 @@ class Verified:
 
     @property
     def fits(self) -> bool:
-        """Whether the allocator kept within the limit, so far as that was measured."""
-        return self.reserved_bytes is None or self.reserved_bytes <= self.allocatable_bytes
+        """Whether the allocator kept within the limit, so far as that was measured, or would."""
+        if self.reserved_bytes is not None:
+            return self.reserved_bytes <= self.allocatable_bytes
+        return EXPANDABLE not in self.allocators or self.allocators[EXPANDABLE].fits
 
     @property
     def holds(self) -> bool:
@@ -106,8 +131,6 @@ def verify(
     plan = view.plan
     source = load_model(model or plan.model.name, sequence_length=plan.model.sequence_length)
     predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != RESERVE}
-    reserves = view.load.cluster.device.reserve_bytes
-    beside = sum(figure.value for name, figure in reserves.items() if name not in ALLOCATED_RESERVES)
     if on_gpus is None:
         on_gpus = torch.cuda.is_available() and _ranks() == view.load.cluster.world_size
     if on_gpus:
@@ -127,7 +150,8 @@ def verify(
         predicted_phase=view.prediction.peak_phase,
         tracked_phase=held.phase,
         seconds=time.perf_counter() - started,
-        allocatable_bytes=view.plan.limit_bytes - round(beside),
+        allocatable_bytes=allocatable_bytes(view.load.cluster, view.plan.limit_bytes),
+        allocators=held.allocators,
     )
 
 
@@ -139,17 +163,38 @@ class _Held:
     categories: Mapping[str, int]
     peak_bytes: int
     phase: str
+    allocators: Mapping[str, Allocator] = field(default_factory=dict)
 
 
-def _dry_run(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> _Held:
+def rehearse(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> tuple[int, DryRun]:
+    """Return the rank that holds most, and its dry run."""
     plan, space = view.plan, view.space
     schedule = compile_plan(plan, space.graph, view.load.cluster)
     model = source.build, source.example_inputs, lambda output: find_loss(output)[0]
     rank = view.decided.fullest(space, view.load)[0]
     data = DataDependent(expert_imbalance)
     script = Script(*model, plan.optimizer, plan.micro_batch, lambda: answering(data))
-    peak = dry_run(script, schedule, rank).peak
-    return _Held(rank, peak.categories, peak.total_bytes, f"{peak.phase}, {peak.op}")
+    return rank, dry_run(script, schedule, rank)
+
+
+def _dry_run(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> _Held:
+    rank, found = rehearse(view, source, expert_imbalance)
+    peak, limit_bytes = found.peak, allocatable_bytes(view.load.cluster, view.plan.limit_bytes)
+    allocators = {}
+    if view.load.cluster.device.kind == "cuda":
+        workspaces = workspaces_bytes(view.load.cluster)
+        allocators = {name: _replayed(found.trace, name, limit_bytes, workspaces) for name in (DEFAULT, EXPANDABLE)}
+    return _Held(rank, peak.categories, peak.total_bytes, f"{peak.phase}, {peak.op}", allocators)
+
+
+def _replayed(trace: AllocationTrace, settings: str, limit_bytes: int, workspaces: Sequence[int]) -> Allocator:
+    how: Any = {"expandable": settings == EXPANDABLE, "workspaces_bytes": workspaces}
+    found = replay(trace, limit_bytes, **how)
+    if found.runs:
+        return Allocator(found.allocated_bytes, found.reserved_bytes, found.retries, fits=True)
+    needed_bytes = least_limit_bytes(trace, limits=20, **how)
+    needed = replay(trace, needed_bytes, **how)
+    return Allocator(needed.allocated_bytes, needed_bytes, needed.retries, fits=False)
 
 
 def _ranks() -> int:

@@ -11,6 +11,7 @@ import warnings
 
 from osdp.compat.seed_groups import grouped_strategy
 from osdp.planning.clusters import memory_limit
+from osdp.planning.memory_options import default_headroom
 from osdp.planning.rank_grid import cluster_of_ranks, grid
 from osdp.planning.request import Request, plan_model
 from osdp.training.job import Job, check_ranks
@@ -52,7 +53,8 @@ def _planned(job: Job) -> Plan:
     cluster, _ = cluster_of_ranks(config.cluster, config.emulated_nodes)
     limit_bytes = memory_limit(cluster, None if config.mem is None else parse_bytes(config.mem))
     masters, batches = config.master_weights or "", (config.batch, config.global_batch)
-    request = Request(limit_bytes, config.precision, config.optimizer, *batches, master_weights=masters)
+    free = default_headroom(cluster)
+    request = Request(limit_bytes, config.precision, config.optimizer, *batches, free, master_weights=masters)
     if config.fsdp_type == "OSDP":
         return plan_model(job.source, cluster, request).plan
     if config.batch is None:

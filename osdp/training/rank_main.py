@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from osdp.api import OSDP
+from osdp.planning.clusters import allocatable_bytes
+from osdp.planning.rank_grid import cluster_of_plan
 from osdp.training.choose_plan import choose_plan
 from osdp.training.evaluate import held_out_accuracies
 from osdp.training.job import Job
@@ -27,8 +29,7 @@ def run_rank(job: Job, *reporters: Reporter) -> None:
 
         plan, planned_s = from_rank_0("plan", lambda: choose_plan(job))
         if job.device == "cuda" and job.config.fsdp_type == "OSDP":
-            # What is reserved for the CUDA context and libraries does not come out of torch's allocator.
-            limit_bytes = plan.limit_bytes - plan.predicted.reserve_bytes
+            limit_bytes = allocatable_bytes(cluster_of_plan(plan, None), plan.limit_bytes)
             total_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), ranks.device)
         trainer = _trainer(job, plan, ranks, report)

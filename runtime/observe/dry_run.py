@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from profiler.errors import OsdpError
 from runtime.apply_schedule import apply_schedule
 from runtime.local_shards import local_data
+from runtime.observe.allocation_trace import AllocationRecorder, AllocationTrace
 from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
 from runtime.optimizers import optimizer_of
 from runtime.schedule import Schedule
@@ -60,6 +61,8 @@ class DryRun:
     """Phase `forward`, `backward` or `optimizer`."""
     rest_bytes: int
     """Live between steps."""
+    trace: AllocationTrace
+    """What the two steps allocate and free."""
 
 
 def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
@@ -74,7 +77,7 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
         raise OsdpError(what, got=got, advice="call it before init_process_group, or in another process")
     with _fake_world(schedule.world_size, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        live = LiveBytes(ACTIVATIONS)
+        live = AllocationRecorder()
         short_rings = patch.object(ring_reduce_scatter, "end_after_one_step", True)
         with FakeTensorMode(allow_non_fake_inputs=True), live, few_chunks(), short_rings:
             with script.answering():
@@ -92,14 +95,15 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
             for _ in range(2):
                 gc.collect()
                 live.reset_peak()
+                live.begin_step()
                 rest_bytes = live.total_bytes
                 for _ in range(schedule.accumulation):
                     with script.answering():
                         _train(run, model, script, live)
                 _step(live, optimizers)
-            peak = live.peak
+            peak, trace = live.peak, live.trace()
             del optimizers, model, sharded, run
-    return DryRun(peak, rest_bytes)
+    return DryRun(peak, rest_bytes, trace)
 
 
 def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: LiveBytes) -> None:

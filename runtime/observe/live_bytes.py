@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ class _Storage:
     """A storage that is counted."""
 
     reference: weakref.ref[torch.UntypedStorage]
+    number: int
+    """Counts the storages; another never has it."""
     size_bytes: int
     category: str
 
@@ -89,6 +92,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of each parameter that is watched: HOST if its shard is offloaded, else empty."""
         self.peak = Peak(0, "", "")
         self._live: dict[int, _Storage] = {}
+        self._numbers = count()
         self._categories: Counter[str] = Counter()
         self._at_peak = False
         """Whether nothing has changed since the peak."""
@@ -112,6 +116,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def changed(self) -> None:
         """Called after every change of the live bytes; for subclasses."""
 
+    def resized(self, number: int, size_bytes: int) -> None:
+        """Called when the storage of a number has so many bytes of the device from now on; for subclasses."""
+
     def reset_peak(self) -> None:
         """Forget the peak; what is live now is the new one."""
         self._note_peak("reset_peak")
@@ -134,9 +141,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is None or known.category == category:
             return
         was_at_peak, size_bytes = self._at_peak, known.size_bytes
+        moves = HOST in (category, known.category)
         self._change(known, 0)
         known.category = category
         self._change(known, size_bytes)
+        if moves:
+            self.resized(known.number, 0 if category == HOST else size_bytes)
         if was_at_peak and category != HOST:
             self._note_peak(self.peak.op)
         elif self.total_bytes > self.peak.total_bytes:  # it was host memory
@@ -237,10 +247,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key, size = storage._cdata, allocated_bytes(storage.nbytes())
         known = self._live.get(key)
         if known is None:
-            known = self._live[key] = _Storage(weakref.ref(storage, partial(self._release, key)), 0, self.category)
+            reference = weakref.ref(storage, partial(self._release, key))
+            known = self._live[key] = _Storage(reference, next(self._numbers), 0, self.category)
         if size == known.size_bytes:
             return
         self._change(known, size)
+        if known.category != HOST:
+            self.resized(known.number, size)
         if self.total_bytes > self.peak.total_bytes:
             self._note_peak(op)
 
@@ -260,7 +273,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._live[key]
         if known.reference is reference:
             del self._live[key]
+            size_bytes = known.size_bytes
             self._change(known, 0)
+            if size_bytes and known.category != HOST:
+                self.resized(known.number, 0)
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

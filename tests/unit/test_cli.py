@@ -17,6 +17,7 @@ from command_line import Cli, Outcome
 
 import osdp.planning.request
 from osdp.planning.clusters import memory_limit
+from osdp.planning.memory_options import default_headroom
 from osdp.planning.plan_file import read_plan, write_plan
 from osdp.zoo import load_cluster, load_model
 from profiler.byte_sizes import GIB
@@ -36,7 +37,8 @@ def tiny_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan for gpt2-tiny, in a file; tests copy it before they change it."""
     path = tmp_path_factory.mktemp("plans") / "plan.yaml"
     cluster = load_cluster("titan-rtx-8")
-    request = osdp.planning.request.Request(memory_limit(cluster, None), micro_batch=4)
+    limit, headroom = memory_limit(cluster, None), default_headroom(cluster)
+    request = osdp.planning.request.Request(limit, micro_batch=4, headroom=headroom)
     write_plan(path, osdp.planning.request.plan_model(load_model("gpt2-tiny"), cluster, request).plan)
     return path
 
@@ -270,7 +272,7 @@ def test_wrong_usage_ends_with_2(cli: Cli, arguments: tuple[str, ...]) -> None:
 
 
 def test_the_smallest_limit_that_is_told_is_enough_and_no_less_is(cli: Cli) -> None:
-    tiny = (*TINY[:3], "--cluster", "rtx4090-2", *TINY[5:])
+    tiny = (*TINY[:3], "--cluster", "rtx4090-2", *TINY[5:], "--headroom", "0")
     message = cli.refused(*tiny, "--mem", "100MB")
     needed = int(message.partition("try: --mem ")[2].partition("MB")[0])
     assert cli(*tiny, "--mem", f"{needed}MB").status == 0

@@ -37,7 +37,8 @@ def test_a_frontier_in_json_has_every_limit(cli: Cli) -> None:
         (470 * MIB, True),
         (490 * MIB, True),
     ]
-    assert 460 * MIB < rows[0]["needed_bytes"] < 470 * MIB
+    # 460.2 MiB of reserve and some of tensors, with the headroom of 1.5 %.
+    assert 460.2 * MIB / 0.985 < rows[0]["needed_bytes"] <= 470 * MIB
     assert "which peaks in" in rows[0]["why"]
     # Each is what a search of its own prints.
     alone = cli.json(*TINY, "--mem", "470MB")
@@ -150,7 +151,7 @@ def test_headroom_is_left_free_and_shown(cli: Cli) -> None:
         ("100%", "less than the memory limit"),
         ("lots", "not a headroom"),
         ("40MB", "leaves no memory"),
-        ("39MB", "without --headroom (then "),
+        ("39MB", "--headroom 0 (then "),
     ],
 )
 def test_a_headroom_that_cannot_be_is_told(cli: Cli, headroom: str, part: str) -> None:
@@ -183,7 +184,7 @@ def test_what_binds_and_what_more_would_buy(cli: Cli) -> None:
 
 
 def test_a_plan_that_nothing_fits_any_more_is_still_explained(cli: Cli) -> None:
-    cli.done(*TINY, "-o", "plan.yaml")
+    cli.done(*TINY, "--headroom", "0", "-o", "plan.yaml")
     text = Path("plan.yaml").read_text()
     limit = read_plan(Path("plan.yaml")).limit_bytes
     Path("plan.yaml").write_text(text.replace(f"limit_bytes: {limit}", f"limit_bytes: {100 * MIB}"))

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import cluster, transformer
 
-from osdp.planning.memory_options import NO_HEADROOM, Headroom, check_headroom, parse_headroom
+from osdp.planning.clusters import allocatable_bytes, load_cluster, workspaces_bytes
+from osdp.planning.memory_options import NO_HEADROOM, Headroom, check_headroom, default_headroom, parse_headroom
 from osdp.planning.plan_file import read_plan, write_plan
 from osdp.planning.request import Request, task_of, written
 from planner.analysis.explain import alternatives, find_target, open_plan
@@ -45,6 +46,16 @@ def test_amounts_and_shares() -> None:
 def test_what_is_no_headroom_is_told(text: str, part: str) -> None:
     with pytest.raises(OsdpError, match=part):
         parse_headroom(text)
+
+
+def test_by_default_room_is_left_for_fragments_where_there_is_cudas_allocator() -> None:
+    gpus, cpus = load_cluster("titan-rtx-8"), load_cluster("cpu-gloo")
+    assert default_headroom(gpus).of(8 * GIB) == -(-8 * GIB * 15 // 1000)
+    assert default_headroom(cpus) == NO_HEADROOM
+    # 300 MiB of context and 80 of communicators are beside the allocator; workspaces and its rounding are in it.
+    assert allocatable_bytes(gpus, 8 * GIB) == 8 * GIB - 380 * MIB
+    assert workspaces_bytes(gpus) == (16.25 * MIB / 2,) * 2
+    assert workspaces_bytes(cpus) == ()
 
 
 def reserving(reserve_bytes: float) -> Cluster:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from osdp.planning.plan_file import write_plan
 from osdp.planning.request import Request, plan_model
+from osdp.training.allocator_settings import NAMES, use_expandable_segments
 from osdp.training.config import load_config
 from osdp.training.job import check_ranks, prepare
 from osdp.training.launch import Nodes, RankError, _cause, leave_error
@@ -78,6 +80,19 @@ def test_the_error_file_is_in_the_agents_form(failed: Any, tmp_path: Path) -> No
 def test_nodes_that_cannot_be(count: int, index: int, endpoint: str) -> None:
     with pytest.raises(OsdpError):
         Nodes(count, index, endpoint)
+
+
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": ""}])
+def test_segments_of_the_allocator_grow_unless_the_user_says_something(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, given.get(name, ""))  # so that it is put back afterwards
+        if name not in given:
+            monkeypatch.delenv(name)
+    use_expandable_segments()
+    found = {name: os.environ[name] for name in NAMES if name in os.environ}
+    assert found == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 def test_plan_files_must_fit_the_run(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_a_plan_that_holds(cli: Cli, planned: Plan) -> None:
         "allocatable_bytes",
         "holds",
         "seconds",
+        "allocators",
     }
     assert (told["schema"], told["model"], told["cluster"]) == ("osdp.verification/1", "gpt2-tiny", "titan-rtx-8")
     assert (told["how"], told["world_size"], told["holds"]) == ("rehearsal", 8, True)
@@ -96,6 +97,14 @@ def test_a_plan_that_holds(cli: Cli, planned: Plan) -> None:
     reserve = planned.predicted.memory_by_category["reserve"]
     assert told["predicted_peak_bytes"] == planned.predicted.peak_memory_bytes - reserve
     assert told["reserved_bytes"] is None
+    assert set(told["allocators"]) == {"default", "expandable_segments"}
+    for name, allocator in told["allocators"].items():
+        assert set(allocator) == {"allocated_bytes", "reserved_bytes", "retries", "fits"}
+        # With cuBLAS's workspaces; large blocks are only cut by default if more than 1 MiB is left.
+        tensors_bytes = allocator["allocated_bytes"] - round(16.25 * MIB)
+        assert tensors_bytes == told["tracked_peak_bytes"] or (name == "default" and tensors_bytes > 0)
+        assert allocator["allocated_bytes"] <= allocator["reserved_bytes"] <= told["allocatable_bytes"]
+        assert allocator["fits"]
 
 
 def test_the_report_has_every_category_and_the_verdict(cli: Cli, planned: Plan) -> None:
@@ -107,6 +116,22 @@ def test_the_report_has_every_category_and_the_verdict(cli: Cli, planned: Plan) 
     for part in ("parameters", "activations", "peak", "predicted", "tracked"):
         assert part in text
     assert "The prediction holds: its error is" in text
+    assert "The allocator fits with expandable_segments:True" in text
+
+
+def test_a_plan_whose_allocator_needs_more_than_the_limit_ends_with_1(cli: Cli, planned: Plan) -> None:
+    """Of the limit, 380 MiB are taken beside the allocator, and tensors and workspaces have the rest to the byte."""
+    tight = 380 * MIB + round(16.25 * MIB) + planned.predicted.tensors_bytes
+    status, out, err = cli("verify", written(replace(planned, limit_bytes=tight)), "--json")
+    told = json.loads(out)
+    expandable = told["allocators"]["expandable_segments"]
+    assert (status, err, told["holds"], expandable["fits"]) == (1, "", False, False)
+    assert abs(told["error"]) < 0.01
+    # Pages of 20 MiB for large tensors, of 2 for small ones.
+    assert told["allocatable_bytes"] < expandable["reserved_bytes"] <= told["allocatable_bytes"] + 24 * MIB
+    status, out, _ = cli("verify", "plan.yaml")
+    assert status == 1
+    assert "The allocator does not fit, even with expandable_segments:True" in " ".join(out.split())
 
 
 def test_a_prediction_that_does_not_hold_ends_with_1(

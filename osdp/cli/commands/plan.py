@@ -53,7 +53,7 @@ def plan(
     """Find the fastest plan within a memory limit."""
     from osdp.planning.clusters import choose_cluster
     from osdp.planning.imbalance_option import read_imbalance
-    from osdp.planning.memory_options import NO_HEADROOM, parse_headroom, parse_limits
+    from osdp.planning.memory_options import default_headroom, parse_headroom, parse_limits
     from osdp.planning.request import Request
     from osdp.zoo import load_model
     from planner.cost.stragglers import BALANCED
@@ -72,7 +72,7 @@ def plan(
         optimizer_name(optimizer, optimizer_bytes_per_parameter),
         batch,
         global_batch,
-        headroom=NO_HEADROOM if headroom is None else parse_headroom(headroom),
+        headroom=default_headroom(target) if headroom is None else parse_headroom(headroom),
         pins=tuple(parse_pin(text) for text in pin or ()),
         imbalance=BALANCED if imbalance is None else read_imbalance(imbalance),
         imbalance_as_given=imbalance or "",

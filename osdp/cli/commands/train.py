@@ -74,6 +74,9 @@ def train(
 
     Options override the fields of the same name in the configuration.
     """
+    from osdp.training.allocator_settings import use_expandable_segments
+
+    use_expandable_segments()
     from osdp.training.config import load_config
     from osdp.training.launch import Nodes, is_rank
 

@@ -28,6 +28,9 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check a plan's predicted memory. Compares it with a step of the runtime; exits with 1 if it is too far off."""
+    from osdp.training.allocator_settings import use_expandable_segments
+
+    use_expandable_segments()
     from osdp.cli.reports.verify import print_verified, verified_object
     from osdp.planning.plan_file import read_plan, reopen
     from osdp.planning.verify import verify as run

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
 from osdp.cli.reports.figures import name_phase
 from osdp.cli.terminal import make_table, print_section
-from osdp.planning.verify import MOST_TOO_HIGH, MOST_TOO_LOW, Verified
+from osdp.planning.verify import EXPANDABLE, MOST_TOO_HIGH, MOST_TOO_LOW, Verified
 from planner.plan import Plan
 from profiler.byte_sizes import MIB, format_bytes
 
@@ -23,7 +24,8 @@ FIGURES = (
 def verified_object(found: Verified, plan: Plan) -> dict[str, Any]:
     """Return the comparison as plain data, in bytes and seconds."""
     head = {"schema": SCHEMA, "model": plan.model.name, "cluster": plan.cluster.name}
-    return head | {name: getattr(found, name) for name in FIGURES}
+    allocators = {name: asdict(allocator) for name, allocator in found.allocators.items()}
+    return head | {name: getattr(found, name) for name in FIGURES} | {"allocators": allocators}
 
 
 def print_verified(console: Console, found: Verified, plan: Plan) -> None:
@@ -42,7 +44,22 @@ def print_verified(console: Console, found: Verified, plan: Plan) -> None:
     table.add_row("peak", *peaks, _difference(gap))
     phases = f"Peak predicted in {name_phase(found.predicted_phase)}; found in {name_phase(found.tracked_phase)}."
     print_section(console, "Memory of tensors (without CUDA context, NCCL and cuBLAS)", table, phases)
+    if found.allocators:
+        _print_allocators(console, found)
     console.print(_verdict(found))
+
+
+def _print_allocators(console: Console, found: Verified) -> None:
+    table = make_table("settings", ">allocated", ">reserved", ">released", "within the limit")
+    for name, allocator in found.allocators.items():
+        sizes = format_bytes(allocator.allocated_bytes), format_bytes(allocator.reserved_bytes)
+        fits = "yes" if allocator.fits else "no: needs what is reserved here"
+        table.add_row(name.replace("_", " "), *sizes, f"{allocator.retries} x a step", fits)
+    note = (
+        "Predicted: the dry run's allocations, and cuBLAS workspaces, replayed through a model of the allocator.  What "
+        "it releases is cached memory, for a request that would not fit otherwise; the device waits meanwhile."
+    )
+    print_section(console, f"PyTorch's allocator, of {format_bytes(found.allocatable_bytes)}", table, note)
 
 
 def _headline(found: Verified, plan: Plan) -> str:
@@ -67,7 +84,21 @@ def _verdict(found: Verified) -> str:
     word = "holds" if found.is_close else "does not hold"
     text = f"The prediction {word}: its error is {found.error:+.3%}, and {bounds} is allowed."
     if found.reserved_bytes is None:
-        return text
+        return text + _allocator_verdict(found)
     room = f"of the {format_bytes(found.allocatable_bytes)} that the limit leaves it"
     word = "within" if found.fits else "beyond"
     return f"{text}\nThe allocator is {word} the limit: it reserved {format_bytes(found.reserved_bytes)} {room}."
+
+
+def _allocator_verdict(found: Verified) -> str:
+    allocator = found.allocators.get(EXPANDABLE)
+    if allocator is None:
+        return ""
+    room = f"of the {format_bytes(found.allocatable_bytes)} that the limit leaves it"
+    if allocator.fits:
+        peak = f"is predicted to reserve {format_bytes(allocator.reserved_bytes)} {room}"
+        return f"\nThe allocator fits with expandable_segments:True, as osdp train sets it: it {peak}."
+    return (
+        f"\nThe allocator does not fit, even with expandable_segments:True: it is predicted to need "
+        f"{format_bytes(allocator.reserved_bytes)} {room}.  Plan with more --headroom."
+    )
