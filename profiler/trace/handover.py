@@ -9,6 +9,7 @@ keeps the same of them and of its outputs until its backward, and makes outputs 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -63,7 +64,10 @@ class Shape:
 
     structure: TreeSpec
     leaves: tuple[Any, ...]
-    """Tensors by layout; whether they need gradients; which share a storage.  Others by value or identity."""
+    """Of arguments: tensors by layout, need of a gradient and shared storages, others by value or identity.
+
+    Of outputs: (layout, need of a gradient) of tensors that are made, (None, place) of arguments, (class, value).
+    """
 
 
 @dataclass(slots=True)
@@ -128,15 +132,27 @@ def dense_layout(tensor: Tensor) -> Layout | None:
 
 
 def _arguments(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what `Shape.leaves` holds of arguments."""
     described: list[Any] = []
     storages: dict[int, int] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             place = storages.setdefault(leaf.untyped_storage()._cdata, len(storages))
             described.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, place))
+        elif isinstance(leaf, PLAIN):
+            described.append((leaf.__class__, leaf))
         else:
-            described.append((leaf.__class__, leaf if isinstance(leaf, PLAIN) else id(leaf)))
+            described.append(_identity(leaf))
     return tuple(described)
+
+
+def _identity(value: Any) -> tuple[int, object]:
+    """Return what is equal for the same object only, and is for none that comes later at its address."""
+    try:
+        reference: object = weakref.ref(value)
+    except TypeError:
+        reference = object()
+    return id(reference), reference
 
 
 class _Boundary(torch.autograd.Function):
