@@ -186,7 +186,8 @@ class StandIn:
     """Those of its arguments that it keeps until its backward."""
     keeps_made: Sequence[int]
     """Which of the tensors that it makes."""
-    device: torch.device
+    make: Callable[[Layout], Tensor]
+    """Makes tensors of which nothing is known."""
 
     def run(self, own: Handover) -> Any:
         """Return outputs for arguments that were handed over.  Raises UnlikeError."""
@@ -206,10 +207,6 @@ class StandIn:
         return tree_unflatten(outputs, wanted.structure)
 
 
-def _make(layout: Layout, device: torch.device) -> Tensor:
-    return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=device)
-
-
 class _Standing(torch.autograd.Function):
     """The one node of a stand-in."""
 
@@ -218,10 +215,10 @@ class _Standing(torch.autograd.Function):
         ctx: Any, stand_in: StandIn, layouts: Sequence[tuple[Layout, bool]], *trained: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        made = tuple(_make(layout, stand_in.device) for layout, _ in layouts)
+        made = tuple(stand_in.make(layout) for layout, _ in layouts)
         ctx.mark_non_differentiable(*(one for one, (_, needed) in zip(made, layouts, strict=True) if not needed))
         ctx.save_for_backward(*stand_in.keeps, *(made[place] for place in stand_in.keeps_made))
-        ctx.last, ctx.device, ctx.count = stand_in.last, stand_in.device, len(trained)
+        ctx.last, ctx.make, ctx.count = stand_in.last, stand_in.make, len(trained)
         return made
 
     @staticmethod
@@ -229,4 +226,4 @@ class _Standing(torch.autograd.Function):
         last = ctx.last().handover
         if not last.are_dense or len(last.gradients) != ctx.count:
             raise UnlikeError
-        return (None, None, *(None if layout is None else _make(layout, ctx.device) for layout in last.gradients))
+        return (None, None, *(None if layout is None else ctx.make(layout) for layout in last.gradients))
