@@ -516,7 +516,7 @@ def deep(kind: type[Stack] | type[Drawn], number: int) -> ModelSource:
 @pytest.mark.parametrize("kind", [Stack, Drawn])
 def test_drawn_models_have_the_same_graph(kind: type[Stack] | type[Drawn], traced: Traced) -> None:
     replayed = 0
-    for number in drawn_numbers(0, 5):
+    for number in drawn_numbers(0, 3):
         settings = random.Random(number).choice([("fp32", "cpu"), ("bf16", "cuda")])
         quick, whole = traced.both(deep(kind, number), *settings)
         assert quick == whole, number
@@ -525,9 +525,7 @@ def test_drawn_models_have_the_same_graph(kind: type[Stack] | type[Drawn], trace
     assert replayed
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2-mini", "bert-large", "llama-1b", *(["gpt2-1.5b", "llama-7b"] if THOROUGH else [])]
-)
+@pytest.mark.parametrize("name", ["bert-large", *(["gpt2-mini", "gpt2-1.5b", "llama-7b"] if THOROUGH else [])])
 def test_models_of_the_zoo_have_the_same_graph(name: str, traced: Traced) -> None:
     quick, whole = traced.both(load_model(name), "bf16", "cuda")
     assert quick == whole
@@ -535,9 +533,8 @@ def test_models_of_the_zoo_have_the_same_graph(name: str, traced: Traced) -> Non
     assert traced.replayed >= 6 * (len(quick.blocks) - 4) > 0
 
 
-@pytest.mark.parametrize(
-    "architecture", CASES if THOROUGH else ["Gemma2ForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration"]
-)
+@pytest.mark.skipif(not THOROUGH, reason="imports transformers for two CPU minutes of graphs: --thorough")
+@pytest.mark.parametrize("architecture", CASES)
 def test_models_of_transformers_have_the_same_graph(architecture: str, traced: Traced, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers (the extra `hf`)")
     model_type, sizes = CASES[architecture]
