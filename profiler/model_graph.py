@@ -4,7 +4,8 @@
 
 Every cost is a function of the micro-batch b and affine in it, f(b) = fixed + per_sample * b
 (`Affine`): the tracer measures at two sizes and checks at a third.  Where samples interact, as in a contrastive loss,
-there is a part in b^2 too (`Quadratic`).  Nothing here needs torch.
+there is a part in b^2 too, and where torch takes another way at b = 1, a part for that alone (`Curve`).  Nothing here
+needs torch.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Affine:
         return growth(*(one + two for one, two in zip(self.coefficients, other.coefficients, strict=True)))
 
     @property
-    def coefficients(self) -> tuple[float, float, float]:
-        """Parts that do not depend on the micro-batch b, and that go with b and with b^2."""
-        return self.fixed, self.per_sample, 0.0
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """Parts that do not depend on the micro-batch b, that go with b and with b^2, and that are there at b = 1."""
+        return self.fixed, self.per_sample, 0.0, 0.0
 
     def times(self, factor: float) -> Affine:
         """Return that many of it."""
@@ -49,23 +50,26 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
-class Quadratic(Affine):
-    """A quantity that grows with the square of the micro-batch too."""
+class Curve(Affine):
+    """A quantity that grows with the square of the micro-batch too, or is larger than on its line at one of 1."""
 
     per_pair: float = 0.0
     """Part per pair of samples of the micro-batch, and each with itself (bytes or FLOPs)."""
+    at_one: float = 0.0
+    """Part of a micro-batch of 1 alone (bytes or FLOPs)."""
 
     def __call__(self, micro_batch: int) -> float:
-        return self.fixed + self.per_sample * micro_batch + self.per_pair * micro_batch**2
+        line = self.fixed + self.per_sample * micro_batch + self.per_pair * micro_batch**2
+        return line + self.at_one if micro_batch == 1 else line
 
     @property
-    def coefficients(self) -> tuple[float, float, float]:
-        return self.fixed, self.per_sample, self.per_pair
+    def coefficients(self) -> tuple[float, float, float, float]:
+        return self.fixed, self.per_sample, self.per_pair, self.at_one
 
 
-def growth(fixed: float = 0.0, per_sample: float = 0.0, per_pair: float = 0.0) -> Affine:
+def growth(fixed: float = 0.0, per_sample: float = 0.0, per_pair: float = 0.0, at_one: float = 0.0) -> Affine:
     """Return a quantity with these parts."""
-    return Quadratic(fixed, per_sample, per_pair) if per_pair else Affine(fixed, per_sample)
+    return Curve(fixed, per_sample, per_pair, at_one) if per_pair or at_one else Affine(fixed, per_sample)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -277,6 +281,8 @@ class ModelGraph:
     """Buffers, which every rank holds whole, as parameters that are not trained."""
     left_out: tuple[str, ...] = ()
     """Operators that a forward leaves out if data decides so, as experts that get no tokens."""
+    uncalled: tuple[str, ...] = ()
+    """Paths of modules that share parameters with modules that run, and never run themselves."""
 
     @property
     def held_whole(self) -> tuple[Parameter, ...]:

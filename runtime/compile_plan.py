@@ -73,7 +73,8 @@ def _scheduled(
         paths = outermost(every) if block is None else (block,)
     parameters = tuple(_parameter(parameter, unit, operators, paths[0]) for parameter in unit_parameters(unit, graph))
     names = tuple(operator.name for operator in operators)
-    return ScheduledUnit(name, names, paths, parameters, unit.strategy, collectives, owner, idle)
+    made = ScheduledUnit(name, names, paths, parameters, unit.strategy, collectives, owner, idle)
+    return replace(made, uncalled=tuple(path for path in paths if path in graph.uncalled))
 
 
 def _parameter(parameter: Parameter, unit: Unit, operators: Sequence[Operator], path: str) -> ScheduledParameter:

@@ -53,6 +53,8 @@ class ScheduledUnit:
     """Whether the model never runs it."""
     is_plain: bool = False
     """Whether it is nothing but tensors on every rank (`planner.strategies.unit_collectives.is_plain`)."""
+    uncalled: tuple[str, ...] = ()
+    """Of the modules, those that a forward never runs: others run with the parameters that they share."""
 
     @property
     def reduces_once_per_step(self) -> bool:

@@ -30,7 +30,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -213,6 +213,17 @@ def gather_for_every_backward(first: FSDPModule, modules: Sequence[nn.Module]) -
     state = cast(Any, first)._get_fsdp_state()
     for module in modules:
         module.register_forward_hook(lambda module, args, output: state._register_pre_backward_hook(output))
+
+
+def reshard_without(first: FSDPModule, modules: Sequence[nn.Module], uncalled: Collection[nn.Module]) -> None:
+    """End a unit's forward when those of its modules have run that are called, instead of at the end of the model's.
+
+    FSDP2 waits for each of the modules that it wraps together, and an alias of an embedding may never run.
+    """
+    waiting: set[nn.Module] = cast(Any, first)._get_fsdp_state()._modules_to_run_forward
+    for module in modules:
+        if module not in uncalled:
+            module.register_forward_pre_hook(lambda module, args: waiting.difference_update(uncalled))
 
 
 def keep_repeated_inputs(first: FSDPModule) -> None:

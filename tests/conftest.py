@@ -25,49 +25,73 @@ __all__ = ["cli"]  # a fixture
 settings.register_profile("osdp", deadline=None, derandomize=True)
 settings.load_profile("osdp")
 
-WORKERS, CORES = 3, 2
-"""Files that run at once: ranks wait for each other, so three of theirs keep two cores busy; two of the others do."""
+WORKERS, CORES = 4, 2
+"""Files that run at once, and how many of those may be other than of ranks, which wait half of the time."""
 LONGEST = (
     "gloo/test_seed_commands.py",
-    "gloo/test_drawn_loops.py",
-    "gloo/test_any_loop.py",
-    "gloo/test_api.py",
-    "gloo/test_parity.py",
+    "unit/test_memory_random.py",
     "gloo/test_train_runs.py",
-    "gloo/test_real_models.py",
-    "gloo/test_lora_example.py",
-    "gloo/test_dtypes.py",
+    "unit/test_search.py",
+    "unit/test_cli.py",
+    "gloo/test_api.py",
     "gloo/test_odc.py",
+    "unit/test_cli_questions.py",
+    "gloo/test_lora_example.py",
+    "gloo/test_drawn_loops.py",
+    "gloo/test_parity.py",
+    "gloo/test_any_loop.py",
+    "gloo/test_dtypes.py",
+    "gloo/test_odc_lost_ranks.py",
+    "gloo/test_real_models.py",
+    "unit/test_refusal.py",
+    "gloo/test_train_command.py",
+    "gloo/test_bert_training.py",
+    "gloo/test_checkpoint_layouts.py",
+    "unit/test_memory_tracker.py",
     "gloo/test_checkpoint_plans.py",
     "gloo/test_llm_odc.py",
-    "gloo/test_bert_training.py",
+    "gloo/test_tiny_examples.py",
     "gloo/test_drawn_models.py",
-    "gloo/test_train_command.py",
-    "gloo/test_checkpoint_layouts.py",
     "gloo/test_ring.py",
-    "gloo/test_odc_library.py",
-    "gloo/test_odc_lost_ranks.py",
-    "gloo/test_pretrained.py",
-    "unit/test_memory_random.py",
-    "unit/test_cli.py",
-    "unit/test_search.py",
-    "unit/test_cli_questions.py",
-    "unit/test_refusal.py",
     "unit/test_space_search.py",
-    "unit/test_memory_tracker.py",
-    "unit/test_memory_tracker_units.py",
+    "gloo/test_odc_library.py",
+    "gloo/test_odc_loops.py",
+    "gloo/test_experts.py",
+    "gloo/test_odc_device_windows.py",
     "unit/test_trace_pipeline.py",
     "unit/test_frontier.py",
-    "unit/test_whatif.py",
+    "gloo/test_odc_windows.py",
+    "gloo/test_faults.py",
+    "unit/test_memory_models.py",
+    "gloo/test_recovery.py",
+    "gloo/test_odc_fsdp2.py",
+    "gloo/test_linear_example.py",
     "unit/test_dtype_costs.py",
+    "gloo/test_odd_units.py",
+    "unit/test_emulated_cluster.py",
+    "unit/test_frozen_memory.py",
+    "gloo/test_odc_faults.py",
+    "gloo/test_fairscale.py",
+    "gloo/test_odc_library_loops.py",
+    "gloo/test_transformers.py",
+    "gloo/test_pretrained.py",
+    "gloo/test_recompute_state.py",
+    "unit/test_data_dependent.py",
     "unit/test_verify_command.py",
-    "unit/test_data_parallel.py",
-    "unit/test_plan.py",
-    "unit/test_models.py",
+    "unit/test_compute_times.py",
+    "gloo/test_accumulation.py",
+    "unit/test_imbalance_command.py",
+    "gloo/test_around_the_model.py",
+    "gloo/test_owner.py",
+    "gloo/test_state_dict.py",
+    "gloo/test_recorder.py",
+    "gloo/test_checkpoint_failures.py",
+    "gloo/test_compile.py",
+    "gloo/test_strategies_measured.py",
 )
-"""Files that take longest, of those in gloo/ and of the others: a long one that starts last runs alone."""
+"""Files that take longest: ranks wait in some while others compute, and a long one that starts last runs alone."""
 TIMED = ("gloo/test_profile_command.py", "gloo/test_communication_times.py")
-"""Files that time what the machine can do within a budget of seconds: after the other files of ranks."""
+"""Files that time what the machine can do within a budget of seconds: late, when fewer run beside them."""
 ALONE = ("unit/test_huggingface_time.py",)
 """Files that bound CPU seconds, of which a process takes more beside others: last, and with no other at a time."""
 
@@ -101,11 +125,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files of ranks first, and the longest of them and of the others before the rest."""
+    """Put the longest files first and those that measure time last, with the rest of ranks and of others mixed."""
     folder = Path(__file__).parent
-    order = {folder / name: place for place, name in enumerate(LONGEST)}
-    order |= {folder / name: len(LONGEST) + 1 for name in (*TIMED, *ALONE)}
-    items.sort(key=lambda item: (item.path.parent.name != "gloo", order.get(item.path, len(LONGEST))))
+    last = {folder / name: len(LONGEST) + 1 + place for place, name in enumerate((*TIMED, *ALONE))}
+    order = {folder / name: place for place, name in enumerate(LONGEST)} | last
+    items.sort(key=lambda item: (order.get(item.path, len(LONGEST)), item.path.name))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -142,8 +142,9 @@ class Stack(nn.Module):
         self.head = nn.Linear(width, self.embed.num_embeddings if self.tokens else width, bias=draw.random() < 0.5)
         if self.tokens and draw.random() < 0.4:
             self.head.weight = self.embed.weight
-        if self.alias:
-            self.shared = self.embed
+        if self.alias:  # as T5 has it: it never runs
+            self.shared = type(self.embed)(width, width)
+            self.shared.weight = self.embed.weight
         self.aux = nn.Linear(width, 4) if draw.random() < 0.2 else None
         self.aux_at = draw.randrange(count)
         self.final = draw.choice([nn.LayerNorm(width), nn.Identity()])

@@ -5,10 +5,8 @@ Variables (r a run of alike stages, k an option of its class)
     n[r, k]     integer, how many of the run's stages take the option; sum_k n[r, k] = length of r
     used[r, k]  0 or 1, whether any does (for runs longer than one; otherwise n itself)
 
-Objective: seconds of a step.  In *counted* form each option costs what one more stage of it adds to
-a long run of its own (`steady_s`); decoding orders the options inside a run.  In *exact* form (every stage
-a run of its own) each max(computation, communication of the neighbours) of `planner.cost.step_time` is a variable
-above both, so that the optimum is that of the closed form; options may differ in their numbers of segments.
+Objective: seconds of a step, in which each option costs what one more stage of it adds to a long run of its own
+(`steady_s`); decoding orders the options inside a run.  Who stands beside whom is left to `planner.search.labels`.
 
 Memory: one row per moment of `planner.cost.peak_memory`.  Inside a run stages are laid out by the change that
 their backward makes, gradients less activations, the most negative on top; the memory over a run is
@@ -30,23 +28,20 @@ import pulp
 
 from planner.cost.peak_memory import beside, neighbour_bytes, peak_memory
 from planner.cost.stage_option import StageCandidate
-from planner.cost.step_time import overlap_terms, step_time, waiting_s
+from planner.cost.step_time import step_time, waiting_s
 from planner.cost.workload import Workload
 from planner.search.pareto import lightest
 from planner.search.search_space import CandidateSet
 
-EXACT_STAGES = 8
-"""Up to this many stages the exact form is worth trying.  Measured on two CPU cores: mostly under 0.1 s,
-but up to 3 s at 10 stages and over 20 s at 26 where blocks are alike; counting takes 0.03 s."""
-EXACT_SECONDS = 2.0
-"""Time limit of the exact form, after which its best plan is not proven optimal."""
+APART_STAGES = 8
+"""Up to this many stages, the plan that needs least memory is sought with every stage a run of its own."""
 MANY_RUNS_GAP = 1e-3
-"""Relative gap at which the solver may stop on many runs: pricing and local search go on from there.
+"""Relative gap at which the solver may stop on many runs: label setting goes on from there.
 Measured on 300 distinct layers: 0.2 s, against more than 15 s for a tenth of it."""
-COUNTED_SECONDS = 20.0
-"""The same for the counted form; never reached on the models of the zoo."""
+SECONDS = 20.0
+"""Time limit of the solver; never reached on the models of the zoo."""
 MANY_OPTIONS = 24
-"""Of a class of more options, the counted form gets those that are cheapest at some prices of memory."""
+"""Of a class of more options, the program gets those that are cheapest at some prices of memory."""
 PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Prices of memory at which options are compared, in the whole difference in time for the whole one in bytes."""
 FEW_RUNS = 40
@@ -59,8 +54,6 @@ long on a model of twelve blocks."""
 SAME_PEAK = 1e-6
 """Relative difference up to which the program's peak equals the decoded plan's, given the solver's tolerance."""
 SOLVED = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-SOLVER_ERROR = 1e-6
-"""Relative error by which the solver's tolerances (1e-6 of a row) may raise its bound."""
 
 Terms = dict[pulp.LpVariable, float]
 
@@ -75,8 +68,6 @@ class Solution:
     """For each stage, the index of its option among those of its class."""
     objective_s: float
     """Objective of the integer program."""
-    least_s: float = 0.0
-    """In exact form: the solver's lower bound on every plan of the candidates within the limit."""
 
     def among(self, candidates: CandidateSet, kept: Sequence[Sequence[int]]) -> Solution:
         """Return it with its picks numbered as in the candidates of which only the given ones were kept."""
@@ -105,10 +96,11 @@ def make_solver(gap: float, seconds: float) -> pulp.LpSolver:
 class CountingProgram:
     """Builds and solves the program for one candidate set and one limit."""
 
-    def __init__(self, candidates: CandidateSet, limit_bytes: float | None, exact: bool = False) -> None:
-        self.candidates, self.load, self.exact = candidates, candidates.load, exact
+    def __init__(self, candidates: CandidateSet, limit_bytes: float | None, apart: bool = False) -> None:
+        """`apart` makes every stage a run of its own."""
+        self.candidates, self.load = candidates, candidates.load
         classes = candidates.stage_classes
-        alike = [[c] for c in classes] if exact else [list(run) for _, run in groupby(classes)]
+        alike = [[c] for c in classes] if apart else [list(run) for _, run in groupby(classes)]
         self.runs = [(run[0], len(run)) for run in alike]
         self.gap = 0.0 if len(self.runs) <= FEW_RUNS else MANY_RUNS_GAP
         self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
@@ -119,8 +111,6 @@ class CountingProgram:
         self.used: list[list[pulp.LpVariable]] = []
         self.with_rows: set[int] = set()
         """Runs of one stage whose rows have been added."""
-        syncs = candidates.syncs_each_microbatch
-        self.windows = [[overlap_terms(o, self.load, syncs) for o in self.options(r)] for r in range(len(self.runs))]
         for r, (_, length) in enumerate(self.runs):
             self._add_run(r, range(len(self.options(r))), length)
 
@@ -148,49 +138,7 @@ class CountingProgram:
 
     def minimise_time(self) -> None:
         """Set the objective to the seconds of a step."""
-        terms: Terms = {}
-        for r in range(len(self.runs)):
-            for n, option, window in zip(self.count[r], self.options(r), self.windows[r], strict=True):
-                terms[n] = window.inner_s if self.exact else steady_s(option, self.candidates)
-        if self.exact and self.load.cluster.overlaps:
-            for last, repeats in self.load.passes:
-                self._add_windows(terms, last, repeats)
-        self.problem.setObjective(_expression(terms))
-
-    def _terms(self, r: int, name: str) -> Terms:
-        """Return one of `OverlapTerms` of a run as terms in its counts; nothing beyond the ends of the chain."""
-        if not 0 <= r < len(self.runs):
-            return {}
-        return {n: getattr(w, name) for n, w in zip(self.count[r], self.windows[r], strict=True)}
-
-    def _add_windows(self, terms: Terms, last: bool, repeats: int) -> None:
-        """Add forward and backward of one micro-batch to the objective, window by window."""
-        for name in ("first_gather_s", "reduce_s", *(("all_reduce_s",) if last else ())):
-            _add(terms, self._terms(0, name), repeats)
-        for r in range(len(self.runs)):
-            reduction, gather = self._terms(r + 1, "reduce_s"), self._terms(r - 1, "last_gather_s")
-            most_s = max(gather.values(), default=0.0)
-            several = {n: -most_s for n, w in zip(self.count[r], self.windows[r], strict=True) if not w.single}
-            one = {n: -most_s for n in self.count[r] if n not in several}
-            following = (r + 1, "first_gather_s") if r + 1 < len(self.runs) else (r, "last_gather_s")
-            forward = [[self._terms(r, "forward_s")], [self._terms(*following)]]
-            # A row for stages of one segment only (or of several) is relaxed by the largest gather for the others.
-            own_gather = self._terms(r, "top_gather_s")
-            top = [[self._terms(r, "top_s")], [reduction, own_gather], [reduction, gather, several]]
-            top += [[reduction, self._terms(r, "top_copy_s")]]
-            own = self._terms(r, "bottom_reduce_s")
-            bottom = [[self._terms(r, "bottom_s")], [own, gather, one], [own, self._terms(r, "bottom_copy_s")]]
-            if last:
-                top += [[self._terms(r + 1, "all_reduce_s")]]
-                bottom += [[self._terms(r, "bottom_all_reduce_s")]]
-            for name, rows in (("forward", forward), ("top", top), ("bottom", bottom if several else [])):
-                window = self.problem.add_variable(f"{name}_{r}_{int(last)}", 0)
-                terms[window] = repeats
-                for row in rows:
-                    under: Terms = {window: -1.0}
-                    for part in row:
-                        _add(under, part, 1)
-                    self.problem += _expression(under) <= 0
+        self.problem.setObjective(_expression(self._of_each(lambda _, option: steady_s(option, self.candidates))))
 
     # --- memory ---
 
@@ -279,41 +227,27 @@ class CountingProgram:
     def solve(self, limit_bytes: float) -> Solution | None:
         """Return the best plan within the limit, or None if none was found."""
         self.limit_memory()
-        least_s = 0.0
-        for attempt in range(MAX_CUTS):
-            self.problem.solve(make_solver(self.gap, EXACT_SECONDS if self.exact else COUNTED_SECONDS))
-            if attempt == 0 and self.exact:
-                least_s = self._least_s()  # Rows that are added later hold for the decoded plan, not for all.
+        for _ in range(MAX_CUTS):
+            self.problem.solve(make_solver(self.gap, SECONDS))
             solution = self._decode()
             if solution is None:
                 return None
             peak = peak_memory(solution.options, self.load)
             if peak.total_bytes <= limit_bytes:
-                return replace(solution, least_s=least_s)
+                return solution
             self._cut_off(solution, limit_bytes)
         return None
-
-    def _least_s(self) -> float:
-        """Return the solver's lower bound on the objective."""
-        if self.problem.sol_status not in SOLVED:
-            return 0.0
-        info = getattr(getattr(self.problem, "solverModel", None), "getInfo", None)
-        if info is not None:
-            return max(0.0, float(info().mip_dual_bound) * (1 - SOLVER_ERROR))
-        # CBC's interface gives no bound, but a proof counts.
-        proven = self.problem.sol_status == pulp.LpSolutionOptimal
-        return float(pulp.value(self.problem.objective)) * (1 - SOLVER_ERROR) if proven else 0.0
 
     @classmethod
     def smallest(cls, candidates: CandidateSet) -> Solution:
         """Return a plan that needs about the least memory; its objective means nothing."""
         kept = [lightest(options) for options in candidates.options]
-        program = cls(candidates.only(kept), None, exact=len(candidates.stage_classes) <= EXACT_STAGES)
+        program = cls(candidates.only(kept), None, apart=len(candidates.stage_classes) <= APART_STAGES)
         program.problem.setObjective(pulp.LpAffineExpression([(program.limit, 1)]))
         program.limit_memory()
         best: tuple[float, Solution] | None = None
         for _ in range(SMALLEST_CUTS):
-            program.problem.solve(make_solver(program.gap, COUNTED_SECONDS))
+            program.problem.solve(make_solver(program.gap, SECONDS))
             solution = program._decode()
             if solution is None:
                 break
@@ -369,7 +303,7 @@ def _expression(terms: Terms) -> pulp.LpAffineExpression:
 
 
 def supported(options: Sequence[StageCandidate], candidates: CandidateSet) -> list[int]:
-    """Return the options of a class that are cheapest at some prices of memory: those that the counted form needs.
+    """Return the options of a class that are cheapest at some prices of memory: those that the program needs.
 
     Memory has a price at the first moment of backward, at the last, and at the stage's own highest.
     """
@@ -385,12 +319,8 @@ def supported(options: Sequence[StageCandidate], candidates: CandidateSet) -> li
     return sorted({int(k) for k in cheapest})
 
 
-def fastest(candidates: CandidateSet, limit_bytes: float, exact: bool = False) -> Solution | None:
-    """Return the fastest plan of the candidates within a limit, or None if none fits."""
-    if exact:
-        program = CountingProgram(candidates, limit_bytes, exact=True)
-        program.minimise_time()
-        return program.solve(limit_bytes)
+def fastest(candidates: CandidateSet, limit_bytes: float) -> Solution | None:
+    """Return the fastest plan of the candidates within a limit, or None if none is found that fits."""
     kept = [
         supported(options, candidates) if len(options) > MANY_OPTIONS else list(range(len(options)))
         for options in candidates.options

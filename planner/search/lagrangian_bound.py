@@ -7,7 +7,7 @@ Give every byte above the limit at some moment of the step a price lambda >= 0. 
 is at most the time of any plan that fits (weak Lagrangian duality; Everett 1963).  The time is a
 sum over stages of terms that depend on one neighbour on each side (`planner.cost.step_time`), and the memory at
 a fixed moment is a sum over stages, so dynamic programming over the chain finds the minimum exactly,
-over all orders of options, also those that the integer program cannot distinguish:
+over all orders of options:
 
     V_i(u, d) = min over options k of stage i with upward face u of
                 price_i(k) + min over u' of V_(i+1)(u', downward face of k) + windows_k(u', d)
@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +36,8 @@ from planner.search.search_space import CandidateSet
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
+Place = tuple[int | None, int, int | None]
+"""Classes of a stage and of its neighbours: above, its own, below; None: the end of the chain."""
 
 TOLERANCE = 1e-5
 """Relative loss of the bound that is accepted for stopping within a run of equal stages."""
@@ -134,32 +135,24 @@ class ChainBound:
             return np.array([_held(option, relation, moment, load) for option in options[stage_class]])
 
         self.table, self._held = table, held
-        self._table_list = cache(lambda above, stage_class, below: table(above, stage_class, below).tolist())
 
-    def stage_s(self, picks: Sequence[int], index: int) -> float:
-        """Return the seconds of one stage between its neighbours; over all stages they sum to the step."""
-        classes, repeats, pick = self.candidates.stage_classes, self.load.accumulation, picks[index]
-        top, bottom = index + 1 == len(classes), index == 0
-        above, below = None if top else classes[index + 1], None if bottom else classes[index - 1]
-        upward = 0 if above is None else self._lists[above][1][picks[index + 1]]
-        downward = 0 if below is None else self._lists[below][2][picks[index - 1]]
-        inner_s, _, _, turns_s, ends_s = self._lists[classes[index]]
-        total: float = inner_s[pick] + self._table_list(above, classes[index], below)[pick][upward][downward]
-        if top:
-            total += repeats * turns_s[pick]
-        if bottom:
-            gather, reduction, all_reduction = ends_s[pick]
-            total += repeats * (gather + reduction) + all_reduction
-        return total
+    def around(self, index: int) -> Place:
+        """Return the classes of a stage and of its neighbours: above, its own, below."""
+        classes = self.candidates.stage_classes
+        above = classes[index + 1] if index + 1 < len(classes) else None
+        return above, classes[index], classes[index - 1] if index else None
 
-    @cached_property
-    def _lists(self) -> list[tuple[Any, ...]]:
-        # Plain lists: one-element look-ups in numpy arrays cost several times as much.
-        found = []
-        for f in self.faces:
-            parts = f.windows[:, _INNER], f.upward_of, f.downward_of, f.turn_s, f.windows[:, _UPWARD]
-            found.append(tuple(part.tolist() for part in parts))
-        return found
+    def alone_s(self, index: int) -> Array:
+        """Return the seconds of each option of a stage that depend on no neighbour, at the ends of the chain too."""
+        (above, stage_class, below), repeats = self.around(index), self.load.accumulation
+        faces = self.faces[stage_class]
+        alone: Array = faces.windows[:, _INNER]
+        if above is None:
+            alone = alone + repeats * faces.turn_s
+        if below is None:
+            ends = faces.windows[:, _UPWARD]
+            alone = alone + repeats * (ends[:, 0] + ends[:, 1]) + ends[:, 2]
+        return alone
 
     def memory(self, event: MemoryEvent) -> list[Array]:
         """Return, for each stage, the bytes of each option at a moment."""
@@ -211,17 +204,9 @@ class ChainBound:
 
         `value` is the same for the stage above, minimised to (prices, its upward faces, faces below).
         """
-        classes, repeats = self.candidates.stage_classes, self.load.accumulation
-        faces = self.faces[classes[index]]
-        above = classes[index + 1] if index + 1 < len(classes) else None
-        below = classes[index - 1] if index else None
-        table = self.table(above, classes[index], below)
-        cost = faces.windows[None, :, _INNER] + prices[:, None] * memory[index][None]
-        if above is None:
-            cost = cost + repeats * faces.turn_s
-        if below is None:
-            ends = faces.windows[:, _UPWARD]
-            cost = cost + repeats * (ends[:, 0] + ends[:, 1]) + ends[:, 2]
+        place = self.around(index)
+        faces, table = self.faces[place[1]], self.table(*place)
+        cost = self.alone_s(index)[None] + prices[:, None] * memory[index][None]
         if value is None:
             best = np.broadcast_to(table[None, :, 0, :], (len(prices), table.shape[0], table.shape[2]))
         else:

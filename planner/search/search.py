@@ -5,9 +5,10 @@ uneven micro-batches also whether ranks wait for each other in every micro-batch
 Each size of a micro-batch first gets an upper bound on its samples per second without any candidates
 (`planner.search.ceiling`), which is as far as most of them get; each of its points then one from
 `planner.search.lagrangian_bound`, first a quick one.  What has the highest bound comes next: a point with a quick bound
-gets the full one and is put back; for a point with a full bound the integer program and Lagrangian pricing find plans,
-local search improves them and the cost functions evaluate them again.  When the highest bound is not above the best
-plan found, nothing that remains can be better, and the search ends.  Plans that replicate everything are run by
+gets the full one and is put back; a point with a full bound gets the integer program, which finds a plan; and after
+that, one run of label setting after the other, which finds better ones and lowers the bound.  Whole plans are priced
+again by the cost functions.  When the highest bound is not above the best plan found, nothing that remains can be
+better, and the search ends.  Plans that replicate everything are run by
 DistributedDataParallel where they fit so, and have their own search and bound (`planner.search.ddp_search`).  So
 
     gap = 1 - best / max(best, highest remaining bound)
@@ -32,15 +33,12 @@ from planner.search.infeasible import NothingFits, refusal_of
 from planner.search.lagrangian_bound import ChainBound, events_near
 from planner.search.least_memory import smallest_of
 from planner.search.search_space import CandidateSet, Space, Spanning
-from planner.search.solve_candidates import PROVEN, solve
+from planner.search.solve_candidates import Widening, programmed
 
-EXACT_BUDGET_S = 2.0
-"""CPU time after which the exact form of the program is no longer tried, as it can take seconds for each point where
-memory is tight; the gap covers what that may lose."""
-BUDGET_S = 4.0
-"""CPU time after which the best plan so far is returned; the bounds of the remaining points count in the gap."""
-CLOSE_ENOUGH = 1e-3
-"""A point whose bound is within this of the best plan is not worth another integer program."""
+MOST_MADE = 3_000_000
+"""Labels that a search makes; then the bounds of the remaining points count in the gap.  About 2 us of CPU each."""
+CLOSE_ENOUGH = 5e-4
+"""A point whose bound is within this of the best plan is not worth more work."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,10 @@ class _Size:
         waits = self.load.waits
         for syncs in (True, False) if waits.per_micro_batch != waits.per_step else (True,):
             candidates = space.relaxed_candidates(self.load, syncs)
-            if point := _quick_point(candidates, limit_bytes, bool(space.model.spanning)):
-                yield replace(point, bound=min(self.bound, point.bound))
+            # Plans that recompute nothing hold less than their options say where stages share something.
+            for some in (candidates, *([candidates.without_recomputation()] if candidates.shares else [])):
+                if point := _quick_point(some, limit_bytes, bool(space.model.spanning)):
+                    yield replace(point, bound=min(self.bound, point.bound), recomputes=some is candidates)
 
 
 @dataclass(frozen=True)
@@ -104,26 +104,47 @@ class _Point:
     """Price of memory of the quick bound, in seconds per byte."""
     relaxed: bool
     """Whether the spanning operators' strategy is still open."""
+    recomputes: bool = True
+    """Whether its plans may recompute."""
+    widening: Widening | None = None
+    """Its label setting, once the integer program was solved."""
 
     def __lt__(self, other: _Size | _Point) -> bool:
         return self.bound > other.bound
 
-    def tightened(self, limit_bytes: int, floor: float, stage: int | None = None) -> _Point:
-        """Return the point with memory priced at all moments, until the bound is below `floor`.
+    @property
+    def is_over(self) -> bool:
+        """Whether no more can be done for it."""
+        return self.widening is not None and self.widening.is_over
 
-        `stage` is where a plan of this point was seen to peak.
-        """
+    def tightened(self, limit_bytes: int, floor: float) -> _Point:
+        """Return the point with memory priced at all moments, until the bound is below `floor`."""
         samples = self.chain.load.samples_per_step
         enough_s = samples / floor if floor else float("inf")
-        bound_s = self.chain.bound_s(limit_bytes, events_near(self.chain.candidates, stage), enough_s)
+        bound_s = self.chain.bound_s(limit_bytes, events_near(self.chain.candidates, None), enough_s)
         return replace(self, bound=min(self.bound, samples / bound_s), full=True)
 
     def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
         """Yield one point for each strategy of the spanning operators."""
         for spanning in space.spanning_offered(self.chain.load):
             candidates = space.candidates(self.chain.load, spanning, self.chain.candidates.syncs_each_microbatch)
+            candidates = candidates if self.recomputes else candidates.without_recomputation()
             if child := _quick_point(candidates, limit_bytes, False, self.price):
-                yield replace(child, bound=min(self.bound, child.bound))
+                yield replace(child, bound=min(self.bound, child.bound), recomputes=self.recomputes)
+
+    def advanced(
+        self, space: Space, limit_bytes: int, floor: float, most_made: int
+    ) -> tuple[_Point, PricedPlan | None, int]:
+        """Return the point after a piece of work for plans faster than `floor`, a plan if one was found, and the
+        labels that were made for it."""
+        samples, widening, made = self.chain.load.samples_per_step, self.widening, 0
+        if widening is None:
+            plan = programmed(self.chain.candidates, space, limit_bytes)
+            widening = Widening(self.chain, space, limit_bytes, plan.peak.stage if plan else None)
+        else:
+            plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)
+        bound = min(self.bound, samples / widening.least_s)
+        return replace(self, bound=bound, widening=widening), plan, made
 
 
 def search(task: Task, progress: Progress = lambda what, fraction: None, space: Space | None = None) -> Found:
@@ -159,42 +180,32 @@ def _best_first(
     queue: list[_Size | _Point], space: Space, limit_bytes: int, incumbent: PricedPlan | None, progress: Progress
 ) -> tuple[PricedPlan | None, float]:
     """Return the best plan, and what no plan of the points exceeds in samples per second."""
-    count, solved, top, started = len(queue), 0, 0.0, time.process_time()
+    count, solved, made, top = len(queue), 0, 0, 0.0
     while queue:
         point = heapq.heappop(queue)
         speed = incumbent.samples_per_s if incumbent else 0.0
-        late = incumbent is not None and time.process_time() - started > BUDGET_S
-        if late or point.bound <= speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH)):
+        spent = incumbent is not None and made >= MOST_MADE
+        if spent or point.bound <= speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH)):
             return incumbent, max(top, point.bound)
         if isinstance(point, _Size):
-            before_s = time.process_time()
             for found in point.points(space, limit_bytes):
                 heapq.heappush(queue, found)
-            started += time.process_time() - before_s  # Every size is worth its candidates: that is not on the budget.
         elif not point.full:
             heapq.heappush(queue, point.tightened(limit_bytes, speed))
         elif point.relaxed:
             for child in point.split(space, limit_bytes):
                 heapq.heappush(queue, child)
+        elif point.is_over:
+            top = max(top, point.bound)
         else:
             progress("solving", solved / (solved + count))
             solved += 1
-            exact = time.process_time() - started < EXACT_BUDGET_S
-            candidate, bound = _solve(point, space, limit_bytes, exact)
-            top = max(top, bound)
-            if candidate is not None and candidate.samples_per_s > speed:
-                incumbent = candidate
+            advanced, plan, more = point.advanced(space, limit_bytes, speed, MOST_MADE - made)
+            made += more
+            heapq.heappush(queue, advanced)
+            if plan is not None and plan.samples_per_s > speed:
+                incumbent = plan
     return incumbent, top
-
-
-def _solve(point: _Point, space: Space, limit_bytes: int, exact: bool) -> tuple[PricedPlan | None, float]:
-    """Return the best plan found at a point, and what no plan of the point exceeds in samples per second."""
-    best, least_s = solve(point.chain, space, limit_bytes, exact)
-    bound = min(point.bound, point.chain.load.samples_per_step / least_s) if least_s else point.bound
-    # Finding no plan proves nothing.
-    if best is not None and best.samples_per_s < bound * (1 - PROVEN):
-        bound = min(bound, point.tightened(limit_bytes, 0.0, best.peak.stage).bound)
-    return best, bound
 
 
 def _quick_point(candidates: CandidateSet, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:

@@ -62,6 +62,21 @@ class CandidateSet:
     syncs_each_microbatch: bool = True
     """Whether its plans are charged for waiting in every micro-batch (`planner.cost.step_time`)."""
 
+    def without_recomputation(self) -> CandidateSet:
+        """Return it with the options that recompute nothing, and without what stages keep only if another recomputes.
+
+        With that (`StageCandidate.shared`), a set is about plans that recompute something.
+        """
+        kept = [[k for k, option in enumerate(options) if not option.recompute] for options in self.options]
+        found = self.only(kept)
+        alone = (tuple(replace(o, saved=o.saved - o.shared, shared=0.0) for o in options) for options in found.options)
+        return replace(found, options=tuple(alone))
+
+    @property
+    def shares(self) -> bool:
+        """Whether stages keep something only if another is recomputed."""
+        return any(option.shared for options in self.options for option in options)
+
     def only(self, kept: Sequence[Sequence[int]]) -> CandidateSet:
         """Return it with only these options of each class of stages."""
         options = tuple(tuple(self.options[stage_class][k] for k in rows) for stage_class, rows in enumerate(kept))

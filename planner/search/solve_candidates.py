@@ -1,77 +1,58 @@
-"""Solves one candidate set within a limit: integer program, Lagrangian pricing, local search.
+"""The search of one candidate set within a limit: the integer program, then label setting.
 
-A candidate set may have hundreds of options for a class of stages, most of them in no good plan.  The program and the
-local search get a few of them: those in sequences that are optimal at some price of memory
-(`planner.search.lagrangian_bound`), and those with one strategy.  This is truncated column generation: the bound is
-that of the whole set, so the gap covers what the selection lacks.
+The program over counts gives a plan, and where it peaks.  Then labels (`planner.search.labels`) are extended below a
+cut that is a little above the bound, and is taken further from it run by run, until a plan is found that fits; a plan
+of another candidate set ends that sooner.  The number of labels grows steeply with the distance of the cut, so narrow
+runs cost next to nothing beside the last.
 
 A plan is priced again as a whole (`planner.pricing.priced`).  If operators of strategy `owner` make its fullest rank
-exceed the limit, the set is solved again with the limit lowered by the excess, and without such operators.
+exceed the limit, which labels do not see, the program is solved again with the limit lowered by the excess, and without
+such operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import islice
 
 from planner.cost.peak_memory import peak_memory
-from planner.cost.step_time import step_time
 from planner.pricing import PricedPlan, priced
-from planner.search.candidates import StageDecision
-from planner.search.counting_ilp import EXACT_STAGES, CountingProgram, fastest
+from planner.search.counting_ilp import fastest
+from planner.search.labels import LabelSetting, Picks, Run
 from planner.search.lagrangian_bound import ChainBound, events_near
-from planner.search.local_search import LocalSearch
 from planner.search.search_space import CandidateSet, Space
 
-FEW_OPTIONS = 40
-"""Classes of stages with at most so many options keep all of them."""
-PRICES = (0.5, 0.8, 1.0, 1.25, 2.0)
-"""Multiples of the best price of memory at which sequences are taken."""
 ATTEMPTS = 3
-"""How often a candidate set is solved with a lower limit until the fullest rank fits."""
-PROVEN = 1e-9
-"""A plan this close to its bound is optimal up to rounding."""
+"""How often the program is solved with a lower limit until the fullest rank fits."""
+FIRST_WIDTH = 5e-4
+"""Distance of the first run's cut from the bound."""
+WIDER, SLIGHTLY_WIDER, FEW_MADE = 2.0, 1.4, 4000
+"""Factors from one run's distance to the next's: the second after runs that made more labels than the third."""
+MANY_MADE = 20_000
+"""After a run that made so many labels without a plan, a beam search comes: with a good plan the others cost less."""
+WIDEST = 16.0
+"""No plan is looked for that takes so many times as long as the bound more."""
+GRAIN = 2e-4
+"""Memory is rounded down by what at its price is this part of the step, over all stages."""
+FINER, FINEST = 5.0, 3
+"""By how much, and how often, it is rounded less where that hides whether a plan fits."""
+TRIED = 200
+"""Complete labels of a run that are looked at for a plan that fits."""
 
 
-def columns_of(chain: ChainBound, limit_bytes: float) -> CandidateSet:
-    """Return the candidates with the options that are passed to the program."""
-    candidates = chain.candidates
-    if all(len(options) <= FEW_OPTIONS for options in candidates.options):
-        return candidates
-    kept = [{k for k, c in enumerate(some) if len(some) <= FEW_OPTIONS or c.is_whole} for some in candidates.choices]
-    events = events_near(candidates, None)
-    _, best = chain.tightest(limit_bytes, events)
-    for event in dict.fromkeys((best or events[0], events[-1])):
-        _, price = chain.dual(limit_bytes, event)
-        memory = chain.memory(event)
-        for factor in PRICES if price else (0.0,):
-            for stage_class, pick in zip(candidates.stage_classes, chain.sequence(memory, factor * price), strict=True):
-                kept[stage_class].add(pick)
-    return candidates.only([sorted(rows) for rows in kept])
-
-
-def solve(chain: ChainBound, space: Space, limit_bytes: int, exact: bool = True) -> tuple[PricedPlan | None, float]:
-    """Return the best plan found within a limit, and a lower bound on the seconds of all candidates (0: none known).
-
-    `chain` bounds the candidates; `exact` allows the exact form of the program, where it is small enough.
-    """
-    limit, bound_s = float(limit_bytes), 0.0
-    fitting: list[PricedPlan] = []
-    for attempt in range(ATTEMPTS):
-        excess = 0.0
-        for choices, least_s in _solutions(chain, limit, exact):
-            if attempt == 0:
-                bound_s = max(bound_s, least_s)
-            plan = priced(space, chain.load, choices, chain.candidates.spanning)
-            over = plan.peak.total_bytes - limit_bytes
-            excess = max(excess, over)
-            fitting += [plan.as_run(limit_bytes)] if over <= 0 else []
-        if fitting or excess == 0:
+def programmed(candidates: CandidateSet, space: Space, limit_bytes: int) -> PricedPlan | None:
+    """Return the plan that the integer program finds within a limit, None if it finds none."""
+    limit = float(limit_bytes)
+    for _ in range(ATTEMPTS):
+        solution = fastest(candidates, limit)
+        if solution is None:
             break
+        plan = priced(space, candidates.load, candidates.chosen(solution.picks), candidates.spanning)
+        excess = plan.peak.total_bytes - limit_bytes
+        if excess <= 0:
+            return plan.as_run(limit_bytes)
         limit -= excess
-    if limit < limit_bytes and (uniform := _without_owners(chain.candidates)) is not None:
-        found, _ = solve(ChainBound(uniform), space, limit_bytes, exact)
-        fitting += [found] if found else []
-    return max(fitting, key=lambda plan: plan.samples_per_s, default=None), bound_s
+    rest = _without_owners(candidates)
+    return programmed(rest, space, limit_bytes) if rest else None
 
 
 def _without_owners(candidates: CandidateSet) -> CandidateSet | None:
@@ -82,21 +63,59 @@ def _without_owners(candidates: CandidateSet) -> CandidateSet | None:
     return candidates.only(kept) if any(map(any, owned)) and all(kept) else None
 
 
-def _solutions(chain: ChainBound, limit_bytes: float, exact: bool) -> Iterator[tuple[tuple[StageDecision, ...], float]]:
-    """Yield good plans that fit by the mean rank's memory, each with a lower bound on the seconds (0: none known)."""
-    columns = columns_of(chain, limit_bytes)
-    local = LocalSearch(columns, limit_bytes, chain if columns is chain.candidates else None)
-    start = fastest(columns, limit_bytes) or CountingProgram.smallest(columns)
-    events = events_near(columns, peak_memory(start.options, columns.load).stage)
-    best_s = float("inf")
-    for picks in (start.picks if local.fits(start.picks) else None, local.cheapest_fitting(events[0])):
-        if picks is not None:
-            improved = local.improve(picks)
-            best_s = min(best_s, step_time(columns.picked(improved), columns.load).total_s)
-            yield columns.chosen(improved), 0.0
-    few = exact and len(columns.stage_classes) <= EXACT_STAGES
-    if few and best_s > chain.bound_s(limit_bytes, events) * (1 + PROVEN):
-        # Where memory is tight, options that are optimal at no price can double the speed.
-        exactly = fastest(chain.candidates, limit_bytes, exact=True)
-        if exactly is not None:
-            yield chain.candidates.chosen(exactly.picks), exactly.least_s
+class Widening:
+    """Label setting below a cut that is taken further and further from the bound."""
+
+    def __init__(self, chain: ChainBound, space: Space, limit_bytes: int, stage: int | None) -> None:
+        """`stage` is where a plan was seen to peak."""
+        candidates, count = chain.candidates, len(chain.candidates.stage_classes)
+        self.candidates, self.space, self.limit_bytes = candidates, space, limit_bytes
+        stages = dict.fromkeys(s for s in (stage, 0, 1, count // 2) if s is not None and s < count)
+        events = dict.fromkeys(event for s in (stage, 0, count // 2) for event in events_near(candidates, s))
+        self.labels = LabelSetting(chain, limit_bytes, tuple(events), tuple(stages))
+        self.least_s = self.start_s = self.labels.least_s
+        """No plan of the candidates takes less."""
+        price = self.labels.price
+        self.grain_bytes = GRAIN * self.start_s / (price * count) if price else 0.0
+        self.width, self.finer = FIRST_WIDTH, 0
+        self.was_searched, self.is_searching = False, False
+        """Whether a beam search was made, and whether the next run is one."""
+        self.is_over = False
+        """Whether another run is of no use."""
+
+    def advance(self, enough_s: float, most_made: int) -> tuple[PricedPlan | None, int]:
+        """Run once more, for a plan that takes less than `enough_s`; return it if one is found, and the labels made."""
+        while self.start_s * (1 + self.width) <= self.least_s:
+            self.width *= WIDER
+        beam, self.is_searching = self.is_searching, False
+        cut_s = enough_s if beam else min(self.start_s * (1 + self.width), enough_s)
+        run = self.labels.run(cut_s, self.grain_bytes, 0 if beam else most_made)
+        tried = list(islice(run.plans, TRIED))
+        plan = next(filter(None, map(self._priced, tried)), None)
+        self.least_s = max(self.least_s, run.least_s)
+        if not beam:
+            self._decide(run, is_last=cut_s >= enough_s, complete=bool(tried), found=plan is not None)
+        return plan, run.made
+
+    def _decide(self, run: Run, *, is_last: bool, complete: bool, found: bool) -> None:
+        """Choose the next run: finer, up to a plan that was just found, or wider."""
+        if complete and not run.dropped:
+            # The first complete label is not a plan that fits, or there is nothing left to prove.
+            self.finer += 1
+            self.grain_bytes /= FINER
+            self.is_over = self.finer > FINEST
+        elif found:
+            self.is_over = is_last and run.dropped
+        else:
+            self.is_over = is_last or run.dropped or self.width >= WIDEST
+            self.width *= WIDER if run.made < FEW_MADE else SLIGHTLY_WIDER
+            self.is_searching = run.made >= MANY_MADE and not self.was_searched
+            self.was_searched |= self.is_searching
+
+    def _priced(self, picks: Picks) -> PricedPlan | None:
+        """Return a plan as a whole, if it fits."""
+        found = self.candidates
+        if peak_memory(found.picked(picks), found.load).total_bytes > self.limit_bytes:
+            return None
+        plan = priced(self.space, found.load, found.chosen(picks), found.spanning)
+        return plan.as_run(self.limit_bytes) if plan.peak.total_bytes <= self.limit_bytes else None

@@ -1,4 +1,4 @@
-"""From measurements at a few micro-batches to quantities that grow with the micro-batch: `Affine`, or `Quadratic`.
+"""From measurements at a few micro-batches to quantities that grow with the micro-batch: `Affine`, or `Curve`.
 
 With v(b) measured at the sizes b1 < b2 < b3, the line through the first two is checked at the third.  Where the three
 are on no line, b4 is measured too: samples interact, as in a contrastive loss that compares all pairs of them, and
@@ -9,11 +9,11 @@ if the second differences of the four are equal and positive (they are counts of
 is a maximum over instants, and each instant is a curve of its own, so peaks are bounded by
 
     square = max_k square_k,    slope = max_k (slope_k + square_k - square),
-    fixed = max_k (fixed_k + slope_k + square_k - slope - square)                        (`envelope`)
+    fixed = max_k (fixed_k + (slope_k + square_k - slope - square) b0)                   (`envelope`)
 
-which is at least max_k curve_k(b) for every b >= 1, since b^2 >= b >= 1.  Torch takes other ways at a micro-batch of 1
-(a dimension of size 1 is contiguous whatever its stride), so that is measured too and lifts the curve where it lies
-higher.
+which is at least max_k curve_k(b) for every b >= b0 >= 1, since b^2 >= b.  Torch takes other ways at a micro-batch of 1
+(a dimension of size 1 is contiguous whatever its stride), so that is measured too, and what it has more than the curve
+is a part of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES = (2, 4, 6)
 FOURTH = 8
 """Micro-batch that is measured where they give none; as far from the third as the others are from each other."""
 SINGLE = 1
-"""Micro-batch that may only lift them; some models cannot run it (batch norm after pooling)."""
+"""Micro-batch that is a case of its own; some models cannot run it (batch norm after pooling)."""
 ALL_SIZES = (*SIZES, SINGLE)
 """Order of all measurements where lines are found; the last may be missing."""
 TOLERANCE = 0.005
@@ -43,8 +43,8 @@ class StepsError(OsdpError):
 
 def line(values: Sequence[float], sizes: Sizes = ALL_SIZES, *, add_bytes: float = 0.0) -> Affine:
     """Return a curve that is nowhere below `values`, plus `add_bytes`; exact if they are affine or quadratic."""
-    fixed, slope, square = _curve(values, sizes)
-    return growth(fixed + add_bytes, slope, square)
+    fixed, slope, square, at_one = _curve(values, sizes)
+    return growth(fixed + add_bytes, slope, square, at_one)
 
 
 def exact_line(values: Sequence[float], what: str, sizes: Sizes = ALL_SIZES, *, add_bytes: float = 0.0) -> Affine:
@@ -71,17 +71,18 @@ def envelope(events: Sequence[Sequence[int]], sizes: Sizes = ALL_SIZES, *, add_b
     Where the sizes ran different numbers of ops, instants cannot be matched; the maxima are fitted.
     """
     peaks = [max(instants, default=0) for instants in events]
-    count = len(_growing(sizes))
+    growing = _growing(sizes)
+    count = len(growing)
     matched = events[:count]
     if len({len(instants) for instants in matched}) != 1:
         return line(peaks, sizes, add_bytes=add_bytes)
-    curves = [_curve(values, sizes) for values in zip(*matched, strict=True)]
+    curves = [_curve(values, growing)[:3] for values in zip(*matched, strict=True)]
     square = max((one[2] for one in curves), default=0.0)
     lines = [(fixed, slope + own - square) for fixed, slope, own in curves]
     slope = max((one for _, one in lines), default=0.0)
-    bounds = [fixed + (one - slope) * SINGLE for fixed, one in lines]
-    bounds += [peak - slope * SINGLE - square * SINGLE**2 for peak in peaks[count:]]
-    return growth(max(bounds, default=0.0) + add_bytes, slope, square)
+    smallest = min(growing) if len(events) > count else SINGLE
+    fixed = max((fixed + (one - slope) * smallest for fixed, one in lines), default=0.0)
+    return growth(fixed + add_bytes, slope, square, _beyond(peaks[count:], fixed + slope + square))
 
 
 def _growing(sizes: Sizes) -> Sizes:
@@ -98,10 +99,16 @@ def _square(values: Sequence[float], sizes: Sizes) -> float:
     return bend / (2 * (SIZES[1] - SIZES[0]) ** 2) if 0 < bend == second - 2 * third + fourth else 0.0
 
 
-def _curve(values: Sequence[float], sizes: Sizes) -> tuple[float, float, float]:
-    """Return (fixed, per sample, per pair) of a curve that is nowhere below the values."""
+def _curve(values: Sequence[float], sizes: Sizes) -> tuple[float, float, float, float]:
+    """Return (fixed, per sample, per pair, at one) of a curve that is nowhere below the values."""
     square, growing = _square(values, sizes), _growing(sizes)
-    rest = [value - square * size**2 for value, size in zip(values, sizes, strict=False)]
+    rest = [value - square * size**2 for value, size in zip(values, growing, strict=False)]
     rises = [(rest[i + 1] - rest[i]) / (growing[i + 1] - growing[i]) for i in range(len(growing) - 1)]
     slope = max(rises, default=0.0)
-    return max(value - slope * size for value, size in zip(rest, sizes, strict=False)), slope, square
+    fixed = max(value - slope * size for value, size in zip(rest, growing, strict=True))
+    return fixed, slope, square, _beyond(values[len(growing) :], fixed + slope + square)
+
+
+def _beyond(singles: Sequence[float], expected: float) -> float:
+    """Return how much the value at `SINGLE`, where there is one, is above what is expected."""
+    return max([0.0, *(value - expected for value in singles)])

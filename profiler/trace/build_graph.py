@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -79,7 +79,15 @@ def assemble(
         outside=tuple(one for name in held_whole(module, groups) for one in _parts(name, named[name], dtypes[name])),
         buffers=_buffers(module),
         notes=(*source.notes, *_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
+        uncalled=tuple(_uncalled(first, {index: groups[index] for index in order})),
     )
+
+
+def _uncalled(one: Pass, groups: Mapping[int, Group]) -> Iterator[str]:
+    """Yield the modules of groups that did not run in a pass, and whose parameters nobody read either."""
+    for index, group in groups.items():
+        if index not in one.read_outside:
+            yield from (path for path in group.modules if path not in one.ran)
 
 
 def _fingerprint(

@@ -153,7 +153,7 @@ class KnownValues:
         effects = _EFFECTS.get(op) or _EFFECTS.setdefault(op, _effects_of(op))
         known = not effects.random
         for tensor in tensors:
-            if tensor.untyped_storage()._cdata not in self._held and not (tensor.is_cpu and has_data(tensor)):
+            if tensor.untyped_storage()._cdata not in self._held and not (has_data(tensor) and tensor.is_cpu):
                 known = False
                 break
         if not effects.written:
@@ -333,4 +333,5 @@ def _effects_of(op: OpOverload) -> _Effects:
 
 def has_data(tensor: Tensor) -> bool:
     """Return whether a tensor is a real one, with values of its own."""
-    return not tensor.is_meta and getattr(tensor, "fake_mode", None) is None
+    # In this order: a fake tensor asks every dispatch mode for its device.
+    return getattr(tensor, "fake_mode", None) is None and not tensor.is_meta

@@ -117,9 +117,16 @@ class _AnsweringMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._data = data
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing here is compiled, and the guard against it would cost time at every op."""
+        return False
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # of most calls; a fake tensor does not know its device by itself
+            return func(*args)
         if any(kind.__name__ != "FakeTensor" for kind in types):  # a DTensor's own op; its parts come here, too
             return func(*args, **kwargs or {})
         return self._data.run(func, args, kwargs or {}, lambda op, args, kwargs: op(*args, **kwargs))

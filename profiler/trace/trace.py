@@ -19,7 +19,7 @@ from torch import nn
 from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
 from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
-from profiler.model_graph import Affine, ModelGraph, Quadratic
+from profiler.model_graph import Affine, Curve, ModelGraph, growth
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import SIZES, StepsError
 from profiler.trace.build_graph import assemble
@@ -129,9 +129,9 @@ def _per_sample(part: Any, samples: int) -> Any:
     """Return a part of a graph whose lines count `samples` as one, with lines that count one."""
     if samples == 1:
         return part
-    if isinstance(part, Quadratic):
+    if isinstance(part, Curve):  # what a micro-batch of one sample has was not seen: the line is lifted
         scaled = part.per_sample / samples, part.per_pair / samples**2
-        return replace(part, per_sample=scaled[0], per_pair=scaled[1])
+        return growth(part.fixed + part.at_one, *scaled)
     if isinstance(part, Affine):
         return replace(part, per_sample=part.per_sample / samples)
     if isinstance(part, tuple):

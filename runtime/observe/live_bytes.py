@@ -201,6 +201,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # of most calls; a fake tensor does not know its device by itself
+            return func(*args)
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # DTensor and its like unwrap themselves; their inner ops come back here
         out = func(*args, **kwargs or {})

@@ -26,6 +26,7 @@ from runtime.torch_compat import (
     reduce_all_or_none,
     reduce_when_rerun,
     reset_iteration,
+    reshard_without,
     share_secondary_mesh,
 )
 
@@ -100,6 +101,7 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
     reduce_when_rerun(first, modules)
     if len(modules) > 1:
         gather_for_every_backward(first, modules)
+        reshard_without(first, modules, {context.model.get_submodule(path) for path in unit.uncalled})
     return FullyShardedUnit(unit, first, modules)
 
 

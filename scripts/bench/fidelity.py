@@ -1,6 +1,7 @@
-"""How near predictions and plans come: `python scripts/bench/fidelity.py [list] [random] [limits] [rivals] [planning]`.
+"""How near predictions and plans come: `python scripts/bench/fidelity.py [BENCH]...`, of
 
     list      fixed plans of the zoo's models, at 4 to 1,024 ranks: predicted peak against a dry run
+    families  the models of families.py, under several plans each: the same
     random    plans with random strategies for every operator, fp32 and bf16, with and without recomputation,
               micro-batch 1 to 4, 4 to 1,024 ranks: the same
     limits    memory that the chosen plan uses of its limit, and what more could still buy, within it and beyond
@@ -101,6 +102,24 @@ FIXED = (
 )
 
 
+OF_FAMILIES = tuple(
+    Case(f"families:{model}", precision, (1, 8), micro_batch, {"*": strategy}, recompute)
+    for model, precision, micro_batch in (
+        *((name, "fp32", 4) for name in ("user_code", "scaled_sums", "tied_alias", "two_losses", "shared_mask")),
+        ("two_losses", "fp32", 1),
+        ("user_code", "bf16", 4),
+        ("batch_norm", "bf16", 16),
+        ("batch_norm", "fp32", 16),
+        ("hf_gpt2", "fp32", 2),
+        ("hf_t5", "fp32", 2),
+        ("hf_llama", "fp32", 2),
+        ("hf_llama", "bf16", 2),
+        ("hf_llama_8k", "bf16", 1),
+    )
+    for strategy, recompute in (("shard", 0.0), ("shard", 0.5), ("shard", 1.0), ("shard_grad", 1.0))
+)
+
+
 @cache
 def traced(model: str, precision: str) -> ModelGraph:
     """Return the graph of a model of the zoo."""
@@ -146,9 +165,10 @@ def compare_all(cases: Sequence[Case]) -> None:
             if not found.predicted_phase.endswith(f" {head}"):
                 elsewhere.append(found.error)
             ranks = case.grid[0] * case.grid[1]
+            name = case.model.removeprefix("families:")
             what = case.label or ", ".join(case.choices.values())
             print(
-                f"{case.model:12s}  {case.precision}  {ranks:5d}  {case.micro_batch} x {case.accumulation}"
+                f"{name:12s}  {case.precision}  {ranks:5d}  {case.micro_batch} x {case.accumulation}"
                 f"  {case.recompute:10.0%}  {what:42.42s}  {found.tracked_peak_bytes / GIB:6.2f} GiB"
                 f"  {found.error:+7.3%}  {found.seconds:5.1f}",
                 flush=True,
@@ -252,6 +272,7 @@ def bench_rivals(options: argparse.Namespace) -> None:
 
 BENCHES = {
     "list": lambda options: compare_all(FIXED),
+    "families": lambda options: compare_all(OF_FAMILIES),
     "random": lambda options: compare_all(list(random_cases(options.seed, options.count))),
     "limits": bench_limits,
     "rivals": bench_rivals,

@@ -15,7 +15,7 @@ from trace_models import MLP, source
 
 from osdp.planning import Request, plan_model
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, Quadratic
+from profiler.model_graph import Affine, Curve
 from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES, envelope, line
 from profiler.trace.trace import trace_model
 
@@ -91,8 +91,8 @@ def test_peaks_agree_with_torchs_memory_tracker(model: str, batch: int) -> None:
 def test_costs_of_pairs_by_hand() -> None:
     """Scores (b, b) of features (b, 32) are 2 b^2 32 FLOPs, and twice that back; two log-probabilities are kept."""
     call = trace_model(MODELS["two towers"]).calls[-1]
-    assert call.forward.matmul_flops == Quadratic(0, 2 * 32 * 32, 2 * 32)
-    assert call.backward.matmul_flops == Quadratic(0, 4 * 32 * 32, 4 * 32)
+    assert call.forward.matmul_flops == Curve(0, 2 * 32 * 32, 2 * 32)
+    assert call.backward.matmul_flops == Curve(0, 4 * 32 * 32, 4 * 32)
     assert call.saved_bytes.coefficients[2] == 4 * 2
 
 
@@ -147,15 +147,24 @@ def test_a_bend_that_is_no_parabola_is_a_line_nowhere_below() -> None:
         fitted = line(values, FOUR)
         assert type(fitted) is Affine
         assert all(fitted(size) >= value for size, value in zip(FOUR, values, strict=True))
-    assert line([7, 19, 39, 67], FOUR) == Quadratic(3, 0, 1)
+    assert line([7, 19, 39, 67], FOUR) == Curve(3, 0, 1)
     assert line([7, 19, 39, 67, 9], (*FOUR, SINGLE))(SINGLE) == 9
     assert line([12.0], (5,)) == Affine(12, 0)
 
 
+def test_what_a_single_sample_has_more_is_of_a_micro_batch_of_one_alone() -> None:
+    sizes = (*SIZES, SINGLE)
+    assert line([4, 8, 12, 7], sizes) == Curve(0, 2, 0, 5)
+    assert line([4, 8, 12, 1], sizes) == Affine(0, 2)
+    # One instant on 3 + b, one on 2 b: from a micro-batch of 2 on 1 + 2 b bounds both, and at 1 there are 9 bytes.
+    assert envelope([[5, 4], [7, 8], [9, 12], [9, 2]], sizes) == Curve(1, 2, 0, 6)
+    assert (Curve(0, 2, 0, 5) + Affine(1, 1)).coefficients == (1, 3, 0, 5)
+
+
 def test_quantities_add_up() -> None:
-    one, two = Quadratic(1, 2, 3), Affine(5, 1)
-    assert one + two == two + one == Quadratic(6, 3, 3)
-    assert one.times(2) == Quadratic(2, 4, 6)
-    assert one.at_least(two) == Quadratic(5, 2, 3)
+    one, two = Curve(1, 2, 3), Affine(5, 1)
+    assert one + two == two + one == Curve(6, 3, 3)
+    assert one.times(2) == Curve(2, 4, 6)
+    assert one.at_least(two) == Curve(5, 2, 3)
     assert one(10) == 321
     assert repr(two) == "Affine(fixed=5, per_sample=1)"  # of which fingerprints are made

@@ -18,6 +18,7 @@ from thoroughness import drawn_numbers
 from torch import nn
 from trace_models import source
 
+from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
 ROUNDING = 4096
@@ -81,3 +82,38 @@ def test_what_a_models_own_forward_keeps_after_a_recomputed_block_is_counted() -
         graph, cluster(1, 4), {o.name: "shard" for o in graph.operators}, [b.name for b in graph.blocks], micro_batch=8
     )
     assert abs(compare(plan, model, graph, cluster(1, 4)).error) <= 0.002
+
+
+class Aliased(nn.Module):
+    """An embedding that three modules share, of which the first never runs, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.embed, self.head = nn.Embedding(2048, 64), nn.Embedding(2048, 64), nn.Linear(64, 2048, False)
+        self.embed.weight = self.head.weight = self.shared.weight
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, 64) -> a loss."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x).relu()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+    def example_inputs(self, batch: int) -> tuple[tuple[torch.Tensor], dict[str, torch.Tensor]]:
+        return (torch.randint(2048, (batch, 64)),), {}
+
+
+def test_what_is_tied_is_resharded_though_a_module_of_it_never_runs() -> None:
+    """At the loss it is not there: 512 KiB of 3.6 MiB."""
+    model = ModelSource("aliased", Aliased, lambda module, batch: module.example_inputs(batch), 64)
+    graph = trace_model(model)
+    assert graph.uncalled == ("shared",)
+    plan = plan_of(graph, cluster(1, 8), {o.name: "shard" for o in graph.operators}, micro_batch=2)
+    found = compare(plan, model, graph, cluster(1, 8))
+    assert abs(found.error) <= 0.002
+    logits = 4 * 2 * 64 * 2048
+    assert (
+        found.tracked["activations"] >= 3 * logits
+    )  # what is saved of the loss, its gradient, and what is made of that
+    assert "unsharded_parameters" not in found.tracked or found.tracked["unsharded_parameters"] < 4 * 2048 * 64

@@ -24,9 +24,9 @@ from planner.model.stages import cut
 from planner.pricing import PricedPlan, make_plan, priced, space_of
 from planner.problem import Pins, Task
 from planner.search.candidates import StageDecision, choices_of, cuts, splittable
-from planner.search.counting_ilp import fastest
 from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits
+from planner.search.labels import LabelSetting
 from planner.search.lagrangian_bound import ChainBound, events_near
 from planner.search.pareto import option_numbers, undominated
 from planner.search.search import Found, search
@@ -247,7 +247,7 @@ def test_a_plan_whose_fullest_rank_does_not_fit_is_not_called_feasible() -> None
         assert peak_memory(found.options, found.load).total_bytes <= limit << 20
 
 
-# --- exact form with unequal segments ---
+# --- unequal segments ---
 
 
 def unequal_menu(graph: ModelGraph, load: Workload, seed: int) -> CandidateSet:
@@ -271,19 +271,20 @@ def unequal_menu(graph: ModelGraph, load: Workload, seed: int) -> CandidateSet:
 
 @settings(SLOW, max_examples=draws(10))
 @given(chains, machines, st.integers(1, 3), st.floats(0.0, 1.0), st.integers(0, 1000))
-def test_exact_form_with_unequal_segments_equals_brute_force(
+def test_labels_with_unequal_segments_equal_brute_force(
     graph: ModelGraph, machine: Cluster, accumulation: int, fraction: float, seed: int
 ) -> None:
     menu = unequal_menu(graph, Workload(machine, "adam", "fp32", 1, accumulation), seed)
     peaks = [peak_memory(options, menu.load).total_bytes for options in plans_of(menu)]
     limit = min(peaks) + fraction * (max(peaks) - min(peaks))
     best = least_time(menu, limit)
-    solution = fastest(menu, limit, exact=True)
-    assert solution is not None
-    assert step_time(solution.options, menu.load).total_s == pytest.approx(best, rel=1e-6)
-    assert solution.objective_s == pytest.approx(best, rel=1e-6)
+    bound = ChainBound(menu)
     for stage in (None, *range(len(menu.stage_classes))):
-        assert ChainBound(menu).bound_s(limit, events_near(menu, stage)) <= best * (1 + 1e-9)
+        assert bound.bound_s(limit, events_near(menu, stage)) <= best * (1 + 1e-9)
+    run = LabelSetting(bound, limit, events_near(menu, None), (0,)).run(best * 1.01)
+    fitting = [picks for picks in run.plans if peak_memory(menu.picked(picks), menu.load).total_bytes <= limit]
+    assert step_time(menu.picked(fitting[0]), menu.load).total_s == pytest.approx(best, rel=1e-9)
+    assert run.least_s == pytest.approx(best, rel=1e-8)
 
 
 # --- pins ---

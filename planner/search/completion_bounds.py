@@ -1,0 +1,130 @@
+"""Lower bounds on what the lower part of a chain still costs, given the memory above it.
+
+Any completion of the stages i < j has to bring the plan below the limit at every moment.  With a price lambda of memory
+at one moment (weak Lagrangian duality, as in `planner.search.lagrangian_bound`), a label of stages j and above costs
+
+    T + lambda (held - room) + Z_j(state)        Z_j(s) = min_d more_s(s, d) + H_(j-1)(d, upward face of s)
+
+at least, where `held` is the column of `planner.search.label_memory` that the moment is a sum of and H_i(d, u) the
+least priced seconds of stages 0 to i with downward face d below a stage with upward face u:
+
+    H_i(d, u) = min over options k with downward face d of  base_s(k, u) + lambda bytes_i(k) + Z_i(state of k, u)
+
+`bytes` are, for moments that are already seen (HIGHEST), what each stage adds to them; for a moment in the backward of
+a stage below (BACKWARD) or in the optimizer's step (OPTIMIZER), what each stage holds then.  Each is priced at a few
+prices; the bound is the highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.label_memory import BACKWARD, HIGHEST, OPTIMIZER, PEAKS, REDUCTION, StageMemory
+from planner.search.lagrangian_bound import ChainBound, MemoryEvent
+from planner.search.overlap_states import OverlapStates
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+SEEN_PRICES = (0.0, 0.4, 0.7, 0.88, 1.0, 1.13, 1.4, 2.2, 5.0)
+"""Multiples of the best price at which moments that are already seen are priced."""
+EVENT_PRICES = (0.7, 1.0, 1.4)
+"""The same for moments further down."""
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """One moment at several prices."""
+
+    column: int
+    """Of the labels' memory, from which on stages are counted."""
+    stage: int
+    """Labels with this stage placed have seen the moment; -1: none has."""
+    prices: Array
+    sees_reduction: bool
+    """Whether the input of the last reduction above is held too."""
+    least_s: list[Array]
+    """Z of every stage, shape (prices, states)."""
+
+
+class CompletionBounds:
+    """Bounds for the labels of one chain, within one limit."""
+
+    def __init__(
+        self,
+        chain: ChainBound,
+        states: Sequence[OverlapStates],
+        memory: Sequence[StageMemory],
+        events: Sequence[MemoryEvent],
+        price: float,
+        room_bytes: float,
+    ) -> None:
+        """`memory` is of every stage; `price` is the price of a byte that gives the best bound of whole plans."""
+        self.room_bytes, self.states = room_bytes, states
+        self.priced = [self._table(None, [m.passing for m in memory], price * np.array(SEEN_PRICES))]
+        for event in events:
+            self.priced.append(self._table(event, chain.memory(event), price * np.array(EVENT_PRICES)))
+        self.least_passing = _sums_below([m.passing.min() for m in memory])
+        """Bytes that every completion adds to moments already seen, by the number of stages that are not placed."""
+        self.least_peak = [-np.inf]
+        """What is at least held in backward somewhere below, beside BACKWARD, by the same."""
+        for j, columns in enumerate(memory):
+            # The stage's own moments lie on top of what is saved below; moments further down are on top of its sums.
+            own = columns.backward_peak.min() + self.least_passing[j]
+            self.least_peak.append(max(own, self.least_peak[-1] + columns.backward.min()))
+
+    def _table(self, event: MemoryEvent | None, rows: Sequence[Array], prices: Array) -> _Priced:
+        """Return the table of one moment; None: of those that are already seen."""
+        least_s = []
+        below: Array | None = None
+        for index, states in enumerate(self.states):
+            rest = np.zeros((len(prices), len(states.upward)))
+            if below is not None:
+                rest = (states.more_s.T[None] + below[:, :, states.upward]).min(axis=1)
+            least_s.append(rest)
+            cost = states.base_s[None] + rest[:, states.of] + (prices[:, None] * rows[index][None])[:, :, None]
+            order = np.argsort(states.downward_of, kind="stable")
+            starts = np.searchsorted(states.downward_of[order], np.arange(states.downward_of.max() + 1))
+            below = np.minimum.reduceat(cost[:, order], starts, axis=1)
+        if event is None or event.stage is None:
+            return _Priced(HIGHEST if event is None else OPTIMIZER, -1, prices, False, least_s)
+        sees_reduction = event.moment is not None and event.moment.neighbours.above
+        return _Priced(BACKWARD, event.stage, prices, sees_reduction, least_s)
+
+    def seconds(self, index: int, state: Indices, held: Array) -> Array:
+        """Return seconds that the stages below one add at least; `state` and `held` are of labels that end there."""
+        found = np.full(len(state), -np.inf)
+        for priced in self.priced:
+            if priced.stage >= index:
+                continue  # These labels have seen it.
+            bytes_held = held[:, PEAKS].max(axis=1) if priced.column == HIGHEST else held[:, priced.column]
+            if priced.sees_reduction and priced.stage == index - 1:
+                bytes_held = bytes_held + held[:, REDUCTION]
+            excess = bytes_held - self.room_bytes
+            for price, rest in zip(priced.prices, priced.least_s[index], strict=True):
+                np.maximum(found, rest[state] + price * excess, out=found)
+        return found
+
+    def seen(self, index: int, number: int) -> tuple[float, Array]:
+        """Return one of the prices of moments that are already seen, and its least seconds for every state."""
+        priced = self.priced[0]
+        return float(priced.prices[number]), priced.least_s[index][number]
+
+    def fits(self, index: int, held: Array) -> NDArray[np.bool_]:
+        """Return which labels some completion may bring below the limit."""
+        room = self.room_bytes
+        fits: NDArray[np.bool_] = held[:, PEAKS].max(axis=1) + self.least_passing[index] <= room
+        fits &= (held[:, BACKWARD] + self.least_peak[index] <= room) & (held[:, OPTIMIZER] <= room)
+        return fits
+
+
+def _sums_below(values: Sequence[float]) -> list[float]:
+    """Return the sum of all values before each place."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums

@@ -1,0 +1,121 @@
+"""Memory of the upper part of a chain, as the stages below will move it: the resources of a label.
+
+With stages placed from the top down to j, every moment seen so far grows by the same amount for each stage below: what
+rests there, is saved there and is kept there, R + saved + kept.  So a few columns are all that the rest of the chain
+can tell of the memory above (`planner.cost.peak_memory` has the equations; R is what rests, with M > 1 the gradients
+too)
+
+    HIGHEST     the highest moment so far of those for which nothing is missing
+    BELOW, GATHERING, FORWARD_BELOW
+                the highest moments for which the gather of a stage below is missing: in backward, in backward as it
+                runs, in forward
+    BACKWARD    sum of R + gradients + L, which a moment in backward of a stage below adds to its own bytes
+    FORWARD     sum of R, which a moment in forward does
+    OPTIMIZER   what the optimizer's step holds
+    REDUCTION   the input of the last reduction, which lives on until a stage below reduces
+
+`StageMemory.extended` gives the columns with one more stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.stage_option import StageCandidate
+from planner.cost.workload import Workload
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+COLUMNS = 8
+HIGHEST, BELOW, GATHERING, FORWARD_BELOW, BACKWARD, FORWARD, OPTIMIZER, REDUCTION = range(COLUMNS)
+PEAKS = slice(HIGHEST, FORWARD_BELOW + 1)
+PENDING = slice(BELOW, FORWARD_BELOW + 1)
+NOTHING_PLACED = np.array([[-np.inf, -np.inf, -np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0]])
+
+
+class StageMemory:
+    """Columns of the options of one class of stages."""
+
+    def __init__(self, options: tuple[StageCandidate, ...], load: Workload) -> None:
+        def column(values: list[float]) -> Array:
+            return np.array(values, dtype=np.float64)
+
+        accumulates = load.accumulation > 1
+        rest, gradients = column([o.rest for o in options]), column([o.gradients for o in options])
+        late, stepped = column([o.reduced_after_backward for o in options]), column([o.stepped for o in options])
+        self.resting = rest + gradients if accumulates else rest
+        """R."""
+        self.passing = self.resting + column([o.saved + o.kept for o in options])
+        """What every moment above grows by."""
+        self.backward = self.resting + late + (0.0 if accumulates else gradients)
+        self.optimizer = rest + (1 + load.optimizer.temporaries) * stepped
+        below = column([o.prefetched if o.prefetches else 0 for o in options])
+        running = column([o.prefetched + o.prefetch_temporary if o.prefetches else 0 for o in options])
+        forward_below = column([o.gather_output if o.gathers else 0 for o in options])
+        self.gathers = np.stack([below, running, forward_below], axis=1)
+        """What pending moments above lack, shape (options, 3)."""
+        self.has_gather = np.array([(o.prefetches, o.prefetches, o.gathers) for o in options])
+        """Whether it is this stage's; else they wait for one further down."""
+        self.reduce_input = column([o.reduce_input if o.reduces else -1 for o in options])
+        """The input of its last reduction; -1: it reduces nothing, and that of a stage above lives on."""
+        self.moments = np.full((5, 2, len(options)), -np.inf)
+        """The highest own moments: alone, BELOW, GATHERING in backward, alone and FORWARD_BELOW in forward; without and
+        with the reduce-scatter input of the stage above."""
+        for k, option in enumerate(options):
+            for moment in option.moments:
+                sees, forward = moment.neighbours, moment.phase == "forward"
+                row = 3 + sees.below if forward else sees.below + sees.gathers_below
+                place = row, int(sees.above), k
+                self.moments[place] = max(self.moments[place], option.bytes_at(moment))
+        self.backward_peak = self.resting + self.moments[:3].max(axis=(0, 1))
+        """The highest own moment in backward, on top of BACKWARD, without what other stages hold beside."""
+
+    def extended(self, held: Array, options: Indices) -> Array:
+        """Return the columns of labels with one more stage each below, shape (labels, COLUMNS)."""
+        reduction = held[:, REDUCTION]
+
+        def own(row: int, base: Array) -> Array:
+            alone, with_input = self.moments[row][:, options]
+            highest: Array = base + np.maximum(alone, with_input + reduction)
+            return highest
+
+        passing, has_gather = self.passing[options], self.has_gather[options]
+        pending = held[:, PENDING] + passing[:, None]
+        gathered = np.where(has_gather, pending + self.gathers[options], -np.inf).max(axis=1)
+        pending = np.where(has_gather, -np.inf, pending)
+        above = np.maximum(held[:, HIGHEST] + passing, gathered)
+        backward, forward = (held[:, column] + self.resting[options] for column in (BACKWARD, FORWARD))
+        reduce_input = self.reduce_input[options]
+        columns = [
+            np.maximum(above, np.maximum(own(0, backward), own(3, forward))),
+            np.maximum(pending[:, 0], own(1, backward)),
+            np.maximum(pending[:, 1], own(2, backward)),
+            np.maximum(pending[:, 2], own(4, forward)),
+            held[:, BACKWARD] + self.backward[options],
+            forward,
+            held[:, OPTIMIZER] + self.optimizer[options],
+            np.where(reduce_input < 0, reduction, reduce_input),
+        ]
+        return np.stack(columns, axis=1)
+
+
+def most_gathered(stages: Sequence[StageMemory]) -> list[Array]:
+    """Return, for each stage, the most that pending moments above it can lack, in its gather or in one further down."""
+    found: list[Array] = []
+    for stage in stages:
+        own = stage.gathers.max(axis=0)
+        further = found[-1] if found else np.zeros(3)
+        found.append(np.where(stage.has_gather.all(axis=0), own, np.maximum(own, further)))
+    return found
+
+
+def settle_pending(held: Array, most: Array) -> None:
+    """Raise pending moments that cannot become the highest, in place: labels that differ in no more are then equal.
+
+    `most` is what such moments can lack.
+    """
+    np.maximum(held[:, PENDING], held[:, HIGHEST, None] - most, out=held[:, PENDING])

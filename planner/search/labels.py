@@ -1,0 +1,297 @@
+"""The fastest plan of one candidate set within a limit: a shortest path with memory as its resource.
+
+Stages are the layers of a graph, options its nodes, and a plan a path from the top stage to the bottom one.  Its length
+is the step time; what it may not exceed is the peak memory.  The standard method for such a problem is label setting
+(Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005).  A label stands for options of
+stages j and above: its seconds, its memory (`planner.search.label_memory`) and its state
+(`planner.search.overlap_states`).
+
+    labels = { the empty label }
+    for each stage from the top down:
+        labels = labels x options of the stage, without those that
+            would take `cut_s` or more                               (`planner.search.completion_bounds`)
+            cannot be completed within the limit                     (the same)
+            are no better than another in seconds and all memory     (dominance)
+    the first of the labels by seconds is the fastest plan
+
+Dominance inside a state compares seconds and memory; of labels in different states, the dominating one has to be faster
+by as much as its state can cost more (`ChainStates.worse_s`).
+
+Every run is a certificate.  Memory is rounded down to
+multiples of `grain_bytes`, so that many labels are equal; that only relaxes the limit.  If there are too
+many, only some go on, and the least bound of the others is what the run certifies at most.  So
+no plan of the set takes less than
+
+    min(least bound of what is left out, least bound of the labels over the cap, seconds of the first complete label),
+
+of which the first is at least `cut_s`, and infinite if memory rules everything out.
+
+What a run may cost is a number of labels and not a time, so plans do not depend on how fast a machine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.completion_bounds import CompletionBounds
+from planner.search.label_memory import (
+    BACKWARD,
+    NOTHING_PLACED,
+    OPTIMIZER,
+    PEAKS,
+    StageMemory,
+    most_gathered,
+    settle_pending,
+)
+from planner.search.lagrangian_bound import ChainBound, MemoryEvent
+from planner.search.overlap_states import ChainStates
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Picks = tuple[int, ...]
+
+LEAST_MADE = 4000
+"""Labels of a stage that are compared with each other, whatever the run may make."""
+MADE_PER_LABEL = 20
+"""One of so many goes on from a stage at most; dominance leaves fewer, as a rule."""
+CHUNK = 1 << 20
+"""Pairs of a label and an option that are looked at at once: arrays of 8 MB."""
+QUICK = (2, 4, 6)
+"""Of the prices of moments that are already seen, those at which all pairs are looked at."""
+RIVALS = 500
+"""Labels with which all of other states are compared: the fastest ones."""
+ROUNDING = 1e-9
+"""Relative rounding of sums in the certificate."""
+LITTLE = 0.1
+"""Price of all memory, in steps' time, for bounds where memory has none at the best ones."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels that end at the same stage."""
+
+    seconds: Array
+    held: Array
+    """Columns of `planner.search.label_memory`, shape (labels, columns)."""
+    state: Indices
+    least_s: Array
+    """The least seconds of the whole step."""
+    parent: Indices
+    """The label of the stage above that each extends."""
+    option: Indices
+
+    def some(self, which: NDArray[np.bool_] | Indices) -> Labels:
+        """Return some of them."""
+        held = self.held[which]
+        return Labels(
+            self.seconds[which], held, self.state[which], self.least_s[which], self.parent[which], self.option[which]
+        )
+
+
+def _empty() -> Labels:
+    zero = np.zeros(1, dtype=np.intp)
+    return Labels(np.zeros(1), NOTHING_PLACED, zero, np.zeros(1), zero, zero)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run gave."""
+
+    least_s: float
+    """No plan of the set that fits takes less; infinite: none fits."""
+    dropped: bool
+    """Whether labels over the cap, and no others, keep `least_s` below the cut."""
+    made: int
+    """Labels that were compared with each other."""
+    plans: Iterator[Picks]
+    """Options of complete labels, by rising seconds: sequences that fit but for what their memory leaves out."""
+
+
+class LabelSetting:
+    """Label setting on one chain within one limit."""
+
+    def __init__(
+        self, chain: ChainBound, limit_bytes: float, events: Sequence[MemoryEvent], stages: Sequence[int]
+    ) -> None:
+        """`events` are moments at which whole plans are bounded, `stages` those at which plans may peak."""
+        candidates = chain.candidates
+        self.room_bytes = limit_bytes - candidates.load.fixed_bytes
+        self.least_s, event = chain.tightest(limit_bytes, events)
+        """Lower bound on every plan, without labels."""
+        self.price = 0.0
+        """Price of a byte that gives it, in seconds."""
+        if event is not None:
+            bound_s, self.price = chain.dual(limit_bytes, event)
+            self.least_s = max(self.least_s, bound_s)
+        self.chain_states = ChainStates(chain)
+        self.states = self.chain_states.states
+        of_class = [StageMemory(options, candidates.load) for options in candidates.options]
+        self.memory = [of_class[stage_class] for stage_class in candidates.stage_classes]
+        self.most_gathered = most_gathered(self.memory)
+        below = [event for stage in stages for event in highest_event(chain, stage)] + [MemoryEvent(None)]
+        price = self.price or LITTLE * self.least_s / self.room_bytes
+        self.bounds = CompletionBounds(chain, self.states, self.memory, below, price, self.room_bytes)
+
+    def run(self, cut_s: float, grain_bytes: float = 0.0, most_made: int = 1_000_000) -> Run:
+        """Find plans that take less than `cut_s`, with memory rounded down to multiples of the grain (0: not).
+
+        `most_made` is how many labels may be made, over all stages; with 0 it is a beam search.
+        """
+        most_of_stage = max(LEAST_MADE, most_made // len(self.states))
+        most_kept = most_of_stage // MADE_PER_LABEL
+        labels, left_s, lost_s, made, passed = _empty(), np.inf, np.inf, 0, list[Labels]()
+        for index in reversed(range(len(self.states))):
+            labels, over_s = self._extended(labels, index, cut_s)
+            left_s = min(left_s, over_s)
+            labels, dropped_s = _most_promising(labels, most_of_stage)
+            made += len(labels.seconds)
+            if grain_bytes:
+                np.floor(labels.held / grain_bytes, out=labels.held)
+                np.multiply(labels.held, grain_bytes, out=labels.held)
+            if index:
+                settle_pending(labels.held, self.most_gathered[index - 1])
+                labels = labels.some(self._undominated(labels, index))
+            labels, also_s = _most_promising(labels, most_kept)
+            lost_s = min(lost_s, dropped_s, also_s)
+            passed.append(labels)
+            if not len(labels.seconds):
+                return Run(min(left_s, lost_s) * (1 - ROUNDING), lost_s < left_s, made, iter(()))
+        labels = passed[-1] = labels.some(np.argsort(labels.seconds, kind="stable"))
+        first_s = float(labels.seconds[0])
+        plans = (self._picks(passed, label) for label in range(len(labels.seconds)))
+        return Run(min(first_s, left_s, lost_s) * (1 - ROUNDING), lost_s < first_s, made, plans)
+
+    def _extended(self, labels: Labels, index: int, cut_s: float) -> tuple[Labels, float]:
+        """Return all labels with one more stage that may lead to a plan below the cut, and the others' least bound."""
+        states, memory = self.states[index], self.memory[index]
+        top = index + 1 == len(self.states)
+        upward = np.zeros(1, dtype=np.intp) if top else self.states[index + 1].upward
+        # By state above and option: the seconds that are added, and the state that comes of it.
+        added_s = states.base_s[:, upward].T
+        if not top:
+            added_s = added_s + self.states[index + 1].more_s[:, states.downward_of]
+        after = states.of[:, upward].T
+        quick = []
+        for number in (0,) if top else QUICK:  # Nothing has been seen above the top stage: only seconds count.
+            price, rest_s = self.bounds.seen(index, number)
+            quick.append((price, added_s + rest_s[after] + price * (memory.passing[None] - self.room_bytes)))
+        peak = np.zeros(1) if top else labels.held[:, PEAKS].max(axis=1)
+        found, left_s = [], np.inf
+        step = max(1, CHUNK // len(states.base_s))
+        for start in range(0, len(labels.seconds), step):
+            part = slice(start, start + step)
+            above = labels.state[part]
+            pairs_s = np.full((len(above), len(states.base_s)), -np.inf)
+            for price, whole_s in quick:
+                np.maximum(pairs_s, (labels.seconds[part] + price * peak[part])[:, None] + whole_s[above], out=pairs_s)
+            keep = pairs_s < cut_s
+            left_s = min(left_s, pairs_s.min(initial=np.inf, where=~keep))
+            parent, option = np.nonzero(keep)
+            state_above = above[parent]
+            held = memory.extended(labels.held[part][parent], option)
+            seconds, state = labels.seconds[part][parent] + added_s[state_above, option], after[state_above, option]
+            fits = np.flatnonzero(self.bounds.fits(index, held))
+            least_s = seconds[fits] + self.bounds.seconds(index, state[fits], held[fits])
+            below = least_s < cut_s
+            left_s, which = min(left_s, least_s.min(initial=np.inf, where=~below)), fits[below]
+            found.append(
+                Labels(seconds[which], held[which], state[which], least_s[below], parent[which] + start, option[which])
+            )
+        return _together(found), float(left_s)
+
+    def _undominated(self, labels: Labels, index: int) -> Indices:
+        """Return the labels that no other one dominates."""
+        kept = []
+        order = np.argsort(labels.state, kind="stable")
+        for alike in np.split(order, np.flatnonzero(np.diff(labels.state[order])) + 1):
+            if len(alike):
+                rows = np.column_stack([labels.seconds[alike], labels.held[alike]])
+                kept.append(alike[undominated_rows(rows)])
+        if len(kept) < 2:
+            return kept[0] if kept else order
+        return self._undominated_by_others(labels, np.concatenate(kept), index)
+
+    def _undominated_by_others(self, labels: Labels, kept: Indices, index: int) -> Indices:
+        """Return those of the kept labels that none in another state dominates."""
+        present, place = np.unique(labels.state[kept], return_inverse=True)
+        worse_s = self.chain_states.worse_s(index, present)
+        seconds = labels.seconds[kept]
+        numbers = labels.held[kept]
+        # Those that are the fastest in any state go first.
+        anywhere_s = seconds + worse_s.max(axis=1)[place]
+        rivals = np.argsort(anywhere_s, kind="stable")[:RIVALS]
+        loses = np.zeros(len(kept), dtype=bool)
+        for start in range(0, len(kept), 512):
+            rows = np.arange(start, min(start + 512, len(kept)))
+            # Strictly: of two that dominate each other, both stay.
+            better = seconds[rivals][:, None] + worse_s[place[rivals]][:, place[rows]] < seconds[rows][None]
+            for column in numbers.T:
+                better &= column[rivals][:, None] <= column[rows][None]
+            loses[rows] = better.any(axis=0)
+        return kept[~loses]
+
+    def _picks(self, passed: Sequence[Labels], label: int) -> Picks:
+        """Return the option of every stage, in execution order."""
+        picks = []
+        for labels in reversed(passed):
+            picks.append(int(labels.option[label]))
+            label = int(labels.parent[label])
+        return tuple(picks)
+
+
+def highest_event(chain: ChainBound, stage: int) -> Iterator[MemoryEvent]:
+    """Yield the moment in a stage's backward that is the highest of any option, if there is one."""
+    options = chain.candidates.options[chain.candidates.stage_classes[stage]]
+    moments = [(option.bytes_at(m), m) for option in options for m in option.moments if m.phase != "forward"]
+    if moments:
+        yield MemoryEvent(stage, max(moments, key=lambda pair: pair[0])[1])
+
+
+def _together(parts: Sequence[Labels]) -> Labels:
+    columns = (np.concatenate([getattr(part, name) for part in parts]) for name in Labels.__dataclass_fields__)
+    return Labels(*columns)
+
+
+def _most_promising(labels: Labels, most: int) -> tuple[Labels, float]:
+    """Return so many labels, half of them of the least bounds and half of the least memory, and the least bound of the
+    others.  Where memory is tight, those of the least bounds alone may all end before the last stage."""
+    if len(labels.seconds) <= most:
+        return labels, np.inf
+    order = np.argsort(labels.least_s, kind="stable")
+    half, rest = order[: most // 2], order[most // 2 :]
+    held = labels.held[rest]
+    memory = held[:, PEAKS].max(axis=1) + held[:, BACKWARD] + held[:, OPTIMIZER]
+    lean, others = np.split(rest[np.argsort(memory, kind="stable")], [most - len(half)])
+    return labels.some(np.sort(np.concatenate([half, lean]))), float(labels.least_s[others].min())
+
+
+def undominated_rows(rows: Array, block: int = 128) -> Indices:
+    """Return the rows that no other is at most in every column; of equal rows the first."""
+    order = np.lexsort(rows.T[::-1])
+    rows, kept, found = rows[order], np.empty_like(rows), list[Indices]()
+    count = 0
+    for start in range(0, len(rows), block):
+        part = rows[start : start + block]
+        alive = np.arange(len(part))
+        if count:
+            alive = alive[~_at_most(kept[:count], part).any(axis=0)]
+        part = part[alive]
+        # Whatever dominates a row comes before it.
+        alive_too = ~np.triu(_at_most(part, part), k=1).any(axis=0)
+        part = part[alive_too]
+        kept[count : count + len(part)] = part
+        count += len(part)
+        found.append(start + alive[alive_too])
+    return order[np.concatenate(found)]
+
+
+def _at_most(some: Array, others: Array) -> NDArray[np.bool_]:
+    """Return whether each row of the first is at most each of the others in every column."""
+    found = np.ones((len(some), len(others)), dtype=bool)
+    for mine, theirs in zip(some.T, others.T, strict=True):
+        found &= mine[:, None] <= theirs[None]
+    return found

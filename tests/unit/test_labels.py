@@ -1,0 +1,173 @@
+"""Label setting against brute force over every plan, and its parts against what whole plans cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from synthetic import chain, cluster, transformer
+from thoroughness import draws
+
+from planner.cost.peak_memory import peak_memory
+from planner.cost.step_time import step_time
+from planner.cost.workload import Workload
+from planner.search.label_memory import NOTHING_PLACED, OPTIMIZER, PEAKS, StageMemory
+from planner.search.labels import LabelSetting, undominated_rows
+from planner.search.lagrangian_bound import ChainBound, events_near
+from planner.search.search_space import CandidateSet, Space
+from planner.strategies.registry import strategies_on
+from profiler.model_graph import ModelGraph
+
+SLOW = settings(
+    max_examples=draws(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+
+graphs = st.one_of(
+    st.lists(st.tuples(st.integers(1, 6), st.floats(1, 100), st.floats(1, 200)), min_size=2, max_size=6).map(
+        lambda rows: chain([(1024 * r, 1024) for r, _, _ in rows], [g for _, g, _ in rows], [s for _, _, s in rows])
+    ),
+    st.builds(
+        lambda layers, tied, distinct: transformer(layers, 512, tied=tied, distinct=distinct),
+        st.integers(1, 4),
+        st.booleans(),
+        st.booleans(),
+    ),
+)
+machines = st.builds(
+    cluster,
+    nodes=st.sampled_from([1, 2]),
+    gpus=st.sampled_from([2, 4]),
+    intra=st.floats(1e9, 50e9),
+    overlaps=st.sampled_from([True, True, False]),
+)
+
+
+def some_candidates(graph: ModelGraph, load: Workload, seed: int) -> CandidateSet:
+    """Return candidates with a few options of each class, taken at random, so that all plans can be tried."""
+    random, space = np.random.default_rng(seed), Space(graph)
+    spanning = random.choice(len(offered := space.spanning_offered(load)))
+    found = space.candidates(load, offered[spanning])
+    most = 2 if len(found.stage_classes) > 5 else 3
+    # Owners, past whose stages buffers live on, are in a third of all.
+    owned = [[any(s.spec.has_owner for s in choice.strategies) for choice in some] for some in found.choices]
+    rows = []
+    for is_owned in owned:
+        order = random.permutation(len(is_owned))
+        allowed = [int(k) for k in order if seed % 3 == 0 or not is_owned[k]]
+        rows.append(sorted(allowed[:most]))
+    found = found.only(rows)
+    if seed % 5:
+        return found
+    # What stages share that are not recomputed, such as a mask: all kinds of stages alike.
+    shared = float(random.integers(1, 50)) * 2**20
+    options = tuple(
+        tuple(option if option.recompute else replace(option, saved=option.saved + shared) for option in some)
+        for some in found.options
+    )
+    return replace(found, options=options)
+
+
+def every_plan(candidates: CandidateSet) -> list[tuple[float, float, tuple[int, ...]]]:
+    """Return (peak bytes, seconds, picks) of every plan."""
+    found = []
+    for picks in product(*(range(len(candidates.options[c])) for c in candidates.stage_classes)):
+        options = candidates.picked(picks)
+        peak = peak_memory(options, candidates.load).total_bytes
+        found.append((peak, step_time(options, candidates.load).total_s, picks))
+    return found
+
+
+def label_setting(candidates: CandidateSet, limit_bytes: float) -> LabelSetting:
+    count = len(candidates.stage_classes)
+    return LabelSetting(ChainBound(candidates), limit_bytes, events_near(candidates, 0), (0, count // 2))
+
+
+@SLOW
+@given(graphs, machines, st.integers(1, 3), st.sampled_from([0.0, 0.02, 0.2, 0.6]), st.integers(0, 10**6))
+def test_labels_equal_brute_force(
+    graph: ModelGraph, machine: object, accumulation: int, fraction: float, seed: int
+) -> None:
+    load = Workload(machine, "adam", "fp32", 1 + seed % 3, accumulation)  # type: ignore[arg-type]
+    candidates = some_candidates(graph, load, seed)
+    plans = every_plan(candidates)
+    limit = float(np.quantile([peak for peak, _, _ in plans], fraction)) * (1 + 1e-9)
+    best_s = min(seconds for peak, seconds, _ in plans if peak <= limit)
+    labels = label_setting(candidates, limit)
+    assert labels.least_s <= best_s * (1 + 1e-9)
+    for width in (1e-6, 0.5):
+        run = labels.run(best_s * (1 + width))
+        fitting = [picks for picks in run.plans if peak_memory(candidates.picked(picks), load).total_bytes <= limit]
+        assert step_time(candidates.picked(fitting[0]), load).total_s == pytest.approx(best_s, rel=1e-9)
+        assert run.least_s == pytest.approx(best_s, rel=1e-8)
+    # Nothing is found below the optimum, and what is rounded or left out makes the bound no higher than it.
+    below = labels.run(best_s * (1 - 1e-6))
+    assert best_s * (1 - 1e-6) * (1 - 1e-8) <= below.least_s <= best_s
+    assert not list(below.plans)
+    assert labels.run(best_s * 1.2, limit / 50).least_s <= best_s
+
+
+@SLOW
+@given(graphs, st.integers(1, 3), st.integers(0, 10**6))
+def test_columns_of_a_whole_plan_are_its_peak(graph: ModelGraph, accumulation: int, seed: int) -> None:
+    load = Workload(cluster(1, 4), "adam", "fp32", 1, accumulation)
+    candidates = some_candidates(graph, load, seed)
+    random = np.random.default_rng(seed)
+    picks = tuple(int(random.integers(len(candidates.options[c]))) for c in candidates.stage_classes)
+    held = NOTHING_PLACED
+    for stage_class, pick in reversed(list(zip(candidates.stage_classes, picks, strict=True))):
+        held = StageMemory(candidates.options[stage_class], load).extended(held, np.array([pick]))
+    highest = max(held[0, PEAKS].max(), held[0, OPTIMIZER]) + load.fixed_bytes
+    options = [replace(option, shared=0.0) for option in candidates.picked(picks)]
+    assert highest == pytest.approx(peak_memory(options, load).total_bytes, rel=1e-12)
+
+
+def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Workload(cluster(1, 4, intra=2e9), "adam", "fp32", 2)
+    candidates = Space(transformer(6, 512, distinct=True)).candidates(load, strategies_on(load.cluster)[1])
+    limit = 0.5 * peak_memory(candidates.picked([0] * len(candidates.stage_classes)), load).total_bytes
+    labels = label_setting(candidates, limit)
+    whole = labels.run(labels.least_s * 1.1)
+    best = next(picks for picks in whole.plans if peak_memory(candidates.picked(picks), load).total_bytes <= limit)
+    monkeypatch.setattr("planner.search.labels.LEAST_MADE", 40)
+    few = labels.run(labels.least_s * 1.1, most_made=0)
+    assert few.made < whole.made
+    assert few.dropped
+    assert few.least_s <= step_time(candidates.picked(best), load).total_s
+
+
+def test_plans_that_recompute_nothing_do_not_keep_what_stages_share() -> None:
+    load = Workload(cluster(1, 2), "adam", "fp32", 2)
+    found = Space(transformer(2, 512, tied=False)).candidates(load, None)
+    shared = 64.0 * 2**20
+    options = tuple(
+        tuple(o if o.recompute else replace(o, saved=o.saved + shared, shared=shared) for o in some[:3] + some[-3:])
+        for some in found.options
+    )
+    choices = tuple(some[:3] + some[-3:] for some in found.choices)
+    with_shared = replace(found, options=options, choices=choices)
+    alone = with_shared.without_recomputation()
+    assert with_shared.shares
+    assert not alone.shares
+    plans = [(*costs, with_shared.picked(picks)) for *costs, picks in every_plan(with_shared)]
+    kept = [(peak, seconds) for peak, seconds, options in plans if not any(option.recompute for option in options)]
+    those = [(peak, seconds) for peak, seconds, _ in every_plan(alone)]
+    np.testing.assert_allclose(sorted(kept), sorted(those), rtol=1e-12)
+    # Where the smallest of them fits just so, the bound of the set is its time.
+    limit, best_s = min((peak, seconds) for peak, seconds, _ in every_plan(alone))
+    assert label_setting(alone, limit * (1 + 1e-9)).run(best_s * (1 + 1e-6)).least_s == pytest.approx(best_s, rel=1e-8)
+
+
+def test_rows_that_are_equal_or_worse_are_dominated() -> None:
+    rows = np.array([[1.0, 2.0], [1.0, 2.0], [2.0, 1.0], [2.0, 2.0], [0.0, 9.0]])
+    assert sorted(undominated_rows(rows)) == [0, 2, 4]
+    many = np.random.default_rng(0).integers(0, 9, (400, 4)).astype(float)
+    kept = {tuple(row) for row in many[undominated_rows(many)]}
+    better = {tuple(row) for row in many if not any((other <= row).all() and (other != row).any() for other in many)}
+    assert kept == better
