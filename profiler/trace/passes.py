@@ -112,7 +112,10 @@ class _Runner:
         """Run a pass with stand-ins; return it complete, or None, with nothing assumed, where blocks are not alike."""
         assumed = {**self._device.data.assumptions}
         try:
-            return complete(self._run(size, kept, replay))
+            short = self._run(size, kept, replay)
+            if not short.settled:  # as where recomputing is first used; see `run_sizes`
+                short = self._run(size, kept, replay)
+            return complete(short)
         except (OsdpError, UnlikeError):
             self._device.data.assumptions = assumed
             return None
