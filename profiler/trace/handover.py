@@ -9,6 +9,7 @@ keeps the same of them and of its outputs until its backward, and makes outputs 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -63,7 +64,10 @@ class Shape:
 
     structure: TreeSpec
     leaves: tuple[Any, ...]
-    """Tensors by layout; whether they need gradients; which share a storage.  Others by value or identity."""
+    """Of arguments: tensors by layout, need of a gradient and shared storages, others by value or identity.
+
+    Of outputs: (layout, need of a gradient) of tensors that are made, (None, place) of arguments, (class, value).
+    """
 
 
 @dataclass(slots=True)
@@ -128,15 +132,27 @@ def dense_layout(tensor: Tensor) -> Layout | None:
 
 
 def _arguments(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what `Shape.leaves` holds of arguments."""
     described: list[Any] = []
     storages: dict[int, int] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             place = storages.setdefault(leaf.untyped_storage()._cdata, len(storages))
             described.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, place))
+        elif isinstance(leaf, PLAIN):
+            described.append((leaf.__class__, leaf))
         else:
-            described.append((leaf.__class__, leaf if isinstance(leaf, PLAIN) else id(leaf)))
+            described.append(_identity(leaf))
     return tuple(described)
+
+
+def _identity(value: Any) -> tuple[int, object]:
+    """Return what is equal for the same object only, and is for none that comes later at its address."""
+    try:
+        reference: object = weakref.ref(value)
+    except TypeError:
+        reference = object()
+    return id(reference), reference
 
 
 class _Boundary(torch.autograd.Function):
@@ -170,7 +186,8 @@ class StandIn:
     """Those of its arguments that it keeps until its backward."""
     keeps_made: Sequence[int]
     """Which of the tensors that it makes."""
-    device: torch.device
+    make: Callable[[Layout], Tensor]
+    """Makes tensors of which nothing is known."""
 
     def run(self, own: Handover) -> Any:
         """Return outputs for arguments that were handed over.  Raises UnlikeError."""
@@ -190,10 +207,6 @@ class StandIn:
         return tree_unflatten(outputs, wanted.structure)
 
 
-def _make(layout: Layout, device: torch.device) -> Tensor:
-    return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=device)
-
-
 class _Standing(torch.autograd.Function):
     """The one node of a stand-in."""
 
@@ -202,10 +215,10 @@ class _Standing(torch.autograd.Function):
         ctx: Any, stand_in: StandIn, layouts: Sequence[tuple[Layout, bool]], *trained: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        made = tuple(_make(layout, stand_in.device) for layout, _ in layouts)
+        made = tuple(stand_in.make(layout) for layout, _ in layouts)
         ctx.mark_non_differentiable(*(one for one, (_, needed) in zip(made, layouts, strict=True) if not needed))
         ctx.save_for_backward(*stand_in.keeps, *(made[place] for place in stand_in.keeps_made))
-        ctx.last, ctx.device, ctx.count = stand_in.last, stand_in.device, len(trained)
+        ctx.last, ctx.make, ctx.count = stand_in.last, stand_in.make, len(trained)
         return made
 
     @staticmethod
@@ -213,4 +226,4 @@ class _Standing(torch.autograd.Function):
         last = ctx.last().handover
         if not last.are_dense or len(last.gradients) != ctx.count:
             raise UnlikeError
-        return (None, None, *(None if layout is None else _make(layout, ctx.device) for layout in last.gradients))
+        return (None, None, *(None if layout is None else ctx.make(layout) for layout in last.gradients))

@@ -159,8 +159,14 @@ class Meter(TorchDispatchMode):
         kept = {storage.key: storage for storage in held}
         tensors = [one for one in _tensors(execution.handover.leaves) if kept.pop(one.untyped_storage()._cdata, None)]
         last = functools.partial(ledger.executions.__getitem__, replayed.last)
+        return StandIn(like.handover, last, tensors, made, self._make_unknown).run(execution.handover)
+
+    def _make_unknown(self, layout: Layout) -> Tensor:
+        """Make a tensor of which nothing is known, not even that it is empty."""
         device = META if self._synthesize else torch.device("cpu")
-        return StandIn(like.handover, last, tensors, made, device).run(execution.handover)
+        made = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=device)
+        self._data.values.forget(made)
+        return made
 
     def _checkpointed(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, to be run again in backward as the runtime does."""

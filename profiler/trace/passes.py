@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -94,20 +94,31 @@ class _Runner:
             found = self._run(size)
             found.kept_bytes = max(found.kept_bytes, trial.kept_bytes)
         replay = find_replay(self._module, found) if before == state_of(self._module) else None
-        if replay is not None:
-            with suppress(OsdpError, UnlikeError):
-                found = replay.confirm(self._run(size, replay=replay))
-                self._replay = replay
+        if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):
+            found, self._replay = confirmed, replay
         return found
 
     def run(self, size: int, kept: Pass | None = None) -> Pass:
         """Run a pass; given that in which blocks are `kept`, all are recomputed.  Raises OsdpError."""
         if self._replay is not None:
-            try:
-                return self._replay.expanded(self._run(size, kept, self._replay))
-            except (OsdpError, UnlikeError):
-                self._replay = None
+            if found := self._run_short(self._replay, self._replay.expanded, size, kept):
+                return found
+            self._replay = None
         return self._run(size, kept)
+
+    def _run_short(
+        self, replay: Replay, complete: Callable[[Pass], Pass], size: int, kept: Pass | None = None
+    ) -> Pass | None:
+        """Run a pass with stand-ins; return it complete, or None, with nothing assumed, where blocks are not alike."""
+        assumed = {**self._device.data.assumptions}
+        try:
+            short = self._run(size, kept, replay)
+            if not short.settled:  # as where recomputing is first used; see `run_sizes`
+                short = self._run(size, kept, replay)
+            return complete(short)
+        except (OsdpError, UnlikeError):
+            self._device.data.assumptions = assumed
+            return None
 
     def run_alike(self, size: int) -> Pass:
         """Run a pass in which all rows choose alike.  Raises OsdpError."""

@@ -66,18 +66,21 @@ class Replay:
         if paths != [execution.path for execution in self.whole.executions]:
             raise UnlikeError
         for members in self.classes:
-            ran = [*members[: MOST_RUN - 1], members[-1]]
-            if any(len(calls.get(one, ())) != 1 for one in members if one not in ran):
+            ran, replayed = [*members[: MOST_RUN - 1], members[-1]], members[MOST_RUN - 1 : -1]
+            if any(len(calls.get(one, ())) != 1 for one in replayed):
                 raise UnlikeError
             results = [(_run_again(executions[one]), tuple(map(_measured, calls.get(one, ())))) for one in ran]
             if any(result != results[0] for result in results):
                 raise UnlikeError
-            for one in set(members).difference(ran):
+            for one in replayed:
                 executions[one] = replace(executions[members[0]], path=paths[one])
         found = list[CallRecord]()
         for call in short.calls:
             stand_in = None if call.block is None else self.stand_ins.executions.get(call.block)
-            found += [call] if stand_in is None else [replace(one, block=call.block) for one in calls[stand_in.first]]
+            if stand_in is None:
+                found.append(call)
+            else:
+                found += [replace(one, block=call.block) for one in calls.get(stand_in.first, ())]
         expected = self.whole.calls
         if [call.block for call in found] != [call.block for call in expected]:
             raise UnlikeError
@@ -102,7 +105,7 @@ class Replay:
 
 def state_of(module: nn.Module) -> Any:
     """Return what a forward must leave as it is for blocks to be left out of it."""
-    return python_state(module), random.getstate(), bytes(torch.get_rng_state().numpy())
+    return python_state(module), random.getstate(), bytes(torch.get_rng_state().tolist())
 
 
 def find_replay(module: nn.Module, whole: Pass) -> Replay | None:
@@ -145,11 +148,9 @@ def _calls_by_block(calls: Sequence[CallRecord]) -> dict[int, list[CallRecord]]:
 
 def _measured(call: CallRecord) -> tuple[Any, ...]:
     """Return what was measured of a call."""
-    charges, instants = (
-        (call.saved, call.recomputed, call.shared),
-        (call.inside, call.reached, call.arrived, call.ended),
-    )
-    return *map(_tallied, (call.forward, call.backward)), charges, instants, call.output
+    charges = call.saved, call.recomputed, call.shared
+    instants = call.inside, call.reached, call.arrived, call.ended
+    return _tallied(call.forward), _tallied(call.backward), charges, instants, call.output
 
 
 def _tallied(tally: Tally) -> tuple[int, ...]:

@@ -270,18 +270,27 @@ def hidden_counter() -> nn.Module:
 class Limited(Block):
     """Looks at so many samples as it is told."""
 
-    def forward(self, x: Tensor, limit: int) -> Tensor:
-        return super().forward(x) + x[:limit].tanh().mean(0)
+    def forward(self, x: Tensor, limit: SimpleNamespace | int) -> Tensor:
+        rows = limit if isinstance(limit, int) else limit.rows
+        return super().forward(x) + x[:rows].tanh().mean(0)
 
 
 class Limiting(Model):
     """Tells one to look at more, which the first pass has not."""
 
+    told: Callable[[int], Any] = staticmethod(lambda rows: rows)
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for index, block in enumerate(self.blocks):
-            x = block(x, 3 if index == 4 else 2)
+            x = block(x, self.told(3 if index == 4 else 2))
         return self.head(x).square().mean()
+
+
+class LimitingByObject(Limiting):
+    """The same in an object, of which the next may lie at the same address."""
+
+    told = staticmethod(lambda rows: SimpleNamespace(rows=rows))
 
 
 class Auxiliary(Block):
@@ -403,6 +412,7 @@ UNLIKE: dict[str, Callable[[], nn.Module]] = {
     "reset counter": lambda: Reset(ResetBlock),
     "hidden counter": hidden_counter,
     "argument": lambda: Limiting(Limited),
+    "object": lambda: LimitingByObject(Limited),
     "auxiliary loss": lambda: Collecting(Auxiliary),
     "skips": Skipping,
     "cache": lambda: Caching(Cached),
@@ -418,7 +428,7 @@ UNLIKE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-REFUSED = {"large batch", "later, large batch", "rows", "argument"}
+REFUSED = {"large batch", "later, large batch", "rows", "argument", "object"}
 """Whose costs grow in steps."""
 
 
@@ -458,10 +468,19 @@ class Paired(Model):
         return self.head(x).square().mean()
 
 
+class OnDevice(Block):
+    """Wants to see a real device, so that it is traced on fake tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x)
+
+
 ALIKE: dict[str, Callable[[], nn.Module]] = {
     "plain": Model,
     "relu": lambda: Model(Relu),
     "pairs": lambda: Paired(Pair),
+    "fake tensors": lambda: Model(OnDevice),
     "frozen embedding": build_with(lambda model: model.embed.requires_grad_(False)),
     "frozen blocks": build_with(lambda model: model.blocks.requires_grad_(False)),
     "sequential": lambda: Model(lambda index: nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))),
@@ -497,7 +516,7 @@ def deep(kind: type[Stack] | type[Drawn], number: int) -> ModelSource:
 @pytest.mark.parametrize("kind", [Stack, Drawn])
 def test_drawn_models_have_the_same_graph(kind: type[Stack] | type[Drawn], traced: Traced) -> None:
     replayed = 0
-    for number in drawn_numbers(0, 5):
+    for number in drawn_numbers(0, 3):
         settings = random.Random(number).choice([("fp32", "cpu"), ("bf16", "cuda")])
         quick, whole = traced.both(deep(kind, number), *settings)
         assert quick == whole, number
@@ -506,9 +525,7 @@ def test_drawn_models_have_the_same_graph(kind: type[Stack] | type[Drawn], trace
     assert replayed
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2-mini", "bert-large", "llama-1b", *(["gpt2-1.5b", "llama-7b"] if THOROUGH else [])]
-)
+@pytest.mark.parametrize("name", ["bert-large", *(["gpt2-mini", "gpt2-1.5b", "llama-7b"] if THOROUGH else [])])
 def test_models_of_the_zoo_have_the_same_graph(name: str, traced: Traced) -> None:
     quick, whole = traced.both(load_model(name), "bf16", "cuda")
     assert quick == whole
@@ -516,9 +533,8 @@ def test_models_of_the_zoo_have_the_same_graph(name: str, traced: Traced) -> Non
     assert traced.replayed >= 6 * (len(quick.blocks) - 4) > 0
 
 
-@pytest.mark.parametrize(
-    "architecture", CASES if THOROUGH else ["Gemma2ForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration"]
-)
+@pytest.mark.skipif(not THOROUGH, reason="imports transformers for two CPU minutes of graphs: --thorough")
+@pytest.mark.parametrize("architecture", CASES)
 def test_models_of_transformers_have_the_same_graph(architecture: str, traced: Traced, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers (the extra `hf`)")
     model_type, sizes = CASES[architecture]
