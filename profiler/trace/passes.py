@@ -35,6 +35,8 @@ class Runs:
     """How many samples each pass counts as one."""
     left_out: set[str]
     """Operators that are left out if all rows choose alike."""
+    failure: str
+    """Why no block could be recomputed; empty if nothing failed."""
 
 
 def run_sizes(
@@ -51,20 +53,22 @@ def run_sizes(
             passes[FOURTH] = runner.run(FOURTH)
         with suppress(ModelError):
             passes[SINGLE] = runner.run(SINGLE)
-    recomputed = dict[int, Pass]()
+    recomputed, failure = dict[int, Pass](), ""
     if runner.blocks and trains(module):
         # Two sizes give a line, on which the third has been seen to be; where there is none, all are needed.
         left_out = {SIZES[-1], SINGLE} if others and FOURTH not in passes else set[int]()
         needed = {size: one for size, one in passes.items() if size not in left_out}
-        with suppress(ModelError):
+        try:
             recomputed = {size: runner.run(size, one) for size, one in needed.items()}
             if not recomputed[first].settled:  # its first use imports modules, which hold on to frames
                 recomputed[first] = runner.run(first, passes[first])
+        except ModelError as error:
+            failure = error.got or error.what
     skipped: set[str] = set()
     if device.data.assumptions:
         with suppress(ModelError):
             skipped = runner.names(passes[first]) - runner.names(runner.run_alike(first))
-    return Runs(runner.groups, passes, recomputed, runner.finer, skipped)
+    return Runs(runner.groups, passes, recomputed, runner.finer, skipped, failure)
 
 
 class _Runner:

@@ -117,3 +117,37 @@ def test_what_is_tied_is_resharded_though_a_module_of_it_never_runs() -> None:
         found.tracked["activations"] >= 3 * logits
     )  # what is saved of the loss, its gradient, and what is made of that
     assert "unsharded_parameters" not in found.tracked or found.tracked["unsharded_parameters"] < 4 * 2048 * 64
+
+
+class Forgetful(nn.Module):
+    """A block whose forward takes its input from a queue, and so cannot run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.queue = nn.Linear(8, 16), nn.Linear(16, 8), list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.queue.pop())))
+
+
+class Queued(nn.Module):
+    """Two blocks that are handed their inputs beside the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Forgetful() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 4, 8) -> a loss."""
+        for block in self.blocks:
+            block.queue.append(x)
+            x = block(x)
+        return x.square().mean()
+
+
+def test_blocks_that_cannot_run_again_are_said_to() -> None:
+    graph = trace_model(source(Queued, (4, 8)))
+    assert len(graph.blocks) == 2
+    assert all(call.recomputed is None for call in graph.calls)
+    (note,) = (note for note in graph.notes if "no block can be recomputed" in note)
+    assert "IndexError: pop from empty list" in note
