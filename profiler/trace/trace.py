@@ -117,9 +117,7 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes = list(device.data.assumptions)
     if run.failure:
-        notes.append(
-            f"no block can be recomputed, because running its forward again in the trace failed: {run.failure}"
-        )
+        notes.append(f"no block can be recomputed: its forward, run again in the trace, failed with {run.failure}")
     if skipped:
         names = ", ".join(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", name) for name in skipped))
         notes.append(
