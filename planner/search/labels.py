@@ -54,9 +54,9 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Picks = tuple[int, ...]
 
-LEAST_MADE = 4000
+LEAST_MADE = 1600
 """Labels of a stage that are compared with each other, whatever the run may make."""
-MADE_PER_LABEL = 20
+MADE_PER_LABEL = 4
 """One of so many goes on from a stage at most; dominance leaves fewer, as a rule."""
 CHUNK = 1 << 20
 """Pairs of a label and an option that are looked at at once: arrays of 8 MB."""
@@ -114,12 +114,11 @@ class Run:
 class LabelSetting:
     """Label setting on one chain within one limit."""
 
-    def __init__(
-        self, chain: ChainBound, limit_bytes: float, events: Sequence[MemoryEvent], stages: Sequence[int]
-    ) -> None:
-        """`events` are moments at which whole plans are bounded, `stages` those at which plans may peak."""
+    def __init__(self, chain: ChainBound, limit_bytes: float, stages: Sequence[int]) -> None:
+        """`stages` are those at which plans may peak."""
         candidates = chain.candidates
         self.room_bytes = limit_bytes - candidates.load.fixed_bytes
+        events = [*(event for stage in stages for event in highest_event(chain, stage)), MemoryEvent(None)]
         self.least_s, event = chain.tightest(limit_bytes, events)
         """Lower bound on every plan, without labels."""
         self.price = 0.0
@@ -132,9 +131,8 @@ class LabelSetting:
         of_class = [StageMemory(options, candidates.load) for options in candidates.options]
         self.memory = [of_class[stage_class] for stage_class in candidates.stage_classes]
         self.most_gathered = most_gathered(self.memory)
-        below = [event for stage in stages for event in highest_event(chain, stage)] + [MemoryEvent(None)]
         price = self.price or LITTLE * self.least_s / self.room_bytes
-        self.bounds = CompletionBounds(chain, self.states, self.memory, below, price, self.room_bytes)
+        self.bounds = CompletionBounds(chain, self.states, self.memory, events, price, self.room_bytes)
 
     def run(self, cut_s: float, grain_bytes: float = 0.0, most_made: int = 1_000_000) -> Run:
         """Find plans that take less than `cut_s`, with memory rounded down to multiples of the grain (0: not).

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import takewhile
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,15 +136,15 @@ class ChainBound:
 
         self.table, self._held = table, held
 
-    def around(self, index: int) -> Place:
-        """Return the classes of a stage and of its neighbours: above, its own, below."""
-        classes = self.candidates.stage_classes
-        above = classes[index + 1] if index + 1 < len(classes) else None
-        return above, classes[index], classes[index - 1] if index else None
+    @cached_property
+    def places(self) -> list[Place]:
+        """Of every stage."""
+        ends: tuple[Any, ...] = (None, *self.candidates.stage_classes, None)
+        return [(above, own, below) for below, own, above in zip(ends[:-2], ends[1:-1], ends[2:], strict=True)]
 
     def alone_s(self, index: int) -> Array:
         """Return the seconds of each option of a stage that depend on no neighbour, at the ends of the chain too."""
-        (above, stage_class, below), repeats = self.around(index), self.load.accumulation
+        (above, stage_class, below), repeats = self.places[index], self.load.accumulation
         faces = self.faces[stage_class]
         alone: Array = faces.windows[:, _INNER]
         if above is None:
@@ -172,13 +172,13 @@ class ChainBound:
         lower bound, and off by at most `TOLERANCE`.
         """
         value: Array | None = None
-        index = len(self.candidates.stage_classes) - 1
+        index, alike = len(self.candidates.stage_classes) - 1, self._alike_below(memory)
         while index >= 0:
             faces = self.faces[self.candidates.stage_classes[index]]
             costs = self._extend(index, value, memory, prices)
             before, value = value, np.minimum.reduceat(costs[:, faces.order], faces.starts, axis=1)
             index -= 1
-            rest = self._alike_below(index + 1, memory)
+            rest = alike[index + 1]
             if rest and before is not None and before.shape == value.shape:
                 growth = value - before
                 least = growth.min(axis=(1, 2))
@@ -190,21 +190,20 @@ class ChainBound:
         total: Array = value[:, :, 0].min(axis=1)
         return total
 
-    def _alike_below(self, index: int, memory: Sequence[Array]) -> int:
-        """Return how many stages directly below one add the same to V as it does."""
-        classes = (None, *self.candidates.stage_classes, None)
-
-        def rule(i: int) -> tuple[object, ...]:
-            return classes[i : i + 3], id(memory[i])
-
-        return sum(1 for _ in takewhile(lambda i: rule(i) == rule(index), range(index - 1, -1, -1)))
+    def _alike_below(self, memory: Sequence[Array]) -> list[int]:
+        """Return, for each stage, how many stages directly below it add the same to V as it does."""
+        rules = [(place, id(rows)) for place, rows in zip(self.places, memory, strict=True)]
+        found: list[int] = []
+        for index, rule in enumerate(rules):
+            found.append(found[-1] + 1 if index and rule == rules[index - 1] else 0)
+        return found
 
     def _extend(self, index: int, value: Array | None, memory: Sequence[Array], prices: Array) -> Array:
         """Return the cost of this stage and all above, shape (prices, options, faces below).
 
         `value` is the same for the stage above, minimised to (prices, its upward faces, faces below).
         """
-        place = self.around(index)
+        place = self.places[index]
         faces, table = self.faces[place[1]], self.table(*place)
         cost = self.alone_s(index)[None] + prices[:, None] * memory[index][None]
         if value is None:

@@ -1,15 +1,15 @@
 """The search: the plan with most samples per second within a memory limit, and a bound on every other plan.
 
-The outer sweep runs over points (micro-batch, accumulation, strategy of the spanning operators; with
-uneven micro-batches also whether ranks wait for each other in every micro-batch or only once per step).
-Each size of a micro-batch first gets an upper bound on its samples per second without any candidates
-(`planner.search.ceiling`), which is as far as most of them get; each of its points then one from
-`planner.search.lagrangian_bound`, first a quick one.  What has the highest bound comes next: a point with a quick bound
-gets the full one and is put back; a point with a full bound gets the integer program, which finds a plan; and after
-that, one run of label setting after the other, which finds better ones and lowers the bound.  Whole plans are priced
-again by the cost functions.  When the highest bound is not above the best plan found, nothing that remains can be
-better, and the search ends.  Plans that replicate everything are run by
-DistributedDataParallel where they fit so, and have their own search and bound (`planner.search.ddp_search`).  So
+The outer sweep runs over points (micro-batch, accumulation, strategy of the spanning operators; with uneven
+micro-batches also whether ranks wait for each other in every micro-batch or only once per step).  Each size of a
+micro-batch first gets an upper bound on its samples per second without any candidates (`planner.search.ceiling`), which
+is as far as most of them get; each of its points then one from `planner.search.lagrangian_bound`, first a quick one.
+What has the highest bound comes next: a point with a quick bound gets the full one and is put back; the first point
+with a full bound gets the integer program, which finds a plan; and then each gets one run of label setting after the
+other, which finds better ones and lowers the bound.  Whole plans are priced again by the cost functions.  When the
+highest bound is not above the best plan found, nothing that remains can be better, and the search ends.  Plans that
+replicate everything are run by DistributedDataParallel where they fit so, and have their own search and bound
+(`planner.search.ddp_search`).  So
 
     gap = 1 - best / max(best, highest remaining bound)
 
@@ -35,7 +35,7 @@ from planner.search.least_memory import smallest_of
 from planner.search.search_space import CandidateSet, Space, Spanning
 from planner.search.solve_candidates import Widening, programmed
 
-MOST_MADE = 3_000_000
+MOST_MADE = 2_000_000
 """Labels that a search makes; then the bounds of the remaining points count in the gap.  About 2 us of CPU each."""
 CLOSE_ENOUGH = 5e-4
 """A point whose bound is within this of the best plan is not worth more work."""
@@ -133,13 +133,17 @@ class _Point:
                 yield replace(child, bound=min(self.bound, child.bound), recomputes=self.recomputes)
 
     def advanced(
-        self, space: Space, limit_bytes: int, floor: float, most_made: int
+        self, space: Space, limit_bytes: int, floor: float, most_made: int, *, is_first: bool
     ) -> tuple[_Point, PricedPlan | None, int]:
         """Return the point after a piece of work for plans faster than `floor`, a plan if one was found, and the
-        labels that were made for it."""
+        labels that were made for it.
+
+        Only the first point of a search gets the integer program: elsewhere labels that are cut off at its plan take
+        less time than another program, and find the same plans.
+        """
         samples, widening, made = self.chain.load.samples_per_step, self.widening, 0
         if widening is None:
-            plan = programmed(self.chain.candidates, space, limit_bytes)
+            plan = programmed(self.chain.candidates, space, limit_bytes) if is_first else None
             widening = Widening(self.chain, space, limit_bytes, plan.peak.stage if plan else None)
         else:
             plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)
@@ -199,8 +203,8 @@ def _best_first(
             top = max(top, point.bound)
         else:
             progress("solving", solved / (solved + count))
+            advanced, plan, more = point.advanced(space, limit_bytes, speed, MOST_MADE - made, is_first=not solved)
             solved += 1
-            advanced, plan, more = point.advanced(space, limit_bytes, speed, MOST_MADE - made)
             made += more
             heapq.heappush(queue, advanced)
             if plan is not None and plan.samples_per_s > speed:

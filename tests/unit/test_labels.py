@@ -17,7 +17,7 @@ from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.search.label_memory import NOTHING_PLACED, OPTIMIZER, PEAKS, StageMemory
 from planner.search.labels import LabelSetting, undominated_rows
-from planner.search.lagrangian_bound import ChainBound, events_near
+from planner.search.lagrangian_bound import ChainBound
 from planner.search.search_space import CandidateSet, Space
 from planner.strategies.registry import strategies_on
 from profiler.model_graph import ModelGraph
@@ -86,7 +86,7 @@ def every_plan(candidates: CandidateSet) -> list[tuple[float, float, tuple[int, 
 
 def label_setting(candidates: CandidateSet, limit_bytes: float) -> LabelSetting:
     count = len(candidates.stage_classes)
-    return LabelSetting(ChainBound(candidates), limit_bytes, events_near(candidates, 0), (0, count // 2))
+    return LabelSetting(ChainBound(candidates), limit_bytes, (0, count // 2, count - 1))
 
 
 @SLOW
@@ -135,7 +135,7 @@ def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: p
     labels = label_setting(candidates, limit)
     whole = labels.run(labels.least_s * 1.1)
     best = next(picks for picks in whole.plans if peak_memory(candidates.picked(picks), load).total_bytes <= limit)
-    monkeypatch.setattr("planner.search.labels.LEAST_MADE", 40)
+    monkeypatch.setattr("planner.search.labels.LEAST_MADE", 8)
     few = labels.run(labels.least_s * 1.1, most_made=0)
     assert few.made < whole.made
     assert few.dropped
