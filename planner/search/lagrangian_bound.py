@@ -14,7 +14,7 @@ over all orders of options:
 
 where the upward face of an option is what the stage above sees of it (the gather before its forward,
 its reduction) and the downward face what the stage below sees (the gather before its backward).
-L is concave; `ChainBound.bound_s` maximises it over lambda, and over moments takes the best.
+L is concave; `ChainBound.bound` maximises it over lambda, and over moments takes the best.
 """
 
 from __future__ import annotations
@@ -280,30 +280,24 @@ class ChainBound:
         """Seconds of the fastest sequence if memory were free."""
         return float(self.least(self.memory(MemoryEvent(None)), np.zeros(1))[0])
 
-    def bound_s(self, limit_bytes: float, events: Sequence[MemoryEvent], enough_s: float = float("inf")) -> float:
-        """Return the best lower bound over the given moments.
+    def bound(
+        self, limit_bytes: float, events: Sequence[MemoryEvent], enough_s: float = float("inf")
+    ) -> tuple[float, float]:
+        """Return the best lower bound over the given moments, and the price of a byte that gives it (0: memory is
+        ample).
 
         Stops as soon as the bound reaches `enough_s`.
         """
-        best, event = self.tightest(limit_bytes, events, enough_s)
-        if event is None or best >= enough_s:
-            return best
-        return max(best, self.dual(limit_bytes, event)[0])
-
-    def tightest(
-        self, limit_bytes: float, events: Sequence[MemoryEvent], enough_s: float = float("inf")
-    ) -> tuple[float, MemoryEvent | None]:
-        """Return a bound at the moment that gives the best one, and the moment; None: memory is ample."""
         best, best_event, price = self.free_s, None, 0.0
         for event in events:
             if best >= enough_s:
-                break
+                return best, price
             # A good price at one moment is nearly right at the others.
             find = partial(self.near, price=price) if price else partial(self.dual, rounds=1)
             bound_s, at = find(limit_bytes, event)
             if bound_s > best:
                 best, best_event, price = bound_s, event, at
-        return best, best_event
+        return (best, price) if best_event is None else max((best, price), self.dual(limit_bytes, best_event))
 
 
 def _held(option: StageCandidate, relation: int, moment: Moment | None, load: Workload) -> float:
@@ -335,3 +329,10 @@ def events_near(candidates: CandidateSet, stage: int | None) -> tuple[MemoryEven
         seen = {moment.sees: moment for option in options for moment in option.moments if moment.phase != "forward"}
         found += [MemoryEvent(s, m) for m in seen.values() if m.neighbours.above or m.neighbours.below]
     return (*found, MemoryEvent(None))
+
+
+def highest_event(candidates: CandidateSet, stage: int) -> tuple[MemoryEvent, ...]:
+    """Return the moment in a stage's backward that is the highest of any option, if there is one."""
+    options = candidates.options[candidates.stage_classes[stage]]
+    moments = [(option.bytes_at(m), m) for option in options for m in option.moments if m.phase != "forward"]
+    return (MemoryEvent(stage, max(moments, key=lambda pair: pair[0])[1]),) if moments else ()

@@ -30,12 +30,12 @@ from planner.search.baselines import Baseline, baselines
 from planner.search.ceiling import fewest_s
 from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits, refusal_of
-from planner.search.lagrangian_bound import ChainBound, events_near
+from planner.search.lagrangian_bound import ChainBound, events_near, highest_event
 from planner.search.least_memory import smallest_of
 from planner.search.search_space import CandidateSet, Space, Spanning
 from planner.search.solve_candidates import Widening, programmed
 
-MOST_MADE = 2_000_000
+MOST_MADE = 1_200_000
 """Labels that a search makes; then the bounds of the remaining points count in the gap.  About 2 us of CPU each."""
 CLOSE_ENOUGH = 5e-4
 """A point whose bound is within this of the best plan is not worth more work."""
@@ -101,7 +101,7 @@ class _Point:
     full: bool
     """Whether the bound prices memory at all moments."""
     price: float
-    """Price of memory of the quick bound, in seconds per byte."""
+    """Price of memory of the bound, in seconds per byte."""
     relaxed: bool
     """Whether the spanning operators' strategy is still open."""
     recomputes: bool = True
@@ -121,8 +121,10 @@ class _Point:
         """Return the point with memory priced at all moments, until the bound is below `floor`."""
         samples = self.chain.load.samples_per_step
         enough_s = samples / floor if floor else float("inf")
-        bound_s = self.chain.bound_s(limit_bytes, events_near(self.chain.candidates, None), enough_s)
-        return replace(self, bound=min(self.bound, samples / bound_s), full=True)
+        candidates = self.chain.candidates
+        below = (event for s in (0, len(candidates.stage_classes) // 2) for event in highest_event(candidates, s))
+        bound_s, price = self.chain.bound(limit_bytes, (*events_near(candidates, None), *below), enough_s)
+        return replace(self, bound=min(self.bound, samples / bound_s), full=True, price=price)
 
     def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
         """Yield one point for each strategy of the spanning operators."""
@@ -144,7 +146,8 @@ class _Point:
         samples, widening, made = self.chain.load.samples_per_step, self.widening, 0
         if widening is None:
             plan = programmed(self.chain.candidates, space, limit_bytes) if is_first else None
-            widening = Widening(self.chain, space, limit_bytes, plan.peak.stage if plan else None)
+            start = samples / self.bound, self.price
+            widening = Widening(self.chain, space, limit_bytes, start, plan.peak.stage if plan else None)
         else:
             plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)
         bound = min(self.bound, samples / widening.least_s)

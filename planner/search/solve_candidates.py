@@ -72,15 +72,18 @@ def _without_owners(candidates: CandidateSet) -> CandidateSet | None:
 class Widening:
     """Label setting below a cut that is taken further and further from the bound."""
 
-    def __init__(self, chain: ChainBound, space: Space, limit_bytes: int, stage: int | None) -> None:
-        """`stage` is where a plan was seen to peak."""
+    def __init__(
+        self, chain: ChainBound, space: Space, limit_bytes: int, bound: tuple[float, float], stage: int | None
+    ) -> None:
+        """`bound` is a bound on the candidates' seconds and the price of a byte that gives it (`ChainBound.bound`);
+        `stage` is where a plan was seen to peak."""
         candidates, count = chain.candidates, len(chain.candidates.stage_classes)
         self.candidates, self.space, self.limit_bytes = candidates, space, limit_bytes
         stages = dict.fromkeys(s for s in (stage, count - 1, 0, 1, count // 2) if s is not None and s < count)
-        self.labels = LabelSetting(chain, limit_bytes, tuple(stages))
-        self.least_s = self.start_s = self.labels.least_s
+        self.start_s, price = bound
+        self.least_s = self.start_s
         """No plan of the candidates takes less."""
-        price = self.labels.price
+        self.labels = LabelSetting(chain, limit_bytes, price, tuple(stages))
         self.grain_bytes = GRAIN * self.start_s / (price * count) if price else 0.0
         self.width, self.finer, self.capped = FIRST_WIDTH, 0, 0
         self.was_searched, self.is_searching = False, False
