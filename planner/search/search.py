@@ -37,6 +37,9 @@ from planner.search.solve_candidates import Widening, programmed
 
 MOST_MADE = 1_200_000
 """Labels that a search makes; then the bounds of the remaining points count in the gap.  About 2 us of CPU each."""
+PROGRAMS = 4
+"""So many points at most get the integer program, all but the first only while no plan is known.  Elsewhere labels that
+are cut off at its plan take less time than another program, and find the same plans."""
 CLOSE_ENOUGH = 5e-4
 """A point whose bound is within this of the best plan is not worth more work."""
 
@@ -135,17 +138,16 @@ class _Point:
                 yield replace(child, bound=min(self.bound, child.bound), recomputes=self.recomputes)
 
     def advanced(
-        self, space: Space, limit_bytes: int, floor: float, most_made: int, *, is_first: bool
+        self, space: Space, limit_bytes: int, floor: float, most_made: int, *, programs: bool
     ) -> tuple[_Point, PricedPlan | None, int]:
         """Return the point after a piece of work for plans faster than `floor`, a plan if one was found, and the
         labels that were made for it.
 
-        Only the first point of a search gets the integer program: elsewhere labels that are cut off at its plan take
-        less time than another program, and find the same plans.
+        `programs` is whether it gets the integer program first.
         """
         samples, widening, made = self.chain.load.samples_per_step, self.widening, 0
         if widening is None:
-            plan = programmed(self.chain.candidates, space, limit_bytes) if is_first else None
+            plan = programmed(self.chain.candidates, space, limit_bytes) if programs else None
             start = samples / self.bound, self.price
             widening = Widening(self.chain, space, limit_bytes, start, plan.peak.stage if plan else None)
         else:
@@ -187,7 +189,7 @@ def _best_first(
     queue: list[_Size | _Point], space: Space, limit_bytes: int, incumbent: PricedPlan | None, progress: Progress
 ) -> tuple[PricedPlan | None, float]:
     """Return the best plan, and what no plan of the points exceeds in samples per second."""
-    count, solved, made, top = len(queue), 0, 0, 0.0
+    count, solved, programmed_points, made, top = len(queue), 0, 0, 0, 0.0
     while queue:
         point = heapq.heappop(queue)
         speed = incumbent.samples_per_s if incumbent else 0.0
@@ -206,7 +208,11 @@ def _best_first(
             top = max(top, point.bound)
         else:
             progress("solving", solved / (solved + count))
-            advanced, plan, more = point.advanced(space, limit_bytes, speed, MOST_MADE - made, is_first=not solved)
+            programs = point.widening is None and (
+                programmed_points == 0 or (not speed and programmed_points < PROGRAMS)
+            )
+            programmed_points += programs
+            advanced, plan, more = point.advanced(space, limit_bytes, speed, MOST_MADE - made, programs=programs)
             solved += 1
             made += more
             heapq.heappush(queue, advanced)
