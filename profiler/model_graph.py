@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -72,6 +72,13 @@ def growth(fixed: float = 0.0, per_sample: float = 0.0, per_pair: float = 0.0, a
     return Curve(fixed, per_sample, per_pair, at_one) if per_pair or at_one else Affine(fixed, per_sample)
 
 
+@cache
+def _element_bytes(dtype: str) -> int:
+    """Return the bytes of one element: the first number in a dtype's name is its bits."""
+    bits = re.search("[0-9]+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Parameter:
     """One parameter tensor, under the name that the unsharded model gives it."""
@@ -95,9 +102,8 @@ class Parameter:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element as it rests: the first number in a dtype's name is its bits."""
-        bits = re.search("[0-9]+", self.dtype)
-        return max(1, int(bits[0]) // 8) if bits else 1
+        """Bytes of one element as it rests."""
+        return _element_bytes(self.dtype)
 
     def is_cast(self, precision: str) -> bool:
         """Whether its module computes with a copy in another dtype."""

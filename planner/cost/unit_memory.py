@@ -87,24 +87,22 @@ def unit_bytes(
     parts, parameters = strategy.parts, tuple(parameters)
     if is_plain(parameters, strategy, precision):
         return UnitBytes(parameters=sum(allocated_bytes(p.element_bytes * p.numel) for p in parameters))
-    total, sent, gradients, last_gradient, counters = UnitBytes(), 0, 0, 0, 0
+    # Plain sums: a large search looks at a hundred thousand parameters.
+    at_rest = states = unsharded = full_gradients = secondary = sent = gradients = last_gradient = counters = 0
     for parameter in parameters:
         rows, rest = padded_rows(parameter, parts)
         shard, compute = rows * rest, parameter.compute_bytes(precision)
         sent += compute * shard if parameter.is_cast(precision) else 0
-        state = gradient = 0
         if parameter.trainable:
             gradients += parameter.element_bytes * shard
             counters += optimizer.state_bytes(0, parameter.element_bytes)
-            state = optimizer.state_bytes(shard, parameter.element_bytes)
-            gradient = last_gradient = allocated_bytes(compute * parameter.numel)
-        total += UnitBytes(
-            parameters=allocated_bytes(parameter.element_bytes * shard),
-            optimizer=state,
-            unsharded=allocated_bytes(compute * shard * parts),
-            full_gradients=gradient,
-            secondary=allocated_bytes(compute * shard * parts // strategy.secondary) if strategy.secondary else 0,
-        )
+            states += optimizer.state_bytes(shard, parameter.element_bytes)
+            last_gradient = allocated_bytes(compute * parameter.numel)
+            full_gradients += last_gradient
+        at_rest += allocated_bytes(parameter.element_bytes * shard)
+        unsharded += allocated_bytes(compute * shard * parts)
+        if strategy.secondary:
+            secondary += allocated_bytes(compute * shard * parts // strategy.secondary)
     spec, volume = strategy.spec, volume_of(parameters, parts, precision)
     # The shard is reduced in reduce dtype: a copy, unless it rests in that dtype, or the buffer is one rank's anyway.
     reduced = allocated_bytes(volume.reduced // parts) if gradients < volume.reduced // parts else 0
@@ -112,7 +110,12 @@ def unit_bytes(
     # The shard is sent in compute dtype: a copy, unless it rests in that dtype (offloaded, the copy S is larger).
     copies = parts > 1 and not (strategy.offload or spec.one_sided)
     windows = (volume.gathered // parts, spec.accumulators(strategy) * volume.reduced // parts)
-    unit = total + UnitBytes(
+    unit = UnitBytes(
+        parameters=at_rest,
+        optimizer=states,
+        unsharded=unsharded,
+        full_gradients=full_gradients,
+        secondary=secondary,
         gradients=allocated_bytes(gradients) + (reduced if strategy.group < ranks else 0),
         stepped=allocated_bytes(gradients),
         gathered=allocated_bytes(volume.gathered) if parts > 1 else 0,

@@ -12,7 +12,11 @@ rules out most of the large ones, for a hundredth of the time that their candida
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from planner.cost.stage_option import StageOption
 from planner.cost.workload import Workload
+from planner.search.candidates import StageDecision
 from planner.search.knapsack import least_cost
 from planner.search.search_space import Space
 
@@ -21,16 +25,17 @@ def fewest_s(space: Space, load: Workload, limit_bytes: float) -> float | None:
     """Return seconds that no plan's step is below, or None if no plan fits."""
     seconds, items, held = 0.0, list[tuple[float, float]](), load.fixed_bytes
     offered = [space.offered(stage_class, load) for stage_class in range(len(space.examples))]
+    at_least = [_least(options) for options in offered]
     for index, stage_class in enumerate(space.stage_classes):
         options, costs = offered[stage_class], space.costs(stage_class, (), load)
+        rest, optimizer_s, again = at_least[stage_class]
         forward_s = load.accumulation * sum(costs.forward_s)
         seconds += forward_s + load.accumulation * sum(costs.backward_s)
-        seconds += min(option.constants["optimizer_s"] for _, option in options)
-        again = {option.recompute for _, option in options}
+        seconds += optimizer_s
         if again == {True}:
             seconds += forward_s
         if index + 1 < len(space.stage_classes):
-            held += min(option.rest for _, option in options)
+            held += rest
             saved = [costs.memory(recompute).saved[-1] for recompute in sorted(again)]
             held += saved[0]
             if len(saved) > 1 and saved[0] > saved[1]:
@@ -40,3 +45,10 @@ def fewest_s(space: Space, load: Workload, limit_bytes: float) -> float | None:
             held += min(option.rest + option.highest_bytes(at) for at, option in local)
     again_s = least_cost(items, held - limit_bytes - 1.0)  # one byte for the rounding of the sums
     return None if again_s is None else seconds + again_s
+
+
+def _least(options: Sequence[tuple[StageDecision, StageOption]]) -> tuple[int, float, frozenset[bool]]:
+    """Return the least bytes at rest and seconds of the optimizer of any option, and whether they recompute."""
+    rest = min(option.rest for _, option in options)
+    optimizer_s = min(option.constants["optimizer_s"] for _, option in options)
+    return rest, optimizer_s, frozenset(option.recompute for _, option in options)

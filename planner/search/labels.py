@@ -47,17 +47,17 @@ from planner.search.label_memory import (
     most_gathered,
     settle_pending,
 )
-from planner.search.lagrangian_bound import ChainBound, MemoryEvent
+from planner.search.lagrangian_bound import ChainBound, MemoryEvent, highest_event
 from planner.search.overlap_states import ChainStates
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Picks = tuple[int, ...]
 
-LEAST_MADE = 4000
-"""Labels of a stage that are compared with each other, whatever the run may make."""
-MADE_PER_LABEL = 20
-"""One of so many goes on from a stage at most; dominance leaves fewer, as a rule."""
+LEAST_MADE, LEAST_KEPT = 4000, 200
+"""Labels of a stage that are compared with each other, and of those that go on, whatever the run may make."""
+MADE_PER_LABEL = 4
+"""Of more that are made, one of so many goes on at most; dominance leaves fewer, as a rule."""
 CHUNK = 1 << 20
 """Pairs of a label and an option that are looked at at once: arrays of 8 MB."""
 QUICK = (2, 4, 6)
@@ -67,7 +67,7 @@ RIVALS = 500
 ROUNDING = 1e-9
 """Relative rounding of sums in the certificate."""
 LITTLE = 0.1
-"""Price of all memory, in steps' time, for bounds where memory has none at the best ones."""
+"""Price of all memory, in the time of the fastest step, where memory is ample."""
 
 
 @dataclass(frozen=True)
@@ -114,35 +114,27 @@ class Run:
 class LabelSetting:
     """Label setting on one chain within one limit."""
 
-    def __init__(
-        self, chain: ChainBound, limit_bytes: float, events: Sequence[MemoryEvent], stages: Sequence[int]
-    ) -> None:
-        """`events` are moments at which whole plans are bounded, `stages` those at which plans may peak."""
+    def __init__(self, chain: ChainBound, limit_bytes: float, price: float, stages: Sequence[int]) -> None:
+        """`price` is the price of a byte in seconds that gives a good bound, 0 where memory is ample; `stages` are
+        those at which plans may peak."""
         candidates = chain.candidates
         self.room_bytes = limit_bytes - candidates.load.fixed_bytes
-        self.least_s, event = chain.tightest(limit_bytes, events)
-        """Lower bound on every plan, without labels."""
-        self.price = 0.0
-        """Price of a byte that gives it, in seconds."""
-        if event is not None:
-            bound_s, self.price = chain.dual(limit_bytes, event)
-            self.least_s = max(self.least_s, bound_s)
         self.chain_states = ChainStates(chain)
         self.states = self.chain_states.states
         of_class = [StageMemory(options, candidates.load) for options in candidates.options]
         self.memory = [of_class[stage_class] for stage_class in candidates.stage_classes]
         self.most_gathered = most_gathered(self.memory)
-        below = [event for stage in stages for event in highest_event(chain, stage)] + [MemoryEvent(None)]
-        price = self.price or LITTLE * self.least_s / self.room_bytes
-        self.bounds = CompletionBounds(chain, self.states, self.memory, below, price, self.room_bytes)
+        events = [*(event for stage in stages for event in highest_event(candidates, stage)), MemoryEvent(None)]
+        price = price or LITTLE * chain.free_s / self.room_bytes
+        self.bounds = CompletionBounds(chain, self.states, self.memory, events, price, self.room_bytes)
 
     def run(self, cut_s: float, grain_bytes: float = 0.0, most_made: int = 1_000_000) -> Run:
         """Find plans that take less than `cut_s`, with memory rounded down to multiples of the grain (0: not).
 
         `most_made` is how many labels may be made, over all stages; with 0 it is a beam search.
         """
-        most_of_stage = max(LEAST_MADE, most_made // len(self.states))
-        most_kept = most_of_stage // MADE_PER_LABEL
+        share = most_made // len(self.states)
+        most_of_stage, most_kept = max(LEAST_MADE, share), max(LEAST_KEPT, share // MADE_PER_LABEL)
         labels, left_s, lost_s, made, passed = _empty(), np.inf, np.inf, 0, list[Labels]()
         for index in reversed(range(len(self.states))):
             labels, over_s = self._extended(labels, index, cut_s)
@@ -241,14 +233,6 @@ class LabelSetting:
             picks.append(int(labels.option[label]))
             label = int(labels.parent[label])
         return tuple(picks)
-
-
-def highest_event(chain: ChainBound, stage: int) -> Iterator[MemoryEvent]:
-    """Yield the moment in a stage's backward that is the highest of any option, if there is one."""
-    options = chain.candidates.options[chain.candidates.stage_classes[stage]]
-    moments = [(option.bytes_at(m), m) for option in options for m in option.moments if m.phase != "forward"]
-    if moments:
-        yield MemoryEvent(stage, max(moments, key=lambda pair: pair[0])[1])
 
 
 def _together(parts: Sequence[Labels]) -> Labels:

@@ -14,7 +14,7 @@ over all orders of options:
 
 where the upward face of an option is what the stage above sees of it (the gather before its forward,
 its reduction) and the downward face what the stage below sees (the gather before its backward).
-L is concave; `ChainBound.bound_s` maximises it over lambda, and over moments takes the best.
+L is concave; `ChainBound.bound` maximises it over lambda, and over moments takes the best.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import takewhile
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,15 +136,15 @@ class ChainBound:
 
         self.table, self._held = table, held
 
-    def around(self, index: int) -> Place:
-        """Return the classes of a stage and of its neighbours: above, its own, below."""
-        classes = self.candidates.stage_classes
-        above = classes[index + 1] if index + 1 < len(classes) else None
-        return above, classes[index], classes[index - 1] if index else None
+    @cached_property
+    def places(self) -> list[Place]:
+        """Of every stage."""
+        ends: tuple[Any, ...] = (None, *self.candidates.stage_classes, None)
+        return [(above, own, below) for below, own, above in zip(ends[:-2], ends[1:-1], ends[2:], strict=True)]
 
     def alone_s(self, index: int) -> Array:
         """Return the seconds of each option of a stage that depend on no neighbour, at the ends of the chain too."""
-        (above, stage_class, below), repeats = self.around(index), self.load.accumulation
+        (above, stage_class, below), repeats = self.places[index], self.load.accumulation
         faces = self.faces[stage_class]
         alone: Array = faces.windows[:, _INNER]
         if above is None:
@@ -172,13 +172,13 @@ class ChainBound:
         lower bound, and off by at most `TOLERANCE`.
         """
         value: Array | None = None
-        index = len(self.candidates.stage_classes) - 1
+        index, alike = len(self.candidates.stage_classes) - 1, self._alike_below(memory)
         while index >= 0:
             faces = self.faces[self.candidates.stage_classes[index]]
             costs = self._extend(index, value, memory, prices)
             before, value = value, np.minimum.reduceat(costs[:, faces.order], faces.starts, axis=1)
             index -= 1
-            rest = self._alike_below(index + 1, memory)
+            rest = alike[index + 1]
             if rest and before is not None and before.shape == value.shape:
                 growth = value - before
                 least = growth.min(axis=(1, 2))
@@ -190,21 +190,20 @@ class ChainBound:
         total: Array = value[:, :, 0].min(axis=1)
         return total
 
-    def _alike_below(self, index: int, memory: Sequence[Array]) -> int:
-        """Return how many stages directly below one add the same to V as it does."""
-        classes = (None, *self.candidates.stage_classes, None)
-
-        def rule(i: int) -> tuple[object, ...]:
-            return classes[i : i + 3], id(memory[i])
-
-        return sum(1 for _ in takewhile(lambda i: rule(i) == rule(index), range(index - 1, -1, -1)))
+    def _alike_below(self, memory: Sequence[Array]) -> list[int]:
+        """Return, for each stage, how many stages directly below it add the same to V as it does."""
+        rules = [(place, id(rows)) for place, rows in zip(self.places, memory, strict=True)]
+        found: list[int] = []
+        for index, rule in enumerate(rules):
+            found.append(found[-1] + 1 if index and rule == rules[index - 1] else 0)
+        return found
 
     def _extend(self, index: int, value: Array | None, memory: Sequence[Array], prices: Array) -> Array:
         """Return the cost of this stage and all above, shape (prices, options, faces below).
 
         `value` is the same for the stage above, minimised to (prices, its upward faces, faces below).
         """
-        place = self.around(index)
+        place = self.places[index]
         faces, table = self.faces[place[1]], self.table(*place)
         cost = self.alone_s(index)[None] + prices[:, None] * memory[index][None]
         if value is None:
@@ -281,30 +280,24 @@ class ChainBound:
         """Seconds of the fastest sequence if memory were free."""
         return float(self.least(self.memory(MemoryEvent(None)), np.zeros(1))[0])
 
-    def bound_s(self, limit_bytes: float, events: Sequence[MemoryEvent], enough_s: float = float("inf")) -> float:
-        """Return the best lower bound over the given moments.
+    def bound(
+        self, limit_bytes: float, events: Sequence[MemoryEvent], enough_s: float = float("inf")
+    ) -> tuple[float, float]:
+        """Return the best lower bound over the given moments, and the price of a byte that gives it (0: memory is
+        ample).
 
         Stops as soon as the bound reaches `enough_s`.
         """
-        best, event = self.tightest(limit_bytes, events, enough_s)
-        if event is None or best >= enough_s:
-            return best
-        return max(best, self.dual(limit_bytes, event)[0])
-
-    def tightest(
-        self, limit_bytes: float, events: Sequence[MemoryEvent], enough_s: float = float("inf")
-    ) -> tuple[float, MemoryEvent | None]:
-        """Return a bound at the moment that gives the best one, and the moment; None: memory is ample."""
         best, best_event, price = self.free_s, None, 0.0
         for event in events:
             if best >= enough_s:
-                break
+                return best, price
             # A good price at one moment is nearly right at the others.
             find = partial(self.near, price=price) if price else partial(self.dual, rounds=1)
             bound_s, at = find(limit_bytes, event)
             if bound_s > best:
                 best, best_event, price = bound_s, event, at
-        return best, best_event
+        return (best, price) if best_event is None else max((best, price), self.dual(limit_bytes, best_event))
 
 
 def _held(option: StageCandidate, relation: int, moment: Moment | None, load: Workload) -> float:
@@ -336,3 +329,10 @@ def events_near(candidates: CandidateSet, stage: int | None) -> tuple[MemoryEven
         seen = {moment.sees: moment for option in options for moment in option.moments if moment.phase != "forward"}
         found += [MemoryEvent(s, m) for m in seen.values() if m.neighbours.above or m.neighbours.below]
     return (*found, MemoryEvent(None))
+
+
+def highest_event(candidates: CandidateSet, stage: int) -> tuple[MemoryEvent, ...]:
+    """Return the moment in a stage's backward that is the highest of any option, if there is one."""
+    options = candidates.options[candidates.stage_classes[stage]]
+    moments = [(option.bytes_at(m), m) for option in options for m in option.moments if m.phase != "forward"]
+    return (MemoryEvent(stage, max(moments, key=lambda pair: pair[0])[1]),) if moments else ()

@@ -47,7 +47,7 @@ class OverlapStates:
     @classmethod
     def of_stage(cls, chain: ChainBound, index: int) -> OverlapStates:
         """Return the states of a stage of a chain."""
-        above, stage_class, below = chain.around(index)
+        above, stage_class, below = chain.places[index]
         faces, windows = chain.faces[stage_class], chain.table(above, stage_class, below)
         options, above_faces, below_faces = windows.shape
         least = windows.min(axis=2)
@@ -69,16 +69,15 @@ class ChainStates:
 
     def __init__(self, chain: ChainBound) -> None:
         self.chain = chain
-        places = [chain.around(index) for index in range(len(chain.candidates.stage_classes))]
-        of_place = cache(lambda place: OverlapStates.of_stage(chain, places.index(place)))
-        self.states = [of_place(place) for place in places]
+        of_place = cache(lambda place: OverlapStates.of_stage(chain, chain.places.index(place)))
+        self.states = [of_place(place) for place in chain.places]
 
     def worse_s(self, index: int, some: Indices) -> Array:
         """Return by how many seconds at most a completion costs more from one state than from another.
 
         `some` are states of a stage above another; the shape of the result is (from, than).
         """
-        states, below = self.states[index], self.chain.table(*self.chain.around(index - 1))
+        states, below = self.states[index], self.chain.table(*self.chain.places[index - 1])
         upward, faces = np.unique(states.upward[some], return_inverse=True)
         seen = below[:, upward].transpose(1, 0, 2).reshape(len(upward), -1)
         by_face = np.array([(row - seen).max(axis=1) for row in seen])

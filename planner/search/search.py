@@ -1,15 +1,15 @@
 """The search: the plan with most samples per second within a memory limit, and a bound on every other plan.
 
-The outer sweep runs over points (micro-batch, accumulation, strategy of the spanning operators; with
-uneven micro-batches also whether ranks wait for each other in every micro-batch or only once per step).
-Each size of a micro-batch first gets an upper bound on its samples per second without any candidates
-(`planner.search.ceiling`), which is as far as most of them get; each of its points then one from
-`planner.search.lagrangian_bound`, first a quick one.  What has the highest bound comes next: a point with a quick bound
-gets the full one and is put back; a point with a full bound gets the integer program, which finds a plan; and after
-that, one run of label setting after the other, which finds better ones and lowers the bound.  Whole plans are priced
-again by the cost functions.  When the highest bound is not above the best plan found, nothing that remains can be
-better, and the search ends.  Plans that replicate everything are run by
-DistributedDataParallel where they fit so, and have their own search and bound (`planner.search.ddp_search`).  So
+The outer sweep runs over points (micro-batch, accumulation, strategy of the spanning operators; with uneven
+micro-batches also whether ranks wait for each other in every micro-batch or only once per step).  Each size of a
+micro-batch first gets an upper bound on its samples per second without any candidates (`planner.search.ceiling`), which
+is as far as most of them get; each of its points then one from `planner.search.lagrangian_bound`, first a quick one.
+What has the highest bound comes next: a point with a quick bound gets the full one and is put back; the first point
+with a full bound gets the integer program, which finds a plan; and then each gets one run of label setting after the
+other, which finds better ones and lowers the bound.  Whole plans are priced again by the cost functions.  When the
+highest bound is not above the best plan found, nothing that remains can be better, and the search ends.  Plans that
+replicate everything are run by DistributedDataParallel where they fit so, and have their own search and bound
+(`planner.search.ddp_search`).  So
 
     gap = 1 - best / max(best, highest remaining bound)
 
@@ -30,13 +30,16 @@ from planner.search.baselines import Baseline, baselines
 from planner.search.ceiling import fewest_s
 from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits, refusal_of
-from planner.search.lagrangian_bound import ChainBound, events_near
+from planner.search.lagrangian_bound import ChainBound, events_near, highest_event
 from planner.search.least_memory import smallest_of
 from planner.search.search_space import CandidateSet, Space, Spanning
 from planner.search.solve_candidates import Widening, programmed
 
-MOST_MADE = 3_000_000
+MOST_MADE = 1_200_000
 """Labels that a search makes; then the bounds of the remaining points count in the gap.  About 2 us of CPU each."""
+PROGRAMS = 4
+"""So many points at most get the integer program, all but the first only while no plan is known.  Elsewhere labels that
+are cut off at its plan take less time than another program, and find the same plans."""
 CLOSE_ENOUGH = 5e-4
 """A point whose bound is within this of the best plan is not worth more work."""
 
@@ -101,7 +104,7 @@ class _Point:
     full: bool
     """Whether the bound prices memory at all moments."""
     price: float
-    """Price of memory of the quick bound, in seconds per byte."""
+    """Price of memory of the bound, in seconds per byte."""
     relaxed: bool
     """Whether the spanning operators' strategy is still open."""
     recomputes: bool = True
@@ -121,8 +124,10 @@ class _Point:
         """Return the point with memory priced at all moments, until the bound is below `floor`."""
         samples = self.chain.load.samples_per_step
         enough_s = samples / floor if floor else float("inf")
-        bound_s = self.chain.bound_s(limit_bytes, events_near(self.chain.candidates, None), enough_s)
-        return replace(self, bound=min(self.bound, samples / bound_s), full=True)
+        candidates = self.chain.candidates
+        below = (event for s in (0, len(candidates.stage_classes) // 2) for event in highest_event(candidates, s))
+        bound_s, price = self.chain.bound(limit_bytes, (*events_near(candidates, None), *below), enough_s)
+        return replace(self, bound=min(self.bound, samples / bound_s), full=True, price=price)
 
     def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
         """Yield one point for each strategy of the spanning operators."""
@@ -133,14 +138,18 @@ class _Point:
                 yield replace(child, bound=min(self.bound, child.bound), recomputes=self.recomputes)
 
     def advanced(
-        self, space: Space, limit_bytes: int, floor: float, most_made: int
+        self, space: Space, limit_bytes: int, floor: float, most_made: int, *, programs: bool
     ) -> tuple[_Point, PricedPlan | None, int]:
         """Return the point after a piece of work for plans faster than `floor`, a plan if one was found, and the
-        labels that were made for it."""
+        labels that were made for it.
+
+        `programs` is whether it gets the integer program first.
+        """
         samples, widening, made = self.chain.load.samples_per_step, self.widening, 0
         if widening is None:
-            plan = programmed(self.chain.candidates, space, limit_bytes)
-            widening = Widening(self.chain, space, limit_bytes, plan.peak.stage if plan else None)
+            plan = programmed(self.chain.candidates, space, limit_bytes) if programs else None
+            start = samples / self.bound, self.price
+            widening = Widening(self.chain, space, limit_bytes, start, plan.peak.stage if plan else None)
         else:
             plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)
         bound = min(self.bound, samples / widening.least_s)
@@ -185,7 +194,7 @@ def _best_first(
     queue: list[_Size | _Point], space: Space, limit_bytes: int, incumbent: PricedPlan | None, progress: Progress
 ) -> tuple[PricedPlan | None, float]:
     """Return the best plan, and what no plan of the points exceeds in samples per second."""
-    count, solved, made, top = len(queue), 0, 0, 0.0
+    count, solved, programmed_points, made, top = len(queue), 0, 0, 0, 0.0
     while queue:
         point = heapq.heappop(queue)
         speed = incumbent.samples_per_s if incumbent else 0.0
@@ -204,8 +213,12 @@ def _best_first(
             top = max(top, point.bound)
         else:
             progress("solving", solved / (solved + count))
+            programs = point.widening is None and (
+                programmed_points == 0 or (not speed and programmed_points < PROGRAMS)
+            )
+            programmed_points += programs
+            advanced, plan, more = point.advanced(space, limit_bytes, speed, MOST_MADE - made, programs=programs)
             solved += 1
-            advanced, plan, more = point.advanced(space, limit_bytes, speed, MOST_MADE - made)
             made += more
             heapq.heappush(queue, advanced)
             if plan is not None and plan.samples_per_s > speed:

@@ -12,23 +12,29 @@ such operators.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 from planner.cost.peak_memory import peak_memory
+from planner.cost.step_time import step_time
 from planner.pricing import PricedPlan, priced
 from planner.search.counting_ilp import fastest
 from planner.search.labels import LabelSetting, Picks, Run
-from planner.search.lagrangian_bound import ChainBound, events_near
+from planner.search.lagrangian_bound import ChainBound
 from planner.search.search_space import CandidateSet, Space
 
 ATTEMPTS = 3
 """How often the program is solved with a lower limit until the fullest rank fits."""
 FIRST_WIDTH = 5e-4
 """Distance of the first run's cut from the bound."""
-WIDER, SLIGHTLY_WIDER, FEW_MADE = 2.0, 1.4, 4000
+WIDER, SLIGHTLY_WIDER, FEW_MADE = 2.0, 1.4, 1000
 """Factors from one run's distance to the next's: the second after runs that made more labels than the third."""
 MANY_MADE = 20_000
 """After a run that made so many labels without a plan, a beam search comes: with a good plan the others cost less."""
+MOST_MADE = 700_000
+"""Labels that one run makes."""
+MOST_CAPPED = 1
+"""So many runs may lack labels and find nothing, once some plan is known."""
 WIDEST = 16.0
 """No plan is looked for that takes so many times as long as the bound more."""
 GRAIN = 2e-4
@@ -66,18 +72,20 @@ def _without_owners(candidates: CandidateSet) -> CandidateSet | None:
 class Widening:
     """Label setting below a cut that is taken further and further from the bound."""
 
-    def __init__(self, chain: ChainBound, space: Space, limit_bytes: int, stage: int | None) -> None:
-        """`stage` is where a plan was seen to peak."""
+    def __init__(
+        self, chain: ChainBound, space: Space, limit_bytes: int, bound: tuple[float, float], stage: int | None
+    ) -> None:
+        """`bound` is a bound on the candidates' seconds and the price of a byte that gives it (`ChainBound.bound`);
+        `stage` is where a plan was seen to peak."""
         candidates, count = chain.candidates, len(chain.candidates.stage_classes)
         self.candidates, self.space, self.limit_bytes = candidates, space, limit_bytes
-        stages = dict.fromkeys(s for s in (stage, 0, 1, count // 2) if s is not None and s < count)
-        events = dict.fromkeys(event for s in (stage, 0, count // 2) for event in events_near(candidates, s))
-        self.labels = LabelSetting(chain, limit_bytes, tuple(events), tuple(stages))
-        self.least_s = self.start_s = self.labels.least_s
+        stages = dict.fromkeys(s for s in (stage, count - 1, 0, 1, count // 2) if s is not None and s < count)
+        self.start_s, price = bound
+        self.least_s = self.start_s
         """No plan of the candidates takes less."""
-        price = self.labels.price
+        self.labels = LabelSetting(chain, limit_bytes, price, tuple(stages))
         self.grain_bytes = GRAIN * self.start_s / (price * count) if price else 0.0
-        self.width, self.finer = FIRST_WIDTH, 0
+        self.width, self.finer, self.capped = FIRST_WIDTH, 0, 0
         self.was_searched, self.is_searching = False, False
         """Whether a beam search was made, and whether the next run is one."""
         self.is_over = False
@@ -89,33 +97,64 @@ class Widening:
             self.width *= WIDER
         beam, self.is_searching = self.is_searching, False
         cut_s = enough_s if beam else min(self.start_s * (1 + self.width), enough_s)
-        run = self.labels.run(cut_s, self.grain_bytes, 0 if beam else most_made)
-        tried = list(islice(run.plans, TRIED))
-        plan = next(filter(None, map(self._priced, tried)), None)
+        run = self.labels.run(cut_s, self.grain_bytes, 0 if beam else min(most_made, MOST_MADE))
+        first, *others = *islice(run.plans, TRIED), ()
+        is_exact = bool(first) and self._fits(first)
+        plan = self._fastest([picks for picks in (first, *others) if picks])
         self.least_s = max(self.least_s, run.least_s)
         if not beam:
-            self._decide(run, is_last=cut_s >= enough_s, complete=bool(tried), found=plan is not None)
+            self._decide(
+                run,
+                is_last=cut_s >= enough_s,
+                has_rival=enough_s < float("inf"),
+                complete=bool(first),
+                exact=is_exact,
+                found=plan is not None,
+            )
         return plan, run.made
 
-    def _decide(self, run: Run, *, is_last: bool, complete: bool, found: bool) -> None:
-        """Choose the next run: finer, up to a plan that was just found, or wider."""
-        if complete and not run.dropped:
-            # The first complete label is not a plan that fits, or there is nothing left to prove.
+    def _decide(self, run: Run, *, is_last: bool, has_rival: bool, complete: bool, exact: bool, found: bool) -> None:
+        """Choose the next run: finer, up to a plan that was just found, or wider.
+
+        `has_rival` is whether any plan is known, `complete` whether there was a complete label, and `exact` whether the
+        first one fits, as its memory says.
+        """
+        if exact and not run.dropped:
+            self.is_over = True  # What is left is that its fullest rank holds more, or takes longer, than the mean.
+        elif complete and not run.dropped:
             self.finer += 1
             self.grain_bytes /= FINER
             self.is_over = self.finer > FINEST
         elif found:
             self.is_over = is_last and run.dropped
         else:
-            self.is_over = is_last or run.dropped or self.width >= WIDEST
+            self.capped += run.dropped
+            self.is_over = is_last or self.width >= WIDEST or (self.capped > MOST_CAPPED and has_rival)
             self.width *= WIDER if run.made < FEW_MADE else SLIGHTLY_WIDER
             self.is_searching = run.made >= MANY_MADE and not self.was_searched
             self.was_searched |= self.is_searching
 
+    def _fits(self, picks: Picks) -> bool:
+        """Return whether a plan fits on the mean rank."""
+        options, load = self.candidates.picked(picks), self.candidates.load
+        return peak_memory(options, load).total_bytes <= self.limit_bytes
+
+    def _fastest(self, tried: Sequence[Picks]) -> PricedPlan | None:
+        """Return the fastest of some plans that fits as a whole; they are by rising seconds on the mean rank."""
+        best: PricedPlan | None = None
+        for picks in tried:
+            samples, options = self.candidates.load.samples_per_step, self.candidates.picked(picks)
+            if best and samples / step_time(options, self.candidates.load).total_s <= best.samples_per_s:
+                break
+            plan = self._priced(picks)
+            if plan and (best is None or plan.samples_per_s > best.samples_per_s):
+                best = plan
+        return best
+
     def _priced(self, picks: Picks) -> PricedPlan | None:
         """Return a plan as a whole, if it fits."""
         found = self.candidates
-        if peak_memory(found.picked(picks), found.load).total_bytes > self.limit_bytes:
+        if not self._fits(picks):
             return None
         plan = priced(self.space, found.load, found.chosen(picks), found.spanning)
         return plan.as_run(self.limit_bytes) if plan.peak.total_bytes <= self.limit_bytes else None

@@ -84,9 +84,11 @@ def every_plan(candidates: CandidateSet) -> list[tuple[float, float, tuple[int, 
     return found
 
 
-def label_setting(candidates: CandidateSet, limit_bytes: float) -> LabelSetting:
-    count = len(candidates.stage_classes)
-    return LabelSetting(ChainBound(candidates), limit_bytes, events_near(candidates, 0), (0, count // 2))
+def label_setting(candidates: CandidateSet, limit_bytes: float) -> tuple[LabelSetting, float]:
+    """Return the label setting of candidates, and the bound that it begins with."""
+    chain, stages = ChainBound(candidates), (0, len(candidates.stage_classes) // 2)
+    bound_s, price = chain.bound(limit_bytes, events_near(candidates, 0))
+    return LabelSetting(chain, limit_bytes, price, stages), bound_s
 
 
 @SLOW
@@ -99,8 +101,8 @@ def test_labels_equal_brute_force(
     plans = every_plan(candidates)
     limit = float(np.quantile([peak for peak, _, _ in plans], fraction)) * (1 + 1e-9)
     best_s = min(seconds for peak, seconds, _ in plans if peak <= limit)
-    labels = label_setting(candidates, limit)
-    assert labels.least_s <= best_s * (1 + 1e-9)
+    labels, bound_s = label_setting(candidates, limit)
+    assert bound_s <= best_s * (1 + 1e-9)
     for width in (1e-6, 0.5):
         run = labels.run(best_s * (1 + width))
         fitting = [picks for picks in run.plans if peak_memory(candidates.picked(picks), load).total_bytes <= limit]
@@ -132,11 +134,11 @@ def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: p
     load = Workload(cluster(1, 4, intra=2e9), "adam", "fp32", 2)
     candidates = Space(transformer(6, 512, distinct=True)).candidates(load, strategies_on(load.cluster)[1])
     limit = 0.5 * peak_memory(candidates.picked([0] * len(candidates.stage_classes)), load).total_bytes
-    labels = label_setting(candidates, limit)
-    whole = labels.run(labels.least_s * 1.1)
+    labels, bound_s = label_setting(candidates, limit)
+    whole = labels.run(bound_s * 1.1)
     best = next(picks for picks in whole.plans if peak_memory(candidates.picked(picks), load).total_bytes <= limit)
-    monkeypatch.setattr("planner.search.labels.LEAST_MADE", 40)
-    few = labels.run(labels.least_s * 1.1, most_made=0)
+    monkeypatch.setattr("planner.search.labels.LEAST_KEPT", 2)
+    few = labels.run(bound_s * 1.1, most_made=0)
     assert few.made < whole.made
     assert few.dropped
     assert few.least_s <= step_time(candidates.picked(best), load).total_s
@@ -161,7 +163,8 @@ def test_plans_that_recompute_nothing_do_not_keep_what_stages_share() -> None:
     np.testing.assert_allclose(sorted(kept), sorted(those), rtol=1e-12)
     # Where the smallest of them fits just so, the bound of the set is its time.
     limit, best_s = min((peak, seconds) for peak, seconds, _ in every_plan(alone))
-    assert label_setting(alone, limit * (1 + 1e-9)).run(best_s * (1 + 1e-6)).least_s == pytest.approx(best_s, rel=1e-8)
+    labels, _ = label_setting(alone, limit * (1 + 1e-9))
+    assert labels.run(best_s * (1 + 1e-6)).least_s == pytest.approx(best_s, rel=1e-8)
 
 
 def test_rows_that_are_equal_or_worse_are_dominated() -> None:
