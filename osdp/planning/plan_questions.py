@@ -56,7 +56,7 @@ def plan_frontier(
 
 def what_if_planned(planned: Planned, request: Request, progress: Progress) -> WhatIf:
     """Return what binds a plan that was just found, and what more would buy."""
-    return what_if(task_of(request, planned.graph, planned.cluster), planned.best or planned.found, progress)
+    return what_if(task_of(request, planned.graph, planned.cluster), planned.found, progress)
 
 
 def what_if_open(view: OpenPlan, progress: Progress) -> WhatIf:

@@ -16,13 +16,11 @@ from planner.cost.stragglers import BALANCED, Imbalance
 from planner.cost.workload import Workload
 from planner.pins import Pin, parse_pin, resolve
 from planner.plan import Asked, Plan
-from planner.pricing import PricedPlan, make_plan
+from planner.pricing import make_plan
 from planner.problem import Pins, Progress, Task
 from planner.search.baselines import Baseline
 from planner.search.infeasible import NothingFits, Remedy, blame
-from planner.search.search import Found, loads_of, search
-from planner.search.search_space import Space
-from planner.search.simple_plan import simplest
+from planner.search.search import Found, search
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
@@ -81,10 +79,6 @@ class Planned:
     found: Found
     """The search's result, with the plan that is written."""
     trace_s: float
-    best: Found | None = None
-    """The search's result with its fastest plan, if another is written."""
-    simple: PricedPlan | None = None
-    """The fastest simple plan, if it was looked for and one fits."""
 
     @property
     def cluster(self) -> Cluster:
@@ -118,28 +112,26 @@ def plan_graph(
 ) -> Planned:
     """Return the fastest plan within the limit for a model that was traced. Raises OsdpError as `plan_model` does."""
     task = task_of(request, graph, cluster)
-    space = Space(graph, pins=task.pins)
     try:
-        best = search(task, progress, space)
+        best = search(task, progress, material_gain=None if request.style == BEST else MATERIAL_GAIN)
     except NothingFits as refused:
         raise explain_refusal(refused, task, request) from None
-    simple = simplest(space, loads_of(task, space), task.limit_bytes, best.load)
-    found = preferred(best, simple, request)
-    return Planned(written(found, request), graph, found, 0.0, None if found is best else best, simple)
+    found = preferred(best, request)
+    return Planned(written(found, request), graph, found, trace_s=0.0)
 
 
-def preferred(best: Found, simple: PricedPlan | None, request: Request) -> Found:
+def preferred(best: Found, request: Request) -> Found:
     """Return the plan that is written: the simple one where it is asked for, or where the best gains little over it.
 
     Raises OsdpError if a simple one is asked for and none fits.
     """
-    if request.style == SIMPLE and simple is None:
+    simple = best.simple
+    if simple is None and request.style == SIMPLE:
         what, expected = "no simple plan fits", "one strategy for all blocks and one for what is outside them"
         advice = "leave --simple out, or allow more memory (--mem)"
         raise OsdpError(what, got="--simple", expected=expected, advice=advice)
-    if simple is None or request.style == BEST:
-        return best
-    if request.style != SIMPLE and best.samples_per_s >= (1 + MATERIAL_GAIN) * simple.samples_per_s:
+    is_material = simple is None or best.samples_per_s >= (1 + MATERIAL_GAIN) * simple.samples_per_s
+    if simple is None or (is_material and request.style != SIMPLE):
         return best
     taken = {name: getattr(simple, name) for name in ("load", "space", "options", "spanning", "samples_per_s")}
     return replace(best, **taken)

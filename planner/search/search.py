@@ -33,6 +33,7 @@ from planner.search.infeasible import NothingFits, refusal_of
 from planner.search.lagrangian_bound import ChainBound, events_near, highest_event
 from planner.search.least_memory import smallest_of
 from planner.search.search_space import CandidateSet, Space, Spanning
+from planner.search.simple_plan import simplest
 from planner.search.solve_candidates import Widening, programmed
 
 MOST_MADE = 1_200_000
@@ -60,6 +61,8 @@ class Found:
     points: int
     """Points of the sweep."""
     search_s: float
+    simple: PricedPlan | None = None
+    """The fastest simple plan (`planner.search.simple_plan`), if it was looked for and one fits."""
 
     @property
     def gap(self) -> float:
@@ -156,10 +159,16 @@ class _Point:
         return replace(self, bound=bound, widening=widening), plan, made
 
 
-def search(task: Task, progress: Progress = lambda what, fraction: None, space: Space | None = None) -> Found:
+def search(
+    task: Task,
+    progress: Progress = lambda what, fraction: None,
+    space: Space | None = None,
+    material_gain: float | None = None,
+) -> Found:
     """Return the fastest plan within the limit.
 
-    Several searches of one graph with the same pins can share a `space`, whose caches then do.
+    Several searches of one graph with the same pins can share a `space`, whose caches then do.  Given `material_gain`,
+    the fastest simple plan is found too, and the search ends when no plan is faster than that by more than this share.
     Raises `OsdpError` if no plan fits, with the smallest limit that is enough and the operators that need it.
     """
     started = time.perf_counter()
@@ -171,9 +180,15 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
     tied = best.strategy if best and space.model.spanning else None
     incumbent = PricedPlan(best.load, space, tied, best.options) if best else None
     replicated, ddp_top = fastest_replicated(space, loads, task.limit_bytes, best.samples_per_s if best else 0.0)
+    plans, simple, enough = [replicated or incumbent], None, 0.0
+    if material_gain is not None:
+        simple = simplest(space, loads, task.limit_bytes, best.load if best else loads[0])
+        plans.append(simple)
+        enough = (1.0 + material_gain) * simple.samples_per_s if simple else 0.0
+    known = max(filter(None, plans), key=lambda plan: plan.samples_per_s, default=None)
     queue = _sizes(space, loads, task.limit_bytes)
     count = len(queue)
-    plan, top = _best_first(queue, space, task.limit_bytes, replicated or incumbent, progress)
+    plan, top = _best_first(queue, space, task.limit_bytes, known, enough, progress)
     if plan is None:
         plan = smallest_of(space, loads, task.limit_bytes)
         if plan.peak.total_bytes > task.limit_bytes:
@@ -181,7 +196,7 @@ def search(task: Task, progress: Progress = lambda what, fraction: None, space: 
     progress("done", 1.0)
     speed, took_s = plan.samples_per_s, time.perf_counter() - started
     bound = max(top, ddp_top, speed)
-    return Found(plan.space, plan.load, plan.options, plan.spanning, speed, bound, rivals, count, took_s)
+    return Found(plan.space, plan.load, plan.options, plan.spanning, speed, bound, rivals, count, took_s, simple)
 
 
 def loads_of(task: Task, space: Space) -> tuple[Workload, ...]:
@@ -191,15 +206,24 @@ def loads_of(task: Task, space: Space) -> tuple[Workload, ...]:
 
 
 def _best_first(
-    queue: list[_Size | _Point], space: Space, limit_bytes: int, incumbent: PricedPlan | None, progress: Progress
+    queue: list[_Size | _Point],
+    space: Space,
+    limit_bytes: int,
+    incumbent: PricedPlan | None,
+    enough: float,
+    progress: Progress,
 ) -> tuple[PricedPlan | None, float]:
-    """Return the best plan, and what no plan of the points exceeds in samples per second."""
+    """Return the best plan, and what no plan of the points exceeds in samples per second.
+
+    If that is not more than `enough`, it may be of any plan that is known.
+    """
     count, solved, programmed_points, made, top = len(queue), 0, 0, 0, 0.0
     while queue:
         point = heapq.heappop(queue)
         speed = incumbent.samples_per_s if incumbent else 0.0
         spent = incumbent is not None and made >= MOST_MADE
-        if spent or point.bound <= speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH)):
+        close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
+        if spent or point.bound <= max(close, enough):
             return incumbent, max(top, point.bound)
         if isinstance(point, _Size):
             for found in point.points(space, limit_bytes):

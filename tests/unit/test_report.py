@@ -242,7 +242,6 @@ def test_json_has_the_published_keys_and_sums(planned: Planned) -> None:
         "pins",
         "not_run_yet",
         "verdict",
-        "best_samples_per_s",
         "simple_samples_per_s",
     ]
     assert told["schema"] == "osdp.plan_report/1"

@@ -183,12 +183,12 @@ def _footer(planned: Planned, around: Circumstances) -> str:
         f"and {found.points} combinations of micro-batch size and accumulation. Plans outside it may be faster.",
         f"Tracing took {planned.trace_s:.2f} s, the search {found.search_s:.2f} s, the command {around.total_s:.2f} s.",
     ]
-    if planned.best is not None and planned.simple is not None:
-        gain = planned.best.samples_per_s / planned.simple.samples_per_s - 1
-        lines.append(f"This is a simple plan; the fastest has {gain:.1%} more samples/s, in more parts: --best.")
-    elif planned.simple is not None and (gain := found.samples_per_s / planned.simple.samples_per_s - 1) > 0:
+    if found.simple is not None:
+        gain = found.samples_per_s / found.simple.samples_per_s - 1.0
         lines.append(
             f"It has {gain:.1%} more samples/s than one strategy for all blocks and one for the rest: --simple."
+            if gain > 0
+            else "No plan was found that gains 2% over this simple one; --best gives the fastest."
         )
     lines += [f"Note: {note}" for note in planned.graph.notes]
     if around.written_to:

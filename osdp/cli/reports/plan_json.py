@@ -24,7 +24,7 @@ def plan_object(planned: Planned, total_s: float, more: WhatIf | None = None) ->
     those of the micro-batch that needs least memory, as if there were enough.
     """
     plan, predicted = planned.plan, planned.plan.predicted
-    best, simple = planned.best or planned.found, planned.simple
+    simple = planned.found.simple
     what_if = {} if more is None else {"what_if": {**asdict(more), "binds": more.binds}}
     return {
         "schema": SCHEMA,
@@ -61,7 +61,6 @@ def plan_object(planned: Planned, total_s: float, more: WhatIf | None = None) ->
         "not_run_yet": [],  # a published key; every strategy that is planned runs
         **what_if,
         "verdict": verdict(planned),
-        "best_samples_per_s": best.samples_per_s,
         "simple_samples_per_s": simple.samples_per_s if simple else None,
     }
 
