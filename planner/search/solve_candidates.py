@@ -41,6 +41,8 @@ GRAIN = 2e-4
 """Memory is rounded down by what at its price is this part of the step, over all stages."""
 FINER, FINEST = 5.0, 3
 """By how much, and how often, it is rounded less where that hides whether a plan fits."""
+PRICING = 300
+"""Labels that take as long as to price a whole plan on one rank."""
 TRIED = 200
 """Complete labels of a run that are looked at for a plan that fits."""
 
@@ -90,9 +92,14 @@ class Widening:
         """Whether a beam search was made, and whether the next run is one."""
         self.is_over = False
         """Whether another run is of no use."""
+        self.pricing = 0
+        """Labels that the plans priced so far count for."""
 
     def advance(self, enough_s: float, most_made: int) -> tuple[PricedPlan | None, int]:
-        """Run once more, for a plan that takes less than `enough_s`; return it if one is found, and the labels made."""
+        """Run once more, for a plan that takes less than `enough_s`; return it if one is found, and the labels made.
+
+        Plans that are priced as a whole count as `PRICING` labels for each rank that owns something.
+        """
         while self.start_s * (1 + self.width) <= self.least_s:
             self.width *= WIDER
         beam, self.is_searching = self.is_searching, False
@@ -100,6 +107,7 @@ class Widening:
         run = self.labels.run(cut_s, self.grain_bytes, 0 if beam else min(most_made, MOST_MADE))
         first, *others = *islice(run.plans, TRIED), ()
         is_exact = bool(first) and self._fits(first)
+        pricing = self.pricing
         plan = self._fastest([picks for picks in (first, *others) if picks])
         self.least_s = max(self.least_s, run.least_s)
         if not beam:
@@ -111,7 +119,7 @@ class Widening:
                 exact=is_exact,
                 found=plan is not None,
             )
-        return plan, run.made
+        return plan, run.made + self.pricing - pricing
 
     def _decide(self, run: Run, *, is_last: bool, has_rival: bool, complete: bool, exact: bool, found: bool) -> None:
         """Choose the next run: finer, up to a plan that was just found, or wider.
@@ -156,5 +164,8 @@ class Widening:
         found = self.candidates
         if not self._fits(picks):
             return None
-        plan = priced(self.space, found.load, found.chosen(picks), found.spanning)
+        choices, ranks = found.chosen(picks), found.load.cluster.world_size
+        owned = any(strategy.spec.has_owner for choice in choices for strategy in choice.strategies)
+        self.pricing += PRICING * (ranks if owned else 1)
+        plan = priced(self.space, found.load, choices, found.spanning)
         return plan.as_run(self.limit_bytes) if plan.peak.total_bytes <= self.limit_bytes else None

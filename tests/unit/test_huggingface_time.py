@@ -55,24 +55,10 @@ GEMMA_2_2B = {
     "sliding_window": 4096,
     "torch_dtype": "bfloat16",
 }
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-    "torch_dtype": "bfloat16",
-}
-MODELS = {"Llama-3-8B": LLAMA_3_8B, "Qwen3-8B": QWEN_3_8B, "Gemma-2-2B": GEMMA_2_2B, "Mixtral-8x7B": MIXTRAL_8X7B}
+MODELS = {"Llama-3-8B": LLAMA_3_8B, "Qwen3-8B": QWEN_3_8B, "Gemma-2-2B": GEMMA_2_2B}
 """Their published configurations."""
-GAP = 0.025
-"""Of a simple plan, which is taken if no other gains 2 %, and of what Mixtral's labels leave open."""
+GAP = 0.02
+"""Of a simple plan, which is taken if no other gains so much."""
 
 
 def planned(path: Path) -> tuple[float, dict[str, float], str]:
@@ -95,7 +81,7 @@ def planned(path: Path) -> tuple[float, dict[str, float], str]:
     return usage.ru_utime + usage.ru_stime, json.loads(out), err
 
 
-@pytest.mark.parametrize("name", some([*MODELS], 4))
+@pytest.mark.parametrize("name", some([*MODELS], 3))
 def test_a_model_is_planned_in_few_cpu_seconds(name: str, tmp_path: Path) -> None:
     path, spent_s = tmp_path / "config.json", list[float]()
     path.write_text(json.dumps(MODELS[name]))
