@@ -29,6 +29,9 @@ WHOLE_MULTIPLE, FROM_SIZE = 8, 16
 """Micro-batches of this size and larger are multiples of so many, as people choose them ..."""
 ODD_GAIN = 0.01
 """... unless another gives more samples per second by more than this."""
+SMALLEST, LARGEST = 8, 2
+"""Micro-batches that are tried are at least this part of a fast plan's, and at most so many times that: with fewer
+blocks recomputed, smaller ones may be faster."""
 NEIGHBOURS = 2
 """How many micro-batches on either side of the best are tried with a strategy of its own for what is outside blocks."""
 
@@ -45,11 +48,11 @@ class _Form:
 def simplest(space: Space, loads: Sequence[Workload], limit_bytes: int, near: Workload) -> PricedPlan | None:
     """Return the fastest simple plan within the limit that keeps the space's pins, None if there is none.
 
-    `near` is a fast plan's: of `loads`, by growing micro-batch, those of half to twice its micro-batch are tried.
+    `near` is that of a fast plan: of `loads`, by growing micro-batch, those not far from its own are tried.
     """
     if any(len(slices) > 1 for slices in space.pins.strategies.values()):
         return None
-    tried = [load for load in loads if near.micro_batch <= 2 * load.micro_batch <= 4 * near.micro_batch]
+    tried = [load for load in loads if near.micro_batch / SMALLEST <= load.micro_batch <= near.micro_batch * LARGEST]
     strategies = [strategy for strategy in strategies_on(near.cluster) if _is_common(strategy, space)]
     search = _SimpleSearch(space, limit_bytes)
     for gain, those in ((0.0, filter(_is_even, tried)), (ODD_GAIN, (one for one in tried if not _is_even(one)))):
