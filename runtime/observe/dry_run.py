@@ -4,8 +4,8 @@ One process stands for one rank.  The process group is PyTorch's fake one, and t
 nothing is computed, sent or allocated; but it is this runtime and FSDP2 that wrap, gather, free and
 reduce, and autograd that decides when to free.  `LiveBytes` adds up.
 
-The second step is what counts: in the first, the optimizer makes its states.  Categories are those of
-`runtime.observe.live_bytes`; what else is made in the optimizer's step is `optimizer_temporaries`.
+The second step is what counts: in the first, of one micro-batch, the optimizer makes its states.  Categories are those
+of `runtime.observe.live_bytes`; what else is made in the optimizer's step is `optimizer_temporaries`.
 """
 
 from __future__ import annotations
@@ -91,18 +91,20 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
                 _Optimizer(script.optimizer, [one for one in live.homes if live.homes[one] == home], home)
                 for home in sorted(set(live.homes.values()))
             ]
-            run = Accumulation(sharded, schedule.accumulation).run
-            for _ in range(2):
+            accumulation = Accumulation(sharded, schedule.accumulation)
+            for micro_batches in (1, schedule.accumulation):
                 gc.collect()
                 live.reset_peak()
                 live.begin_step()
                 rest_bytes = live.total_bytes
-                for _ in range(schedule.accumulation):
+                if micro_batches == 1:
+                    accumulation.sync()
+                for _ in range(micro_batches):
                     with script.answering():
-                        _train(run, model, script, live)
+                        _train(accumulation.run, model, script, live)
                 _step(live, optimizers)
             peak, trace = live.peak, live.trace()
-            del optimizers, model, sharded, run
+            del optimizers, model, sharded, accumulation
     return DryRun(peak, rest_bytes, trace)
 
 

@@ -25,7 +25,7 @@ from _shared import GIB, MIB
 
 from osdp.planning.clusters import allocatable_bytes, workspaces_bytes
 from osdp.planning.memory_options import NO_HEADROOM, Headroom, default_headroom
-from osdp.planning.request import Request, plan_graph
+from osdp.planning.request import BEST, Request, plan_graph
 from osdp.planning.verify import rehearse
 from osdp.zoo import load_cluster, load_model
 from planner.analysis.explain import open_plan
@@ -109,9 +109,8 @@ def needs(trace: AllocationTrace, workspaces: Sequence[int], *, expandable: bool
 def rehearsed(case: Case, headroom: Headroom) -> tuple[Plan, DryRun]:
     """Return the plan of a case, and what a rank does in its steps."""
     cluster, graph = load_cluster(case.cluster), traced(case.model, case.precision)
-    request = Request(
-        round(case.limit_gib * GIB), case.precision, headroom=headroom, pins=tuple(map(parse_pin, case.pins))
-    )
+    pins = tuple(map(parse_pin, case.pins))
+    request = Request(round(case.limit_gib * GIB), case.precision, headroom=headroom, pins=pins, style=BEST)
     plan = plan_graph(graph, cluster, request).plan
     return plan, rehearse(open_plan(plan, graph, cluster), load_model(case.model), 1.0)[1]
 

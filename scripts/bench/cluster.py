@@ -98,7 +98,7 @@ def run_ranks(options: argparse.Namespace) -> None:
 
 def make_plans(options: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     """Return the cap, and the plans by (name, whether rings are allowed)."""
-    from osdp.planning.request import Request, plan_model
+    from osdp.planning.request import BEST, Request, plan_model
     from osdp.training.choose_plan import uniform_plan
     from osdp.zoo import load_model
     from planner.cost.workload import Workload
@@ -106,7 +106,7 @@ def make_plans(options: argparse.Namespace, cluster: Any) -> dict[str, Any]:
 
     source, plans = load_model(options.model), {}
     graph = trace_model(source, "fp32", "cpu")
-    everything = Request(int(cluster.device.memory_bytes.value), "fp32", "adamw", micro_batch=1)
+    everything = Request(int(cluster.device.memory_bytes.value), "fp32", "adamw", micro_batch=1, style=BEST)
     cap_bytes = int(options.cap_mib * bench.MIB + cluster.reserve_bytes)
     for ring in (False, True) if cluster.ring else (False,):
         machine = cluster if ring else replace(cluster, ring=())

@@ -213,7 +213,7 @@ class Bench:
 
     def pick(self, cluster: Any, graph: Any, length: int, imbalance: Any) -> tuple[float, dict[str, int]]:
         """Return the memory that the planner gets, without the reserve, and the strategies that it takes then."""
-        from osdp.planning.request import Request, plan_model
+        from osdp.planning.request import BEST, Request, plan_model
         from planner.cost.peak_memory import peak_memory
         from planner.cost.workload import Workload
         from planner.search.baselines import uniform
@@ -223,7 +223,8 @@ class Bench:
         load = Workload.of(graph, cluster, "adamw", 1, self.options.micro_batches)
         smallest = peak_memory(uniform(Space(graph), load, Strategy("odc", self.ranks), recompute=True), load)
         limit_bytes = int(HEADROOM * (smallest.total_bytes - cluster.reserve_bytes) + cluster.reserve_bytes)
-        request = Request(limit_bytes, "fp32", "adamw", 1, self.ranks * self.options.micro_batches, imbalance=imbalance)
+        batches = 1, self.ranks * self.options.micro_batches
+        request = Request(limit_bytes, "fp32", "adamw", *batches, imbalance=imbalance, style=BEST)
         plan = plan_model(self.source(length), cluster, request).plan
         return limit_bytes - cluster.reserve_bytes, dict(Counter(plan.choices.values()))
 
