@@ -193,6 +193,8 @@ def search(
         plan = smallest_of(space, loads, task.limit_bytes)
         if plan.peak.total_bytes > task.limit_bytes:
             raise NothingFits(refusal_of(plan, space, task))
+    if material_gain is not None and best is None:  # what the simple plan is looked for near is known only now
+        simple = simplest(space, loads, task.limit_bytes, plan.load) or simple
     progress("done", 1.0)
     speed, took_s = plan.samples_per_s, time.perf_counter() - started
     bound = max(top, ddp_top, speed)

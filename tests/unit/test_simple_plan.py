@@ -107,6 +107,10 @@ def test_pins_are_kept() -> None:
     assert "blocks.2" in plan.recomputed_blocks
     assert "blocks.0" not in plan.recomputed_blocks
     read_choices(plan, GRAPH, MACHINE)
+    # Uniform configurations know no pins, so that it is not looked for near one of them.
+    best = plan_graph(GRAPH, MACHINE, Request(2 * GIB, pins=pins, style=BEST)).plan
+    assert best.micro_batch > 2
+    assert best.predicted.samples_per_s * 0.9 <= plan.predicted.samples_per_s <= best.predicted.samples_per_s * 1.01
 
 
 def test_no_simple_plan_is_refused_by_name() -> None:
