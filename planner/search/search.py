@@ -181,8 +181,8 @@ def search(
     incumbent = PricedPlan(best.load, space, tied, best.options) if best else None
     replicated, ddp_top = fastest_replicated(space, loads, task.limit_bytes, best.samples_per_s if best else 0.0)
     plans, simple, enough = [replicated or incumbent], None, 0.0
-    if material_gain is not None:
-        simple = simplest(space, loads, task.limit_bytes, best.load if best else loads[0])
+    if material_gain is not None and best is not None:
+        simple = simplest(space, loads, task.limit_bytes, best.load)
         plans.append(simple)
         enough = (1.0 + material_gain) * simple.samples_per_s if simple else 0.0
     known = max(filter(None, plans), key=lambda plan: plan.samples_per_s, default=None)
@@ -194,7 +194,7 @@ def search(
         if plan.peak.total_bytes > task.limit_bytes:
             raise NothingFits(refusal_of(plan, space, task))
     if material_gain is not None and best is None:  # what the simple plan is looked for near is known only now
-        simple = simplest(space, loads, task.limit_bytes, plan.load) or simple
+        simple = simplest(space, loads, task.limit_bytes, plan.load)
     progress("done", 1.0)
     speed, took_s = plan.samples_per_s, time.perf_counter() - started
     bound = max(top, ddp_top, speed)

@@ -90,25 +90,29 @@ class _SimpleSearch:
         """Keep the fastest of these forms, if it is faster by more than this share than what is kept so far."""
         for form in forms:
             floor = self.best.samples_per_s * (1.0 + gain) if self.best else 0.0
-            if self._plan(form, 0).samples_per_s > floor:
-                plan = self._fastest(form)
+            kept = self._plan(form, 0)
+            if kept.samples_per_s > floor:
+                plan = kept if self._fits(kept) else self._recomputed(form)
                 if plan is not None and plan.samples_per_s > floor:
                     self.best = plan
 
-    def _fastest(self, form: _Form) -> PricedPlan | None:
-        """Return a form with as few blocks recomputed as fit."""
-        low, high = -1, len(self._open)
-        if self._fits(form, 0):
-            return self._plan(form, 0)
-        if not self._fits(form, high):
+    def _recomputed(self, form: _Form) -> PricedPlan | None:
+        """Return a form with as few blocks recomputed as fit, of which there is at least one."""
+        low, high = 0, len(self._open)
+        plan = self._plan(form, high)
+        if not self._fits(plan):
             return None
         while high - low > 1:  # so few do not fit, so many do
             middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(form, middle) else (middle, high)
-        return self._plan(form, high)
+            tried = self._plan(form, middle)
+            if self._fits(tried):
+                high, plan = middle, tried
+            else:
+                low = middle
+        return plan
 
-    def _fits(self, form: _Form, count: int) -> bool:
-        return self._plan(form, count).peak.total_bytes <= self.limit_bytes
+    def _fits(self, plan: PricedPlan) -> bool:
+        return plan.peak.total_bytes <= self.limit_bytes
 
     def _plan(self, form: _Form, count: int) -> PricedPlan:
         """Return a form with so many blocks recomputed."""

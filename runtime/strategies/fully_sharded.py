@@ -101,7 +101,7 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
     reduce_when_rerun(first, modules)
     if len(modules) > 1:
         gather_for_every_backward(first, modules)
-        reshard_without(first, modules, {context.model.get_submodule(path) for path in unit.uncalled})
+        reshard_without(first, modules, context.uncalled(unit))
     return FullyShardedUnit(unit, first, modules)
 
 

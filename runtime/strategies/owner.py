@@ -78,6 +78,8 @@ class OwnedUnit(WrappedUnit):
             self.parameters.append(OwnedParameter(places[parameter], self._rested(parameter), full))
         self.flat.untyped_storage().resize_(0)
         self.modules = context.modules(unit)
+        self.called = set(self.modules) - context.uncalled(unit)
+        """Modules that a forward runs."""
         self.to_run: set[nn.Module] = set()
         """Modules whose forward is still to come in this pass: tied ones are gathered once for all."""
         self.kept = self.in_backward = False
@@ -145,7 +147,7 @@ class OwnedUnit(WrappedUnit):
         is_first = module not in self.to_run
         if is_first:
             self._release_if_idle()  # what a pass that left out some module has left gathered may be old
-            self.to_run = set(self.modules)
+            self.to_run = set(self.called)
         self.gather()
         return _mark((args, kwargs), self.end_backward) if is_first else (args, kwargs)
 

@@ -51,6 +51,10 @@ class WrapContext:
         """Return the modules to wrap."""
         return [self.model.get_submodule(path) for path in unit.modules]
 
+    def uncalled(self, unit: ScheduledUnit) -> set[nn.Module]:
+        """Return those of its modules that a forward never runs."""
+        return {self.model.get_submodule(path) for path in unit.uncalled}
+
     def outside_units(self) -> dict[str, nn.Parameter]:
         """Return the parameters that no unit holds, by name. To be called once."""
         held = {parameter.path for unit in self.schedule.units for parameter in unit.parameters}

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from thoroughness import some
 
+from osdp.planning.request import MATERIAL_GAIN
+
 pytest.importorskip("transformers", reason="needs transformers (the extra `hf`)")
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -57,8 +59,8 @@ GEMMA_2_2B = {
 }
 MODELS = {"Llama-3-8B": LLAMA_3_8B, "Qwen3-8B": QWEN_3_8B, "Gemma-2-2B": GEMMA_2_2B}
 """Their published configurations."""
-GAP = 0.02
-"""Of a simple plan, which is taken if no other gains so much."""
+GAP = 1 - 1 / (1 + MATERIAL_GAIN)
+"""Of a simple plan, which is taken where no other gains more."""
 
 
 def planned(path: Path) -> tuple[float, dict[str, float], str]:
@@ -89,6 +91,6 @@ def test_a_model_is_planned_in_few_cpu_seconds(name: str, tmp_path: Path) -> Non
         cpu_s, report, err = planned(path)
         spent_s.append(cpu_s)
         assert err == ""
-        assert report["gap"] < GAP
+        assert report["gap"] <= GAP
     print(f"\n{name} on 4 x 8 H100, from process start: {', '.join(f'{s:.1f}' for s in spent_s)} s CPU")
     assert min(spent_s) <= MOST_CPU_S
