@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from itertools import product
 
 import pytest
+from rich.console import Console
 from synthetic import cluster, transformer
 
+from osdp.cli.reports.plan import Circumstances, print_plan
 from osdp.cli.reports.verdict import verdict
 from osdp.planning.request import BEST, MATERIAL_GAIN, SIMPLE, Request, plan_graph, preferred
 from planner.cost.peak_memory import peak_memory
@@ -130,3 +133,13 @@ def test_the_verdict_is_what_the_plan_says() -> None:
     text = verdict(planned)
     assert text.startswith(f"FSDP on all 4 blocks, {again} of the 4 recomputed, micro-batch 2: ")
     assert f"{predicted.peak_memory_bytes / GIB:.2f} of 2 GiB" in text
+
+
+def test_the_report_does_not_say_more_of_a_simple_plan_than_was_proven() -> None:
+    """Asked for, it may be far from the fastest."""
+    for style, said in ((SIMPLE, "This is a simple plan; --best"), (BEST, None)):
+        target = Console(file=io.StringIO(), width=200)
+        print_plan(target, plan_graph(GRAPH, MACHINE, Request(700 * MIB, style=style)), Circumstances(1.0))
+        assert isinstance(target.file, io.StringIO)
+        assert ("simple" in target.file.getvalue()) == (said is not None)
+        assert said is None or said in target.file.getvalue()

@@ -188,7 +188,7 @@ def _footer(planned: Planned, around: Circumstances) -> str:
         lines.append(
             f"It has {gain:.1%} more samples/s than one strategy for all blocks and one for the rest: --simple."
             if gain > 0
-            else "No plan was found that gains 2% over this simple one; --best gives the fastest."
+            else "This is a simple plan; --best gives the fastest."
         )
     lines += [f"Note: {note}" for note in planned.graph.notes]
     if around.written_to:
