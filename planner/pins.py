@@ -1,8 +1,8 @@
 """Pins: choices that the user fixes with `--pin PATTERN=CHOICE` and the search keeps.
 
 A pattern matches operators by their own path, by that of a module around them, or by a block; a choice is a strategy
-as plan files write it (`shard`, `group_shard:4+offload`, `split(4*shard)`, `owner@1` for rank 1), or `recompute` or
-`keep` for blocks.  `.` means the parameters that the model owns directly, outside all of its modules.
+as plan files write it (`shard`, `group_shard:4+offload`, `split(4*shard)`, `owner@1` for rank 1), or `recompute`,
+`selective` or `keep` for blocks.  `.` means the parameters that the model owns directly, outside all of its modules.
 A pin holds in every plan of the search, or is rejected here with the reason.  Of two pins that match an operator (or
 block), the one that matches a part of what the other does takes precedence: `blocks.0=owner` over `*=shard`.
 """
@@ -20,14 +20,14 @@ from planner.strategies.notation import format_choice, parse_choice
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 
-RECOMPUTE = {"recompute": True, "keep": False}
-"""Choices for blocks: whether backward recomputes their activations."""
+RECOMPUTE = {"recompute": Recompute.EVERYTHING, "selective": Recompute.SELECTIVE, "keep": Recompute.NOTHING}
+"""Choices for blocks: what of their forward runs again in backward."""
 ITSELF = "."
 """Pattern of the parameters that the model owns directly; their operator has no name."""
 
-Chosen = TypeVar("Chosen", bool, tuple[Strategy, ...])
+Chosen = TypeVar("Chosen", Recompute, tuple[Strategy, ...])
 _Matched = list[tuple["Pin", frozenset[int], Chosen]]
 """Pins, with the indices of what they match and what they choose for it."""
 
@@ -39,7 +39,7 @@ class Pin:
     pattern: str
     """Which operators or blocks."""
     choice: str
-    """Their strategy, or whether they are recomputed."""
+    """Their strategy, or what of them is recomputed."""
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.choice}"
@@ -60,7 +60,7 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
     operators that cannot be split, pins that contradict each other.
     """
     strategies: _Matched[tuple[Strategy, ...]] = []
-    recompute: _Matched[bool] = []
+    recompute: _Matched[Recompute] = []
     for pin in given:
         blocks = [index for index, block in enumerate(graph.blocks) if matches(block.name, pin.pattern)]
         if pin.choice in RECOMPUTE:
@@ -70,8 +70,7 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
             if not blocks:
                 what = f"--pin {pin}: the model has no such block, and only blocks can be recomputed or kept"
                 raise unknown_name(pin.pattern, (block.name for block in graph.blocks), what)
-            if pin.choice == "recompute":
-                _check_recompute(pin, graph, blocks)
+            _check_recompute(pin, graph, blocks)
             recompute.append((pin, frozenset(blocks), RECOMPUTE[pin.choice]))
             continue
         slices = _slices(pin, cluster)
@@ -87,8 +86,9 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
 def _check_recompute(pin: Pin, graph: ModelGraph, blocks: Sequence[int]) -> None:
     for index in blocks:
         calls = [call for call in graph.calls if call.block == index]
-        if graph.trains and any(call.recomputed is None for call in calls):
-            what = f"--pin {pin}: block {graph.blocks[index].name} cannot be recomputed"
+        if graph.trains and any(call.memory(RECOMPUTE[pin.choice]) is None for call in calls):
+            how = " selectively" if RECOMPUTE[pin.choice] is Recompute.SELECTIVE else ""
+            what = f"--pin {pin}: block {graph.blocks[index].name} cannot be recomputed{how}"
             got = "a forward that failed, or did something else, when it ran again in the trace"
             advice = "turn off what it remembers (use_cache=False in transformers), or leave the pin out"
             raise OsdpError(what, got=got, expected="a forward that can run twice", advice=advice)
@@ -140,7 +140,7 @@ def _slices(pin: Pin, cluster: Cluster) -> tuple[Strategy, ...]:
     try:
         return parse_choice(pin.choice, cluster)
     except OsdpError as error:
-        expected = f"{error.expected}; for blocks also {' or '.join(RECOMPUTE)}"
+        expected = f"{error.expected}; for blocks also recompute, selective or keep"
         raise OsdpError(f"--pin {pin}: {error.what}", got=error.got, expected=expected, advice=error.advice) from error
 
 

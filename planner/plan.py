@@ -15,7 +15,7 @@ from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import RingRule
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 
 Count = Annotated[int, Ge(1)]
 
@@ -124,18 +124,26 @@ class Plan(_Strict):
     choices: dict[str, str]
     """Strategy of every operator, or of its slices, by its name (`planner.strategies.notation.parse_choice`)."""
     recomputed_blocks: list[str]
-    """Names of the blocks whose forward runs again in backward."""
+    """Names of the blocks whose whole forward runs again in backward."""
     headroom_bytes: Annotated[int, Ge(0)] = 0
     """Part of the limit that the search left unused."""
     asked: Asked = NOTHING_ASKED
     """The options that the user set besides the limit."""
     waits: Waits = NO_WAITS
     """How long ranks wait for the slowest, as predicted."""
+    selectively_recomputed_blocks: list[str] = field(default_factory=list)
+    """Names of the blocks of which all but matrix products and attention runs again."""
 
     @property
     def usable_bytes(self) -> int:
         """The limit that the predicted peak stays within: `limit_bytes` less the headroom."""
         return self.limit_bytes - self.headroom_bytes
+
+    @property
+    def recomputations(self) -> dict[str, Recompute]:
+        """What runs again, by the name of the block; of blocks that are not in it, nothing."""
+        found = dict.fromkeys(self.recomputed_blocks, Recompute.EVERYTHING)
+        return found | dict.fromkeys(self.selectively_recomputed_blocks, Recompute.SELECTIVE)
 
 
 def cluster_fingerprint(cluster: Cluster) -> str:
@@ -159,7 +167,10 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
     """
     missing = [operator.name for operator in graph.operators if operator.name not in plan.choices]
     foreign = set(plan.choices) - {operator.name for operator in graph.operators}
-    unknown = set(plan.recomputed_blocks) - {block.name for block in graph.blocks}
+    unknown = set(plan.recomputations) - {block.name for block in graph.blocks}
+    if both := sorted(set(plan.recomputed_blocks) & set(plan.selectively_recomputed_blocks)):
+        what, expected = "the plan recomputes blocks in two ways", "each block in one of the lists"
+        raise OsdpError(what, got=", ".join(both[:5]), expected=expected, advice="plan the model again")
     if missing or foreign or unknown:
         got = ", ".join([*sorted(foreign), *sorted(unknown)][:5]) or f"{len(plan.choices)} of the model's operators"
         expected = f"also {', '.join(missing[:5])}" if missing else "only names of the model"

@@ -22,6 +22,7 @@ from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import owners_of, units_of
 from planner.model.operator_split import slice_starts
+from planner.model.stages import Stage
 from planner.plan import NOTHING_ASKED, Asked, Plan, Prediction, cluster_ref, model_ref, read_choices
 from planner.search.candidates import StageDecision
 from planner.search.search_space import Space, Spanning
@@ -29,7 +30,7 @@ from planner.strategies.notation import format_choice
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 
 Options = tuple[StageCandidate, ...]
 """One per stage in execution order."""
@@ -192,11 +193,16 @@ def make_plan(
         predicted=predict(options, space, load),
         gap=gap,
         choices={operator.name: format_choice([choices[o] for o in range(*ends)]) for operator, ends in slices},
-        recomputed_blocks=[stage.name for stage, option in stages if option.recompute],
+        recomputed_blocks=_blocks(stages, Recompute.EVERYTHING),
         headroom_bytes=headroom_bytes,
         asked=asked,
         waits=load.waits,
+        selectively_recomputed_blocks=_blocks(stages, Recompute.SELECTIVE),
     )
+
+
+def _blocks(stages: Iterable[tuple[Stage, StageCandidate]], recompute: Recompute) -> list[str]:
+    return [stage.name for stage, option in stages if option.recompute is recompute]
 
 
 def space_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Space:
@@ -244,8 +250,10 @@ def decisions_of(plan: Plan, space: Space, cluster: Cluster) -> Decisions:
     def taken(operators: Iterable[int]) -> tuple[Strategy, ...]:
         return tuple(strategies[operator] for operator in operators)
 
-    stages, recomputed = space.model.stages, plan.recomputed_blocks
-    choices = tuple(StageDecision(taken(stage.operators), stage.name in recomputed) for stage in stages)
+    stages, recomputed = space.model.stages, plan.recomputations
+    choices = tuple(
+        StageDecision(taken(stage.operators), recomputed.get(stage.name, Recompute.NOTHING)) for stage in stages
+    )
     return Decisions(choices, taken(space.model.spanning), taken(space.model.idle))
 
 

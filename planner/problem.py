@@ -9,7 +9,7 @@ from planner.cost.stragglers import BALANCED, Imbalance, Waits
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 
 MAX_MICRO_BATCH = 4096
 """The largest that is tried.  All to 16 are, to 64 every fourth, and then multiples of 8 that grow by about an eighth:
@@ -25,8 +25,8 @@ class Pins:
 
     strategies: Mapping[int, tuple[Strategy, ...]] = field(default_factory=dict)
     """Strategies of the slices of operators, one for an operator that stays whole, by its index in the graph."""
-    recompute: Mapping[int, bool] = field(default_factory=dict)
-    """Whether blocks are recomputed, by the block's index in the graph."""
+    recompute: Mapping[int, Recompute] = field(default_factory=dict)
+    """What of blocks is recomputed, by the block's index in the graph."""
 
 
 NO_PINS = Pins()

@@ -12,12 +12,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import networkx as nx
+
+
+class Recompute(IntEnum):
+    """What of a block's forward runs again in its backward; false if nothing does."""
+
+    NOTHING = 0
+    SELECTIVE = 1
+    """All but matrix products, convolutions and attention, whose outputs are kept
+    (`profiler.selective_recomputation`)."""
+    EVERYTHING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +237,38 @@ class Call(CallMemory):
     """What it keeps beside `saved_bytes` if its block is kept and another recomputed, for which they share it."""
     recomputed: CallMemory | None = None
     """Its activations if its block is recomputed."""
+    selective: CallMemory | None = None
+    """The same if its block is recomputed selectively."""
     slice_of: tuple[str, Call] | None = None
     """Of a slice, the call that it is a part of, with its key (`profiler.cluster.measurements.call_key`)."""
+
+    def memory(self, recompute: Recompute) -> CallMemory | None:
+        """Return its activations if its block is recomputed so; None if the block was not seen to be."""
+        match recompute:
+            case Recompute.NOTHING:
+                return self
+            case Recompute.SELECTIVE:
+                return self.selective
+            case Recompute.EVERYTHING:
+                return self.recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """The forward of a recomputed block, when it runs again in backward."""
+
+    start_bytes: Affine
+    """Live bytes when it begins, less what calls of earlier blocks saved."""
+    peak_bytes: Affine
+    """Highest live bytes while it runs, less the same."""
+    in_tail: bool
+    """Whether what follows the module of its last call needs it, as dropout does."""
+    work: Work
+    """Its device work; it ends with the last of what backward needs."""
+
+
+UNSEEN_RERUN = Rerun(Affine(), Affine(), False, Work(Affine(), Affine(), Affine()))
+"""Of a block that a plan recomputes and that was not seen to run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +287,15 @@ class Block:
     """Bytes of the tensors passed in: recomputation keeps them."""
     block_class: int
     """Blocks with equal numbers have the same structure and costs."""
-    again_start_bytes: Affine = Affine()
-    """Recomputed: live bytes when its forward runs again, less what calls of earlier blocks saved."""
-    again_peak_bytes: Affine = Affine()
-    """Highest live bytes while it does, less the same."""
-    again_in_tail: bool = False
-    """Whether what follows the module of its last call needs it to run again, as dropout does."""
+    rerun: Rerun | None = None
+    """Its forward as it runs again if it is recomputed; None if it was not seen to."""
+    selective_rerun: Rerun | None = None
+    """The same if it is recomputed selectively."""
+
+    def runs_again(self, recompute: Recompute) -> Rerun:
+        """Return its forward as it runs again, `UNSEEN_RERUN` if it was not seen to."""
+        rerun = self.selective_rerun if recompute is Recompute.SELECTIVE else self.rerun
+        return UNSEEN_RERUN if rerun is None else rerun
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
         accumulation=plan.accumulation,
         units=tuple(scheduled),
         splits=splits,
-        recomputed=tuple(block.name for block in graph.blocks if block.name in set(plan.recomputed_blocks)),
+        recomputed=tuple(block.name for block in graph.blocks if block.name in plan.recomputations),
+        selective=frozenset(plan.selectively_recomputed_blocks),
         by_ddp=runs_by_ddp(plan, graph, cluster),
         master_weights=plan.model.master_weights,
     )

@@ -95,6 +95,8 @@ class Schedule:
     """Whether it is run as DistributedDataParallel runs it: all is replicated, and its buckets fit as well."""
     master_weights: str = ""
     """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
+    selective: frozenset[str] = frozenset()
+    """Those of the recomputed blocks that keep what matrix products and attention return."""
 
     @property
     def world_size(self) -> int:

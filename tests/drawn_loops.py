@@ -93,10 +93,13 @@ class Draw:
             can_split = can_split and places[id(model.get_submodule(operator.name))] == 1
             slices = draw.choices(strategies, k=draw.randint(2, 3) if can_split else 1)
             choices[operator.name] = slices[0] if len(slices) == 1 else f"split({', '.join(slices)})"
-        recomputed = tuple(block.name for block in self.graph.blocks if draw.random() < 0.3)
+        drawn = {block.name: draw.random() for block in self.graph.blocks}
+        selective = tuple(b.name for b in self.graph.blocks if b.selective_rerun and 0.3 <= drawn[b.name] < 0.55)
+        recomputed = tuple(name for name, number in drawn.items() if number < 0.3)
         micro_batches = draw.choice([1, 1, 2, 3])
         return plan_of(
-            model, default, choices, accumulation=micro_batches, recomputed=recomputed, ranks=self.ranks,
+            model, default, choices, accumulation=micro_batches, recomputed=recomputed, selective=selective,
+            ranks=self.ranks,
             graph=self.graph,
         )  # fmt: skip
 

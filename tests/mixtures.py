@@ -8,6 +8,7 @@ from parity import Case, blocks_of, cluster_of, graph_of
 
 from planner.strategies.notation import format_choice
 from planner.strategies.registry import known_strategies
+from profiler.model_graph import Recompute
 
 
 @st.composite
@@ -21,5 +22,7 @@ def mixtures(draw: st.DrawFn, family: str, precision: str = "fp32") -> Case:
         slices = draw(st.lists(one, min_size=1, max_size=4 if can_split else 1))
         choices[operator.name] = format_choice(slices)
     assume(len(set(choices.values())) > 1)  # else it is no mixture, and drawn first
-    recomputed = tuple(block for block in blocks_of(family) if draw(st.booleans()))
-    return Case(family, choices, recomputed=recomputed, precision=precision, accumulation=draw(st.integers(1, 3)))
+    again = {block: draw(st.sampled_from(Recompute)) for block in blocks_of(family)}
+    recomputed = tuple(block for block, how in again.items() if how is Recompute.EVERYTHING)
+    selective = tuple(block for block, how in again.items() if how is Recompute.SELECTIVE)
+    return Case(family, choices, "shard", recomputed, selective, precision, accumulation=draw(st.integers(1, 3)))

@@ -153,6 +153,7 @@ class Case:
     """By operator; others take `default`."""
     default: str = "shard"
     recomputed: tuple[str, ...] = ()
+    selective: tuple[str, ...] = ()
     precision: str = "fp32"
     accumulation: int = 1
     nodes: int = 2
@@ -185,6 +186,7 @@ class Case:
             gap=0.0,
             choices={operator.name: self.choices.get(operator.name, self.default) for operator in graph.operators},
             recomputed_blocks=list(self.recomputed),
+            selectively_recomputed_blocks=list(self.selective),
         )
 
 

@@ -135,8 +135,13 @@ class Subject:
     def plan(self, choices: dict[str, str], precision: str = "fp32", *, recomputes: bool = False) -> Plan:
         """Return a plan with these strategies, and `shard` for the rest."""
         graph = self.graph(precision)
-        blocks = tuple(dict.fromkeys(block.name for block in graph.blocks)) if recomputes else ()
-        return plan_of(self.module, "shard", choices, recomputed=blocks, ranks=GRIDS[self.ranks], graph=graph)
+        blocks = tuple({block.name: block for block in graph.blocks}.values()) if recomputes else ()
+        selective = tuple(block.name for block in blocks[1::2] if block.selective_rerun)
+        recomputed = tuple(block.name for block in blocks if block.name not in selective)
+        return plan_of(
+            self.module, "shard", choices, recomputed=recomputed, selective=selective, ranks=GRIDS[self.ranks],
+            graph=graph,
+        )  # fmt: skip
 
     def mixture(self, kind: str, *, splits: bool = True) -> dict[str, str]:
         """Return a random strategy for every operator, some linear layers cut in two: none in bf16.
@@ -169,7 +174,7 @@ KINDS: dict[str, Callable[[Subject], Plan]] = {
     "bf16": lambda on: on.plan(on.mixture("bf16", splits=False), "bf16", recomputes=True),
 }
 """Plans: the first is the search's, for a model that is made shard by shard; the last three have random
-strategies, the last two recompute all blocks."""
+strategies, the last two recompute all blocks, every second of them selectively."""
 
 
 @dataclass(frozen=True)

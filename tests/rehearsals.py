@@ -78,6 +78,7 @@ def plan_of(
     machine: Cluster,
     choices: Mapping[str, str],
     recomputed: Collection[str] = (),
+    selective: Collection[str] = (),
     *,
     micro_batch: int = 2,
     accumulation: int = 1,
@@ -97,6 +98,7 @@ def plan_of(
         gap=0.0,
         choices=dict(choices),
         recomputed_blocks=[block.name for block in graph.blocks if block.name in recomputed],
+        selectively_recomputed_blocks=[block.name for block in graph.blocks if block.name in selective],
     )
 
 
@@ -147,6 +149,8 @@ class Case:
     """Nodes and ranks on each."""
     recompute: int = 0
     """Every how many blocks are recomputed; 0: none."""
+    selective: int = 0
+    """Every how many of the others are recomputed selectively; 0: none."""
     micro_batch: int = 2
     accumulation: int = 1
     optimizer: str = "adam"
@@ -161,11 +165,13 @@ class Case:
             assert found, f"no operator is like {pattern}"
             choices |= found
         again = [block.name for block in graph.blocks[:: self.recompute]] if self.recompute else []
+        others = [block.name for block in graph.blocks if block.name not in again]
         return plan_of(
             graph,
             cluster(*self.shape),
             choices,
             again,
+            others[:: self.selective] if self.selective else [],
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,
             optimizer=self.optimizer,

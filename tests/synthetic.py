@@ -13,7 +13,7 @@ from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster, Device, Link
 from profiler.cluster.figure import Figure
-from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Work
+from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Rerun, Work
 
 MB = 1 << 20
 
@@ -58,6 +58,19 @@ def chained(calls: list[Call]) -> list[Call]:
     return [*calls[:1], *links]
 
 
+def selected(calls: list[Call], rerun: Rerun, share: float) -> tuple[list[Call], Rerun]:
+    """Let a block's calls keep that share of what they save if they run again, which then leaves out their products."""
+    found, kept = list[Call](), Affine()
+    for call in calls:
+        assert call.recomputed is not None
+        own = call.saved_bytes.times(share)
+        memory = replace(call.recomputed, saved_bytes=call.recomputed.saved_bytes + own)
+        found.append(replace(call, selective=memory))
+        kept += own
+    work = Work(Affine(), Affine(), rerun.work.matmul_flops.times(0.001))
+    return found, replace(rerun, start_bytes=rerun.start_bytes + kept, work=work)
+
+
 def recomputed(calls: list[Call], input_bytes: Affine) -> tuple[list[Call], Affine, Affine]:
     """Return a block's calls with their memory where the block keeps its input alone, and that of its second forward.
 
@@ -95,9 +108,19 @@ def chain(shapes: list[tuple[int, int]], gflops: list[float], saved_mb: list[flo
 
 
 def transformer(
-    layers: int, hidden: int, *, vocabulary: int = 4096, tied: bool = True, tokens: int = 1024, distinct: bool = False
+    layers: int,
+    hidden: int,
+    *,
+    vocabulary: int = 4096,
+    tied: bool = True,
+    tokens: int = 1024,
+    distinct: bool = False,
+    selective: float | None = None,
 ) -> ModelGraph:
-    """A GPT-like graph: embedding, `layers` blocks of six operators, norm and head."""
+    """A GPT-like graph: embedding, `layers` blocks of six operators, norm and head.
+
+    Blocks can be recomputed selectively if it is said what share of their activations they keep then.
+    """
     operators = [operator("embed", (vocabulary, hidden))]
     unit_mb = 4 * tokens * hidden / MB
     calls = [call(0, None, gflops=0.001, saved_mb=0.01, output_mb=unit_mb)]
@@ -138,7 +161,14 @@ def transformer(
     calls, found, unit = chained(calls), list[Block](), Affine(0, unit_mb * MB)
     for name, first, last, block_class in blocks:
         calls[first:last], start, peak = recomputed(calls[first:last], unit)
-        found.append(Block(name, "Block", first, last, unit, block_class, start, peak))
+        work = Work(
+            *(sum((getattr(one.forward, part.name) for one in calls[first:last]), Affine()) for part in fields(Work))
+        )
+        rerun = Rerun(start, peak, False, work)
+        part = None
+        if selective is not None:
+            calls[first:last], part = selected(calls[first:last], rerun, selective)
+        found.append(Block(name, "Block", first, last, unit, block_class, rerun, part))
     return ModelGraph("transformer", "fp32", tokens, tuple(operators), tuple(calls), tuple(found), edges, "synthetic")
 
 

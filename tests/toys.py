@@ -128,6 +128,7 @@ def plan_of(
     *,
     accumulation: int = 1,
     recomputed: tuple[str, ...] = (),
+    selective: tuple[str, ...] = (),
     ranks: tuple[int, int] = (2, 2),
     precision: str = "fp32",
     master_weights: str = "",
@@ -147,6 +148,7 @@ def plan_of(
         gap=0.0,
         choices={operator.name: (choices or {}).get(operator.name, default) for operator in traced.operators},
         recomputed_blocks=list(recomputed),
+        selectively_recomputed_blocks=list(selective),
     )
 
 

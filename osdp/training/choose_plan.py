@@ -26,7 +26,7 @@ from planner.strategies.notation import parse_strategy
 from planner.strategies.registry import known_strategies
 from profiler.byte_sizes import parse_bytes
 from profiler.cluster.cluster import Cluster
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 from profiler.trace.trace import trace_model
 
 UNIFORM = {"FSDP": "shard", "DDP": "replicate"}
@@ -79,14 +79,14 @@ def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:
 
 
 def uniform_plan(graph: ModelGraph, load: Workload, request: Request, choice: str) -> Plan:
-    """Return the plan with one strategy everywhere; it recomputes every block only if it would not fit otherwise.
+    """Return the plan with one strategy everywhere; it recomputes of every block as little as fits.
 
     `choice` is the strategy as plans write it; one rank has nothing to shard over, and takes its only one.
     Raises OsdpError for a strategy that the cluster does not know.
     """
     space, cluster = Space(graph), load.cluster
     strategy = known_strategies(cluster)[0] if cluster.world_size == 1 else parse_strategy(choice, cluster)
-    candidates = [uniform(space, load, strategy, recompute) for recompute in (False, True)]
+    candidates = [uniform(space, load, strategy, recompute) for recompute in Recompute]
     fitting = [options for options in candidates if peak_memory(options, load).total_bytes <= request.limit_bytes]
     options = (fitting or candidates)[0]
     spanning = strategy if space.model.spanning else None

@@ -30,7 +30,7 @@ from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 
 NO_CHANGE = 1e-9
 """Relative changes of the step time below this are rounding of sums."""
@@ -78,7 +78,7 @@ class Alternative:
 
     strategy: str
     """Of every operator of the target."""
-    recompute: bool | None
+    recompute: Recompute | None
     """Of every block of the target; None if it has none."""
     step_time_s: float
     delta_by_term_s: dict[str, float]
@@ -118,7 +118,7 @@ class Part:
     stages: tuple[int, ...]
     strategies: tuple[str, ...]
     """Distinct strategies of its operators."""
-    recompute: bool | None
+    recompute: Recompute | None
     """None where it is no block."""
     tempting: Alternative | None
     """The fastest faster one that does not fit."""
@@ -187,27 +187,28 @@ def alternatives(view: OpenPlan, target: Target) -> list[Alternative]:
     strategies = strategies_on(view.load.cluster, view.load.waits.are_uneven)
     if not target.spanning and not any(stage.operators for stage in stages):
         strategies = strategies[:1]  # Nothing to shard; only recomputation is left.
-    recomputes = (False, True) if any(stage.can_recompute for stage in stages) else (None,)
+    modes = sorted(set[Recompute]().union(*(stage.recomputations for stage in stages)))
+    recomputes = modes if len(modes) > 1 else (None,)
     found = [
         _alternative(view, strategy, recompute, decided)
         for strategy in strategies
         for recompute in recomputes
-        if (decided := _decided(view, target, strategy, bool(recompute))) != view.decided
+        if (decided := _decided(view, target, strategy, recompute or Recompute.NOTHING)) != view.decided
     ]
     return sorted(found, key=lambda other: (other.delta_s, other.peak_bytes))
 
 
-def _decided(view: OpenPlan, target: Target, strategy: Strategy, recompute: bool) -> Decisions:
+def _decided(view: OpenPlan, target: Target, strategy: Strategy, recompute: Recompute) -> Decisions:
     """Return the plan's decisions with the target's replaced."""
     choices, spanning = list(view.decided.choices), view.decided.spanning
     for index in target.stages:
         stage = view.space.model.stages[index]
-        choices[index] = StageDecision((strategy,) * len(stage.operators), recompute and stage.can_recompute)
+        choices[index] = StageDecision((strategy,) * len(stage.operators), stage.allowed(recompute))
     tied = (strategy,) * len(spanning) if target.spanning else spanning
     return replace(view.decided, choices=tuple(choices), spanning=tied)
 
 
-def _alternative(view: OpenPlan, strategy: Strategy, recompute: bool | None, decided: Decisions) -> Alternative:
+def _alternative(view: OpenPlan, strategy: Strategy, recompute: Recompute | None, decided: Decisions) -> Alternative:
     options = decided.options(view.space, view.load, view.plan.usable_bytes)
     before, after = view.prediction, predict(options, view.space, view.load)
     return Alternative(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from planner.plan import Plan
+from profiler.model_graph import Recompute
 
 HIDDEN = "hidden_communication_s"
 """Overlapped with computation, so not a term of the step time."""
@@ -35,7 +36,7 @@ class ChoiceChange:
     names: tuple[str, ...]
     """Blocks, or operators outside blocks."""
     before: str
-    """Strategy, or `recomputed` or `kept`."""
+    """Strategy, or `kept`, `recomputed selectively` or `recomputed`."""
     after: str
 
 
@@ -144,13 +145,23 @@ def _strategies(before: Plan, after: Plan, changed: set[str]) -> Iterator[Choice
         yield ChoiceChange(operators, tuple(names), old, new)
 
 
+_RECOMPUTED = {
+    Recompute.NOTHING: "kept",
+    Recompute.SELECTIVE: "recomputed selectively",
+    Recompute.EVERYTHING: "recomputed",
+}
+
+
 def _recomputation(before: Plan, after: Plan) -> Iterator[ChoiceChange]:
-    """Yield the blocks that only one of the plans recomputes."""
-    old, new = before.recomputed_blocks, after.recomputed_blocks
-    if now_recomputed := tuple(name for name in new if name not in old):
-        yield ChoiceChange((), now_recomputed, "kept", "recomputed")
-    if now_kept := tuple(name for name in old if name not in new):
-        yield ChoiceChange((), now_kept, "recomputed", "kept")
+    """Yield the blocks that one plan recomputes in another way than the other."""
+    old, new = before.recomputations, after.recomputations
+    changed: dict[tuple[Recompute, Recompute], list[str]] = {}
+    for name in dict.fromkeys((*new, *old)):
+        pair = old.get(name, Recompute.NOTHING), new.get(name, Recompute.NOTHING)
+        if pair[0] is not pair[1]:
+            changed.setdefault(pair, []).append(name)
+    for (was, now), names in changed.items():
+        yield ChoiceChange((), tuple(names), _RECOMPUTED[was], _RECOMPUTED[now])
 
 
 def _deltas(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Delta, ...]:

@@ -40,7 +40,7 @@ from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
 from planner.strategies.replicate import BUCKET_BYTES, COPY, FIRST_BUCKET_BYTES
 from planner.strategies.spec import Strategy
-from profiler.model_graph import ModelGraph, Parameter
+from profiler.model_graph import ModelGraph, Parameter, Recompute
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ class Replica:
             ranks = load.cluster.world_size
             self.filled_s[index] += collective_s("all_reduce", bucket.size_bytes, load.cluster, ranks)
 
-    def options(self, recompute: Sequence[bool]) -> tuple[StageCandidate, ...]:
-        """Return the options, one per stage, given which stages are recomputed."""
+    def options(self, recompute: Sequence[Recompute]) -> tuple[StageCandidate, ...]:
+        """Return the options, one per stage, given what of each is recomputed."""
         backward_s = list[float]()
         for costs, again in zip(self.costs, recompute, strict=True):
             *before, last = costs.backward_s
-            backward_s += [*before, last + (sum(costs.forward_s) if again else 0.0)]
+            backward_s += [*before, last + costs.again_s(again, True)]
         reduce_s, interference_s = self._reductions(backward_s)
         below, found = 0, []
         for stage, costs, again in zip(self.stages, self.costs, recompute, strict=True):
@@ -168,7 +168,7 @@ class Replica:
             moments = list(self._moments(costs, again, held, self.waiting[stage.start : calls.stop]))
             forward = [moment for moment in moments if moment.phase == "forward"]
             backward = [moment for moment in moments if moment.phase != "forward"]
-            again_s = sum(costs.forward_s) if again else 0.0
+            again_s = costs.again_s(again, True)
             segments = []
             for call, forward_s in zip(calls, costs.forward_s, strict=True):
                 shared = {"step_reduce_s": reduce_s[call], "step_exposed_s": interference_s[call]}
@@ -200,12 +200,14 @@ class Replica:
             found = [found[0], *(0.0 for _ in found[1:])]
         return found, [interference * seconds for seconds in self.filled_s]
 
-    def _moments(self, costs: StageCosts, recompute: bool, gradients: int, waiting: Sequence[int]) -> Iterator[Moment]:
+    def _moments(
+        self, costs: StageCosts, recompute: Recompute, gradients: int, waiting: Sequence[int]
+    ) -> Iterator[Moment]:
         """Yield what is held at every call of a stage, given the gradients that are added in backward."""
         memory = costs.memory(recompute)
         for call, live in zip(costs.stage.calls, memory.forward_peak, strict=True):
             yield Moment("forward", call.operator, 0, self.gradients, 0, live)
-        for call, live in zip(costs.stage.calls, memory.again_peak, strict=recompute):
+        for call, live in zip(costs.stage.calls, memory.again_peak, strict=bool(recompute)):
             yield Moment("recompute", call.operator, 0, gradients + waiting[-1], 0, live)
         for call, live, held in zip(costs.stage.calls, memory.backward_peak, waiting, strict=True):
             yield Moment("backward", call.operator, 0, gradients + held, 0, live)

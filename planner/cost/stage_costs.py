@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
@@ -11,6 +12,7 @@ from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
+from profiler.model_graph import UNSEEN_RERUN, Affine, Recompute
 
 Costs = tuple[UnitBytes, UnitTraffic]
 Live = tuple[str, int]
@@ -61,8 +63,30 @@ class StageCosts:
         seconds = [load.call_s(graph, call) for call in self.stage.calls]
         self.forward_s, self.backward_s = map(list, zip(*seconds, strict=True))
         self.memory = cache(lambda recompute: StageActivations(frame, load.micro_batch, recompute))
+        self.again_s = cache(self._again_s)
 
-    def activations(self, recompute: bool, is_whole: bool) -> Mapping[Live, float]:
+    def _again_s(self, recompute: Recompute, is_whole: bool) -> float:
+        """Return the seconds that the block's forward takes when it runs again: its part of the forward by roofline.
+
+        A block that is one unit ends with the last of what backward needs, others run to their end
+        (`runtime.strategies.activation_checkpointing`).
+        """
+        block, forward_s = self.stage.block, float(sum(self.forward_s))
+        if not recompute or block is None:
+            return 0.0
+        graph = self.frame.model.graph
+        rerun, forward = graph.blocks[block].runs_again(recompute), [call.forward for call in self.stage.calls]
+        if rerun is UNSEEN_RERUN or (recompute is Recompute.EVERYTHING and not is_whole):
+            return forward_s
+        work = rerun.work
+        if not is_whole:
+            work = replace(work, other_bytes=sum((one.other_bytes for one in forward), Affine()))
+        whole_s = sum(self.load.compute_s(one, graph.matmul_precision) for one in forward)
+        share = self.load.compute_s(work, graph.matmul_precision) / whole_s if whole_s else 0.0
+        again_s: float = min(1.0, share) * forward_s
+        return again_s
+
+    def activations(self, recompute: Recompute, is_whole: bool) -> Mapping[Live, float]:
         """Return the bytes of activations that are alive at the moments of `planner.cost.stage_memory`.
 
         `is_whole` is for a block that is one unit.
@@ -76,10 +100,10 @@ class StageActivations:
     `saved` are those that calls before each keep, `shared` what the stage keeps beside them if any other is recomputed.
     """
 
-    def __init__(self, frame: StageFrame, micro_batch: int, recompute: bool) -> None:
+    def __init__(self, frame: StageFrame, micro_batch: int, recompute: Recompute) -> None:
         self.frame, self.batch, self.recompute = frame, micro_batch, recompute
         calls, block = frame.stage.calls, frame.stage.block
-        self.calls = [call.recomputed or call for call in calls] if recompute else calls
+        self.calls = [call.memory(recompute) or call for call in calls]
         self.saved = [*accumulate((call.saved_bytes(micro_batch) for call in self.calls), initial=0.0)]
         self.forward_peak, self.backward_peak, self.again_peak = list[float](), list[float](), list[float]()
         for saved, call in zip(self.saved, self.calls, strict=False):
@@ -88,15 +112,27 @@ class StageActivations:
         self.shared = 0.0 if recompute else sum(call.shared_bytes(micro_batch) for call in calls)
         self.again_start = 0.0
         if recompute and block is not None:
-            graph = frame.model.graph
-            self.again_start = graph.blocks[block].again_start_bytes(micro_batch)
-            self.again_peak = [graph.blocks[block].again_peak_bytes(micro_batch)] * len(calls)
+            rerun = frame.model.graph.blocks[block].runs_again(recompute)
+            self.again_start = rerun.start_bytes(micro_batch)
+            self.again_peak = [rerun.peak_bytes(micro_batch)] * len(calls)
         self.at = cache(self._at)
+
+    def saved_beside_inputs(self) -> list[float]:
+        """Return what calls before each keep of a selectively recomputed block beside the inputs of blocks."""
+        plain = [call.recomputed or call for call in self.frame.stage.calls]
+        kept = [
+            one.saved_bytes(self.batch) - two.saved_bytes(self.batch)
+            for one, two in zip(self.calls, plain, strict=True)
+        ]
+        return [*accumulate(kept, initial=0.0)]
 
     def _at(self, is_whole: bool) -> Mapping[Live, float]:
         batch, found = self.batch, {NO_ACTIVATIONS: 0.0}
         # As a block of several units runs again, each is gathered; nothing of it has been freed then.
-        kept = StageActivations(self.frame, batch, recompute=False) if self.recompute and not is_whole else None
+        runs_on = bool(self.recompute) and not is_whole
+        kept = StageActivations(self.frame, batch, Recompute.NOTHING) if runs_on else None
+        # What it has kept, it takes up again as it goes; that is a part of `kept` from then on.
+        taken = self.saved_beside_inputs() if kept is not None else []
         for j, (saved, call) in enumerate(zip(self.saved, self.calls, strict=False)):
             at: dict[str, float] = {
                 "gather": saved + call.forward_start_bytes(batch),
@@ -114,7 +150,7 @@ class StageActivations:
                 if is_whole:  # It is gathered first, and then runs again.
                     at["unshard"] = self.again_start
             if kept is not None:
-                grown = kept.saved[j] - kept.calls[0].forward_start_bytes(batch) + self.again_start
+                grown = kept.saved[j] - taken[j] - kept.calls[0].forward_start_bytes(batch) + self.again_start
                 at["gather again"] = grown + kept.calls[j].forward_start_bytes(batch)
                 at["call again"] = grown + kept.calls[j].forward_peak(batch)
             found |= {(name, j): bytes_alive for name, bytes_alive in at.items()}

@@ -43,6 +43,7 @@ from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.strategies.spec import Strategy
 from planner.strategies.unit_collectives import is_plain
+from profiler.model_graph import Recompute
 
 
 class Neighbours(NamedTuple):
@@ -198,7 +199,9 @@ class StageMemoryWalk:
     Spanning units with a call here are included; what others hold is `StageCandidate.ambient_*`.
     """
 
-    def __init__(self, frame: StageFrame, own: list[StagedUnit], spanning: list[StagedUnit], recompute: bool) -> None:
+    def __init__(
+        self, frame: StageFrame, own: list[StagedUnit], spanning: list[StagedUnit], recompute: Recompute
+    ) -> None:
         self.frame, self.own, self.units, self.recompute = frame, own, own + spanning, recompute
         # A block of one unit is wrapped whole: no computation of it runs while it is sharded.
         self.is_whole = frame.stage.block is not None and len(own) == 1
@@ -251,7 +254,7 @@ class StageMemoryWalk:
             return
         *others, top = sorted(self.own, key=lambda unit: unit.last)
         block = self.frame.stage.block
-        again_in_tail = block is not None and self.frame.model.graph.blocks[block].again_in_tail
+        again_in_tail = block is not None and self.frame.model.graph.blocks[block].runs_again(self.recompute).in_tail
         target = next((unit for unit in reversed(others) if not unit.stalls), None)
         self.note_before_recomputation(others, top, target, held)
         # The others come with their forward; what has been prefetched is there until then.

@@ -19,6 +19,7 @@ from planner.cost.stage_memory import Moment, Notes, StagedUnit, StageMemoryWalk
 from planner.model.fsdp_units import join
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
+from profiler.model_graph import Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class StageCandidate:
 
     strategies: tuple[Strategy, ...]
     """One per operator of the stage."""
-    recompute: bool
+    recompute: Recompute
     parameters: int
     """S, at rest."""
     optimizer: int
@@ -140,14 +141,16 @@ class Run:
 
     calls: tuple[int, ...]
     """Their numbers in the stage."""
-    recomputes: bool
-    """Whether the recomputation of the block is part of its backward."""
+    recompute: Recompute
+    """What of the block runs again as part of its backward."""
+    is_whole: bool
+    """Whether the block is one unit."""
     communication: tuple[float, ...]
     """The fields of `Segment` that do not depend on the micro-batch."""
 
     def at(self, costs: StageCosts) -> Segment:
         """Return the segment at one micro-batch."""
-        again_s = sum(costs.forward_s) if self.recomputes else 0.0
+        again_s = costs.again_s(self.recompute, self.is_whole)
         forward_s = sum(costs.forward_s[j] for j in self.calls)
         backward_s = sum(costs.backward_s[j] for j in self.calls) + again_s
         return Segment(forward_s, backward_s, again_s, *self.communication)
@@ -156,7 +159,7 @@ class Run:
 _COMMUNICATION = attrgetter(*(field.name for field in fields(Segment)[3:]))
 
 
-def _runs(frame: StageFrame, units: list[StagedUnit], recompute: bool) -> tuple[Run, ...]:
+def _runs(frame: StageFrame, units: list[StagedUnit], recompute: Recompute, is_whole: bool) -> tuple[Run, ...]:
     """Return the runs of calls of one unit, with the communication of each."""
     unit_of = {operator: unit for unit in units for operator in unit.operators}
     by_call = [unit_of[call.operator] for call in frame.stage.calls]
@@ -186,7 +189,8 @@ def _runs(frame: StageFrame, units: list[StagedUnit], recompute: bool) -> tuple[
             step_exposed_s=at_end_s if in_step else 0.0,
         )
         communication = _COMMUNICATION(segment.apart(frame.load.cluster.interference))
-        found.append(Run(members, recompute and position == len(runs) - 1, communication))
+        again = recompute if position == len(runs) - 1 else Recompute.NOTHING
+        found.append(Run(members, again, is_whole, communication))
     return tuple(found)
 
 
@@ -194,7 +198,7 @@ def _runs(frame: StageFrame, units: list[StagedUnit], recompute: bool) -> tuple[
 class StageOption:
     """A stage with strategies chosen, before the micro-batch is known."""
 
-    recompute: bool
+    recompute: Recompute
     notes: Notes
     runs: tuple[Run, ...]
     constants: Mapping[str, Any]
@@ -234,7 +238,7 @@ def make_option(
     frame: StageFrame,
     units: UnitCosts,
     strategies: tuple[Strategy, ...],
-    recompute: bool,
+    recompute: Recompute,
     spanning: Mapping[int, Strategy],
     elsewhere: frozenset[int] = frozenset(),
 ) -> StageOption:
@@ -289,7 +293,9 @@ def make_option(
         "syncs_each_microbatch": any(unit.traffic.syncs_each_microbatch for unit in walk.units),
         "window": sum(unit.bytes.window for unit in opened) + partial,
     }
-    return StageOption(recompute, walk.notes(), _runs(frame, walk.units, recompute), constants, walk.is_whole)
+    return StageOption(
+        recompute, walk.notes(), _runs(frame, walk.units, recompute, walk.is_whole), constants, walk.is_whole
+    )
 
 
 def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], units: UnitCosts) -> tuple[int, int]:

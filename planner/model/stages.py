@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from profiler.model_graph import Call, ModelGraph
+from profiler.model_graph import Call, ModelGraph, Recompute
 
 JOIN_NUMEL = 1 << 20
 """Parameters that a stage outside blocks gathers before it is closed (4 MiB in fp32, where the
@@ -43,9 +43,14 @@ class Stage:
     """Spanning operators whose last call is here."""
 
     @property
-    def can_recompute(self) -> bool:
-        """Whether it is a block that was seen to run again in backward."""
-        return self.block is not None and all(call.recomputed is not None for call in self.calls)
+    def recomputations(self) -> tuple[Recompute, ...]:
+        """What of it can run again in backward: more than nothing of a block that was seen to."""
+        modes = Recompute if self.block is not None else (Recompute.NOTHING,)
+        return tuple(mode for mode in modes if all(call.memory(mode) is not None for call in self.calls))
+
+    def allowed(self, recompute: Recompute) -> Recompute:
+        """Return what is recomputed of it where that is wanted of all stages: nothing, if it cannot be."""
+        return recompute if recompute in self.recomputations else Recompute.NOTHING
 
 
 @dataclass(frozen=True)

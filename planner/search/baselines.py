@@ -2,8 +2,8 @@
 
 DDP replicates everything (`planner.cost.ddp`; as units where torch's DDP cannot run the model),
 ZeRO-2 keeps gathered parameters to the backward, FSDP gathers twice, HSDP shards inside groups (each
-group size is tried).  Each is taken with and without recomputation of every block, and at its own
-best micro-batch.  All but DDP wrap block by block, as their users do.
+group size is tried).  Each is taken without recomputation, with every block recomputed and with every block recomputed
+selectively, and at its own best micro-batch.  All but DDP wrap block by block, as their users do.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from planner.search.candidates import StageDecision
 from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
+from profiler.model_graph import Recompute
 
 NAMES = ("DDP", "ZeRO-2", "FSDP", "HSDP")
 """Common names of configurations in which all operators take one strategy (`StrategySpec.baseline`)."""
@@ -33,7 +34,7 @@ class Baseline:
     name: str
     """E.g. `FSDP`."""
     strategy: Strategy
-    recompute: bool
+    recompute: Recompute
     feasible: bool
     """Whether it fits at any micro-batch."""
     load: Workload
@@ -44,17 +45,16 @@ class Baseline:
     """Predicted; of a configuration that does not fit, the speed with enough memory."""
 
 
-def uniform(space: Space, load: Workload, strategy: Strategy, recompute: bool) -> tuple[StageCandidate, ...]:
+def uniform(space: Space, load: Workload, strategy: Strategy, recompute: Recompute) -> tuple[StageCandidate, ...]:
     """Return the options of a model with one strategy everywhere."""
     choices = tuple(
-        StageDecision((strategy,) * len(stage.operators), recompute and stage.can_recompute)
-        for stage in space.model.stages
+        StageDecision((strategy,) * len(stage.operators), stage.allowed(recompute)) for stage in space.model.stages
     )
     return fixed(space, load, choices, strategy if space.model.spanning else None)
 
 
 def _sizes(
-    space: Space, loads: Iterable[Workload], strategy: Strategy, recompute: bool, limit_bytes: float
+    space: Space, loads: Iterable[Workload], strategy: Strategy, recompute: Recompute, limit_bytes: float
 ) -> Iterator[Baseline]:
     name = strategy.spec.baseline
     for load in loads:
@@ -69,11 +69,10 @@ def _sizes(
 
 
 def baselines(space: Space, loads: tuple[Workload, ...], limit_bytes: float) -> tuple[Baseline, ...]:
-    """Return every baseline, with and without recomputation; `loads` by growing micro-batch."""
+    """Return every baseline under every kind of recomputation; `loads` by growing micro-batch."""
     found = []
-    has_blocks = any(stage.can_recompute for stage in space.model.stages)
     operators = space.graph.operators
-    again = (False, True) if has_blocks and space.model.graph.trains else (False,)
+    again = sorted(set[Recompute]().union(*(stage.recomputations for stage in space.model.stages)))
     strategies = [strategy for strategy in strategies_on(loads[0].cluster) if not strategy.offload]
     strategies = [strategy for strategy in strategies if all(can_hold(one, strategy) for one in operators)]
     for name in NAMES:

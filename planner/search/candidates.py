@@ -6,8 +6,8 @@
     split     the stage's large linear operators are cut into k slices each, of which the first j
               take the strategy of the rest of the stage, and the others another
 
-Each with and without recomputation, if the stage is a block.  Pinned operators and blocks have the user's choice in
-all of them.
+Each without recomputation and, if the stage is a block, with either kind.  Pinned operators and blocks have the user's
+choice in all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planner.model.stages import JOIN_NUMEL, Stage
 from planner.problem import NO_PINS, Pins
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 
 LIGHT, LIGHT_TOGETHER = 1 / 256, 1 / 16
 """A stage is light if it has less than the first fraction of the model's parameters and all such stages together have
@@ -49,11 +49,11 @@ for a plan that is 0.15 % faster."""
 
 @dataclass(frozen=True)
 class StageDecision:
-    """A stage's strategies by operator and whether it is recomputed."""
+    """A stage's strategies by operator and what of it is recomputed."""
 
     strategies: tuple[Strategy, ...]
     """One per operator, and per slice where `counts` says that there are slices."""
-    recompute: bool = False
+    recompute: Recompute = Recompute.NOTHING
     counts: tuple[int, ...] = ()
     """Into how many slices each operator is cut; empty: none is."""
 
@@ -93,13 +93,13 @@ def choices_of(
     offered = _wholes(stage, strategies) if is_whole else _assignments(stage, graph, strategies)
     pinned = [pins.strategies.get(operator) for operator in stage.operators]
     taken = dict.fromkeys(tuple(p or part for p, part in zip(pinned, slices, strict=True)) for slices in offered)
-    again = (False, True) if stage.can_recompute else (False,)
+    again = stage.recomputations
     if stage.block is not None and stage.block in pins.recompute:
         again = (pins.recompute[stage.block],)
     return [_choice(slices, recompute) for slices in taken for recompute in again]
 
 
-def _choice(slices: Slices, recompute: bool) -> StageDecision:
+def _choice(slices: Slices, recompute: Recompute) -> StageDecision:
     counts = tuple(len(parts) for parts in slices)
     flat = tuple(strategy for parts in slices for strategy in parts)
     return StageDecision(flat, recompute, counts if len(flat) > len(slices) else ())

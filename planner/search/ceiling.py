@@ -1,9 +1,12 @@
 """A bound on the plans of one workload that needs no candidates: computation, and the activations of whole stages.
 
 With f_j and b_j the seconds of stage j's forward and backward in a step, d_j the activations that recomputing it saves,
-and x_j whether it is recomputed, every step takes at least the time of computation and optimizer,
+r_j the seconds that it costs at least, and x_j whether it is recomputed, every step takes at least the time of
+computation and optimizer,
 
-    step >= sum_j (f_j + b_j + optimizer_j) + min { sum_j f_j x_j : sum_j d_j x_j >= excess, 0 <= x_j <= 1 }
+    step >= sum_j (f_j + b_j + optimizer_j) + min { sum_j r_j x_j : sum_j d_j x_j >= excess, 0 <= x_j <= 1 }
+
+(of a stage that may be recomputed selectively, j stands for each step of `planner.search.knapsack.upgrades`),
 
 where `excess` is what is held above the limit in the last stage if nothing is recomputed, with every number the least
 that any choice of the stage needs.  Communication is left out, so this says little of small micro-batches.  But it
@@ -17,8 +20,9 @@ from collections.abc import Sequence
 from planner.cost.stage_option import StageOption
 from planner.cost.workload import Workload
 from planner.search.candidates import StageDecision
-from planner.search.knapsack import least_cost
+from planner.search.knapsack import least_cost, upgrades
 from planner.search.search_space import Space
+from profiler.model_graph import Recompute
 
 
 def fewest_s(space: Space, load: Workload, limit_bytes: float) -> float | None:
@@ -29,17 +33,14 @@ def fewest_s(space: Space, load: Workload, limit_bytes: float) -> float | None:
     for index, stage_class in enumerate(space.stage_classes):
         options, costs = offered[stage_class], space.costs(stage_class, (), load)
         rest, optimizer_s, again = at_least[stage_class]
-        forward_s = load.accumulation * sum(costs.forward_s)
-        seconds += forward_s + load.accumulation * sum(costs.backward_s)
-        seconds += optimizer_s
-        if again == {True}:
-            seconds += forward_s
+        seconds += load.accumulation * (sum(costs.forward_s) + sum(costs.backward_s)) + optimizer_s
+        reruns_s = [load.accumulation * costs.again_s(recompute, True) for recompute in again]
+        seconds += reruns_s[0]
         if index + 1 < len(space.stage_classes):
-            held += rest
-            saved = [costs.memory(recompute).saved[-1] for recompute in sorted(again)]
-            held += saved[0]
-            if len(saved) > 1 and saved[0] > saved[1]:
-                items.append((saved[0] - saved[1], forward_s))
+            saved = [costs.memory(recompute).saved[-1] for recompute in again]
+            held += rest + saved[0]
+            points = [(-size, cost - reruns_s[0]) for size, cost in zip(saved, reruns_s, strict=True)]
+            items += [(gain, cost) for _, gain, cost in upgrades(points)]
         else:
             local = ((space.costs(stage_class, choice.counts, load), option) for choice, option in options)
             held += min(option.rest + option.highest_bytes(at) for at, option in local)
@@ -47,8 +48,8 @@ def fewest_s(space: Space, load: Workload, limit_bytes: float) -> float | None:
     return None if again_s is None else seconds + again_s
 
 
-def _least(options: Sequence[tuple[StageDecision, StageOption]]) -> tuple[int, float, frozenset[bool]]:
-    """Return the least bytes at rest and seconds of the optimizer of any option, and whether they recompute."""
+def _least(options: Sequence[tuple[StageDecision, StageOption]]) -> tuple[int, float, list[Recompute]]:
+    """Return the least bytes at rest and seconds of the optimizer of any option, and what they recompute."""
     rest = min(option.rest for _, option in options)
     optimizer_s = min(option.constants["optimizer_s"] for _, option in options)
-    return rest, optimizer_s, frozenset(option.recompute for _, option in options)
+    return rest, optimizer_s, sorted({option.recompute for _, option in options})

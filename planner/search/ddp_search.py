@@ -1,7 +1,8 @@
 """The search among DistributedDataParallel plans: which blocks to recompute at each micro-batch.
 
 With c_j the seconds that recomputing block j costs in a step of M micro-batches, d_j the activations
-that it saves, and `excess` what the model without recomputation holds above the limit when the
+that it saves (of a block that may be recomputed selectively, first the step to that, then the step from there to all:
+`planner.search.knapsack.upgrades`), and `excess` what the model without recomputation holds above the limit when the
 backward of its last stage begins, every plan that fits has
 
     sum_j c_j x_j >= R = min { sum_j c_j x_j : sum_j d_j x_j >= excess, 0 <= x_j <= 1 }    `_Sizing.least_s`
@@ -23,9 +24,10 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.pricing import Options, PricedPlan, replica
-from planner.search.knapsack import least_cost
+from planner.search.knapsack import least_cost, upgrades
 from planner.search.search_space import Space
 from planner.strategies.replicate import COPY
+from profiler.model_graph import Recompute
 
 
 def fastest_replicated(
@@ -62,16 +64,19 @@ class _Sizing:
     def __init__(self, space: Space, load: Workload, limit_bytes: float) -> None:
         self.load, self.limit_bytes = load, limit_bytes
         self.replica, self.stages = replica(space, load), space.model.stages
-        free = {stage.block for stage in self.stages} - {None, *space.pins.recompute}
-        always = {block for block, again in space.pins.recompute.items() if again}
-        self.pinned = [stage.block in always for stage in self.stages]
+        pins = [None if stage.block is None else space.pins.recompute.get(stage.block) for stage in self.stages]
+        self.pinned = [pin or Recompute.NOTHING for pin in pins]
         self.plain = self.replica.options(self.pinned)
-        again = self.replica.options([stage.can_recompute for stage in self.stages])
-        self.saving = [without.saved - with_.saved for without, with_ in zip(self.plain, again, strict=True)]
-        self.cost_s = [load.accumulation * sum(s.recompute_s for s in option.segments) for option in again]
-        useful = [j for j, stage in enumerate(self.stages) if stage.block in free and self.saving[j] > 0]
+        steps = list[tuple[float, float, int, Recompute]]()
+        every = {mode: self.replica.options([stage.allowed(mode) for stage in self.stages]) for mode in Recompute}
+        for j, stage in enumerate(self.stages):
+            if stage.block is not None and pins[j] is None:
+                own = [every[mode][j] for mode in stage.recomputations]
+                points = [(-o.saved, load.accumulation * sum(s.recompute_s for s in o.segments)) for o in own]
+                steps += [(gain, cost, j, stage.recomputations[to]) for to, gain, cost in upgrades(points)]
         # From the bottom: blocks there are recomputed when little else is held.
-        self.order = sorted(useful, key=lambda j: self.cost_s[j] / self.saving[j])
+        self.steps = sorted(steps, key=lambda step: step[1] / step[0])
+        """Steps of recomputing more: (bytes that it saves, seconds that it costs, stage, what is recomputed then)."""
 
     def excess_bytes(self) -> float:
         """Return what is held above the limit when the last stage's backward begins and nothing is recomputed."""
@@ -85,7 +90,8 @@ class _Sizing:
 
     def least_s(self) -> float | None:
         """Return R, or None if recomputing everything is not enough."""
-        return least_cost([(self.saving[j], self.cost_s[j]) for j in self.order], self.excess_bytes())
+        needed = self.excess_bytes() - 1.0  # one byte for the rounding of the sums
+        return least_cost([(gain, cost) for gain, cost, *_ in self.steps], needed)
 
     def bound_s(self, least_s: float) -> float:
         """Return a lower bound on the step time of every plan that fits."""
@@ -97,11 +103,11 @@ class _Sizing:
         """Return the options with as few recomputed blocks, taken in order, as fit; none if all do not do."""
 
         def options(count: int) -> Options:
-            chosen = set(self.order[:count])
-            return self.replica.options([again or j in chosen for j, again in enumerate(self.pinned)])
+            chosen = {j: again for _, _, j, again in self.steps[:count]}
+            return self.replica.options([chosen.get(j, again) for j, again in enumerate(self.pinned)])
 
         def fits(count: int) -> bool:
             return peak_memory(options(count), self.load).total_bytes <= self.limit_bytes
 
-        count = bisect_left(range(len(self.order) + 1), True, key=fits)
-        return options(count) if count <= len(self.order) else ()
+        count = bisect_left(range(len(self.steps) + 1), True, key=fits)
+        return options(count) if count <= len(self.steps) else ()

@@ -1,21 +1,22 @@
-"""The plan that one would write by hand: one strategy for all blocks, one for the rest, the first n blocks recomputed.
+"""The plan that one would write by hand: one strategy for all blocks, one for the rest, the first n recomputed more.
 
 Strategies are the common ones (`StrategySpec.baseline`: DDP, ZeRO-2, FSDP, HSDP with each group size).  For one
-micro-batch b, one strategy s of the blocks and one strategy o of what is outside them, with T the step time and M the
-peak, of which T grows with n and M falls,
+micro-batch b, one strategy s of the blocks, one strategy o of what is outside them, and two kinds k of recomputation
+(nothing and selective, selective and everything, nothing and everything), with the first n blocks taking the second,
+T the step time and M the peak, of which T grows with n and M falls,
 
-    n(b, s, o) = min {n : M(b, s, o, n) <= limit}        found by bisection
-    the plan   = argmax over b, s, o of b / T(b, s, o, n(b, s, o))
+    n(b, s, o, k) = min {n : M(b, s, o, k, n) <= limit}        found by bisection
+    the plan      = argmax over b, s, o, k of b / T(b, s, o, k, n(b, s, o, k))
 
-T(b, s, o, 0) bounds T from below, so that most of them need no bisection.  First o = s for every b and s; then, at the
-best b and its neighbours, every pair.
+T with nothing recomputed bounds T from below, so that most of them need no bisection.  First o = s for every b and s;
+then, at the best b and its neighbours, every pair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
@@ -24,6 +25,7 @@ from planner.search.candidates import StageDecision
 from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
+from profiler.model_graph import Recompute
 
 WHOLE_MULTIPLE, FROM_SIZE = 8, 16
 """Micro-batches of this size and larger are multiples of so many, as people choose them ..."""
@@ -43,6 +45,10 @@ class _Form:
     load: Workload
     inside: Strategy
     outside: Strategy
+    above: Recompute = Recompute.NOTHING
+    """Of blocks after the first n."""
+    below: Recompute = Recompute.NOTHING
+    """Of the first n."""
 
 
 def simplest(space: Space, loads: Sequence[Workload], limit_bytes: int, near: Workload) -> PricedPlan | None:
@@ -81,10 +87,12 @@ class _SimpleSearch:
         self.space, self.limit_bytes = space, limit_bytes
         self.best: PricedPlan | None = None
         stages, pinned = enumerate(space.model.stages), space.pins.recompute
-        may = [(index, stage.block) for index, stage in stages if stage.block is not None and stage.can_recompute]
-        self._always = {index for index, block in may if pinned.get(block, False)}
-        self._open = [index for index, block in may if block not in pinned]
+        blocks = [(index, stage.block) for index, stage in stages if stage.block is not None]
+        self._pinned = {index: pinned[block] for index, block in blocks if block in pinned}
+        self._open = [index for index, block in blocks if block not in pinned]
         """Stages whose recomputation is not pinned, from the bottom."""
+        modes = sorted(set[Recompute]().union(*(space.model.stages[index].recomputations for index in self._open)))
+        self._kinds = list(combinations(modes, 2))
 
     def try_all(self, forms: Iterable[_Form], gain: float) -> None:
         """Keep the fastest of these forms, if it is faster by more than this share than what is kept so far."""
@@ -92,12 +100,20 @@ class _SimpleSearch:
             floor = self.best.samples_per_s * (1.0 + gain) if self.best else 0.0
             kept = self._plan(form, 0)
             if kept.samples_per_s > floor:
-                plan = kept if self._fits(kept) else self._recomputed(form)
-                if plan is not None and plan.samples_per_s > floor:
-                    self.best = plan
+                plans = [kept] if self._fits(kept) else map(self._recomputed, self._recomputing(form))
+                fastest = max(filter(None, plans), key=lambda plan: plan.samples_per_s, default=None)
+                if fastest is not None and fastest.samples_per_s > floor:
+                    self.best = fastest
+
+    def _recomputing(self, form: _Form) -> Iterator[_Form]:
+        """Yield the form with every pair of kinds of recomputation between which the limit can lie."""
+        for above, below in self._kinds:
+            made = replace(form, above=above, below=below)
+            if not above or not self._fits(self._plan(made, 0)):
+                yield made
 
     def _recomputed(self, form: _Form) -> PricedPlan | None:
-        """Return a form with as few blocks recomputed as fit, of which there is at least one."""
+        """Return a form with as few blocks recomputed more as fit, of which there is at least one."""
         low, high = 0, len(self._open)
         plan = self._plan(form, high)
         if not self._fits(plan):
@@ -115,14 +131,15 @@ class _SimpleSearch:
         return plan.peak.total_bytes <= self.limit_bytes
 
     def _plan(self, form: _Form, count: int) -> PricedPlan:
-        """Return a form with so many blocks recomputed."""
-        space, recomputed = self.space, self._always.union(self._open[:count])
+        """Return a form with so many blocks recomputed more."""
+        space, recomputed = self.space, dict.fromkeys(self._open, form.above)
+        recomputed |= dict.fromkeys(self._open[:count], form.below) | self._pinned
         pinned = {operator: slices[0] for operator, slices in space.pins.strategies.items()}
         choices = []
         for index, stage in enumerate(space.model.stages):
             own = form.outside if stage.block is None else form.inside
             taken = tuple(pinned.get(operator, own) for operator in stage.operators)
-            choices.append(StageDecision(taken, index in recomputed))
+            choices.append(StageDecision(taken, stage.allowed(recomputed.get(index, Recompute.NOTHING))))
         spanning = tuple(pinned.get(operator, form.outside) for operator in space.model.spanning)
         plan = PricedPlan(form.load, space, spanning or None, fixed(space, form.load, choices, spanning or None))
         return plan.as_run(self.limit_bytes)

@@ -12,6 +12,10 @@ they are recomputed (`Ledger.turn`).  With L the live bytes, an *event* of call 
 taken at the start of c's forward or backward and after each allocation in it; the peaks of c are the
 maxima of its events.
 
+Recomputed selectively, a block keeps beside R_j what its matrix products and attention return
+(`profiler.selective_recomputation`): of a third kind of pass that is charged to the calls that made it (`kept`), unless
+R_j has it, as the input of another block.
+
 A plan recomputes some blocks and keeps others, and adds up charges accordingly.  So a storage is charged once, to whom
 holds it either way: the code around blocks, or a block that saves its own input, which recomputation holds on to.  If
 there is nobody, it is charged to the call that saves it where its block is kept, and to the block that takes it where
@@ -84,6 +88,8 @@ class CallRecord:
     """What the call keeps if its block does."""
     recomputed: Charge = Charge()
     """What it keeps if its block is recomputed."""
+    kept: Charge = Charge()
+    """What it keeps beside `recomputed` if its block is recomputed selectively; of other passes, nothing."""
     shared: Charge = Charge()
     """What it keeps beside `saved` if any block is recomputed: a mask, which it is the first of several to hold."""
     forward: Tally = field(default_factory=Tally)
@@ -107,13 +113,15 @@ class CallRecord:
 class LiveStorage(weakref.ref[torch.UntypedStorage]):
     """A storage that the step allocated; calls back when it dies."""
 
-    __slots__ = ("bytes", "handed", "key", "producer", "savers", "taken_by", "waste")
+    __slots__ = ("bytes", "handed", "kept_by", "key", "producer", "savers", "taken_by", "waste")
 
     bytes: int
     waste: int
     """Rounding of those."""
     key: int
     producer: int
+    kept_by: int
+    """The call whose block keeps it, recomputed selectively, or NOBODY."""
     handed: bool
     savers: dict[int | None, int]
     """By block execution, None for the code around blocks: the first call that saves it there."""
@@ -228,11 +236,15 @@ class Ledger:
                     self.calls[index].saved += storage.charge
             for index in again:
                 self.calls[index].recomputed += storage.charge
+            if storage.kept_by != NOBODY and None not in storage.savers and not storage.taken_by:
+                self.calls[storage.kept_by].kept += storage.charge
 
     def finish(self, recomputed: Sequence[Charge] | None = None) -> None:
         """Take off every event what is charged to earlier calls: given what they keep if blocks are `recomputed`."""
         self._end()
-        charges = [call.saved for call in self.calls] if recomputed is None else recomputed
+        charges = [call.saved for call in self.calls]
+        if recomputed is not None:
+            charges = [one + call.kept for one, call in zip(recomputed, self.calls, strict=True)]
         before = [*accumulate(charges, initial=Charge())]
         first = {call.block: index for index, call in reversed(list(enumerate(self.calls)))}
         for base, call in zip(before, self.calls, strict=False):
@@ -335,6 +347,11 @@ class Ledger:
             self.mark()
         return fresh
 
+    def keep(self, outputs: Sequence[Tensor]) -> None:
+        """Note that the block that runs keeps the outputs of an op until it has run again."""
+        for storage in self.storages_of(outputs):
+            storage.kept_by = self.index
+
     def storages_of(self, tensors: Sequence[Tensor]) -> tuple[LiveStorage, ...]:
         """Return the tensors' live storages, each once."""
         keys = dict.fromkeys(tensor.untyped_storage()._cdata for tensor in tensors)
@@ -350,7 +367,7 @@ class Ledger:
         storage.key = untyped._cdata
         storage.bytes = untyped.nbytes()
         storage.waste = -storage.bytes % ALLOCATION_BYTES
-        storage.producer = producer
+        storage.producer, storage.kept_by = producer, NOBODY
         storage.savers, storage.taken_by = {}, []
         storage.handed = False
         self.live[storage.key] = storage

@@ -13,7 +13,7 @@ from torch import nn
 from profiler.byte_sizes import allocated_bytes, format_bytes
 from profiler.errors import OsdpError
 from profiler.mixed_precision import RestingDtype
-from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Work
+from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Rerun, Work
 from profiler.model_source import ModelSource
 from profiler.opaque_parameters import is_opaque, tensors_of
 from profiler.trace.activation_ledger import NOBODY, CallRecord, Charge, Tally
@@ -21,6 +21,8 @@ from profiler.trace.affine_fit import SINGLE, Sizes, StepsError, envelope, exact
 from profiler.trace.find_operators import Group, held_whole
 from profiler.trace.metered_pass import Pass, trains
 
+_WORK = ("flops", "matmul_bytes", "other_bytes")
+"""What a tally counts of the device's work, in the order of `Work`."""
 _BACKWARD_BYTES = tuple(field.name for field in fields(CallMemory) if "backward_" in field.name)
 """Lines of a call that count the live bytes of its backward."""
 
@@ -33,10 +35,11 @@ def assemble(
     groups: Sequence[Group],
     passes: Mapping[int, Pass],
     recomputed: Mapping[int, Pass],
+    selective: Mapping[int, Pass],
 ) -> ModelGraph:
     """Return the graph of the passes, by their micro-batches (`affine_fit.Sizes`); that at `SINGLE` is optional.
 
-    Those in which every block was `recomputed` may be fewer, or none.
+    Those in which every block was `recomputed`, or so with a `selective` choice of operations, may be fewer, or none.
     """
     first = next(iter(passes.values()))
     if first.calls[0].operator == NOBODY:
@@ -44,7 +47,10 @@ def assemble(
     if SINGLE in passes and _order(passes[SINGLE]) != _order(first):
         passes = {size: one for size, one in passes.items() if size != SINGLE}
     _check_alike(source.name, groups, passes)
-    recomputed = {size: one for size, one in recomputed.items() if size in passes and _order(one) == _order(first)}
+    recomputed, selective = (
+        {size: one for size, one in runs.items() if size in passes and _order(one) == _order(first)}
+        for runs in (recomputed, selective)
+    )
     sizes = tuple(passes)
     order = list(dict.fromkeys(call.operator for call in first.calls))
     unused = sorted(set(range(len(groups))) - set(order))
@@ -54,18 +60,21 @@ def assemble(
     found, fitted = [], dict[tuple[int, ...], Call]()
     for index, (record, *others) in enumerate(zip(*(one.calls for one in passes.values()), strict=True)):
         block = None if record.block is None else block_of[record.block]
-        again = {size: one.calls[index] for size, one in recomputed.items()} if block is not None else {}
-        same = tuple(id(one.forward) for one in (record, *others, *again.values()))  # replayed calls share it
+        again, selected = (
+            {size: one.calls[index] for size, one in runs.items()} if block is not None else {}
+            for runs in (recomputed, selective)
+        )
+        records = [record, *others, *again.values(), *selected.values()]
+        same = tuple(id(one.forward) for one in records)  # replayed calls share it
         if same not in fitted:
-            charges = [passes[size].calls[index].recomputed for size in again]
-            memory = _memory([*again.values()], charges, tuple(again)) if again else None
             call = _call([record, *others], sizes, groups[record.operator].modules[0])
-            fitted[same] = replace(call, recomputed=memory)
+            inputs = {size: one.calls[index].recomputed for size, one in passes.items()}
+            fitted[same] = replace(call, recomputed=_rerun(again, inputs), selective=_rerun(selected, inputs))
         found.append(replace(fitted[same], operator=position[record.operator], block=block))
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found)
     waiting = _waiting_bytes(module, operators, found)
     calls = tuple(map(_without_waiting, found, waiting))
-    blocks = _blocks(module, operators, calls, passes, recomputed, run, waiting)
+    blocks = _blocks(module, operators, calls, passes, (recomputed, selective), run, waiting)
     named = dict(module.named_parameters())
     return ModelGraph(
         name=source.name,
@@ -136,6 +145,12 @@ def _call(records: Sequence[CallRecord], sizes: Sizes, name: str) -> Call:
             [record.shared.bytes for record in records], sizes, add_bytes=max(one.shared.waste for one in records)
         ),
     )
+
+
+def _rerun(records: Mapping[int, CallRecord], inputs: Mapping[int, Charge]) -> CallMemory | None:
+    """Return the activations of a call whose block runs again, given what is charged for the inputs of blocks."""
+    charges = [inputs[size] + one.kept for size, one in records.items()]
+    return _memory([*records.values()], charges, tuple(records)) if records else None
 
 
 def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Sizes) -> CallMemory:
@@ -261,8 +276,10 @@ def _without_waiting(call: Call, waiting_bytes: int) -> Call:
     """
     if not waiting_bytes or call.backward_peak_bytes == call.saved_bytes:
         return call
-    recomputed = call.recomputed and replace(call.recomputed, **_lower(call.recomputed, waiting_bytes))
-    return replace(call, **_lower(call, waiting_bytes), recomputed=recomputed)
+    recomputed, selective = (
+        memory and replace(memory, **_lower(memory, waiting_bytes)) for memory in (call.recomputed, call.selective)
+    )
+    return replace(call, **_lower(call, waiting_bytes), recomputed=recomputed, selective=selective)
 
 
 def _lower(memory: CallMemory, waiting_bytes: int) -> dict[str, Any]:
@@ -278,7 +295,7 @@ def _blocks(
     operators: Sequence[Operator],
     calls: Sequence[Call],
     passes: Mapping[int, Pass],
-    recomputed: Mapping[int, Pass],
+    reruns: Sequence[Mapping[int, Pass]],
     ran: Sequence[int],
     waiting: Sequence[int],
 ) -> tuple[Block, ...]:
@@ -294,18 +311,26 @@ def _blocks(
         path = runs[0].path
         waste = max(sum(storage.waste for storage in run.inputs) for run in runs)
         inputs = line([sum(storage.bytes for storage in run.inputs) for run in runs], sizes, add_bytes=waste)
-        again = [one.executions[execution].again for one in recomputed.values()]
-        firsts = [tally.events[0] if tally.events else None for tally in again]
-        start = (_instant(firsts, again, tuple(recomputed)) if again else None) or Affine()
-        peak = _peak(again, [slice(None) for _ in again], tuple(recomputed)) if again else Affine()
-        start, peak = (_less(one, waiting[inside[-1]]) for one in (start, peak))
+        again = [_block_rerun(one, execution, waiting[inside[-1]]) for one in reruns]
         module_class = type(module.get_submodule(path)).__name__
         alike = tuple(_likeness(calls[index], operators, path) for index in inside)
-        in_tail = any(one.executions[execution].again_in_tail for one in recomputed.values())
-        likeness = (module_class, inputs, start, peak, in_tail, alike)
+        likeness = (module_class, inputs, *again, alike)
         number = classes.setdefault(likeness, len(classes))
-        blocks.append(Block(path, module_class, inside[0], inside[-1] + 1, inputs, number, start, peak, in_tail))
+        blocks.append(Block(path, module_class, inside[0], inside[-1] + 1, inputs, number, *again))
     return tuple(blocks)
+
+
+def _block_rerun(passes: Mapping[int, Pass], execution: int, waiting_bytes: int) -> Rerun | None:
+    """Return a block's forward as it ran again in these passes, None if there are none."""
+    if not passes:
+        return None
+    sizes, runs = tuple(passes), [one.executions[execution] for one in passes.values()]
+    again = [run.again for run in runs]
+    start = _instant([tally.events[0] if tally.events else None for tally in again], again, sizes) or Affine()
+    peak = _peak(again, [slice(None) for _ in again], sizes)
+    work = Work(*(line([getattr(tally, name) for tally in again], sizes) for name in _WORK))
+    in_tail = any(run.again_in_tail for run in runs)
+    return Rerun(_less(start, waiting_bytes), _less(peak, waiting_bytes), in_tail, work)
 
 
 def _likeness(call: Call, operators: Sequence[Operator], path: str) -> tuple[Any, ...]:

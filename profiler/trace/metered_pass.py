@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
+from profiler.model_graph import Recompute
 from profiler.model_source import Inputs, ModelSource
 from profiler.trace.activation_ledger import CallRecord, Charge, Execution
 from profiler.trace.dataless_device import DatalessDevice
@@ -84,14 +85,18 @@ def run_pass(
     memo: Memo,
     kept: Sequence[Charge] | None = None,
     stand_ins: StandIns = NO_STAND_INS,
+    recompute: Recompute = Recompute.NOTHING,
 ) -> Pass:
     """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError.
 
-    Given what is charged to calls whose blocks are recomputed, every block is.  Executions that have `stand_ins`
+    Every block is recomputed as `recompute` says; if it is, `kept` is what calls are charged whose blocks keep nothing
+    but their inputs.  Executions that have `stand_ins`
     have one call each (`profiler.trace.replay`); raises UnlikeError if they cannot.
     """
-    options = {"synthesize": device.synthesize, "recomputes": kept is not None}
-    meter = Meter(module, groups, blocks, memo, device.data, stand_ins=stand_ins, **options)
+    synthesize = device.synthesize
+    meter = Meter(
+        module, groups, blocks, memo, device.data, synthesize=synthesize, recompute=recompute, stand_ins=stand_ins
+    )
     ledger = meter.ledger
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
@@ -99,7 +104,7 @@ def run_pass(
     try:
         with device.running(), meter, replaced_forwards(module, meter.watched):
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
-            with torch.enable_grad(), hooks if kept is None else nullcontext():
+            with torch.enable_grad(), hooks if recompute is not Recompute.EVERYTHING else nullcontext():
                 output = module(*inputs[0], **inputs[1])
                 loss, summed = find_loss(output) if trains(module) else (None, False)
             if loss is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from profiler.model_graph import Recompute
+from profiler.selective_recomputation import KeptOutputs, is_kept
 from profiler.trace.activation_ledger import NOBODY, Execution, Ledger, LiveStorage
 from profiler.trace.autograd_order import next_number, running_number
 from profiler.trace.data_dependent import DataDependent
@@ -54,13 +56,13 @@ class Meter(TorchDispatchMode):
         data: DataDependent,
         *,
         synthesize: bool,
-        recomputes: bool = False,
+        recompute: Recompute = Recompute.NOTHING,
         stand_ins: StandIns = NO_STAND_INS,
     ) -> None:
         """`memo` caches the results for ops across meters; `data` answers what depends on data.
 
         With `synthesize`, tensors are on the meta device and outputs of known layout are made without running the op.
-        With `recomputes`, backward recomputes every block.  Of some executions of blocks, only `stand_ins` run.
+        Backward recomputes every block as `recompute` says.  Of some executions of blocks, only `stand_ins` run.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
@@ -75,7 +77,9 @@ class Meter(TorchDispatchMode):
         self._memo = memo
         self._data = data
         self._synthesize = synthesize
-        self._recomputes = recomputes
+        self._recompute = recompute
+        self._kept: KeptOutputs | None = None
+        """Of the block that runs, or runs again, if that is recomputed selectively."""
         self._stand_ins = stand_ins
         self._ops: dict[OpOverload, Op] = {}
         self._entered: tuple[int, int] | None = None
@@ -132,7 +136,7 @@ class Meter(TorchDispatchMode):
         assert self.ledger.block is not None
         if (replayed := self._stand_ins.executions.get(self.ledger.block)) is not None:
             return self._stand_in(execution, replayed)
-        run = functools.partial(self._checkpointed, inner, execution) if self._recomputes else inner
+        run = functools.partial(self._checkpointed, inner, execution) if self._recompute else inner
         out = run(*args, **kwargs)
         execution.made = self.ledger.storages_of(execution.handover.returned(out, self._is_made))
         return out
@@ -150,7 +154,7 @@ class Meter(TorchDispatchMode):
         if len(execution.inputs) != len(like.inputs):
             raise UnlikeError
         ledger.use([own for own, other in zip(execution.inputs, like.inputs, strict=True) if id(other) in like.used])
-        if self._recomputes:
+        if self._recompute:
             held, made = execution.inputs if replayed.saves else (), list[int]()
         else:
             pairs = zip(execution.inputs, like.inputs, strict=True)
@@ -170,15 +174,27 @@ class Meter(TorchDispatchMode):
 
     def _checkpointed(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, to be run again in backward as the runtime does."""
-        contexts: Any = nullcontext(), self._running_again(execution)
+        kept = KeptOutputs() if self._recompute is Recompute.SELECTIVE else None
+        contexts: Any = self._keeping(kept), self._running_again(execution, kept)
         settings: Any = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
         return checkpoint(inner, *args, context_fn=lambda: contexts, **settings, **kwargs)
 
     @contextmanager
-    def _running_again(self, execution: Execution) -> Iterator[None]:
+    def _keeping(self, kept: KeptOutputs | None) -> Iterator[None]:
+        """Be in the forward of a block that keeps, or takes up again, outputs of some operations."""
+        before, self._kept = self._kept, kept
+        try:
+            yield
+        finally:
+            self._kept = before
+
+    @contextmanager
+    def _running_again(self, execution: Execution, kept: KeptOutputs | None) -> Iterator[None]:
         """Be in the backward of the first node that needs what the block did not keep."""
         self._follow_backward()
-        with self.ledger.running_again(execution):
+        if kept is not None:
+            kept.rewind()
+        with self.ledger.running_again(execution), self._keeping(kept):
             yield
 
     def _leave(self, operator: int) -> None:
@@ -206,11 +222,24 @@ class Meter(TorchDispatchMode):
         try:
             if op.passive:
                 return op.call(*args, **kwargs or {})
+            if self._kept is not None and is_kept(func, args, kwargs or {}):
+                return self._keep(self._kept, func, op, args, kwargs or {})
             return self._measure(func, op, args, kwargs or {})
         except BaseException as error:
             # Noted on the exception: holding it would hold its frames, and with them tensors.
             error.__dict__.setdefault("osdp_op", func)
             raise
+
+    def _keep(self, kept: KeptOutputs, func: OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an op whose output the block keeps, or return what it returned before."""
+        again = self.ledger.is_running_again
+        if again and (before := kept.take(func)) is not None:
+            return before
+        out = self._measure(func, op, args, kwargs)
+        if not again:
+            self.ledger.keep(_outputs(out))
+            kept.add(func, out)
+        return out
 
     def _measure(self, func: OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         description: list[Any] = [func]

@@ -10,6 +10,7 @@ from torch import nn
 
 from profiler.errors import OsdpError
 from profiler.mixed_precision import inputs_cast
+from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES
 from profiler.trace.dataless_device import DatalessDevice, feed
@@ -35,8 +36,10 @@ class Runs:
     """How many samples each pass counts as one."""
     left_out: set[str]
     """Operators that are left out if all rows choose alike."""
-    failure: str
-    """Why no block could be recomputed; empty if nothing failed."""
+    selective: Mapping[int, Pass]
+    """The same with every block recomputed selectively."""
+    failures: Mapping[Recompute, str]
+    """Why no block could be recomputed so."""
 
 
 def run_sizes(
@@ -53,22 +56,26 @@ def run_sizes(
             passes[FOURTH] = runner.run(FOURTH)
         with suppress(ModelError):
             passes[SINGLE] = runner.run(SINGLE)
-    recomputed, failure = dict[int, Pass](), ""
+    again: dict[Recompute, dict[int, Pass]] = {Recompute.EVERYTHING: {}, Recompute.SELECTIVE: {}}
+    failures = dict[Recompute, str]()
     if runner.blocks and trains(module):
         # Two sizes give a line, on which the third has been seen to be; where there is none, all are needed.
         left_out = {SIZES[-1], SINGLE} if others and FOURTH not in passes else set[int]()
         needed = {size: one for size, one in passes.items() if size not in left_out}
-        try:
-            recomputed = {size: runner.run(size, one) for size, one in needed.items()}
-            if not recomputed[first].settled:  # its first use imports modules, which hold on to frames
-                recomputed[first] = runner.run(first, passes[first])
-        except ModelError as error:
-            failure = error.got or error.what
+        for how in again:
+            try:
+                again[how] = {size: runner.run(size, one, how) for size, one in needed.items()}
+                if not again[how][first].settled:  # its first use imports modules, which hold on to frames
+                    again[how][first] = runner.run(first, passes[first], how)
+            except ModelError as error:
+                failures[how] = error.got or error.what
+                break
     skipped: set[str] = set()
     if device.data.assumptions:
         with suppress(ModelError):
             skipped = runner.names(passes[first]) - runner.names(runner.run_alike(first))
-    return Runs(runner.groups, passes, recomputed, runner.finer, skipped, failure)
+    recomputed, selective = again.values()
+    return Runs(runner.groups, passes, recomputed, runner.finer, skipped, selective, failures)
 
 
 class _Runner:
@@ -102,23 +109,28 @@ class _Runner:
             found, self._replay = confirmed, replay
         return found
 
-    def run(self, size: int, kept: Pass | None = None) -> Pass:
+    def run(self, size: int, kept: Pass | None = None, how: Recompute = Recompute.NOTHING) -> Pass:
         """Run a pass; given that in which blocks are `kept`, all are recomputed.  Raises OsdpError."""
         if self._replay is not None:
-            if found := self._run_short(self._replay, self._replay.expanded, size, kept):
+            if found := self._run_short(self._replay, self._replay.expanded, size, kept, how):
                 return found
             self._replay = None
-        return self._run(size, kept)
+        return self._run(size, kept, how=how)
 
     def _run_short(
-        self, replay: Replay, complete: Callable[[Pass], Pass], size: int, kept: Pass | None = None
+        self,
+        replay: Replay,
+        complete: Callable[[Pass], Pass],
+        size: int,
+        kept: Pass | None = None,
+        how: Recompute = Recompute.NOTHING,
     ) -> Pass | None:
         """Run a pass with stand-ins; return it complete, or None, with nothing assumed, where blocks are not alike."""
         assumed = {**self._device.data.assumptions}
         try:
-            short = self._run(size, kept, replay)
+            short = self._run(size, kept, replay, how)
             if not short.settled:  # as where recomputing is first used; see `run_sizes`
-                short = self._run(size, kept, replay)
+                short = self._run(size, kept, replay, how)
             return complete(short)
         except (OsdpError, UnlikeError):
             self._device.data.assumptions = assumed
@@ -132,7 +144,15 @@ class _Runner:
         """Return the names of the operators that a pass ran."""
         return {self.groups[call.operator].modules[0] for call in one.calls}
 
-    def _run(self, size: int, kept: Pass | None = None, replay: Replay | None = None, *, alike: bool = False) -> Pass:
+    def _run(
+        self,
+        size: int,
+        kept: Pass | None = None,
+        replay: Replay | None = None,
+        how: Recompute = Recompute.NOTHING,
+        *,
+        alike: bool = False,
+    ) -> Pass:
         device, module, samples = self._device, self._module, size * (1 if alike else self.finer)
         device.data.begin(max(1, size // SIZES[0]), alike=alike)
         with explained_inputs(self._source.name):
@@ -140,7 +160,9 @@ class _Runner:
         charges, stand_ins = None, NO_STAND_INS if replay is None else replay.stand_ins
         if kept is not None:
             charges = [call.recomputed for call in kept.calls] if replay is None else replay.charges(kept)
-        return run_pass(self._source, module, self.groups, self.blocks, inputs, device, self._memo, charges, stand_ins)
+        return run_pass(
+            self._source, module, self.groups, self.blocks, inputs, device, self._memo, charges, stand_ins, how
+        )
 
     def _reads_in_hooks(self, operator: int) -> bool:
         """Return whether a module of an operator has hooks before its forward, as `nn.utils.weight_norm` has."""

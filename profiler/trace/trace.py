@@ -19,7 +19,7 @@ from torch import nn
 from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
 from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
-from profiler.model_graph import Affine, Curve, ModelGraph, growth
+from profiler.model_graph import Affine, Curve, ModelGraph, Recompute, growth
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import SIZES, StepsError
 from profiler.trace.build_graph import assemble
@@ -112,12 +112,13 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
         with mode, inputs_cast(module, precision):
             run = run_sizes(module, source, found, device, sizes)
     graph: ModelGraph = _per_sample(
-        assemble(source, precision, module, rested, run.groups, run.passes, run.recomputed), run.samples
+        assemble(source, precision, module, rested, run.groups, run.passes, run.recomputed, run.selective), run.samples
     )
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes = list(device.data.assumptions)
-    if run.failure:
-        notes.append(f"no block can be recomputed: its forward, run again in the trace, failed with {run.failure}")
+    for how, failure in run.failures.items():
+        word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
+        notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")
     if skipped:
         names = ", ".join(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", name) for name in skipped))
         notes.append(

@@ -8,21 +8,25 @@ micro-batch and not three times.
 A forward that runs again must do what it did, and leave nothing behind.  So buffers that it changes (statistics of
 BatchNorm, vectors of spectral norms) have again the values that they had before it, and keep those that it gave them;
 and in the first step its matrix products are compared: a block that remembers something else is refused.
+
+Recomputed selectively, a block keeps what its matrix products and attention return, and takes it up again instead of
+computing it (`profiler.selective_recomputation`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-from torch.utils.flop_counter import flop_registry
 
 from profiler.errors import OsdpError
+from profiler.selective_recomputation import KeptOutputs, is_kept, is_product
 from runtime.parameter_places import ParameterSite
 from runtime.sharded_model import ShardedModel
 from runtime.torch_compat import is_fake
@@ -32,8 +36,13 @@ Buffers = dict[ParameterSite, Tensor]
 
 
 def recompute(sharded: ShardedModel, compile_backend: str | None) -> None:
-    """Let blocks run again in backward as scheduled, and compile those that are one unit each."""
+    """Let blocks run again in backward as scheduled, and compile those that are one unit each.
+
+    Compiled blocks run again whole: what a compiled forward computes cannot be kept one by one.
+    """
     model, schedule = sharded.module, sharded.schedule
+    if compile_backend is not None and schedule.selective:
+        warnings.warn("compiled blocks are recomputed whole where the plan says selectively: slower", stacklevel=2)
     units = {path for unit in schedule.units for path in unit.modules if len(unit.modules) == 1}
     if compile_backend is not None:
         for path in sorted(units):
@@ -52,6 +61,8 @@ class _Checkpointed:
     def __init__(self, name: str, block: nn.Module, sharded: ShardedModel, is_unit: bool, is_compiled: bool) -> None:
         self.name, self.block, self.sharded, self.is_unit = name, block, sharded, is_unit
         self.forward: Forward = block.forward
+        self.is_selective = name in sharded.schedule.selective and not is_compiled
+        """Whether it keeps what matrix products and attention return."""
         self.is_checked = is_compiled
         """Whether a forward was seen to run again as it did; a compiled one cannot be watched."""
         self.changed: dict[tuple[bool, ...], frozenset[ParameterSite]] = {}
@@ -67,7 +78,7 @@ class _Checkpointed:
         # Stopped early, the last unit's forward would not reach the hook that ends it.
         with set_checkpoint_early_stop(self.is_unit):
             output = checkpoint(
-                self.forward, *args, use_reentrant=False, context_fn=lambda: (again.first, again), **kwargs
+                self.forward, *args, use_reentrant=False, context_fn=lambda: (again.forward(), again), **kwargs
             )
         is_first = mode not in self.changed
         if is_first:
@@ -116,9 +127,16 @@ class _Again(AbstractContextManager[None]):
     def __init__(self, block: _Checkpointed, before: Buffers) -> None:
         self.block, self.before = block, before
         """`before`: buffers that the forward changes, as they were."""
+        self.kept = KeptOutputs() if block.is_selective else None
         self.first = nullcontext() if block.is_checked else _Products(block.name, None)
-        """What surrounds the forward when it runs first."""
+        """What compares its matrix products, when it runs first."""
         self.stack = ExitStack()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Be in the forward when it runs first."""
+        with nullcontext() if self.kept is None else _Keeping(self.kept), self.first:
+            yield
 
     def __enter__(self) -> None:
         if not self.block.is_unit:
@@ -130,6 +148,9 @@ class _Again(AbstractContextManager[None]):
             # Other tensors in their places: autograd may have kept those that are there.
             self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
             module._buffers[name] = old.clone()
+        if self.kept is not None:
+            self.kept.rewind()
+            self.stack.enter_context(_Keeping(self.kept, again=True))
         if isinstance(self.first, _Products) and not self.block.is_checked:
             self.stack.enter_context(_Products(self.block.name, self.first.seen))
 
@@ -137,6 +158,25 @@ class _Again(AbstractContextManager[None]):
         self.stack.__exit__(*error)
         if not isinstance(error[1], OsdpError):
             self.block.is_checked = True
+
+
+class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps outputs of a forward, or, where it runs `again`, takes them up instead of computing them."""
+
+    def __init__(self, kept: KeptOutputs, *, again: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept, self.again = kept, again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_kept(func, args, kwargs):
+            return func(*args, **kwargs)
+        if self.again and (before := self.kept.take(func)) is not None:
+            return before
+        output = func(*args, **kwargs)
+        if not self.again:
+            self.kept.add(func, output)
+        return output
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -149,7 +189,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if getattr(func, "_overloadpacket", None) in flop_registry:
+        if is_product(func):
             first = output[0] if isinstance(output, (tuple, list)) else output
             self.seen.append(f"{func} -> {tuple(first.shape)}")
             position = len(self.seen) - 1

@@ -219,9 +219,11 @@ class Bench:
         from planner.search.baselines import uniform
         from planner.search.search_space import Space
         from planner.strategies.spec import Strategy
+        from profiler.model_graph import Recompute
 
         load = Workload.of(graph, cluster, "adamw", 1, self.options.micro_batches)
-        smallest = peak_memory(uniform(Space(graph), load, Strategy("odc", self.ranks), recompute=True), load)
+        options = uniform(Space(graph), load, Strategy("odc", self.ranks), Recompute.EVERYTHING)
+        smallest = peak_memory(options, load)
         limit_bytes = int(HEADROOM * (smallest.total_bytes - cluster.reserve_bytes) + cluster.reserve_bytes)
         batches = 1, self.ranks * self.options.micro_batches
         request = Request(limit_bytes, "fp32", "adamw", *batches, imbalance=imbalance, style=BEST)

@@ -26,6 +26,7 @@ from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.cluster.measurements import call_key
 from profiler.cluster.read_cluster import read_cluster
+from profiler.model_graph import Recompute
 from profiler.trace.trace import trace_model
 from profiler.yaml_files import write_yaml
 
@@ -125,7 +126,7 @@ def test_a_plan_takes_what_was_measured(profiled: tuple[Path, str]) -> None:
     assert terms["optimizer_s"] == pytest.approx(sgd.step_s(tensors, 4 * graph.numel / 2), rel=0.01)
     # The communication is that of the fitted curves: every unit's gather twice and its reduction once.
     space, load = Space(graph), Workload(cluster, "sgd", "fp32", 2)
-    options = uniform(space, load, Strategy("shard", 2), recompute=False)
+    options = uniform(space, load, Strategy("shard", 2), recompute=Recompute.NOTHING)
     assert len(options) == len(space.model.stages)
     times = {(one.operation, one.algorithm): one for one in cluster.measured.collectives}
     sizes = [4 * sum(graph.operators[o].numel for o in stage.operators) for stage in space.model.stages]

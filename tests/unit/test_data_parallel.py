@@ -36,7 +36,7 @@ from planner.search.search import search
 from planner.search.search_space import Space
 from planner.strategies.replicate import BUCKET_BYTES, COPY, FIRST_BUCKET_BYTES
 from planner.strategies.spec import Strategy
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 from runtime.observe.live_bytes import LiveBytes
 
 MIB = 2**20
@@ -79,7 +79,8 @@ def test_step_time_is_that_of_two_queues(
     machine = cluster(1, 4, intra=rate, overlaps=overlaps)
     load = Workload(machine, "adam", "fp32", 1, accumulation)
     ddp = replica(Space(graph), load)
-    options = ddp.options([recompute and stage.block is not None for stage in ddp.stages])
+    again = Recompute.EVERYTHING if recompute else Recompute.NOTHING
+    options = ddp.options([stage.allowed(again) for stage in ddp.stages])
     time = step_time(options, load)
     # Played by hand: backward from the top, each bucket when its last gradient is there and the one before is sent.
     forward_s = [load.compute_s(call.forward) for call in graph.calls]
@@ -171,7 +172,8 @@ def test_prediction_is_what_ddp_holds(
     length = 128
     load = Workload(cluster(1, 8), optimizer, "fp32", batch, accumulation)
     ddp = replica(Space(graph_of(family, vocabulary, length, "fp32")), load)
-    options = ddp.options([recompute and stage.block is not None for stage in ddp.stages])
+    again = Recompute.EVERYTHING if recompute else Recompute.NOTHING
+    options = ddp.options([stage.allowed(again) for stage in ddp.stages])
     tracked = tracked_bytes(family, vocabulary, load, recompute, length)
     assert -0.001 <= (peak_memory(options, load).total_bytes - tracked) / tracked <= 0.005
 
@@ -182,7 +184,7 @@ def test_prediction_is_what_ddp_holds(
 def test_planner_and_runtime_decide_alike() -> None:
     graph, machine = transformer(4, 512), cluster(1, 4)
     space, load = Space(graph), Workload(machine, "adam", "fp32", 2)
-    units = uniform(space, load, COPY, recompute=False)
+    units = uniform(space, load, COPY, recompute=Recompute.NOTHING)
     peak = peak_memory(as_run(units, COPY, None, space, load, float("inf")), load).total_bytes
     enough = ceil(peak)
     for limit_bytes, fits in ((enough, True), (enough - 1, False)):
@@ -205,25 +207,25 @@ def test_idle_operators_are_sharded_so_that_units_run_them() -> None:
     idle = replace(used.operators[0], name="idle", modules=("idle",))
     graph = replace(used, operators=(used.operators[0], idle))
     space, load = Space(graph), Workload(cluster(1, 4), "adam", "fp32", 1)
-    units = uniform(space, load, COPY, recompute=False)
+    units = uniform(space, load, COPY, recompute=Recompute.NOTHING)
     assert as_run(units, None, None, space, load, float("inf")) == units
     assert as_run(units, None, (COPY,), space, load, float("inf")) != units
     assert fastest_replicated(space, (load,), float("inf"), 0.0)[0] is None
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(2, 6), st.integers(1, 2), st.booleans(), st.booleans(), st.floats(0.0, 1.0))
+@given(st.integers(2, 5), st.integers(1, 2), st.booleans(), st.booleans(), st.floats(0.0, 1.0), st.floats(0.1, 0.9))
 def test_search_of_replicas_equals_brute_force(
-    layers: int, accumulation: int, overlaps: bool, tied: bool, fraction: float
+    layers: int, accumulation: int, overlaps: bool, tied: bool, fraction: float, selective: float
 ) -> None:
-    graph = transformer(layers, 512, tied=tied, distinct=True)
+    graph = transformer(layers, 512, tied=tied, distinct=True, selective=selective)
     space = Space(graph)
     loads = tuple(Workload(cluster(1, 4, overlaps=overlaps), "adam", "fp32", b, accumulation) for b in (1, 2, 3))
     every = [
         (load.samples_per_step / step_time(options, load).total_s, peak_memory(options, load).total_bytes)
         for load in loads
-        for pattern in product((False, True), repeat=layers)
-        for again in [[stage.block is not None and pattern[stage.block] for stage in space.model.stages]]
+        for pattern in product(Recompute, repeat=layers)
+        for again in [[Recompute.NOTHING if s.block is None else pattern[s.block] for s in space.model.stages]]
         for options in [replica(space, load).options(again)]
     ]
     peaks = [peak for _, peak in every]

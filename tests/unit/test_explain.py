@@ -17,7 +17,7 @@ from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 
 SHARD = Strategy("shard", 4)
 STAGES = 24
@@ -188,12 +188,12 @@ def test_parts_hold_every_stage_once() -> None:
     view = open_plan(replace(plan, recomputed_blocks=["blocks.0", "blocks.2"]), graph, machine)
     found = {(part.label, part.recompute): part for part in parts(view)}
     assert {key: len(part.stages) for key, part in found.items()} == {
-        ("Block", True): 2,
-        ("Block", False): 2,
+        ("Block", Recompute.EVERYTHING): 2,
+        ("Block", Recompute.NOTHING): 2,
         ("norm", None): 1,
         ("tied", None): 0,
     }
-    assert found["Block", True].stages == (stage_of(view, "blocks.0"), stage_of(view, "blocks.2"))
+    assert found["Block", Recompute.EVERYTHING].stages == (stage_of(view, "blocks.0"), stage_of(view, "blocks.2"))
     assert found["tied", None].strategies == ("shard",)
 
 
@@ -235,7 +235,7 @@ def test_on_one_rank_there_is_no_alternative_but_recomputation() -> None:
     view = open_plan(plan, graph, machine)
     assert alternatives(view, find_target(view, "norm")) == []
     assert [(c.strategy, c.recompute) for c in alternatives(view, find_target(view, "blocks.0"))] == [
-        ("replicate", True)
+        ("replicate", Recompute.EVERYTHING)
     ]
 
 
@@ -270,7 +270,7 @@ def test_mixed_operators_of_one_block_are_one_part() -> None:
         )
     )
     # Uniform sharding is an alternative of the mixed block, not what it has.
-    assert ("shard", False) in by_name(alternatives(view, Target(frozenset(mixed.stages))))
+    assert ("shard", Recompute.NOTHING) in by_name(alternatives(view, Target(frozenset(mixed.stages))))
 
 
 def test_split_operators_are_one_target_with_all_their_slices() -> None:

@@ -17,6 +17,7 @@ from planner.model.fsdp_units import join
 from planner.search.baselines import uniform
 from planner.search.search_space import Space
 from planner.strategies.notation import parse_strategy
+from profiler.model_graph import Recompute
 from profiler.trace.trace import trace_model
 
 PRESETS = ("h100-8", "h100-4x8", "a100-80g-8", "a100-2x8", "titan-rtx-8", "rtx4090-2")
@@ -43,7 +44,7 @@ def times(
     space, cluster = space_of(model, precision), load_cluster(cluster_name)
     load = Workload(cluster, "adam", precision, micro_batch, accumulation)
     strategy = parse_strategy(strategy_name, cluster)
-    options = uniform(space, load, strategy, recompute=False)
+    options = uniform(space, load, strategy, recompute=Recompute.NOTHING)
     closed, memory = step_time(options, load), cluster.device.memory_bytes_per_s.value
     runs = []
     for stage, option in zip(space.model.stages, options, strict=True):

@@ -39,7 +39,7 @@ from profiler.cluster.measurements import (
     call_key,
     interpolated,
 )
-from profiler.model_graph import Parameter
+from profiler.model_graph import Parameter, Recompute
 
 
 def curve(
@@ -217,7 +217,7 @@ def test_a_measured_optimizer() -> None:
     graph = transformer(2, 64)
     tensors = sum(len(operator.parameters) for operator in graph.operators)
     load = Workload(machine, "adam", "fp32", 1)
-    sharded = uniform(Space(graph), load, Strategy("shard", 8), recompute=False)
+    sharded = uniform(Space(graph), load, Strategy("shard", 8), recompute=Recompute.NOTHING)
     size_bytes = sum(option.gradients for option in sharded)
     assert step_time(sharded, load).optimizer_s == pytest.approx(tensors * 1e-5 + size_bytes * 2e-9)
     whole = replica(Space(graph), load).options([False] * len(sharded))
@@ -237,7 +237,7 @@ def test_computation_slows_down_under_communication() -> None:
 
     def step_s(machine: Cluster) -> float:
         space, load = Space(graph), Workload(machine, "sgd", "fp32", 1)
-        return step_time(uniform(space, load, Strategy("shard", 8), recompute=False), load).total_s
+        return step_time(uniform(space, load, Strategy("shard", 8), recompute=Recompute.NOTHING), load).total_s
 
     a = 7 / 8 * 4096 * 1024 * 4 / 4e9
     c, b = 40e9 / 10e12, 80e9 / 10e12

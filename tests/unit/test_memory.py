@@ -16,7 +16,7 @@ from planner.search.candidates import StageDecision
 from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.cluster.figure import Figure
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 
 # Two operators of 8 MB each in fp32 (2 M parameters), 8 ranks: a shard is 1 MB.
 SIZE, SHARD = 8 * MB, 1 * MB
@@ -125,7 +125,7 @@ def test_recomputation_keeps_the_input_and_runs_forward_again() -> None:
     kind = space.stage_classes[space.model.stages.index(block)]
     choice = (SHARDED,) * len(block.operators)
     plain = space.option(kind, StageDecision(choice), SHARDED, load)
-    again = space.option(kind, StageDecision(choice, recompute=True), SHARDED, load)
+    again = space.option(kind, StageDecision(choice, recompute=Recompute.EVERYTHING), SHARDED, load)
     unit = 4 * 1024 * 256  # 1 MB per sample: tokens x hidden x 4 bytes
     assert plain.saved == 2 * 16 * unit
     assert again.saved == 2 * unit
@@ -260,7 +260,7 @@ def test_what_operators_that_are_never_called_take_is_counted() -> None:
     assert kept == {"shard": 2 * SHARD, "replicate": SHARD + SIZE, "owner": SHARD + SIZE, "shard+offload": SHARD}
 
 
-def moments_of_a_block(strategies: tuple[Strategy, ...], recompute: bool) -> dict[int, list[Moment]]:
+def moments_of_a_block(strategies: tuple[Strategy, ...], recompute: Recompute) -> dict[int, list[Moment]]:
     """Return those of the first block of `transformer(3, 256)` by operator: norm1, qkv, out, norm2, up and down."""
     space = Space(transformer(layers=3, hidden=256))
     stage = next(index for index, stage in enumerate(space.model.stages) if stage.block == 0)
@@ -277,7 +277,7 @@ LOWER, UP = 4 * (256 + 3 * 256 * 256 + 256 * 256 + 256), 4 * 4 * 256 * 256
 
 
 def test_what_lies_below_an_owner_has_been_gathered() -> None:
-    found = moments_of_a_block((SHARDED,) * 4 + (Strategy("owner", 8), SHARDED), recompute=False)
+    found = moments_of_a_block((SHARDED,) * 4 + (Strategy("owner", 8), SHARDED), recompute=Recompute.NOTHING)
     # Before it, the backward of down has prefetched the lower unit, past up, and left its reduce-scatter input.
     (up,) = found[4]
     assert (up.buffers, up.unsharded, up.gradients) == (LOWER + UP, UP, UP // 8)
@@ -287,7 +287,7 @@ def test_what_lies_below_an_owner_has_been_gathered() -> None:
 
 def test_a_block_that_runs_again_unit_by_unit() -> None:
     secondary = Strategy("secondary_shard", 8, secondary=4)
-    found = moments_of_a_block((SHARDED,) * 4 + (secondary, secondary), recompute=True)
+    found = moments_of_a_block((SHARDED,) * 4 + (secondary, secondary), recompute=Recompute.EVERYTHING)
     # At the end both units are there, no copy and nothing on its way: the gradient of the block's output, 1 + 4 + 1 +
     # 1 + 5 MB saved below down, of which the first is the block's input, and 4 + 1 in its forward.
     (down,) = found[5]

@@ -23,7 +23,7 @@ from planner.strategies.registry import known_strategies
 from profiler.byte_sizes import whole_mib
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph, Operator
+from profiler.model_graph import ModelGraph, Operator, Recompute
 
 VOCABULARY, LENGTH = {"gpt2": 512, "llama": 4096, "bert": 2048}, 128
 """Chains only: in an encoder and decoder, blocks with slices that run again are priced up to 3.4 % from above."""
@@ -54,13 +54,14 @@ def plans(draw: st.DrawFn) -> tuple[Plan, str, ModelGraph, Cluster]:
         most = draw(st.sampled_from([1, 1, 1, 2, 4])) if splits else 1
         count = most if can_split(operator, most) else 1
         choices[operator.name] = format_choice([draw(pool) for _ in range(count)])
-    again = draw(st.sampled_from(["none", "some", "all"]))
-    recomputed = [b.name for b in graph.blocks if again == "all" or (again == "some" and draw(st.booleans()))]
+    how = draw(st.sampled_from([*Recompute, None]))
+    again = {block.name: draw(st.sampled_from(Recompute)) if how is None else how for block in graph.blocks}
     plan = plan_of(
         graph,
         machine,
         choices,
-        recomputed,
+        [name for name, how in again.items() if how is Recompute.EVERYTHING],
+        [name for name, how in again.items() if how is Recompute.SELECTIVE],
         micro_batch=draw(st.integers(2, 4)),
         accumulation=draw(st.sampled_from([1, 1, 2, 3])),
         optimizer=draw(st.sampled_from(["adam", "adamw", "sgd"])),

@@ -21,7 +21,7 @@ from planner.strategies.spec import Strategy
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,8 @@ def test_operators_blocks_modules_and_patterns(graph: ModelGraph, machine: Clust
 
 def test_blocks_are_recomputed_or_kept(graph: ModelGraph, machine: Cluster) -> None:
     pins = resolve([Pin("blocks.[01]", "recompute"), Pin("blocks.3", "keep")], graph, machine)
-    assert (pins.recompute, pins.strategies) == ({0: True, 1: True, 3: False}, {})
+    again, kept = Recompute.EVERYTHING, Recompute.NOTHING
+    assert (pins.recompute, pins.strategies) == ({0: again, 1: again, 3: kept}, {})
 
 
 def test_agreeing_pins_are_no_contradiction(graph: ModelGraph, machine: Cluster) -> None:
@@ -112,7 +113,8 @@ def test_the_pin_that_matches_less_takes_precedence(graph: ModelGraph, machine: 
         assert {names[name] for name in names if not name.startswith("blocks.1.")} == {"shard"}
     for order in permutations(("*=recompute", "blocks.1=keep")):
         pins = resolve([parse_pin(pin) for pin in order], graph, machine)
-        assert pins.recompute == {index: index != 1 for index in range(len(graph.blocks))}
+        again = dict.fromkeys(range(len(graph.blocks)), Recompute.EVERYTHING)
+        assert pins.recompute == again | {1: Recompute.NOTHING}
 
 
 def test_a_model_without_blocks_has_nothing_to_recompute(graph: ModelGraph, machine: Cluster) -> None:
@@ -137,7 +139,7 @@ def test_the_same_pins_on_more_ranks(graph: ModelGraph, machine: Cluster) -> Non
     [
         (["blocks.9=shard"], ["the model has no such operator or block", "expected: blocks.", "named_modules()"]),
         (["blocks.2.upp=shard"], ["blocks.2.up"]),
-        (["blocks.2.up=shred"], ["no such strategy", "got: shred", "shard_grad", "recompute or keep"]),
+        (["blocks.2.up=shred"], ["no such strategy", "got: shred", "shard_grad", "recompute, selective or keep"]),
         (["blocks.2.up=group_shard:3"], ["no such strategy on 1 x 4 ranks", "group_shard:2"]),
         (["embed=recompute"], ["no such block, and only blocks can be recomputed"]),
         (
@@ -195,7 +197,7 @@ def test_every_pin_is_in_the_plan(graph: ModelGraph, machine: Cluster, pins: tup
     for index, slices in wanted.strategies.items():
         assert plan.choices[graph.operators[index].name] == format_choice(slices)
     for block, again in wanted.recompute.items():
-        assert (graph.blocks[block].name in plan.recomputed_blocks) == again
+        assert plan.recomputations.get(graph.blocks[block].name, Recompute.NOTHING) is again
 
 
 def test_pins_never_make_a_plan_faster(graph: ModelGraph, machine: Cluster) -> None:

@@ -27,7 +27,7 @@ from planner.search.search_space import Space
 from planner.strategies.registry import known_strategies
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 
 GRAPH = transformer(12, 256)
 LIMIT = 192 << 20
@@ -55,7 +55,7 @@ def test_every_operator_has_a_strategy_and_every_recomputed_block_is_one() -> No
     found, plan = planned()
     assert Counter(plan.choices.keys()) == Counter(operator.name for operator in GRAPH.operators)
     assert set(plan.recomputed_blocks) <= {block.name for block in GRAPH.blocks}
-    assert len(plan.recomputed_blocks) == sum(option.recompute for option in found.options)
+    assert len(plan.recomputed_blocks) == sum(bool(option.recompute) for option in found.options)
 
 
 def test_a_plan_for_another_model_says_what_differs() -> None:
@@ -130,7 +130,7 @@ def test_every_strategy_can_be_read_and_evaluated() -> None:
 def test_split_operators_are_evaluated_in_a_space_of_their_own() -> None:
     graph, machine = transformer(2, 256, vocabulary=65536, tied=False), cluster(1, 4)
     load = Workload(machine, "adam", "fp32", 1)
-    fsdp = uniform(Space(graph), load, Strategy("shard", 4), recompute=False)
+    fsdp = uniform(Space(graph), load, Strategy("shard", 4), recompute=Recompute.NOTHING)
     sharded = make_plan(fsdp, None, Space(graph), load, limit_bytes=LIMIT, gap=0.0)
     split = replace(sharded, choices=sharded.choices | {"head": "split(4*shard)"})
     with pytest.raises(OsdpError, match="splits other operators"):

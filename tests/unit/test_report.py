@@ -33,7 +33,7 @@ from planner.strategies.spec import Strategy
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.figure import Figure
-from profiler.model_graph import ModelGraph, Operator
+from profiler.model_graph import ModelGraph, Operator, Recompute
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 WIDTH = 100
@@ -64,7 +64,10 @@ def planned_by_hand(graph: ModelGraph | None = None, recomputed: int = 4, limit_
     graph = graph or transformer(6, 1024, vocabulary=8192)
     space, load = Space(graph), Workload(cluster(gpus=4), "adam", "fp32", micro_batch=1)
     choices = tuple(
-        StageDecision((SHARD,) * len(stage.operators), stage.block is not None and stage.block < recomputed)
+        StageDecision(
+            (SHARD,) * len(stage.operators),
+            Recompute.EVERYTHING if stage.block is not None and stage.block < recomputed else Recompute.NOTHING,
+        )
         for stage in space.model.stages
     )
     spanning = KEEP if space.model.spanning else None
@@ -204,8 +207,8 @@ def test_rows_count_every_parameter_once(planned: Planned) -> None:
     rows = plan_rows(planned.plan, planned.graph)
     assert [(row.part, len(row.names), row.strategy, row.recompute) for row in rows] == [
         ("Linear", 1, "shard_grad", None),
-        ("Block", 4, "shard", True),
-        ("Block", 2, "shard", False),
+        ("Block", 4, "shard", Recompute.EVERYTHING),
+        ("Block", 2, "shard", Recompute.NOTHING),
         ("Linear", 1, "shard", None),
     ]
     # Embedding 8192 x 1024, tied; 6 blocks of 12 x 1024^2 + 2 x 1024; the last norm.
@@ -243,6 +246,7 @@ def test_json_has_the_published_keys_and_sums(planned: Planned) -> None:
         "not_run_yet",
         "verdict",
         "simple_samples_per_s",
+        "selectively_recomputed_blocks",
     ]
     assert told["schema"] == "osdp.plan_report/1"
     assert (told["model"], told["cluster"], told["limit_bytes"]) == ("transformer", "test", LIMIT_BYTES)
@@ -259,7 +263,8 @@ def test_json_has_the_published_keys_and_sums(planned: Planned) -> None:
     assert sum(predicted["time_by_term"].values()) == pytest.approx(predicted["step_time_s"], rel=1e-12)
     assert predicted["samples_per_s"] == pytest.approx(4 / predicted["step_time_s"], rel=1e-12)
     assert all(
-        list(b) == ["name", "recompute", "feasible", "micro_batch", "peak_memory_bytes", "samples_per_s"]
+        list(b)
+        == ["name", "recompute", "recomputation", "feasible", "micro_batch", "peak_memory_bytes", "samples_per_s"]
         for b in told["baselines"]
     )
     for baseline in told["baselines"]:

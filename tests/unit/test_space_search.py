@@ -38,7 +38,7 @@ from profiler.byte_sizes import MIB
 from profiler.cluster.cluster import Cluster, Host
 from profiler.cluster.figure import Figure
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph, Operator
+from profiler.model_graph import ModelGraph, Operator, Recompute
 
 SLOW = settings(
     max_examples=draws(8),
@@ -298,7 +298,7 @@ def honoured(found: Found, pins: Pins, machine: Cluster) -> None:
     for operator, slices in pins.strategies.items():
         assert parse_choice(plan.choices[graph.operators[operator].name], machine) == slices
     for block, again in pins.recompute.items():
-        assert (graph.blocks[block].name in plan.recomputed_blocks) == again
+        assert plan.recomputations.get(graph.blocks[block].name, Recompute.NOTHING) is again
 
 
 @settings(SLOW, max_examples=draws(4))
@@ -334,7 +334,9 @@ def test_pins_of_tied_operators_and_blocks_are_honoured(overlaps: bool) -> None:
     graph, machine = transformer(4, 512), cluster(1, 4, overlaps=overlaps)
     shard, group = Strategy("shard", 4), Strategy("group_shard", 2)
     names = {operator.name: index for index, operator in enumerate(graph.operators)}
-    pins = Pins({names["embed"]: (group,), names["blocks.2.up"]: (shard,) * 4}, {0: False, 3: True})
+    pins = Pins(
+        {names["embed"]: (group,), names["blocks.2.up"]: (shard,) * 4}, {0: Recompute.NOTHING, 3: Recompute.EVERYTHING}
+    )
     found = search(Task(graph, machine, 1 << 30, pins=pins))
     honoured(found, pins, machine)
     assert found.spanning == (group,)
@@ -360,12 +362,12 @@ def test_plans_of_ddp_honour_pins() -> None:
         assert plan is not None
         return plan
 
-    pinned, free = fastest_of(Pins({}, {1: True})), fastest_of(Pins())
-    assert [option.recompute for option in pinned.options] == [False, False, True, False, False, False]
+    pinned, free = fastest_of(Pins({}, {1: Recompute.EVERYTHING})), fastest_of(Pins())
+    assert [option.recompute for option in pinned.options] == [0, 0, Recompute.EVERYTHING, 0, 0, 0]
     assert not any(option.recompute for option in free.options)
     # A limit between: only what is not pinned is recomputed to make it fit.
     least = [peak_memory(p.options, loads[0]).total_bytes for p in (free, pinned)]
-    tight = fastest_of(Pins({}, {3: False}), min(least) * 0.9)
+    tight = fastest_of(Pins({}, {3: Recompute.NOTHING}), min(least) * 0.9)
     assert any(option.recompute for option in tight.options)
     assert not tight.options[4].recompute
     shard, copies = Pins({1: (Strategy("shard", 2),)}), Pins({1: (COPY,)})

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from osdp.cli.reports.figures import format_count, format_seconds, name_phase
 from osdp.cli.reports.plan import WAITING, print_what_if
-from osdp.cli.reports.rows import short_names
+from osdp.cli.reports.rows import choice_name, short_names
 from osdp.cli.terminal import make_table, print_section
 from planner.analysis.explain import TIED, Alternative, OpenPlan, Target, alternatives, best_of, parts
 from planner.analysis.sent_collectives import Sent, sent_collectives
@@ -38,7 +38,7 @@ def print_plan_reasons(console: Console, view: OpenPlan, more: WhatIf | None = N
     console.print()
     table = make_table("part", ">count", "=choice", "limited by", "alternatives")
     for part in parts(view):
-        choice = _choice(" and ".join(part.strategies), part.recompute) + (" (pinned)" if part.pinned else "")
+        choice = choice_name(" and ".join(part.strategies), part.recompute) + (" (pinned)" if part.pinned else "")
         why = _why(part.tempting, part.better, part.cheapest)
         label = short_names(_tied_modules(view)) if part.label == TIED else part.label
         table.add_row(label, str(len(part.stages) or 1), choice, part.binds, why)
@@ -104,7 +104,9 @@ def _summary(view: OpenPlan) -> str:
 def _current(view: OpenPlan, target: Target) -> str:
     """Return what a target takes now."""
     choices = [view.decided.choices[index] for index in sorted(target.stages)]
-    taken = Counter(_choice(" and ".join(dict.fromkeys(map(str, one.strategies))), one.recompute) for one in choices)
+    taken = Counter(
+        choice_name(" and ".join(dict.fromkeys(map(str, one.strategies))), one.recompute) for one in choices
+    )
     if target.spanning:
         taken[str(view.spanning)] += 1
     if sum(taken.values()) == 1:
@@ -126,12 +128,8 @@ def _tied_modules(view: OpenPlan) -> list[str]:
     return [module for index in model.spanning for module in model.graph.operators[index].modules]
 
 
-def _choice(strategy: str, recompute: bool | None) -> str:
-    return f"{strategy} + recompute" if recompute else strategy
-
-
 def _name(change: Alternative) -> str:
-    return _choice(change.strategy, change.recompute)
+    return choice_name(change.strategy, change.recompute)
 
 
 def _why(tempting: Alternative | None, better: Alternative | None, cheapest: Alternative | None) -> str:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from osdp.cli.reports.figures import bar, format_count, rates
 from osdp.cli.reports.plan import Circumstances, baseline_name
+from osdp.cli.reports.rows import choice_name
 from osdp.cli.terminal import make_table, print_section
 from osdp.planning.plan_questions import FrontierRow
 from osdp.planning.request import Planned
@@ -62,7 +63,7 @@ def _table(rows: Sequence[FrontierRow]) -> Table:
 
 
 def _name(baseline: Baseline) -> str:
-    return baseline_name(baseline) + (" + recompute" if baseline.recompute else "")
+    return choice_name(baseline_name(baseline), baseline.recompute)
 
 
 def _taken_over(rows: Sequence[FrontierRow]) -> Iterator[str]:
@@ -93,7 +94,7 @@ def _summary(planned: Planned) -> str:
     counts = Counter(planned.plan.choices.values())
     taken = ", ".join(f"{strategy} {count}" for strategy, count in counts.most_common(SHOWN_CHANGES))
     more = f" and {len(counts) - SHOWN_CHANGES} more" if len(counts) > SHOWN_CHANGES else ""
-    blocks, recomputed = len(planned.graph.blocks), len(planned.plan.recomputed_blocks)
+    blocks, recomputed = len(planned.graph.blocks), len(planned.plan.recomputations)
     return f"operators: {taken}{more}; {recomputed} of {blocks} blocks recomputed"
 
 
@@ -102,7 +103,7 @@ def _difference(before: Plan, after: Plan) -> str:
     parts = []
     if before.micro_batch != after.micro_batch:
         parts.append(f"micro-batch {before.micro_batch} to {after.micro_batch}")
-    again = len(after.recomputed_blocks) - len(before.recomputed_blocks)
+    again = len(after.recomputations) - len(before.recomputations)
     if again:
         blocks = "block" if abs(again) == 1 else "blocks"
         parts.append(f"{abs(again)} {blocks} {'more' if again > 0 else 'fewer'} recomputed")

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from osdp.cli.reports.figures import bar, format_count, format_parameters, format_seconds, name_phase, rates, sources_of
-from osdp.cli.reports.rows import plan_rows, short_names
+from osdp.cli.reports.rows import RECOMPUTED, plan_rows, short_names
 from osdp.cli.reports.verdict import verdict
 from osdp.cli.terminal import make_table, print_section
 from osdp.planning.clusters import reserve_use
@@ -102,8 +102,8 @@ def _choices(planned: Planned) -> tuple[str, Table]:
     factors = f"Micro-batch {plan.micro_batch} x {world} ranks x accumulation {plan.accumulation}"
     table = make_table("part", ">count", "=strategy", "recompute", ">parameters", "which")
     for row in plan_rows(plan, planned.graph, planned.pins):
-        recompute = "" if row.recompute is None else "yes" if row.recompute else "no"
-        strategy, recompute = row.strategy + PINNED * row.pinned, recompute + PINNED * row.pinned_recompute
+        strategy = row.strategy + PINNED * row.pinned
+        recompute = RECOMPUTED[row.recompute] + PINNED * row.pinned_recompute
         size, names = format_parameters(row.parameters), short_names(row.names)
         table.add_row(row.part, str(len(row.names)), strategy, recompute, size, names)
     return f"{factors} = {samples:,} samples per step", table
@@ -144,7 +144,7 @@ def baseline_table(planned: Planned) -> Table:
     table = make_table("baseline", "recompute", ">micro-batch", ">peak memory", ">samples/s", ">the plan is")
     for baseline in planned.found.baselines:
         needs = format_bytes(baseline.peak_memory_bytes)
-        row = (baseline_name(baseline), "yes" if baseline.recompute else "no")
+        row = (baseline_name(baseline), RECOMPUTED[baseline.recompute])
         if baseline.feasible:
             ratio = speed / baseline.samples_per_s
             batch = str(baseline.load.micro_batch)

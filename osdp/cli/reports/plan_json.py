@@ -45,7 +45,8 @@ def plan_object(planned: Planned, total_s: float, more: WhatIf | None = None) ->
         "baselines": [
             {
                 "name": baseline.name,
-                "recompute": baseline.recompute,
+                "recompute": bool(baseline.recompute),
+                "recomputation": baseline.recompute.name.lower(),
                 "feasible": baseline.feasible,
                 "micro_batch": baseline.load.micro_batch,
                 "peak_memory_bytes": baseline.peak_memory_bytes,
@@ -62,6 +63,7 @@ def plan_object(planned: Planned, total_s: float, more: WhatIf | None = None) ->
         **what_if,
         "verdict": verdict(planned),
         "simple_samples_per_s": simple.samples_per_s if simple else None,
+        "selectively_recomputed_blocks": plan.selectively_recomputed_blocks,
     }
 
 

@@ -10,7 +10,10 @@ from itertools import groupby
 
 from planner.plan import Plan
 from planner.problem import NO_PINS, Pins
-from profiler.model_graph import Block, ModelGraph, Operator
+from profiler.model_graph import Block, ModelGraph, Operator, Recompute
+
+RECOMPUTED = {None: "", Recompute.NOTHING: "no", Recompute.SELECTIVE: "selective", Recompute.EVERYTHING: "yes"}
+"""What tables say."""
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 """A number that is a whole component of a module path."""
@@ -23,7 +26,7 @@ class Row:
     part: str
     """Class name; within a block whose operators differ, also which of them."""
     strategy: str
-    recompute: bool | None
+    recompute: Recompute | None
     """None outside blocks."""
     parameters: int
     """Of all of them together, tied ones once."""
@@ -37,13 +40,13 @@ class Row:
 
 def plan_rows(plan: Plan, graph: ModelGraph, pins: Pins = NO_PINS) -> list[Row]:
     """Return the rows of a plan in execution order; what is pinned has rows of its own."""
-    recomputed = set(plan.recomputed_blocks)
+    recomputed = plan.recomputations
     pinned = {graph.operators[index].name for index in pins.strategies}
     inside: dict[int, list[Operator]] = {}
     for operator in graph.operators:
         if operator.block is not None:
             inside.setdefault(operator.block, []).append(operator)
-    found: dict[tuple[str, str, bool | None, bool, bool], list[tuple[str, int]]] = {}
+    found: dict[tuple[str, str, Recompute | None, bool, bool], list[tuple[str, int]]] = {}
     for operator in graph.operators:
         if operator.block is None:
             outside = (operator.kind, plan.choices[operator.name], None, operator.name in pinned, False)
@@ -51,7 +54,8 @@ def plan_rows(plan: Plan, graph: ModelGraph, pins: Pins = NO_PINS) -> list[Row]:
         elif operator is inside[operator.block][0]:
             block = graph.blocks[operator.block]
             for part, strategy, numel, is_pinned in _parts(block, inside[operator.block], plan, pinned):
-                key = (part, strategy, block.name in recomputed, is_pinned, operator.block in pins.recompute)
+                again = recomputed.get(block.name, Recompute.NOTHING)
+                key = (part, strategy, again, is_pinned, operator.block in pins.recompute)
                 found.setdefault(key, []).append((block.name, numel))
     return [
         Row(part, strategy, recompute, sum(numel for _, numel in members), tuple(name for name, _ in members), *pinned)
@@ -117,3 +121,9 @@ def _follows(position: int, name: str) -> tuple[str, int]:
     """Return a key that names in a row share if their numbers grow by one."""
     number = _number(name)
     return (name, position) if number is None else (name.rpartition(".")[0], number - position)
+
+
+def choice_name(strategy: str, recompute: Recompute | None) -> str:
+    """Return a strategy with what is recomputed, e.g. `shard + selective recompute`."""
+    how = {Recompute.SELECTIVE: " + selective recompute", Recompute.EVERYTHING: " + recompute"}
+    return strategy + (how.get(recompute, "") if recompute is not None else "")

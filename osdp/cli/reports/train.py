@@ -71,7 +71,7 @@ def start_lines(start: Start) -> list[str]:
         f"{config.sharding} trains {plan.model.name} ({plan.model.parameters:,} parameters) on {ranks} ranks "
         f"({plan.cluster.nodes} x {plan.cluster.gpus_per_node}), {device}: {config.task}, "
         f"{plan.model.sequence_length} tokens per sample, {plan.model.precision}, {plan.optimizer}",
-        f"plan       {how}; operators: {taken}; {len(plan.recomputed_blocks)} blocks recomputed",
+        f"plan       {how}; operators: {taken}; {len(plan.recomputations)} blocks recomputed",
         f"step       micro-batch {plan.micro_batch} x {ranks} ranks x accumulation {plan.accumulation} = "
         f"{ranks * plan.micro_batch * plan.accumulation} samples",
         f"predicted  peak {format_bytes(predicted.peak_memory_bytes)} of {format_bytes(plan.limit_bytes)} per rank, "

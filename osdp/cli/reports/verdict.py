@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from osdp.cli.reports.figures import format_count
 from osdp.planning.request import Planned
+from planner.plan import Plan
 from planner.strategies.notation import parse_choice
 from profiler.byte_sizes import GIB
 from profiler.cluster.cluster import Cluster
@@ -29,9 +30,7 @@ def verdict(planned: Planned) -> str:
         several = "" if count == len(inside) else "several strategies, "
         which = f"all {len(inside)}" if count == len(inside) else f"{count} of {len(inside)}"
         parts.append(f"{several}{_names(common, cluster)} on {which} blocks")
-        if plan.recomputed_blocks:
-            every = len(plan.recomputed_blocks) == len(inside)
-            parts.append(f"{'all' if every else len(plan.recomputed_blocks)} of the {len(inside)} recomputed")
+        parts += _recomputation(plan, len(inside))
         if outside and (main := outside.most_common(1)[0][0]) not in common:
             parts.append(f"{_names({main}, cluster)} outside")
     else:
@@ -40,6 +39,13 @@ def verdict(planned: Planned) -> str:
     predicted = plan.predicted
     limit, speed = f"{plan.limit_bytes / GIB:.4g} GiB", f"{format_count(predicted.samples_per_s)} samples/s"
     return f"{', '.join(parts)}: {predicted.peak_memory_bytes / GIB:.2f} of {limit}, {speed}, {_gain(planned)}"
+
+
+def _recomputation(plan: Plan, blocks: int) -> Iterator[str]:
+    """Yield e.g. `20 of the 48 recomputed` and `28 of the 48 recomputed selectively`."""
+    for names, how in ((plan.recomputed_blocks, ""), (plan.selectively_recomputed_blocks, " selectively")):
+        if names:
+            yield f"{'all' if len(names) == blocks else len(names)} of the {blocks} recomputed{how}"
 
 
 def _names(choices: Collection[str], cluster: Cluster) -> str:

@@ -1,0 +1,93 @@
+"""Which outputs a block keeps under selective recomputation: those that take long to compute again.
+
+Matrix products, convolutions and attention, by torch's own list (`torch.utils.flop_counter.flop_registry`), are kept;
+all else (norms, activations, residuals, dropout) runs again.  But of these, two run again too:
+
+- a batched product that is larger than what it is made of, as are the scores of attention without a fused kernel:
+  it holds the most memory for the least work;
+- attention with dropout, whose kernel draws random numbers: left out when the forward runs again, the dropout after it
+  would draw others than before.
+
+Torch has contexts for this (`create_selective_checkpoint_contexts`), and they were tried first.  They count every
+operation of a forward, those of FSDP2's hooks too, which differ when it runs again; they allow one backward, and refuse
+a block that changes in place what a product returned.  So an output is kept here (`KeptOutputs`) until it is taken up
+again, and what is not there any more, or has changed, is computed: whatever trains recomputed, trains so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from profiler.errors import OsdpError
+
+_BATCHED = frozenset({torch.ops.aten.bmm, torch.ops.aten.baddbmm})
+_MORE = frozenset({torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.aten._grouped_mm})
+"""What torch's list leaves out."""
+
+
+def is_product(op: Any) -> bool:
+    """Return whether an op is a matrix product, a convolution or attention."""
+    packet = getattr(op, "overloadpacket", op)
+    return packet in flop_registry or packet in _MORE
+
+
+def is_kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a selectively recomputed block keeps what a call of an op returns."""
+    if not is_product(op):
+        return False
+    if getattr(op, "overloadpacket", None) in _BATCHED:
+        left, right = [one for one in args if isinstance(one, Tensor)][-2:]
+        rows, columns = left.shape[-2], right.shape[-1]
+        return rows * columns <= (rows + columns) * left.shape[-1]
+    return not _drops_out(op, args, kwargs)
+
+
+def _drops_out(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an op draws random numbers, by its argument `dropout_p`."""
+    for position, argument in enumerate(op._schema.arguments if isinstance(op, OpOverload) else ()):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given)
+    return False
+
+
+class KeptOutputs:
+    """What one execution of a block keeps, in the order in which it was made."""
+
+    def __init__(self) -> None:
+        self._entries = list[tuple[Any, Any, tuple[int, ...]]]()
+        self._position = 0
+
+    def add(self, op: Any, out: Any) -> None:
+        """Keep what a call of an op returned."""
+        held = tree_map_only(Tensor, Tensor.detach, out)  # its history would hold on to the block
+        self._entries.append((op, held, _versions(held)))
+
+    def rewind(self) -> None:
+        """Begin to run again."""
+        self._position = 0
+
+    def take(self, op: Any) -> Any:
+        """Return what the next call of an op returned, and keep it no more.
+
+        Return None if that was taken before, as in a second backward, or has been changed in place.  Raises OsdpError
+        if the forward calls other operations than before.
+        """
+        position, self._position = self._position, self._position + 1
+        kept, held, versions = self._entries[position] if position < len(self._entries) else ("no more", None, ())
+        if kept is not op:
+            what = "a block that is recomputed selectively does something else when its forward runs again"
+            raise OsdpError(what, got=str(op), expected=str(kept), advice="recompute it whole, or keep it")
+        self._entries[position] = kept, None, ()
+        return held if _versions(held) == versions else None
+
+
+def _versions(held: Any) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tree_leaves(held) if isinstance(tensor, Tensor))
