@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from planner.model.fsdp_units import check_dtypes, check_split
+from planner.model.fsdp_units import check_dtypes, check_selective, check_split
 from planner.name_patterns import matches, unknown_name
 from planner.problem import Pins
 from planner.strategies.notation import format_choice, parse_choice
@@ -80,7 +80,10 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
             check_dtypes(graph.operators[index], slices)
         strategies.append((pin, frozenset(operators), slices))
     names = [" and ".join(operator.modules) for operator in graph.operators]
-    return Pins(_decided(strategies, names), _decided(recompute, [block.name for block in graph.blocks]))
+    pins = Pins(_decided(strategies, names), _decided(recompute, [block.name for block in graph.blocks]))
+    selective = {block for block, again in pins.recompute.items() if again is Recompute.SELECTIVE}
+    check_selective(graph, {index: len(slices) for index, slices in pins.strategies.items()}, selective)
+    return pins
 
 
 def _check_recompute(pin: Pin, graph: ModelGraph, blocks: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Lt
 
 from planner.cost.stragglers import NO_WAITS, Waits
+from planner.model.fsdp_units import check_selective
 from planner.strategies.notation import parse_choice
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
@@ -176,7 +177,10 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
         expected = f"also {', '.join(missing[:5])}" if missing else "only names of the model"
         what = "the plan's operators or blocks are not the model's"
         raise OsdpError(what, got=got, expected=expected, advice="plan the model again")
-    return [parse_choice(plan.choices[operator.name], cluster) for operator in graph.operators]
+    choices = [parse_choice(plan.choices[operator.name], cluster) for operator in graph.operators]
+    selective = {i for i, block in enumerate(graph.blocks) if block.name in plan.selectively_recomputed_blocks}
+    check_selective(graph, {index: len(slices) for index, slices in enumerate(choices)}, selective)
+    return choices
 
 
 def model_ref(graph: ModelGraph) -> ModelRef:

@@ -16,6 +16,7 @@ again, and what is not there any more, or has changed, is computed: whatever tra
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,31 +63,41 @@ class KeptOutputs:
     """What one execution of a block keeps, in the order in which it was made."""
 
     def __init__(self) -> None:
-        self._entries = list[tuple[Any, Any, tuple[int, ...]]]()
-        self._position = 0
+        self._entries = deque[tuple[Any, Any, tuple[int, ...]]]()
+        self._is_over = False
 
     def add(self, op: Any, out: Any) -> None:
         """Keep what a call of an op returned."""
-        held = tree_map_only(Tensor, Tensor.detach, out)  # its history would hold on to the block
+        held = tree_map_only(Tensor, _alias, out)
         self._entries.append((op, held, _versions(held)))
-
-    def rewind(self) -> None:
-        """Begin to run again."""
-        self._position = 0
 
     def take(self, op: Any) -> Any:
         """Return what the next call of an op returned, and keep it no more.
 
-        Return None if that was taken before, as in a second backward, or has been changed in place.  Raises OsdpError
-        if the forward calls other operations than before.
+        Return None if it is not kept any more, or has been changed in place.  Raises OsdpError if the forward calls
+        other operations than before.
         """
-        position, self._position = self._position, self._position + 1
-        kept, held, versions = self._entries[position] if position < len(self._entries) else ("no more", None, ())
+        if self._is_over:
+            return None
+        kept, held, versions = self._entries.popleft() if self._entries else ("no more", None, ())
         if kept is not op:
             what = "a block that is recomputed selectively does something else when its forward runs again"
             raise OsdpError(what, got=str(op), expected=str(kept), advice="recompute it whole, or keep it")
-        self._entries[position] = kept, None, ()
         return held if _versions(held) == versions else None
+
+    def end(self) -> None:
+        """Keep nothing any more: the forward has run again, so far as backward needs it."""
+        self._entries.clear()
+        self._is_over = True
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a tensor on the same storage without history, which would hold on to the block.
+
+    Changes in place are counted for both: by default not, in a dispatch mode (torch 2.11 to 2.13).
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def _versions(held: Any) -> tuple[int, ...]:

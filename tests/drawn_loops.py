@@ -94,7 +94,9 @@ class Draw:
             slices = draw.choices(strategies, k=draw.randint(2, 3) if can_split else 1)
             choices[operator.name] = slices[0] if len(slices) == 1 else f"split({', '.join(slices)})"
         drawn = {block.name: draw.random() for block in self.graph.blocks}
-        selective = tuple(b.name for b in self.graph.blocks if b.selective_rerun and 0.3 <= drawn[b.name] < 0.55)
+        split = {one.block for one in self.graph.operators if choices.get(one.name, "").startswith("split")}
+        whole = [block for index, block in enumerate(self.graph.blocks) if index not in split]
+        selective = tuple(b.name for b in whole if b.selective_rerun and 0.3 <= drawn[b.name] < 0.55)
         recomputed = tuple(name for name, number in drawn.items() if number < 0.3)
         micro_batches = draw.choice([1, 1, 2, 3])
         return plan_of(

@@ -23,6 +23,9 @@ def mixtures(draw: st.DrawFn, family: str, precision: str = "fp32") -> Case:
         choices[operator.name] = format_choice(slices)
     assume(len(set(choices.values())) > 1)  # else it is no mixture, and drawn first
     again = {block: draw(st.sampled_from(Recompute)) for block in blocks_of(family)}
+    for operator in graph.operators:
+        if operator.block is not None and choices[operator.name].startswith("split"):
+            again[graph.blocks[operator.block].name] = draw(st.sampled_from([Recompute.NOTHING, Recompute.EVERYTHING]))
     recomputed = tuple(block for block, how in again.items() if how is Recompute.EVERYTHING)
     selective = tuple(block for block, how in again.items() if how is Recompute.SELECTIVE)
     return Case(family, choices, "shard", recomputed, selective, precision, accumulation=draw(st.integers(1, 3)))

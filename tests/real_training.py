@@ -136,7 +136,11 @@ class Subject:
         """Return a plan with these strategies, and `shard` for the rest."""
         graph = self.graph(precision)
         blocks = tuple({block.name: block for block in graph.blocks}.values()) if recomputes else ()
-        selective = tuple(block.name for block in blocks[1::2] if block.selective_rerun)
+        split = {
+            graph.operators[i].block for i, one in enumerate(graph.operators) if "split" in choices.get(one.name, "")
+        }
+        split_names = {graph.blocks[block].name for block in split if block is not None}
+        selective = tuple(b.name for b in blocks[1::2] if b.selective_rerun and b.name not in split_names)
         recomputed = tuple(block.name for block in blocks if block.name not in selective)
         return plan_of(
             self.module, "shard", choices, recomputed=recomputed, selective=selective, ranks=GRIDS[self.ranks],

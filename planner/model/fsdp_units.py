@@ -10,7 +10,7 @@ The planner charges for these units and the runtime wraps them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -153,6 +153,17 @@ def check_dtypes(operator: Operator, strategies: Iterable[Strategy]) -> None:
             got = f"parameters of {' and '.join(sorted({parameter.dtype for parameter in operator.parameters}))}"
             expected, advice = "parameters of one dtype, float32 or bfloat16", "pin it to another strategy"
             raise OsdpError(what, got=got, expected=expected, advice=advice)
+
+
+def check_selective(graph: ModelGraph, slices: Mapping[int, int], blocks: Collection[int]) -> None:
+    """Raise OsdpError if a block that is recomputed selectively has split operators: `slices` are their numbers."""
+    for index, count in slices.items():
+        operator = graph.operators[index]
+        if count > 1 and operator.block in blocks:
+            name = graph.blocks[operator.block].name
+            what = f"{name} cannot be recomputed selectively: one of its operators is split"
+            advice = "recompute the block whole, or do not split the operator"
+            raise OsdpError(what, got=f"{operator.name} in {count} slices", expected="whole operators", advice=advice)
 
 
 def split_bounds(features: int, slices: int) -> tuple[int, ...]:

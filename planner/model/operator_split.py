@@ -93,22 +93,18 @@ def _calls(operator: Operator, whole: Call, count: int, precision: str) -> Itera
         }
         share = (stop - start) / features
         memory: dict[str, Any] = _memory(whole, held, added, index, last=last, runs_back=runs_back)
-        rerun = list[CallMemory | None]()
-        for again, kept in ((whole.recomputed, NOTHING), (whole.selective, y)):
-            if again is None:
-                rerun.append(None)
-                continue
+        again = whole.recomputed
+        if again is not None:
             # Beside the layer there is what the block has made so far, which it does not keep.
             before = _beyond(again.forward_start_bytes, whole.forward_start_bytes)
             after = _beyond(again.backward_end_bytes, whole.backward_end_bytes)
             beside = {name: one + (after if "backward" in name else before) for name, one in held.items()}
-            found = _memory(again, beside, added, index, last=last, runs_back=runs_back)
-            rerun.append(CallMemory(**found if last else {**found, "saved_bytes": kept}))
+            again = CallMemory(**_memory(again, beside, added, index, last=last, runs_back=runs_back))
         yield replace(
             whole,
             **memory,
-            recomputed=rerun[0],
-            selective=rerun[1],
+            recomputed=again,
+            selective=None,  # its products would be kept beside their sum: not offered (`check_selective`)
             forward=_part(whole.forward, share, last, y.times(3) if index else NOTHING),
             backward=_part(whole.backward, share, last, x.times(2) if runs_back and not index else NOTHING),
             # Handed on: input and sum so far.

@@ -96,7 +96,8 @@ def choices_of(
     again = stage.recomputations
     if stage.block is not None and stage.block in pins.recompute:
         again = (pins.recompute[stage.block],)
-    return [_choice(slices, recompute) for slices in taken for recompute in again]
+    found = (_choice(slices, recompute) for slices in taken for recompute in again)
+    return [one for one in found if not (one.counts and one.recompute is Recompute.SELECTIVE)]
 
 
 def _choice(slices: Slices, recompute: Recompute) -> StageDecision:

@@ -192,10 +192,10 @@ class Meter(TorchDispatchMode):
     def _running_again(self, execution: Execution, kept: KeptOutputs | None) -> Iterator[None]:
         """Be in the backward of the first node that needs what the block did not keep."""
         self._follow_backward()
-        if kept is not None:
-            kept.rewind()
         with self.ledger.running_again(execution), self._keeping(kept):
             yield
+        if kept is not None:
+            kept.end()
 
     def _leave(self, operator: int) -> None:
         """Note that the forward of a module of `operator` has ended."""

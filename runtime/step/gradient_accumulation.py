@@ -153,19 +153,23 @@ class Accumulation:
         return output
 
     def _count_backward(self, output: Any, postponed: bool) -> None:
-        """Count the micro-batch when its backward begins; `postponed`: the user says that it is not its step's last."""
+        """Count the micro-batch when its backward begins; `postponed`: the user says that it is not its step's last.
+
+        Of several backwards through it, as for several losses, each is ended.
+        """
         counted = False
 
         def count(gradient: Tensor) -> None:
             nonlocal counted
+            if not self._in_backward:
+                if not self.sharded.schedule.by_ddp:
+                    refuse_double_backward()
+                self._in_backward = True
+                Variable._execution_engine.queue_callback(self._end_backward)
             if counted:
                 return
             counted = True
             last = not postponed and (self.explicit or self.done + 1 >= self.micro_batches)
-            if not self.sharded.schedule.by_ddp:
-                refuse_double_backward()
-            self._in_backward = True
-            Variable._execution_engine.queue_callback(self._end_backward)
             for unit in self.sharded.units if self.once_per_step else ():
                 unit.set_requires_all_reduce(last)
             self.done, self.pushed = 0 if last else self.done + 1, self.pushed + 1

@@ -149,7 +149,7 @@ class _Again(AbstractContextManager[None]):
             self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
             module._buffers[name] = old.clone()
         if self.kept is not None:
-            self.kept.rewind()
+            self.stack.callback(self.kept.end)
             self.stack.enter_context(_Keeping(self.kept, again=True))
         if isinstance(self.first, _Products) and not self.block.is_checked:
             self.stack.enter_context(_Products(self.block.name, self.first.seen))

@@ -58,9 +58,10 @@ def train_with_statistics(rank: int) -> None:
     from osdp import OSDP
 
     for strategy in ("replicate", "shard", "shard_grad", "owner"):
-        for recomputed in ((), ("blocks.0", "blocks.1")):
+        blocks = "blocks.0", "blocks.1"
+        for again in ({}, {"recomputed": blocks}, {"selective": blocks}):
             reference = seeded(Statistics)
-            model = OSDP(seeded(Statistics), plan_of(Statistics(), strategy, recomputed=recomputed, ranks=(1, 2)))
+            model = OSDP(seeded(Statistics), plan_of(Statistics(), strategy, **again, ranks=(1, 2)))
             optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
             for step in range(4):
                 for each, optimizer in zip((model, reference), optimizers, strict=True):

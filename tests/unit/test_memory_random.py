@@ -56,6 +56,10 @@ def plans(draw: st.DrawFn) -> tuple[Plan, str, ModelGraph, Cluster]:
         choices[operator.name] = format_choice([draw(pool) for _ in range(count)])
     how = draw(st.sampled_from([*Recompute, None]))
     again = {block.name: draw(st.sampled_from(Recompute)) if how is None else how for block in graph.blocks}
+    for operator in graph.operators:  # blocks with split operators cannot be recomputed selectively
+        block = None if operator.block is None else graph.blocks[operator.block].name
+        if block and choices[operator.name].startswith("split") and again[block] is Recompute.SELECTIVE:
+            again[block] = Recompute.EVERYTHING
     plan = plan_of(
         graph,
         machine,

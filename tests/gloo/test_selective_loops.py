@@ -1,0 +1,80 @@
+"""Two backwards through one forward, dropout, changes in place: with every kind of recomputation as in one process."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from toys import Toy, plan_of, seeded
+
+
+class InPlace(nn.Module):
+    """A block that changes what products returned, draws random numbers and has scores of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.relu = nn.ReLU(inplace=True)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 5, 6) -> the same."""
+        scores = torch.softmax(x @ x.transpose(1, 2), -1)
+        hidden = self.dropout(self.relu(self.up(scores @ x)))
+        out = self.down(hidden)
+        out += x
+        return self.dropout(out)
+
+
+class TwoHeads(Toy):
+    """Two such blocks and two losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([InPlace(), InPlace()])
+        self.heads = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
+
+    def example_inputs(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments of forward."""
+        return (torch.randn(batch, 5, 6),), {}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, 5, 6) -> two losses."""
+        for block in self.blocks:
+            x = block(x)
+        first, second = (head(x) for head in self.heads)
+        return first.pow(2).mean(), second.sin().mean()
+
+
+def train(rank: int) -> None:
+    """Two backwards through one graph, then one, with dropout of the same seeds as in one process."""
+    from osdp import OSDP
+
+    strategies = {"blocks.0.up": "owner", "blocks.0.down": "replicate", "blocks.1.up": "replicate"}
+    plans = ("replicate", {}), ("shard", {}), ("shard_grad", strategies), ("odc:2", {})
+    blocks = "blocks.0", "blocks.1"
+    for (default, choices), again in product(plans, ({}, {"recomputed": blocks}, {"selective": blocks})):
+        reference = seeded(TwoHeads)
+        model = OSDP(seeded(TwoHeads), plan_of(TwoHeads(), default, choices, **again, ranks=(1, 2)))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+        for step in range(3):
+            x = torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(step))
+            for each, optimizer in zip((model, reference), optimizers, strict=True):
+                torch.manual_seed(step)
+                first, second = each(x)
+                if step == 1:
+                    first.backward(retain_graph=True)
+                    second.backward()
+                else:
+                    (first + second).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        got = model.full_state_dict(rank0_only=False)
+        torch.testing.assert_close(got, dict(reference.state_dict()), rtol=1e-4, atol=1e-6)
+
+
+def test_two_backwards_dropout_and_changes_in_place() -> None:
+    run_ranks(train, 2)
