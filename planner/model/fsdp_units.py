@@ -159,7 +159,7 @@ def check_selective(graph: ModelGraph, slices: Mapping[int, int], blocks: Collec
     """Raise OsdpError if a block that is recomputed selectively has split operators: `slices` are their numbers."""
     for index, count in slices.items():
         operator = graph.operators[index]
-        if count > 1 and operator.block in blocks:
+        if count > 1 and operator.block is not None and operator.block in blocks:
             name = graph.blocks[operator.block].name
             what = f"{name} cannot be recomputed selectively: one of its operators is split"
             advice = "recompute the block whole, or do not split the operator"
