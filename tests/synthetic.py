@@ -153,7 +153,9 @@ def transformer(
     calls.append(call(len(operators), None, gflops=0.001, saved_mb=unit_mb, output_mb=unit_mb))
     operators.append(operator("norm", (hidden,)))
     head = 0 if tied else len(operators)
-    if not tied:
+    if tied:
+        operators[0] = replace(operators[0], modules=("embed", "head"))
+    else:
         operators.append(operator("head", (vocabulary, hidden)))
     gflops = 2 * tokens * vocabulary * hidden / 1e9
     calls.append(call(head, None, gflops=gflops, saved_mb=unit_mb + logits_mb, peak_mb=3 * logits_mb))

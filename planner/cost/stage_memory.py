@@ -43,7 +43,7 @@ from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.strategies.spec import Strategy
 from planner.strategies.unit_collectives import is_plain
-from profiler.model_graph import Recompute
+from profiler.model_graph import ModelGraph, Recompute
 
 
 class Neighbours(NamedTuple):
@@ -131,13 +131,17 @@ class StagedUnit:
     first: int
     last: int
     opens: bool
-    """Whether its first call of all is in this stage (always, unless spanning)."""
+    """Whether it is gathered in this stage (always, unless it is open from a stage before)."""
     closes: bool
+    """Whether it is sharded again in this stage."""
+    rests: bool
+    """Whether its first call of all is in this stage, where it is reduced, and what rests of it counts."""
+    ends: bool
     """Whether its last call of all is in this stage."""
     reduced_after_backward: bool
     """Whether no input of it needs a gradient, so that FSDP2 reduces it when all backward is over."""
     own: bool
-    """Whether it belongs to the stage (is not spanning)."""
+    """Whether nothing of it is open outside the stage: it is not spanning, or gathered for each of its calls."""
     kept: int
     """U or H, whichever it keeps from forward to backward."""
     freed: int
@@ -157,11 +161,24 @@ class StagedUnit:
     @property
     def replaces_reduction(self) -> bool:
         """Whether its reduction frees the buffer of the one before and leaves its own."""
-        return self.opens and not self.reduced_after_backward and not self.stalls
+        return self.rests and not self.reduced_after_backward and not self.stalls
 
     @property
     def prefetch_temporary(self) -> int:
         return 0 if self.strategy.keeps_unsharded else self.bytes.gather_temporary
+
+
+def is_gathered_often(graph: ModelGraph, operator: int, strategy: Strategy) -> bool:
+    """Return whether a spanning operator is gathered for each of its calls, and sharded again after it.
+
+    It is if it is one module, which runs several times; modules that share parameters are wrapped together, and stay
+    gathered from the first to the last.  Of a module with others inside, calls may be of one run.
+    """
+    one = graph.operators[operator]
+    (module, *others) = [path for path in one.modules if path not in graph.uncalled] or [""]
+    inside = (path.startswith(f"{module}.") or not module for each in graph.operators for path in each.modules)
+    is_kept = strategy.keeps_unsharded or bool(strategy.secondary)
+    return not others and not is_kept and "Embedding" not in one.kind and not any(inside)
 
 
 def make_unit(
@@ -174,6 +191,8 @@ def make_unit(
     # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.
     parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
     this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
+    rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
+    own |= is_gathered_often(graph, operators[0], strategy)
     return StagedUnit(
         operators=operators,
         strategy=strategy,
@@ -181,8 +200,10 @@ def make_unit(
         traffic=traffic,
         first=min(calls),
         last=max(calls),
-        opens=own or operators[0] in frame.stage.opens,
-        closes=own or operators[0] in frame.stage.closes,
+        opens=own or rests,
+        closes=own or ends,
+        rests=rests,
+        ends=ends,
         reduced_after_backward="Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
         own=own,
         kept=unit.unsharded if strategy.keeps_unsharded else unit.secondary,
@@ -202,13 +223,19 @@ class StageMemoryWalk:
     def __init__(
         self, frame: StageFrame, own: list[StagedUnit], spanning: list[StagedUnit], recompute: Recompute
     ) -> None:
-        self.frame, self.own, self.units, self.recompute = frame, own, own + spanning, recompute
+        self.frame, self.units, self.recompute = frame, own + spanning, recompute
+        self.own = [unit for unit in self.units if unit.own]
         # A block of one unit is wrapped whole: no computation of it runs while it is sharded.
-        self.is_whole = frame.stage.block is not None and len(own) == 1
+        self.whole = own[0] if frame.stage.block is not None and len(own) == 1 else None
         self.accumulates = frame.load.accumulation > 1
-        self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning)
-        self.waiting = [unit for unit in spanning if not unit.closes]
+        self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning if not unit.own)
+        self.waiting = [unit for unit in self.units if not unit.ends]
         self.noted: dict[Sees, dict[Live, Note]] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the stage is a block that is wrapped as one unit."""
+        return self.whole is not None
 
     def unsharded_at(self, j: int, backward: bool) -> float:
         """Return U of open units, and of kept ones that are past (forward) or to come (backward)."""
@@ -298,7 +325,7 @@ class StageMemoryWalk:
             unsharded = self.unsharded_at(j, backward=True) + waiting_unsharded
             gradients, at = reduced + self.held(done), "backward of call"
             for unit in self.units:
-                if unit.closes and unit.last == j and self.recompute and unit.own and not self.is_whole:
+                if unit.closes and unit.last == j and self.recompute and unit.own and unit is not self.whole:
                     # It has been gathered to run again, and so has what would be prefetched now.
                     if not unit.stalls:
                         prefetched, below, _ = self.next_prefetch(j)
@@ -315,10 +342,10 @@ class StageMemoryWalk:
             self.note("backward", call.operator, unsharded, gradients, buffers, (at, j), seen)
             done.add(call.operator)
             for unit in self.units:
-                if unit.opens and unit.first == j and unit.reduced_after_backward:
+                if unit.rests and unit.first == j and unit.reduced_after_backward:
                     reduced_after.append(unit)
                     waiting_unsharded += unit.bytes.unsharded
-                elif unit.opens and unit.first == j:
+                elif unit.rests and unit.first == j:
                     done -= set(unit.operators)
                     self.waiting = [other for other in self.waiting if other is not unit]
                     waiting, gradients = reduced + self.held(done), unit.bytes.full_gradients

@@ -15,7 +15,15 @@ from operator import attrgetter
 from typing import Any
 
 from planner.cost.stage_costs import StageCosts, StageFrame, UnitCosts
-from planner.cost.stage_memory import Moment, Notes, StagedUnit, StageMemoryWalk, highest_moments, make_unit
+from planner.cost.stage_memory import (
+    Moment,
+    Notes,
+    StagedUnit,
+    StageMemoryWalk,
+    highest_moments,
+    is_gathered_often,
+    make_unit,
+)
 from planner.model.fsdp_units import join
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
@@ -169,12 +177,13 @@ def _runs(frame: StageFrame, units: list[StagedUnit], recompute: Recompute, is_w
     for position, (unit, members) in enumerate(runs):
         starts = unit.opens and members[0] == unit.first
         ends = unit.closes and members[-1] == unit.last
+        reduces = starts and unit.rests
         before_s = unit.traffic.forward_gather_s if starts else 0.0
         again_before_s = unit.traffic.backward_gather_s if ends else 0.0
-        after_s = unit.reduction_s if starts else 0.0
+        after_s = unit.reduction_s if reduces else 0.0
         stalled_s = again_before_s if unit.stalls else 0.0
-        stalled_s += (unit.traffic.copy_out_again_s if ends else 0.0) + (unit.traffic.copy_in_s if starts else 0.0)
-        at_end_s, in_step = unit.traffic.step_reduce_s if starts else 0.0, unit.strategy.spec.one_sided
+        stalled_s += (unit.traffic.copy_out_again_s if ends else 0.0) + (unit.traffic.copy_in_s if reduces else 0.0)
+        at_end_s, in_step = unit.traffic.step_reduce_s if reduces else 0.0, unit.strategy.spec.one_sided
         segment = Segment(
             forward_s=0.0,
             backward_s=0.0,
@@ -185,7 +194,7 @@ def _runs(frame: StageFrame, units: list[StagedUnit], recompute: Recompute, is_w
             step_reduce_s=0.0 if in_step else at_end_s,
             forward_stall_s=(before_s if unit.stalls else 0.0) + (unit.traffic.copy_out_s if starts else 0.0),
             backward_stall_s=stalled_s + (after_s if unit.reduction_stalls else 0.0),
-            copy_in_s=unit.traffic.copy_in_s if starts else 0.0,
+            copy_in_s=unit.traffic.copy_in_s if reduces else 0.0,
             step_exposed_s=at_end_s if in_step else 0.0,
         )
         communication = _COMMUNICATION(segment.apart(frame.load.cluster.interference))
@@ -258,7 +267,7 @@ def make_option(
         walk.recomputation()
     if graph.trains:
         walk.backward()
-    opened = [unit for unit in walk.units if unit.opens]
+    opened = [unit for unit in walk.units if unit.rests]
     gathering = [unit for unit in walk.units if not unit.stalls]
     entered = max((unit for unit in gathering if unit.opens), key=lambda unit: unit.first, default=None)
     closed = max((unit for unit in gathering if unit.closes), key=lambda unit: unit.last, default=None)
@@ -305,8 +314,8 @@ def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], un
         if operator in model.stages[index].spanning or index < first:
             continue
         unit, _ = units((operator,), spanning[operator])
-        is_open = index < last
+        is_open = index < last and not is_gathered_often(model.graph, operator, spanning[operator])
         kept = unit.unsharded if spanning[operator].keeps_unsharded else unit.secondary
         unsharded += unit.unsharded if is_open else kept
-        gradients += unit.full_gradients if is_open else 0
+        gradients += unit.full_gradients if index < last else 0
     return unsharded, gradients
