@@ -6,14 +6,17 @@ Its stages are ordinary `StageCandidate`s, so that `planner.cost.peak_memory` an
 
 Memory, with S, OPT and G (gradients of all parameters) as in `planner.cost.unit_memory`:
 
-    gradients lie in buckets that live from step to step, so at every moment     S + OPT + G
-    accumulating, those that are not reduced yet are tensors of their own          + G
+    gradients lie in buckets that live from step to step, so at every moment     S + OPT + B
+    accumulating, those of micro-batches before are tensors of their own, which give way to the buckets
+    as they are reduced, and come one by one in the first micro-batch, in others are there             `_held`
     forward of a call      activations saved before it + its forward peak         `Replica._moments`
     recomputation          output of the block + saved in it so far + forward peak
     backward of a call     activations saved before it + its backward peak (its gradients are in it:
                            they are tensors until they are copied) + gradients of tied parameters
                            that wait for another call
-    optimizer              S + OPT + G + temporaries
+    optimizer              S + OPT + B + temporaries
+
+B is G without rounding each tensor to 512 bytes.
 
 Time: bucket k is all-reduced once per step, in the last micro-batch, when the backward that made its
 last gradient is over and bucket k-1 is done, while the backward goes on.  With Q_c the seconds of
@@ -40,6 +43,7 @@ from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
 from planner.strategies.replicate import BUCKET_BYTES, COPY, FIRST_BUCKET_BYTES
 from planner.strategies.spec import Strategy
+from profiler.byte_sizes import allocated_bytes
 from profiler.model_graph import ModelGraph, Parameter, Recompute
 
 
@@ -133,6 +137,8 @@ class Replica:
         self.bytes = [unit_bytes(op.parameters, COPY, load.precision, load.optimizer) for op in graph.operators]
         self.gradients = sum(unit.full_gradients for unit in self.bytes)
         """G: bytes of all gradients."""
+        self.buckets = sum(allocated_bytes(bucket.size_bytes) for bucket in buckets(graph))
+        """B: bytes of the buckets that they lie in."""
         calls = list(enumerate(graph.calls))
         self.first = {call.operator: index for index, call in reversed(calls)}
         self.waiting = [0] * len(calls)
@@ -155,17 +161,14 @@ class Replica:
             *before, last = costs.backward_s
             backward_s += [*before, last + costs.again_s(again, True)]
         reduce_s, interference_s = self._reductions(backward_s)
-        below, found = 0, []
+        found = []
         for stage, costs, again in zip(self.stages, self.costs, recompute, strict=True):
             calls = range(stage.start, stage.start + len(stage.calls))
             owned = [*self.model.idle] if stage.start == 0 else []
             owned += [operator for operator, index in self.first.items() if index in calls]
             own = sum((self.bytes[operator] for operator in owned), UnitBytes())
             tensors = sum(p.trainable for o in owned for p in self.model.graph.operators[o].parameters)
-            below += own.full_gradients
-            # The sums add gradients as units are reduced; buckets exist from the start.
-            held = self.gradients if self.load.accumulation > 1 else below
-            moments = list(self._moments(costs, again, held, self.waiting[stage.start : calls.stop]))
+            moments = list(self._moments(costs, again, calls))
             forward = [moment for moment in moments if moment.phase == "forward"]
             backward = [moment for moment in moments if moment.phase != "forward"]
             again_s = costs.again_s(again, True)
@@ -179,7 +182,8 @@ class Replica:
                 parameters=own.parameters,
                 optimizer=own.optimizer,
                 gradients=own.full_gradients,
-                stepped=own.full_gradients,
+                stepped=self.buckets if stage.start == 0 else 0,
+                updates=own.updates,
                 saved=costs.memory(again).saved[-1] + costs.memory(again).shared,
                 shared=costs.memory(again).shared,
                 moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
@@ -200,14 +204,26 @@ class Replica:
             found = [found[0], *(0.0 for _ in found[1:])]
         return found, [interference * seconds for seconds in self.filled_s]
 
-    def _moments(
-        self, costs: StageCosts, recompute: Recompute, gradients: int, waiting: Sequence[int]
-    ) -> Iterator[Moment]:
-        """Yield what is held at every call of a stage, given the gradients that are added in backward."""
-        memory = costs.memory(recompute)
+    def _moments(self, costs: StageCosts, recompute: Recompute, calls: range) -> Iterator[Moment]:
+        """Yield what is held at every call of a stage.
+
+        In backward the sums add the gradients of stages above as if each were reduced to a tensor of its own, and
+        accumulating those of all: of what is held, the rest is put on the moment.
+        """
+        memory, accumulates = costs.memory(recompute), self.load.accumulation > 1
+        above = sum(self.bytes[operator].full_gradients for operator, at in self.first.items() if at >= calls.stop)
+        added = self.gradients if accumulates else above
+        held = [self._held(call) - added for call in calls]
         for call, live in zip(costs.stage.calls, memory.forward_peak, strict=True):
-            yield Moment("forward", call.operator, 0, self.gradients, 0, live)
+            yield Moment("forward", call.operator, 0, self.buckets, 0, live)
         for call, live in zip(costs.stage.calls, memory.again_peak, strict=bool(recompute)):
-            yield Moment("recompute", call.operator, 0, gradients + waiting[-1], 0, live)
-        for call, live, held in zip(costs.stage.calls, memory.backward_peak, waiting, strict=True):
-            yield Moment("backward", call.operator, 0, gradients + held, 0, live)
+            yield Moment("recompute", call.operator, 0, held[-1], 0, live)
+        for call, live, gradients in zip(costs.stage.calls, memory.backward_peak, held, strict=True):
+            yield Moment("backward", call.operator, 0, gradients, 0, live)
+
+    def _held(self, call: int) -> int:
+        """Return the bytes of buckets and gradients in the backward of a call, but for those that it makes."""
+        done = sum(self.bytes[operator].full_gradients for operator, first in self.first.items() if first > call)
+        # In the first micro-batch they come one by one, in the last they go; there are others from the third on.
+        tensors = (0, 0, max(done, self.gradients - done), self.gradients)[min(self.load.accumulation, 3)]
+        return self.buckets + tensors + self.waiting[call]

@@ -5,7 +5,7 @@ With stages j in execution order, at a moment of stage i that holds `local` byte
     forward    sum_j (S + OPT + W)_j + [M > 1] sum_j SG_j + sum_(j<i) (saved + kept)_j + local
     backward   sum_j (S + OPT + W)_j + sum_(j<i) (saved + kept)_j + sum_(j>i) SG_j  (M > 1: all j) + local
                + sum_(j>i) L_j, the parameters and gradients of units that wait for the end
-    optimizer  sum_j (S + OPT + W + SG)_j + temporaries of the optimizer (foreach Adam: one more SG)
+    optimizer  sum_j (S + OPT + W + SG + TMP)_j
 
 M > 1 means gradient accumulation, where the sharded gradients of earlier micro-batches stay.
 The reserve of the device (context, communicators, workspaces), and parameters that no unit holds, are added to every
@@ -112,7 +112,7 @@ def optimizer_moment(options: Sequence[StageCandidate], load: Workload) -> Memor
         "optimizer": float(sum(option.optimizer for option in options)),
         "gradients": gradients,
         **({"communication_buffers": windows} if windows else {}),
-        "optimizer_temporaries": load.optimizer.temporaries * gradients,
+        "optimizer_temporaries": float(sum(option.updates for option in options)),
         "reserve": load.cluster.reserve_bytes,
     }
     return MemoryPeak("optimizer", None, None, categories)

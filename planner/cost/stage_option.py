@@ -95,6 +95,8 @@ class StageCandidate:
     """What holds gradients from their reduction (accumulating: always) to the end of backward."""
     stepped: int
     """SG, in the optimizer's step."""
+    updates: int
+    """TMP, what that makes."""
     saved: float
     """Activations kept from forward to backward."""
     moments: tuple[Moment, ...]
@@ -287,6 +289,7 @@ def make_option(
         "optimizer": sum(unit.bytes.optimizer for unit in opened),
         "gradients": gradients - sum(held),
         "stepped": stepped,
+        "updates": sum(unit.bytes.updates for unit in opened),
         "reduced_after_backward": sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
         - (0 if walk.accumulates else sum(unit.bytes.gradients for unit in waiting))
         + sum(held),

@@ -8,6 +8,8 @@ dimension d0 and `rest` elements per row padded to ceil(d0/parts) parts rows (FS
     S    sharded parameters                         e_s pad/parts        `UnitBytes.parameters`
     SG   sharded gradients                          e_s pad/parts        `UnitBytes.stepped`
     OPT  optimizer states (Adam: 2 S + 512; `Optimizer.state_bytes`)     `UnitBytes.optimizer`
+    TMP  what the optimizer makes as it steps (foreach Adam: S of trainable ones, no other: 0)
+                                                                         `UnitBytes.updates`
     U    unsharded parameters                       e_p pad              `UnitBytes.unsharded`
     AG   all-gather output (none if parts = 1)      e_p pad              `UnitBytes.gathered`
     RSI  reduce-scatter input                       e_r pad              `UnitBytes.reduce_input`
@@ -20,7 +22,7 @@ dimension d0 and `rest` elements per row padded to ceil(d0/parts) parts rows (FS
                                                                          `UnitBytes.reduce_temporary`
     W    window: published shard, A accumulators    (e_p + A e_r) pad/G  `UnitBytes.window`
 
-each tensor rounded up to 512 bytes.  `UnitBytes.gradients` is what holds gradients from their reduction to
+each tensor rounded up to 512 bytes (SG: the unit).  `UnitBytes.gradients` is what holds gradients from reduction to
 the end of backward: SG and, if e_s < e_r and sums of a group are all-reduced over other groups, those too:
 FSDP2 (torch 2.13) lets go of them at the end.
 
@@ -53,6 +55,7 @@ class UnitBytes:
     parameters: int = 0
     gradients: int = 0
     stepped: int = 0
+    updates: int = 0
     optimizer: int = 0
     unsharded: int = 0
     gathered: int = 0
@@ -89,6 +92,7 @@ def unit_bytes(
         return UnitBytes(parameters=sum(allocated_bytes(p.element_bytes * p.numel) for p in parameters))
     # Plain sums: a large search looks at a hundred thousand parameters.
     at_rest = states = unsharded = full_gradients = secondary = sent = gradients = last_gradient = counters = 0
+    updates = 0
     for parameter in parameters:
         rows, rest = padded_rows(parameter, parts)
         shard, compute = rows * rest, parameter.compute_bytes(precision)
@@ -97,6 +101,7 @@ def unit_bytes(
             gradients += parameter.element_bytes * shard
             counters += optimizer.state_bytes(0, parameter.element_bytes)
             states += optimizer.state_bytes(shard, parameter.element_bytes)
+            updates += optimizer.temporaries * allocated_bytes(parameter.element_bytes * shard)
             last_gradient = allocated_bytes(compute * parameter.numel)
             full_gradients += last_gradient
         at_rest += allocated_bytes(parameter.element_bytes * shard)
@@ -118,6 +123,7 @@ def unit_bytes(
         secondary=secondary,
         gradients=allocated_bytes(gradients) + (reduced if strategy.group < ranks else 0),
         stepped=allocated_bytes(gradients),
+        updates=updates,
         gathered=allocated_bytes(volume.gathered) if parts > 1 else 0,
         reduce_input=allocated_bytes(volume.reduced),
         last_gradient=last_gradient if parts > 1 else 0,
@@ -140,10 +146,12 @@ def outside_bytes(parameters: Iterable[Parameter], precision: str, optimizer: Op
 def _at_rest(unit: UnitBytes, strategy: Strategy, counters: int, elsewhere: bool) -> UnitBytes:
     """Return a unit's bytes without what does not rest on this device."""
     if strategy.spec.has_owner and elsewhere:
-        return replace(unit, parameters=0, gradients=0, stepped=0, optimizer=0 if strategy.offload else counters)
+        return replace(
+            unit, parameters=0, gradients=0, stepped=0, updates=0, optimizer=0 if strategy.offload else counters
+        )
     if strategy.offload:
         shard, gradient = (unit.parameters, unit.stepped) if strategy.spec.offload_buffers else (0, 0)
         gather, reduction = unit.gather_temporary + shard, unit.reduce_temporary + gradient
         kept = replace(unit, gather_temporary=gather, reduce_temporary=reduction, offloaded=unit.stepped)
-        return replace(kept, parameters=0, gradients=0, stepped=0, optimizer=0)
+        return replace(kept, parameters=0, gradients=0, stepped=0, updates=0, optimizer=0)
     return unit

@@ -144,8 +144,7 @@ class CountingProgram:
 
     def limit_memory(self) -> None:
         """Add the optimizer's row and the rows of every run's ends."""
-        gradients = 1 + self.load.optimizer.temporaries
-        self._at_most_limit(self._of_each(lambda r, option: option.rest + gradients * option.stepped))
+        self._at_most_limit(self._of_each(lambda r, option: option.rest + option.stepped + option.updates))
         # Of many runs only the last two can be expected to matter; the others are added when violated.
         first = 0 if len(self.runs) <= FEW_RUNS else len(self.runs) - 2
         for r in range(first, len(self.runs)):

@@ -80,7 +80,7 @@ class _Sizing:
 
     def excess_bytes(self) -> float:
         """Return what is held above the limit when the last stage's backward begins and nothing is recomputed."""
-        held = float(sum(option.rest + option.gradients for option in self.plain)) + self.load.fixed_bytes
+        held = float(sum(option.rest for option in self.plain)) + self.load.fixed_bytes + self.replica.buckets
         held += self.replica.gradients if self.load.accumulation > 1 else 0
         held += sum(option.saved for option in self.plain[:-1])
         # Of a last stage that may be recomputed, zero is the only bound that is valid with and without recomputation.

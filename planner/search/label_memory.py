@@ -46,13 +46,13 @@ class StageMemory:
 
         accumulates = load.accumulation > 1
         rest, gradients = column([o.rest for o in options]), column([o.gradients for o in options])
-        late, stepped = column([o.reduced_after_backward for o in options]), column([o.stepped for o in options])
+        late = column([o.reduced_after_backward for o in options])
         self.resting = rest + gradients if accumulates else rest
         """R."""
         self.passing = self.resting + column([o.saved + o.kept for o in options])
         """What every moment above grows by."""
         self.backward = self.resting + late + (0.0 if accumulates else gradients)
-        self.optimizer = rest + (1 + load.optimizer.temporaries) * stepped
+        self.optimizer = rest + column([o.stepped + o.updates for o in options])
         below = column([o.prefetched if o.prefetches else 0 for o in options])
         running = column([o.prefetched + o.prefetch_temporary if o.prefetches else 0 for o in options])
         forward_below = column([o.gather_output if o.gathers else 0 for o in options])

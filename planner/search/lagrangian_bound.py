@@ -303,7 +303,7 @@ class ChainBound:
 def _held(option: StageCandidate, relation: int, moment: Moment | None, load: Workload) -> float:
     """Return the bytes that one stage's option adds at a moment of a stage so far away, None if far."""
     if relation == 9:
-        return option.rest + (1 + load.optimizer.temporaries) * option.stepped
+        return option.rest + option.stepped + option.updates
     held = float(option.rest)
     if load.accumulation > 1 or relation > 0:
         held += option.gradients

@@ -79,7 +79,7 @@ def memory_numbers(option: StageCandidate, sees: Sequence[Sees]) -> list[float]:
     return [
         option.rest,
         option.gradients,
-        option.stepped,
+        option.stepped + option.updates,
         option.gradients + option.reduced_after_backward,
         option.saved + option.kept,
         option.gather_output,

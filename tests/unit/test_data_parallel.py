@@ -161,6 +161,8 @@ def step(runner: Any, made: Any, model: nn.Module, optimizer: torch.optim.Optimi
         ("gpt2", 512, 2, 2, "adam", False),
         ("gpt2", 512, 2, 3, "sgd", False),
         ("gpt2", 512, 4, 1, "sgd", True),
+        ("llama", 512, 4, 2, "adam", True),
+        ("llama", 512, 4, 3, "sgd", True),
         ("llama", 4096, 1, 1, "adam", False),
         ("bert", 4096, 1, 2, "adam", False),
         ("uneven", 512, 2, 1, "sgd", False),

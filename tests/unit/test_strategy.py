@@ -14,7 +14,7 @@ from synthetic import cluster
 from planner.collectives import collective_s
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.unit_memory import unit_bytes
-from planner.optimizers import OPTIMIZERS
+from planner.optimizers import OPTIMIZERS, optimizer_of
 from planner.strategies.notation import MAX_SLICES, format_choice, parse_choice, parse_strategy
 from planner.strategies.owner_assignment import assign_owners
 from planner.strategies.registry import known_strategies, strategies_on
@@ -232,6 +232,16 @@ def test_two_phases_hold_more_buffers() -> None:
     assert replace(two, gather_temporary=75_264, reduce_temporary=0) == one
 
 
+def test_each_tensor_of_what_the_optimizer_makes_is_rounded() -> None:
+    names = ("adam", "sgd", "states of 4 bytes per parameter")
+    adam, sgd, other = (unit_bytes([WEIGHT, BIAS, BIAS], Strategy("shard", 8), "bf16", optimizer_of(n)) for n in names)
+    # 37,500 and 125 elements in fp32: 150,000 -> 293 x 512; 500 -> 512.  Gradients are one buffer of 151,000.
+    assert (adam.updates, adam.stepped) == (150_016 + 2 * 512, 151_040)
+    assert (sgd.updates, other.updates) == (0, adam.updates)
+    offloaded = unit_bytes([WEIGHT, BIAS], Strategy("shard", 8, offload=True), "bf16", ADAM)
+    assert offloaded.updates == 0
+
+
 def test_secondary_copy_by_hand() -> None:
     unit = unit_bytes([WEIGHT, BIAS], Strategy("secondary_shard", 8, secondary=4), "bf16", ADAM)
     # 300,000 x 2 / 4 = 150,000 -> 293 x 512; 1,000 x 2 / 4 = 500 -> 512.
@@ -246,7 +256,7 @@ def test_an_owner_holds_all_and_others_nothing() -> None:
     assert (owner.unsharded, owner.gathered, owner.reduce_input) == (600_064, 0, 1_200_128)
     other = unit_bytes([WEIGHT], Strategy("owner", 8), "bf16", ADAM, elsewhere=True)
     # Adam counts the steps of an empty shard too: 512.
-    assert other == replace(owner, parameters=0, gradients=0, stepped=0, optimizer=512)
+    assert other == replace(owner, parameters=0, gradients=0, stepped=0, updates=0, optimizer=512)
     plain = unit_bytes([WEIGHT], Strategy("owner", 8), "bf16", OPTIMIZERS["sgd"], elsewhere=True)
     assert plain.optimizer == 0
 
