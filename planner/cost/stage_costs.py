@@ -12,6 +12,7 @@ from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
+from profiler.byte_sizes import allocated_bytes
 from profiler.model_graph import UNSEEN_RERUN, Affine, Recompute
 
 Costs = tuple[UnitBytes, UnitTraffic]
@@ -49,7 +50,7 @@ class StageFrame:
         self.is_top = index == len(model.stages) - 1
         trained = {c.operator: [p for p in graph.operators[c.operator].parameters if p.trainable] for c in stage.calls}
         self.full_gradients = {
-            operator: sum(p.compute_bytes(load.precision) * p.numel for p in parameters)
+            operator: sum(allocated_bytes(p.compute_bytes(load.precision) * p.numel) for p in parameters)
             for operator, parameters in trained.items()
         }
 

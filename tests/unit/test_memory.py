@@ -8,6 +8,7 @@ import pytest
 from synthetic import MB, chain, cluster, transformer
 
 from planner.cost.peak_memory import peak_memory
+from planner.cost.stage_costs import StageFrame
 from planner.cost.stage_memory import Moment
 from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
@@ -149,6 +150,16 @@ def test_tied_embedding_is_open_all_the_way() -> None:
     # It rests once, with the first stage.
     assert options[0].parameters == table // 8
     assert options[-1].parameters == 4 * 256 // 8 + (512 - 128)  # the norm alone, rounded to 512
+
+
+def test_gradients_that_wait_are_rounded_one_by_one() -> None:
+    model, load = Space(transformer(layers=1, hidden=100, tied=False)).model, Workload(cluster(1, 8), "adam", "bf16", 1)
+    index, block = next((index, stage) for index, stage in enumerate(model.stages) if stage.block is not None)
+    held = StageFrame(model, index, load).full_gradients
+    # In bf16 norms have 200 bytes each; 60,000 of the projection -> 118 x 512; 20,000 -> 40 x 512; 80,000 -> 157 x 512.
+    expected = {"norm1": 512, "qkv": 60_416, "out": 20_480, "norm2": 512, "up": 80_384, "down": 80_384}
+    names = {o: model.graph.operators[o].name.rpartition(".")[2] for o in block.operators}
+    assert {names[operator]: size for operator, size in held.items()} == expected
 
 
 def test_reserve_is_added_openly() -> None:
