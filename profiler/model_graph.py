@@ -234,7 +234,9 @@ class Call(CallMemory):
     output_bytes: Affine
     """Bytes of the activation handed to the next call (its gradient is as large)."""
     shared_bytes: Affine = Affine()
-    """What it keeps beside `saved_bytes` if its block is kept and another recomputed, for which they share it."""
+    """What it keeps beside `saved_bytes` if its block is kept and another of `sharers` recomputed."""
+    sharers: tuple[int, ...] = ()
+    """Indices of the blocks that take that, as they take a mask; of these its own is the first."""
     recomputed: CallMemory | None = None
     """Its activations if its block is recomputed."""
     selective: CallMemory | None = None

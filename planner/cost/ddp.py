@@ -186,6 +186,8 @@ class Replica:
                 updates=own.updates,
                 saved=costs.memory(again).saved[-1] + costs.memory(again).shared,
                 shared=costs.memory(again).shared,
+                block=stage.block,
+                takes=stage.takes if again else (),
                 moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
                 segments=tuple(segments),
                 optimizer_s=self.load.optimizer_s(own.full_gradients, tensors=tensors),

@@ -58,7 +58,7 @@ def beside(option: StageCandidate, is_above: bool) -> tuple[int, StageCandidate 
 
 def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak:
     """Return the peak of a plan, one option per stage in execution order."""
-    accumulates, recomputes = load.accumulation > 1, any(option.recompute for option in options)
+    accumulates, sharing = load.accumulation > 1, shared_by(options)
     resting = float(sum(option.rest for option in options))
     gradients = float(sum(option.gradients for option in options))
     best = optimizer_moment(options, load)
@@ -77,13 +77,18 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
             total = before + reduced + option.bytes_at(moment) + beside_it
             if total > highest:
                 highest, found = total, (index, moment, reduced, beside_it)
-        before += _saved(option, recomputes) + option.kept
+        before += _saved(option, sharing) + option.kept
     return best if found is None else _peak_at(options, *found, load)
 
 
-def _saved(option: StageCandidate, recomputes: bool) -> float:
-    """Return what a stage keeps, given whether any is recomputed."""
-    return option.saved if recomputes else option.saved - option.shared
+def shared_by(options: Sequence[StageCandidate]) -> set[int]:
+    """Return the blocks that keep what others take that are recomputed."""
+    return {block for option in options for block in option.takes}
+
+
+def _saved(option: StageCandidate, sharing: set[int]) -> float:
+    """Return what a stage keeps, given the blocks that keep what recomputed ones take."""
+    return option.saved if option.block in sharing else option.saved - option.shared
 
 
 def _reductions_above(options: Sequence[StageCandidate]) -> list[int]:
@@ -129,7 +134,7 @@ def _peak_at(
         "gradients": reduced + moment.gradients + waiting,
         "unsharded_parameters": moment.unsharded + option.ambient_unsharded + sum(o.kept for o in before),
         "communication_buffers": moment.buffers + beside_it + sum(o.window for o in options),
-        "activations": moment.activations + sum(_saved(o, any(o.recompute for o in options)) for o in before),
+        "activations": moment.activations + sum(_saved(o, shared_by(options)) for o in before),
         "reserve": load.cluster.reserve_bytes,
     }
     return MemoryPeak(moment.phase, index, moment.operator, categories)

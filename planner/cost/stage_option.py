@@ -105,7 +105,11 @@ class StageCandidate:
     optimizer_s: float
 
     shared: float = 0.0
-    """The part of `saved` that is not there if no stage is recomputed."""
+    """The part of `saved` that is not there if no stage is recomputed that takes from `block`."""
+    block: int | None = None
+    """Index of the block that it is."""
+    takes: tuple[int, ...] = ()
+    """Blocks that keep their `shared` if it is recomputed."""
     reduced_after_backward: int = 0
     """U + G - SG (accumulating: U + G) of units that are reduced only when all backward is over, and gradients beside
     `gradients` that are there from the reduction to the end of backward."""
@@ -304,6 +308,8 @@ def make_option(
         "optimizer_s": load.optimizer_s(stepped, sum(unit.bytes.offloaded for unit in opened), tensors),
         "syncs_each_microbatch": any(unit.traffic.syncs_each_microbatch for unit in walk.units),
         "window": sum(unit.bytes.window for unit in opened) + partial,
+        "block": stage.block if any(call.sharers for call in stage.calls) else None,
+        "takes": stage.takes if recompute else (),
     }
     return StageOption(
         recompute, walk.notes(), _runs(frame, walk.units, recompute, walk.is_whole), constants, walk.is_whole

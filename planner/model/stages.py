@@ -17,6 +17,8 @@ from profiler.model_graph import Call, ModelGraph, Recompute
 JOIN_NUMEL = 1 << 20
 """Parameters that a stage outside blocks gathers before it is closed (4 MiB in fp32, where the
 transfer outweighs the latency of a ring on every published cluster)."""
+MOST_SHARING = 2
+"""Blocks that keep what several take: so many are told apart, as a search has a point for each set of them."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Stage:
     """Spanning operators whose first call is here."""
     closes: tuple[int, ...]
     """Spanning operators whose last call is here."""
+    takes: tuple[int, ...] = ()
+    """Blocks that keep something for it if it is recomputed, as several take it (`Call.shared_bytes`)."""
 
     @property
     def recomputations(self) -> tuple[Recompute, ...]:
@@ -111,9 +115,21 @@ def _spanning(graph: ModelGraph, wholes: dict[int, int]) -> set[int]:
     return {operator for operator, whole in wholes.items() if whole in spanning}
 
 
+def _takes(graph: ModelGraph) -> dict[int, tuple[int, ...]]:
+    """Return, for every block, those that keep what it takes, if it is recomputed.
+
+    Where there are more than a search tells apart, any block that takes something takes from all.
+    """
+    sharers = {call.block: call.sharers for call in graph.calls if call.block is not None and call.sharers}
+    takers = {block for blocks in sharers.values() for block in blocks}
+    if len(sharers) > MOST_SHARING:
+        return {block: tuple(sharers) for block in takers}
+    return {block: tuple(one for one, blocks in sharers.items() if block in blocks) for block in takers}
+
+
 def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
     """Cut a model into stages, the same ones however its operators are split; `slices` are slices of one."""
-    wholes = _wholes(graph, slices)
+    wholes, taken = _wholes(graph, slices), _takes(graph)
     spanning = _spanning(graph, wholes)
     last = {call.operator: index for index, call in enumerate(graph.calls)}
     first = {call.operator: index for index, call in reversed(list(enumerate(graph.calls)))}
@@ -127,9 +143,10 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         around = tuple((first[o] < stop, last[o] < start) for o in sorted(spanning))
         key: object = (start,)
         holds_idle = bool(idle) and start == 0
+        takes = () if block is None else taken.get(block, ())
         if block is not None and not holds_idle and not any(c.operator in spanning for c in calls):
             shapes = tuple(tuple(replace(p, name="") for p in graph.operators[o].parameters) for o in operators)
-            key = (graph.blocks[block].block_class, shapes, around)
+            key = (graph.blocks[block].block_class, shapes, around, takes)
         name = graph.blocks[block].name if block is not None else graph.operators[calls[0].operator].name
         stages.append(
             Stage(
@@ -142,6 +159,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
                 start=start,
                 opens=tuple(o for o in sorted(spanning) if start <= first[o] < stop),
                 closes=tuple(o for o in sorted(spanning) if start <= last[o] < stop),
+                takes=takes,
             )
         )
     stage_of = [index for index, stage in enumerate(stages) for _ in stage.calls]

@@ -88,6 +88,7 @@ def memory_numbers(option: StageCandidate, sees: Sequence[Sees]) -> list[float]:
         option.reduce_input,
         float(not option.gathers),
         float(not option.prefetches),
+        float(bool(option.takes)),
         *held.values(),
     ]
 

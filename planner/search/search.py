@@ -22,8 +22,10 @@ import heapq
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from planner.cost.workload import Workload
+from planner.model.stages import MOST_SHARING
 from planner.pricing import Options, PricedPlan
 from planner.problem import NO_PINS, Progress, Task, micro_batches
 from planner.search.baselines import Baseline, baselines
@@ -91,10 +93,12 @@ class _Size:
         waits = self.load.waits
         for syncs in (True, False) if waits.per_micro_batch != waits.per_step else (True,):
             candidates = space.relaxed_candidates(self.load, syncs)
-            # Plans that recompute nothing hold less than their options say where stages share something.
-            for some in (candidates, *([candidates.without_recomputation()] if candidates.shares else [])):
-                if point := _quick_point(some, limit_bytes, bool(space.model.spanning)):
-                    yield replace(point, bound=min(self.bound, point.bound), recomputes=some is candidates)
+            # Plans that recompute none of those that share something hold less than their options say.
+            blocks = candidates.shared_by
+            counts = range(len(blocks) + 1) if len(blocks) <= MOST_SHARING else (0, len(blocks))
+            for sharing in (some for count in counts for some in combinations(blocks, count)):
+                if point := _quick_point(candidates.sharing(sharing), limit_bytes, bool(space.model.spanning)):
+                    yield replace(point, bound=min(self.bound, point.bound), sharing=sharing)
 
 
 @dataclass(frozen=True)
@@ -110,8 +114,8 @@ class _Point:
     """Price of memory of the bound, in seconds per byte."""
     relaxed: bool
     """Whether the spanning operators' strategy is still open."""
-    recomputes: bool = True
-    """Whether its plans may recompute."""
+    sharing: tuple[int, ...] = ()
+    """Of the blocks that keep what others take that are recomputed, those of which its plans may recompute others."""
     widening: Widening | None = None
     """Its label setting, once the integer program was solved."""
 
@@ -136,9 +140,8 @@ class _Point:
         """Yield one point for each strategy of the spanning operators."""
         for spanning in space.spanning_offered(self.chain.load):
             candidates = space.candidates(self.chain.load, spanning, self.chain.candidates.syncs_each_microbatch)
-            candidates = candidates if self.recomputes else candidates.without_recomputation()
-            if child := _quick_point(candidates, limit_bytes, False, self.price):
-                yield replace(child, bound=min(self.bound, child.bound), recomputes=self.recomputes)
+            if child := _quick_point(candidates.sharing(self.sharing), limit_bytes, False, self.price):
+                yield replace(child, bound=min(self.bound, child.bound), sharing=self.sharing)
 
     def advanced(
         self, space: Space, limit_bytes: int, floor: float, most_made: int, *, programs: bool

@@ -11,7 +11,7 @@ rank holds, so bounds stay valid; a whole plan is priced on the fullest rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
@@ -62,20 +62,26 @@ class CandidateSet:
     syncs_each_microbatch: bool = True
     """Whether its plans are charged for waiting in every micro-batch (`planner.cost.step_time`)."""
 
-    def without_recomputation(self) -> CandidateSet:
-        """Return it with the options that recompute nothing, and without what stages keep only if another recomputes.
+    def sharing(self, blocks: Collection[int]) -> CandidateSet:
+        """Return it with the options that recompute what takes from these blocks alone.
 
-        With that (`StageCandidate.shared`), a set is about plans that recompute something.
+        What other blocks keep only for such options (`StageCandidate.shared`) is then not there.
         """
-        kept = [[k for k, option in enumerate(options) if not option.recompute] for options in self.options]
-        found = self.only(kept)
-        alone = (tuple(replace(o, saved=o.saved - o.shared, shared=0.0) for o in options) for options in found.options)
+        others = {*self.shared_by}.difference(blocks)
+        if not others:
+            return self
+        found = self.only([[k for k, one in enumerate(some) if others.isdisjoint(one.takes)] for some in self.options])
+        alone = (
+            tuple(replace(o, saved=o.saved - o.shared, shared=0.0) if o.block in others else o for o in options)
+            for options in found.options
+        )
         return replace(found, options=tuple(alone))
 
     @property
-    def shares(self) -> bool:
-        """Whether stages keep something only if another is recomputed."""
-        return any(option.shared for options in self.options for option in options)
+    def shared_by(self) -> tuple[int, ...]:
+        """The blocks that keep something only if another is recomputed."""
+        found = {one.block for options in self.options for one in options if one.shared}
+        return tuple(sorted(block for block in found if block is not None))
 
     def only(self, kept: Sequence[Sequence[int]]) -> CandidateSet:
         """Return it with only these options of each class of stages."""

@@ -20,7 +20,7 @@ A plan recomputes some blocks and keeps others, and adds up charges accordingly.
 holds it either way: the code around blocks, or a block that saves its own input, which recomputation holds on to.  If
 there is nobody, it is charged to the call that saves it where its block is kept, and to the block that takes it where
 that is recomputed.  Several blocks that take it, as they take a mask, hold it once: the first is
-charged if any block is recomputed, itself or not.
+charged if any of them is recomputed, itself or not.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class CallRecord:
     kept: Charge = Charge()
     """What it keeps beside `recomputed` if its block is recomputed selectively; of other passes, nothing."""
     shared: Charge = Charge()
-    """What it keeps beside `saved` if any block is recomputed: a mask, which it is the first of several to hold."""
+    """What it keeps beside `saved` if any of `sharers` is recomputed: a mask, which it is the first of them to hold."""
+    sharers: frozenset[int] = frozenset()
+    """Block executions that take that."""
     forward: Tally = field(default_factory=Tally)
     backward: Tally = field(default_factory=Tally)
     left: int | None = None
@@ -232,6 +234,7 @@ class Ledger:
             for index in kept:
                 if storage() is None:
                     self.calls[index].shared += storage.charge
+                    self.calls[index].sharers |= {*takers}
                 else:
                     self.calls[index].saved += storage.charge
             for index in again:

@@ -70,7 +70,8 @@ def assemble(
             call = _call([record, *others], sizes, groups[record.operator].modules[0])
             inputs = {size: one.calls[index].recomputed for size, one in passes.items()}
             fitted[same] = replace(call, recomputed=_rerun(again, inputs), selective=_rerun(selected, inputs))
-        found.append(replace(fitted[same], operator=position[record.operator], block=block))
+        sharers = tuple(sorted(block_of[one] for one in record.sharers))
+        found.append(replace(fitted[same], operator=position[record.operator], block=block, sharers=sharers))
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found)
     waiting = _waiting_bytes(module, operators, found)
     calls = tuple(map(_without_waiting, found, waiting))

@@ -148,7 +148,7 @@ def _calls_by_block(calls: Sequence[CallRecord]) -> dict[int, list[CallRecord]]:
 
 def _measured(call: CallRecord) -> tuple[Any, ...]:
     """Return what was measured of a call."""
-    charges = call.saved, call.recomputed, call.kept, call.shared
+    charges = call.saved, call.recomputed, call.kept, call.shared, call.sharers
     instants = call.inside, call.reached, call.arrived, call.ended
     return _tallied(call.forward), _tallied(call.backward), charges, instants, call.output
 

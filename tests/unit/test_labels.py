@@ -149,14 +149,18 @@ def test_plans_that_recompute_nothing_do_not_keep_what_stages_share() -> None:
     found = Space(transformer(2, 512, tied=False)).candidates(load, None)
     shared = 64.0 * 2**20
     options = tuple(
-        tuple(o if o.recompute else replace(o, saved=o.saved + shared, shared=shared) for o in some[:3] + some[-3:])
+        tuple(
+            replace(o, takes=(0,)) if o.recompute else replace(o, saved=o.saved + shared, shared=shared, block=0)
+            for o in some[:3] + some[-3:]
+        )
         for some in found.options
     )
     choices = tuple(some[:3] + some[-3:] for some in found.choices)
     with_shared = replace(found, options=options, choices=choices)
-    alone = with_shared.without_recomputation()
-    assert with_shared.shares
-    assert not alone.shares
+    alone = with_shared.sharing(())
+    assert with_shared.shared_by == (0,)
+    assert alone.shared_by == ()
+    assert with_shared.sharing((0,)) is with_shared
     plans = [(*costs, with_shared.picked(picks)) for *costs, picks in every_plan(with_shared)]
     kept = [(peak, seconds) for peak, seconds, options in plans if not any(option.recompute for option in options)]
     those = [(peak, seconds) for peak, seconds, _ in every_plan(alone)]
