@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from profiler.errors import OsdpError
+from profiler.garbage_collection import without_garbage_collection
 from runtime.apply_schedule import apply_schedule
 from runtime.local_shards import local_data
 from runtime.observe.allocation_trace import AllocationRecorder, AllocationTrace
@@ -75,7 +76,8 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0) -> DryRun:
         what = "a dry run makes its own process group, so it needs a process of its own"
         got = "a process group that is initialised"
         raise OsdpError(what, got=got, advice="call it before init_process_group, or in another process")
-    with _fake_world(schedule.world_size, rank), warnings.catch_warnings():
+    # What is in cycles is freed before each step: looking for it costs the more, the more the process has made before.
+    with _fake_world(schedule.world_size, rank), warnings.catch_warnings(), without_garbage_collection():
         warnings.simplefilter("ignore")
         live = AllocationRecorder()
         short_rings = patch.object(ring_reduce_scatter, "end_after_one_step", True)

@@ -7,6 +7,8 @@ cases: from -0.17 % (FSDP2 casts what all blocks are handed, which is not traced
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch.distributed as dist
 from rehearsals import Case, Compared, graph_of, source
@@ -104,6 +106,26 @@ def test_what_rests_between_steps() -> None:
     tensors = 4 + 3 * 12  # two embeddings and the last norm's two, twelve in each block
     assert 3 * numel <= found.rest_bytes <= 3 * numel + tensors * 4 * 512
     assert found.rest_bytes == found.tracked["parameters"] + found.tracked["optimizer"]
+
+
+def test_garbage_is_looked_for_before_each_step_and_not_in_it() -> None:
+    """So that what is held does not depend on when, and costs the same however much the process has made before."""
+    case, model = Case("shard", shape=(1, 4), length=64), source("gpt2", 512, 64)
+    script = Script(model.build, model.example_inputs, lambda out: find_loss(out)[0], "adam", 1)
+    schedule = compile_plan(case.plan(), graph_of("gpt2", 512, 64, "fp32"), cluster(1, 4))
+    generations = list[int]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        dry_run(script, schedule)
+    finally:
+        gc.callbacks.remove(note)
+    assert generations[:2] == [2, 2]
+    assert len(generations) <= 3  # when it is over, there may be one of the youngest
 
 
 def test_a_dry_run_needs_a_process_without_a_group() -> None:
