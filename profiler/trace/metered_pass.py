@@ -16,6 +16,7 @@ from profiler.errors import OsdpError
 from profiler.model_graph import Recompute
 from profiler.model_source import Inputs, ModelSource
 from profiler.trace.activation_ledger import CallRecord, Charge, Execution
+from profiler.trace.compiler_import import without_compiler
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
 from profiler.trace.handover import NO_STAND_INS, StandIns, UnlikeError
@@ -102,7 +103,7 @@ def run_pass(
         if isinstance(tensor, Tensor):
             ledger.adopt(tensor)
     try:
-        with device.running(), meter, replaced_forwards(module, meter.watched):
+        with device.running(), without_compiler(), meter, replaced_forwards(module, meter.watched):
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
             with torch.enable_grad(), hooks if recompute is not Recompute.EVERYTHING else nullcontext():
                 output = module(*inputs[0], **inputs[1])
