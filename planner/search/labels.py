@@ -38,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.completion_bounds import CompletionBounds
+from planner.search.dominance import Column, Rows, undominated_rows
 from planner.search.label_memory import (
     BACKWARD,
     NOTHING_PLACED,
@@ -216,15 +217,12 @@ class LabelSetting:
         # Those that are the fastest in any state go first.
         anywhere_s = seconds + worse_s.max(axis=1)[place]
         rivals = np.argsort(anywhere_s, kind="stable")[:RIVALS]
-        loses = np.zeros(len(kept), dtype=bool)
-        for start in range(0, len(kept), 512):
-            rows = np.arange(start, min(start + 512, len(kept)))
+        better = Rows(numbers[rivals]).at_most(numbers)
+        for state in range(len(present)):
+            rows = np.flatnonzero(place == state)
             # Strictly: of two that dominate each other, both stay.
-            better = seconds[rivals][:, None] + worse_s[place[rivals]][:, place[rows]] < seconds[rows][None]
-            for column in numbers.T:
-                better &= column[rivals][:, None] <= column[rows][None]
-            loses[rows] = better.any(axis=0)
-        return kept[~loses]
+            better[rows] &= Column(seconds[rivals] + worse_s[place[rivals], state]).below(seconds[rows])
+        return kept[~better.any(axis=1)]
 
     def _picks(self, passed: Sequence[Labels], label: int) -> Picks:
         """Return the option of every stage, in execution order."""
@@ -251,31 +249,3 @@ def _most_promising(labels: Labels, most: int) -> tuple[Labels, float]:
     memory = held[:, PEAKS].max(axis=1) + held[:, BACKWARD] + held[:, OPTIMIZER]
     lean, others = np.split(rest[np.argsort(memory, kind="stable")], [most - len(half)])
     return labels.some(np.sort(np.concatenate([half, lean]))), float(labels.least_s[others].min())
-
-
-def undominated_rows(rows: Array, block: int = 128) -> Indices:
-    """Return the rows that no other is at most in every column; of equal rows the first."""
-    order = np.lexsort(rows.T[::-1])
-    rows, kept, found = rows[order], np.empty_like(rows), list[Indices]()
-    count = 0
-    for start in range(0, len(rows), block):
-        part = rows[start : start + block]
-        alive = np.arange(len(part))
-        if count:
-            alive = alive[~_at_most(kept[:count], part).any(axis=0)]
-        part = part[alive]
-        # Whatever dominates a row comes before it.
-        alive_too = ~np.triu(_at_most(part, part), k=1).any(axis=0)
-        part = part[alive_too]
-        kept[count : count + len(part)] = part
-        count += len(part)
-        found.append(start + alive[alive_too])
-    return order[np.concatenate(found)]
-
-
-def _at_most(some: Array, others: Array) -> NDArray[np.bool_]:
-    """Return whether each row of the first is at most each of the others in every column."""
-    found = np.ones((len(some), len(others)), dtype=bool)
-    for mine, theirs in zip(some.T, others.T, strict=True):
-        found &= mine[:, None] <= theirs[None]
-    return found

@@ -15,8 +15,9 @@ from thoroughness import draws
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
+from planner.search.dominance import Rows, undominated_rows
 from planner.search.label_memory import NOTHING_PLACED, OPTIMIZER, PEAKS, StageMemory
-from planner.search.labels import LabelSetting, undominated_rows
+from planner.search.labels import LabelSetting
 from planner.search.lagrangian_bound import ChainBound, events_near
 from planner.search.search_space import CandidateSet, Space
 from planner.strategies.registry import strategies_on
@@ -178,3 +179,17 @@ def test_rows_that_are_equal_or_worse_are_dominated() -> None:
     kept = {tuple(row) for row in many[undominated_rows(many)]}
     better = {tuple(row) for row in many if not any((other <= row).all() and (other != row).any() for other in many)}
     assert kept == better
+
+
+@pytest.mark.parametrize("count", [1, 100, 129, 1024, 1500])
+def test_undominated_rows_are_those_of_all_pairs(count: int) -> None:
+    draw = np.random.default_rng(count)
+    rows = draw.integers(0, 12, (count, 4)).astype(float)
+    rows[draw.random(rows.shape) < 0.05] = -np.inf
+    at_most = (rows[:, None] <= rows).all(axis=2)
+    is_first = np.arange(count)[:, None] < np.arange(count)
+    beaten = at_most & (~at_most.T | is_first)  # by one that is better, or equal and earlier
+    assert sorted(undominated_rows(rows)) == [*np.flatnonzero(~beaten.any(axis=0))]
+    sets = Rows(rows).at_most(rows)
+    bits = (sets[:, np.arange(count) // 64] >> (np.arange(count) % 64).astype(np.uint64)) & np.uint64(1)
+    assert (bits.astype(bool) == at_most.T).all()

@@ -1,0 +1,96 @@
+"""Which rows are at most others in every column, as sets of bits.
+
+Compared pair by pair, n rows of m columns take n^2 m comparisons of numbers.  With the rows sorted by one column, those
+that are at most v there are the first so many, and the set of the first k is a table of k bits.  So
+
+    at_most(row) = AND over columns c of first[c][number of rows that are at most row[c] in c]
+
+takes n m words of 64 rows each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Sets = NDArray[np.uint64]
+"""One set of rows per row of the array, 64 rows in each word."""
+
+FEW = 128
+"""So many rows are compared pair by pair: sorting takes longer."""
+BLOCK = 1024
+"""Rows that are compared with each other at once: tables of 128 KiB."""
+
+
+class Column:
+    """Numbers of some rows, to ask which of them are small."""
+
+    def __init__(self, numbers: Array) -> None:
+        order = np.argsort(numbers, kind="stable")
+        self.numbers = numbers[order]
+        self.first = _first_of(order)
+
+    def at_most(self, numbers: Array) -> Sets:
+        """Return, for each number, the rows that are at most that."""
+        found: Sets = self.first[np.searchsorted(self.numbers, numbers, side="right")]
+        return found
+
+    def below(self, numbers: Array) -> Sets:
+        """Return, for each number, the rows that are less than that."""
+        found: Sets = self.first[np.searchsorted(self.numbers, numbers, side="left")]
+        return found
+
+
+class Rows:
+    """Rows of numbers, to ask which of them are small in every column."""
+
+    def __init__(self, rows: Array) -> None:
+        self.columns = [Column(numbers) for numbers in rows.T]
+
+    def at_most(self, rows: Array) -> Sets:
+        """Return, for each row, those that are at most it in every column."""
+        own, *others = zip(self.columns, rows.T, strict=True)
+        found = own[0].at_most(own[1])
+        for column, numbers in others:
+            found &= column.at_most(numbers)
+        return found
+
+
+def _first_of(order: Indices) -> Sets:
+    """Return the sets of the first 0, 1, ... of some rows in an order."""
+    count = len(order)
+    bits = np.zeros((count + 1, (count + 63) // 64), dtype=np.uint64)
+    bits[np.arange(1, count + 1), order >> 6] = np.uint64(1) << (order & 63).astype(np.uint64)
+    found: Sets = np.bitwise_or.accumulate(bits, axis=0)
+    return found
+
+
+def undominated_rows(rows: Array) -> Indices:
+    """Return the rows that no other is at most in every column; of equal rows the first."""
+    order = np.lexsort(rows.T[::-1])  # whatever dominates a row comes before it
+    rows, found, known = rows[order], list[Indices](), list[Rows]()
+    for start in range(0, len(rows), BLOCK):
+        alive = np.arange(start, min(start + BLOCK, len(rows)))
+        for earlier in known:
+            alive = alive[~earlier.at_most(rows[alive]).any(axis=1)]
+        alive = alive[_first_undominated(rows[alive])]
+        if start + BLOCK < len(rows):
+            known.append(Rows(rows[alive]))
+        found.append(alive)
+    return order[np.concatenate(found)]
+
+
+def _first_undominated(rows: Array) -> NDArray[np.bool_]:
+    """Return whether no row before each is at most it in every column."""
+    count = len(rows)
+    if count > FEW:
+        return np.logical_not((Rows(rows).at_most(rows) & _first_of(np.arange(count))[:-1]).any(axis=1))
+    at_most = np.ones((count, count), dtype=bool)
+    for numbers in rows.T:
+        at_most &= numbers[:, None] <= numbers
+    return np.logical_not((at_most & _BEFORE[:count, :count]).any(axis=0))
+
+
+_BEFORE = np.arange(FEW)[:, None] < np.arange(FEW)
