@@ -25,7 +25,7 @@ from planner.model.operator_split import slice_starts
 from planner.model.stages import Stage
 from planner.plan import NOTHING_ASKED, Asked, Plan, Prediction, cluster_ref, model_ref, read_choices
 from planner.search.candidates import StageDecision
-from planner.search.search_space import Space, Spanning
+from planner.search.search_space import NOWHERE, Space, Spanning
 from planner.strategies.notation import format_choice
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
@@ -66,13 +66,20 @@ class PricedPlan:
         return replace(self, options=as_run(self.options, self.spanning, None, self.space, self.load, limit_bytes))
 
 
-def priced(space: Space, load: Workload, choices: Sequence[StageDecision], spanning: Spanning) -> PricedPlan:
-    """Return a plan of the search, priced as its plan file will be."""
+def priced(
+    space: Space,
+    load: Workload,
+    choices: Sequence[StageDecision],
+    spanning: Spanning,
+    limit_bytes: float = float("inf"),
+) -> PricedPlan:
+    """Return a plan of the search, priced as its plan file will be; `limit_bytes` as in `fullest`."""
     split = [pair for pair in zip(space.model.stages, choices, strict=True) if pair[1].counts]
     counts = [pair for stage, choice in split for pair in zip(stage.operators, choice.counts, strict=True)]
     sliced = space.with_slices(tuple(sorted((o, count) for o, count in counts if count > 1))) if counts else space
     flat = tuple(replace(choice, counts=()) for choice in choices)
-    return PricedPlan(load, sliced, spanning, fixed(sliced, load, flat, spanning, space.idle_strategies(load.cluster)))
+    idle = space.idle_strategies(load.cluster)
+    return PricedPlan(load, sliced, spanning, fullest(sliced, load, flat, spanning, idle, limit_bytes)[1])
 
 
 def fixed(
@@ -83,40 +90,70 @@ def fixed(
 
 
 def fullest(
-    space: Space, load: Workload, choices: Sequence[StageDecision], spanning: Spanning, idle: Idle = None
+    space: Space,
+    load: Workload,
+    choices: Sequence[StageDecision],
+    spanning: Spanning,
+    idle: Idle = None,
+    limit_bytes: float = float("inf"),
 ) -> tuple[int, Options]:
-    """Return the rank that holds most under a whole plan, one choice per stage, and its options."""
+    """Return the rank that holds most under a whole plan, one choice per stage, and its options.
+
+    If some hold more than `limit_bytes`, it is any of those.
+    """
     least = dict(zip(space.model.idle, space.idle_strategies(load.cluster), strict=True))
     resting = least if idle is None else dict(zip(space.model.idle, idle, strict=True))
     owners = _owners(space, choices, space.spanning_choices(spanning) | resting, load.cluster)
 
+    # Options are made for one example of each class of stages; spanning operators are everywhere the same.
+    owned = []
+    for stage_class, stage in zip(space.stage_classes, space.model.stages, strict=True) if owners else ():
+        alike = zip(stage.operators, space.model.stages[space.examples[stage_class]].operators, strict=True)
+        pairs = [(operator, mine) for operator, mine in alike if operator in owners]
+        owned.append(pairs + [(operator, operator) for operator in stage.spanning if operator in owners])
+
     def on_rank(rank: int) -> Options:
-        elsewhere = frozenset(operator for operator in owners if owners[operator] != rank)
-        options = []
-        for stage_class, stage, choice in zip(space.stage_classes, space.model.stages, choices, strict=True):
-            # Options are made for one example of each class of stages; spanning operators are everywhere the same.
-            alike = zip(stage.operators, space.model.stages[space.examples[stage_class]].operators, strict=True)
-            others = frozenset(mine for operator, mine in alike if operator in elsewhere)
-            others |= elsewhere & set(stage.spanning)
-            options.append(space.option(stage_class, choice, spanning, load, others))
+        options, before, known = list[StageCandidate](), None, None
+        for index, (stage_class, choice) in enumerate(zip(space.stage_classes, choices, strict=True)):
+            others = (
+                frozenset(mine for operator, mine in owned[index] if owners[operator] != rank) if owned else NOWHERE
+            )
+            # Most stages are like the one below: comparing them takes less than looking up what is known.
+            if known is None or before != (stage_class, choice, others):
+                known, before = space.option(stage_class, choice, spanning, load, others), (stage_class, choice, others)
+            options.append(known)
         if resting:
+            elsewhere = frozenset(operator for operator in owners if owners[operator] != rank)
             more = space.resting_bytes(resting, load, elsewhere) - space.resting_bytes(least, load)
             options[0] = replace(options[0], parameters=options[0].parameters + more)
         return tuple(options)
 
-    ranks = [(rank, on_rank(rank)) for rank in sorted(set(owners.values())) or [0]]
-    return ranks[0] if len(ranks) == 1 else max(ranks, key=lambda rank: peak_memory(rank[1], load).total_bytes)
+    ranks = sorted(set(owners.values()))
+    if len(ranks) < 2:
+        rank = ranks[0] if ranks else 0
+        return rank, on_rank(rank)
+    best, most_bytes = None, 0.0
+    for rank in ranks:
+        options = on_rank(rank)
+        held_bytes = peak_memory(options, load).total_bytes
+        if best is None or held_bytes > most_bytes:
+            best, most_bytes = (rank, options), held_bytes
+        if most_bytes > limit_bytes:
+            break
+    assert best is not None, "there are several ranks"
+    return best
 
 
 def _owners(
     space: Space, choices: Sequence[StageDecision], others: Mapping[int, Strategy], cluster: Cluster
 ) -> dict[int, int]:
     """Return the owning rank of every operator that one rank holds whole."""
+    kinds = {id(strategy): strategy for choice in choices for strategy in choice.strategies}
+    if not any(strategy.spec.has_owner for strategy in (*kinds.values(), *others.values())):
+        return {}
     taken = dict(others)
     for stage, choice in zip(space.model.stages, choices, strict=True):
         taken |= zip(stage.operators, choice.strategies, strict=True)
-    if not any(strategy.spec.has_owner for strategy in taken.values()):
-        return {}
     units = units_of(space.model, {operator: (strategy,) for operator, strategy in taken.items()})
     owners = owners_of(units, space.model.graph, cluster.world_size)
     return {units[position].operators[0]: rank for position, rank in owners.items()}

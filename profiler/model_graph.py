@@ -341,7 +341,7 @@ class ModelGraph:
         """What every rank holds whole, whatever the plan."""
         return self.outside + self.buffers
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of parameters, tied ones once."""
         return sum(operator.numel for operator in self.operators) + sum(one.numel for one in self.outside)

@@ -69,7 +69,7 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
     for index, option in enumerate(options):
         after -= option.gradients
         waiting -= option.reduced_after_backward
-        for moment in option.moments:
+        for moment in () if _is_inside(options, index) else option.moments:
             below = gathers[index][moment.phase == "forward"]
             reduced = gradients if accumulates else 0.0 if moment.phase == "forward" else after
             reduced += 0.0 if moment.phase == "forward" else waiting
@@ -79,6 +79,15 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
                 highest, found = total, (index, moment, reduced, beside_it)
         before += _saved(option, sharing) + option.kept
     return best if found is None else _peak_at(options, *found, load)
+
+
+def _is_inside(options: Sequence[StageCandidate], index: int) -> bool:
+    """Return whether a stage is inside a run of the same option, so that its neighbours see the same as it does.
+
+    Along such a run what is held changes by as much from each stage to the next, so it is highest at an end.
+    """
+    option = options[index]
+    return 2 <= index < len(options) - 2 and all(options[index + step] is option for step in (-1, 1, -2, 2))
 
 
 def shared_by(options: Sequence[StageCandidate]) -> set[int]:
@@ -126,7 +135,7 @@ def optimizer_moment(options: Sequence[StageCandidate], load: Workload) -> Memor
 def _peak_at(
     options: Sequence[StageCandidate], index: int, moment: Moment, reduced: float, beside_it: float, load: Workload
 ) -> MemoryPeak:
-    before, option = options[:index], options[index]
+    before, option, sharing = options[:index], options[index], shared_by(options)
     waiting = 0 if moment.phase == "forward" else option.ambient_gradients
     categories = {
         "parameters": float(sum(option.parameters for option in options)) + load.outside_bytes,
@@ -134,7 +143,7 @@ def _peak_at(
         "gradients": reduced + moment.gradients + waiting,
         "unsharded_parameters": moment.unsharded + option.ambient_unsharded + sum(o.kept for o in before),
         "communication_buffers": moment.buffers + beside_it + sum(o.window for o in options),
-        "activations": moment.activations + sum(_saved(o, shared_by(options)) for o in before),
+        "activations": moment.activations + sum(_saved(o, sharing) for o in before),
         "reserve": load.cluster.reserve_bytes,
     }
     return MemoryPeak(moment.phase, index, moment.operator, categories)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 
 import numpy as np
@@ -141,7 +141,6 @@ class Space:
         order = {name: position for position, name in enumerate(dict.fromkeys(names))}
         self.stage_classes = tuple(order[name] for name in names)
         self.examples = [self.stage_classes.index(stage_class) for stage_class in range(len(order))]
-        self.light = light_stages(self.model.stages, self.model.graph)
         self._units: dict[tuple[object, ...], UnitCosts] = {}
         self._loads: dict[tuple[object, ...], Workload] = {}
         self._offers: dict[tuple[object, ...], tuple[StageDecision, ...]] = {}
@@ -159,6 +158,11 @@ class Space:
         self.candidates = cache(self._candidates)
         self.relaxed_candidates = cache(self._relaxed_candidates)
 
+    @cached_property
+    def light(self) -> frozenset[int]:
+        """Stages whose strategies hardly matter; spaces that only price plans never ask."""
+        return light_stages(self.model.stages, self.model.graph)
+
     # --- pins ---
 
     def _check_pins(self) -> None:
@@ -170,6 +174,8 @@ class Space:
 
     def idle_strategies(self, cluster: Cluster) -> tuple[Strategy, ...]:
         """Return the strategies of operators that are never called: pinned ones, else those of least memory."""
+        if not self.model.idle:
+            return ()
         least = max(strategies_on(cluster), key=lambda strategy: strategy.group)
         return tuple(self.pins.strategies.get(o, (least,))[0] for o in self.model.idle)
 

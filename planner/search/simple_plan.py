@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from math import ceil
 
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
@@ -118,13 +119,20 @@ class _SimpleSearch:
         plan = self._plan(form, high)
         if not self._fits(plan):
             return None
+        excess = self._plan(form, low).peak.total_bytes - self.limit_bytes
+        slack = self.limit_bytes - plan.peak.total_bytes
+        halves = False
         while high - low > 1:  # so few do not fit, so many do
-            middle = (low + high) // 2
+            # Each block changes about as much; halving, every second time, ends it where that is not so.
+            share = 0.5 if halves else excess / (excess + slack)
+            middle, halves = min(max(low + 1, low + ceil((high - low) * share)), high - 1), not halves
             tried = self._plan(form, middle)
             if self._fits(tried):
-                high, plan = middle, tried
+                high, plan, slack = middle, tried, self.limit_bytes - tried.peak.total_bytes
+            elif self.best is not None and tried.samples_per_s <= self.best.samples_per_s:
+                return None  # and more of them are slower
             else:
-                low = middle
+                low, excess = middle, tried.peak.total_bytes - self.limit_bytes
         return plan
 
     def _fits(self, plan: PricedPlan) -> bool:
@@ -138,7 +146,9 @@ class _SimpleSearch:
         choices = []
         for index, stage in enumerate(space.model.stages):
             own = form.outside if stage.block is None else form.inside
-            taken = tuple(pinned.get(operator, own) for operator in stage.operators)
+            taken = (own,) * len(stage.operators)
+            if pinned:
+                taken = tuple(pinned.get(operator, own) for operator in stage.operators)
             choices.append(StageDecision(taken, stage.allowed(recomputed.get(index, Recompute.NOTHING))))
         spanning = tuple(pinned.get(operator, form.outside) for operator in space.model.spanning)
         plan = PricedPlan(form.load, space, spanning or None, fixed(space, form.load, choices, spanning or None))

@@ -167,5 +167,5 @@ class Widening:
         choices, ranks = found.chosen(picks), found.load.cluster.world_size
         owned = any(strategy.spec.has_owner for choice in choices for strategy in choice.strategies)
         self.pricing += PRICING * (ranks if owned else 1)
-        plan = priced(self.space, found.load, choices, found.spanning)
+        plan = priced(self.space, found.load, choices, found.spanning, self.limit_bytes)
         return plan.as_run(self.limit_bytes) if plan.peak.total_bytes <= self.limit_bytes else None

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from planner.strategies.spec import StrategySpec
 from profiler.cluster.cluster import Cluster
@@ -18,7 +19,11 @@ from profiler.cluster.cluster import Cluster
 
 def group_sizes(cluster: Cluster) -> tuple[int, ...]:
     """Return the divisors of the world that split neither a node nor a group of nodes unevenly."""
-    node, world = cluster.gpus_per_node, cluster.world_size
+    return _group_sizes(cluster.gpus_per_node, cluster.world_size)
+
+
+@cache
+def _group_sizes(node: int, world: int) -> tuple[int, ...]:
     return tuple(g for g in range(2, world) if world % g == 0 and (node % g == 0 or g % node == 0))
 
 

@@ -1,0 +1,50 @@
+"""Short cuts in the pricing of whole plans change no price: runs of alike stages, ranks that exceed the limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from synthetic import cluster, transformer
+
+from planner.cost.peak_memory import peak_memory
+from planner.cost.workload import Workload
+from planner.pricing import fixed, fullest
+from planner.search.candidates import StageDecision
+from planner.search.search_space import Space
+from planner.strategies.registry import strategies_on
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_peak_of_a_run_of_alike_stages_is_at_one_of_its_ends(seed: int, accumulation: int) -> None:
+    draw, machine, graph = Random(seed), cluster(2, 2), transformer(9, 256, tied=seed % 2 == 1)
+    space, load = Space(graph), Workload.of(graph, machine, "adam", 2, accumulation)
+    offered = [[c for c in space.choices(stage_class, load) if not c.counts] for stage_class in space.stage_classes]
+    found = 0
+    for _ in range(20):
+        drawn = {
+            stage_class: draw.choices(some, k=2) for stage_class, some in zip(space.stage_classes, offered, strict=True)
+        }
+        cut = draw.randrange(len(offered))
+        choices = [drawn[stage_class][index < cut] for index, stage_class in enumerate(space.stage_classes)]
+        spanning = draw.choice(space.spanning_offered(load))
+        options = fixed(space, load, choices, spanning)
+        found += any(one is other for one, other in pairwise(options))
+        apart = [replace(option) for option in options]  # equal, but none is another: every moment is looked at
+        assert peak_memory(options, load).categories == pytest.approx(peak_memory(apart, load).categories)
+    assert found
+
+
+def test_a_rank_over_the_limit_is_found_without_the_others() -> None:
+    machine, graph = cluster(1, 4), transformer(5, 256, tied=False)
+    space, load = Space(graph), Workload.of(graph, machine, "adam", 1, 1)
+    owner = next(strategy for strategy in strategies_on(machine) if strategy.spec.has_owner)
+    choices = [StageDecision((owner,) * len(stage.operators)) for stage in space.model.stages]
+    rank, options = fullest(space, load, choices, None)
+    most_bytes = peak_memory(options, load).total_bytes
+    assert fullest(space, load, choices, None, limit_bytes=most_bytes) == (rank, options)
+    _, over = fullest(space, load, choices, None, limit_bytes=1.0)
+    assert 1.0 < peak_memory(over, load).total_bytes <= most_bytes
