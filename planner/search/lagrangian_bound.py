@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.peak_memory import beside, neighbour_bytes
 from planner.cost.stage_memory import Moment
 from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import OverlapTerms, overlap_terms
 from planner.cost.workload import Workload
+from planner.search.event_bytes import OPTIMIZER, EventBytes
 from planner.search.search_space import CandidateSet
 
 Array = NDArray[np.float64]
@@ -132,8 +132,9 @@ class ChainBound:
 
         @cache
         def held(stage_class: int, relation: int, moment: Moment | None) -> Array:
-            return np.array([_held(option, relation, moment, load) for option in options[stage_class]])
+            return of_class(stage_class).at(relation, moment)
 
+        of_class = cache(lambda stage_class: EventBytes(options[stage_class], load))
         self.table, self._held = table, held
 
     @cached_property
@@ -158,8 +159,8 @@ class ChainBound:
         """Return, for each stage, the bytes of each option at a moment."""
         rows: list[Array] = []
         for index, stage_class in enumerate(self.candidates.stage_classes):
-            # For stages further away only the side counts; 9: in the optimizer step.
-            relation = 9 if event.stage is None else max(-2, min(2, index - event.stage))
+            # For stages further away only the side counts.
+            relation = OPTIMIZER if event.stage is None else max(-2, min(2, index - event.stage))
             rows.append(self._held(stage_class, relation, event.moment if abs(relation) < 2 else None))
         return rows
 
@@ -241,7 +242,9 @@ class ChainBound:
 
     def least_bytes(self, event: MemoryEvent) -> float:
         """Return a lower bound on what any plan holds at a moment, reserve included."""
-        return sum(float(row.min()) for row in self.memory(event)) + self.load.fixed_bytes
+        rows = self.memory(event)
+        least = {id(row): float(row.min()) for row in {id(row): row for row in rows}.values()}
+        return sum(least[id(row)] for row in rows) + self.load.fixed_bytes
 
     def dual(self, limit_bytes: float, event: MemoryEvent, rounds: int = ROUNDS) -> tuple[float, float]:
         """Return the bound at one moment, and the price of a byte that gives it."""
@@ -298,25 +301,6 @@ class ChainBound:
             if bound_s > best:
                 best, best_event, price = bound_s, event, at
         return (best, price) if best_event is None else max((best, price), self.dual(limit_bytes, best_event))
-
-
-def _held(option: StageCandidate, relation: int, moment: Moment | None, load: Workload) -> float:
-    """Return the bytes that one stage's option adds at a moment of a stage so far away, None if far."""
-    if relation == 9:
-        return option.rest + option.stepped + option.updates
-    held = float(option.rest)
-    if load.accumulation > 1 or relation > 0:
-        held += option.gradients
-    if relation > 0:
-        held += option.reduced_after_backward
-    if relation < 0:
-        held += option.saved + option.kept
-    if moment is None:
-        return held
-    if relation == 0:
-        return held + max((option.bytes_at(m) for m in option.moments if m.sees == moment.sees), default=0.0)
-    # Above a stage that reduces nothing there may be the buffer of another: counted as zero in a lower bound.
-    return held + neighbour_bytes(moment, *beside(option, relation > 0))
 
 
 def events_near(candidates: CandidateSet, stage: int | None) -> tuple[MemoryEvent, ...]:
