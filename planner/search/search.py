@@ -227,14 +227,15 @@ def _best_first(
         point = heapq.heappop(queue)
         speed = incumbent.samples_per_s if incumbent else 0.0
         spent = incumbent is not None and made >= MOST_MADE
+        floor = max(speed, enough)  # slower plans are of no use
         close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
-        if spent or point.bound <= max(close, enough):
+        if spent or point.bound <= max(close, floor):
             return incumbent, max(top, point.bound)
         if isinstance(point, _Size):
             for found in point.points(space, limit_bytes):
                 heapq.heappush(queue, found)
         elif not point.full:
-            heapq.heappush(queue, point.tightened(limit_bytes, speed))
+            heapq.heappush(queue, point.tightened(limit_bytes, floor))
         elif point.relaxed:
             for child in point.split(space, limit_bytes):
                 heapq.heappush(queue, child)
@@ -246,7 +247,7 @@ def _best_first(
                 programmed_points == 0 or (not speed and programmed_points < PROGRAMS)
             )
             programmed_points += programs
-            advanced, plan, more = point.advanced(space, limit_bytes, speed, MOST_MADE - made, programs=programs)
+            advanced, plan, more = point.advanced(space, limit_bytes, floor, MOST_MADE - made, programs=programs)
             solved += 1
             made += more
             heapq.heappush(queue, advanced)
