@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.label_memory import BACKWARD, HIGHEST, OPTIMIZER, PEAKS, REDUCTION, StageMemory
+from planner.search.label_memory import BACKWARD, HIGHEST, OPTIMIZER, REDUCTION, StageMemory, peaks
 from planner.search.lagrangian_bound import ChainBound, MemoryEvent
 from planner.search.overlap_states import OverlapStates
 
@@ -101,7 +101,7 @@ class CompletionBounds:
         for priced in self.priced:
             if priced.stage >= index:
                 continue  # These labels have seen it.
-            bytes_held = held[:, PEAKS].max(axis=1) if priced.column == HIGHEST else held[:, priced.column]
+            bytes_held = peaks(held) if priced.column == HIGHEST else held[:, priced.column]
             if priced.sees_reduction and priced.stage == index - 1:
                 bytes_held = bytes_held + held[:, REDUCTION]
             excess = bytes_held - self.room_bytes
@@ -117,7 +117,7 @@ class CompletionBounds:
     def fits(self, index: int, held: Array) -> NDArray[np.bool_]:
         """Return which labels some completion may bring below the limit."""
         room = self.room_bytes
-        fits: NDArray[np.bool_] = held[:, PEAKS].max(axis=1) + self.least_passing[index] <= room
+        fits: NDArray[np.bool_] = peaks(held) + self.least_passing[index] <= room
         fits &= (held[:, BACKWARD] + self.least_peak[index] <= room) & (held[:, OPTIMIZER] <= room)
         return fits
 

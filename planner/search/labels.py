@@ -43,9 +43,9 @@ from planner.search.label_memory import (
     BACKWARD,
     NOTHING_PLACED,
     OPTIMIZER,
-    PEAKS,
     StageMemory,
     most_gathered,
+    peaks,
     settle_pending,
 )
 from planner.search.lagrangian_bound import ChainBound, MemoryEvent, highest_event
@@ -172,7 +172,7 @@ class LabelSetting:
         for number in (0,) if top else QUICK:  # Nothing has been seen above the top stage: only seconds count.
             price, rest_s = self.bounds.seen(index, number)
             quick.append((price, added_s + rest_s[after] + price * (memory.passing[None] - self.room_bytes)))
-        peak = np.zeros(1) if top else labels.held[:, PEAKS].max(axis=1)
+        peak = np.zeros(1) if top else peaks(labels.held)
         found, left_s = [], np.inf
         step = max(1, CHUNK // len(states.base_s))
         for start in range(0, len(labels.seconds), step):
@@ -246,6 +246,6 @@ def _most_promising(labels: Labels, most: int) -> tuple[Labels, float]:
     order = np.argsort(labels.least_s, kind="stable")
     half, rest = order[: most // 2], order[most // 2 :]
     held = labels.held[rest]
-    memory = held[:, PEAKS].max(axis=1) + held[:, BACKWARD] + held[:, OPTIMIZER]
+    memory = peaks(held) + held[:, BACKWARD] + held[:, OPTIMIZER]
     lean, others = np.split(rest[np.argsort(memory, kind="stable")], [most - len(half)])
     return labels.some(np.sort(np.concatenate([half, lean]))), float(labels.least_s[others].min())
