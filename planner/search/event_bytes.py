@@ -26,7 +26,9 @@ class EventBytes:
 
     def __init__(self, options: Sequence[StageCandidate], load: Workload) -> None:
         self._options = options
-        rows = [(o.rest, o.gradients, o.reduced_after_backward, o.saved + o.kept, o.stepped + o.updates) for o in options]
+        rows = [
+            (o.rest, o.gradients, o.reduced_after_backward, o.saved + o.kept, o.stepped + o.updates) for o in options
+        ]
         rest, gradients, late, kept, stepping = np.array(rows, dtype=np.float64).T
         always = rest + gradients if load.accumulation > 1 else rest
         self._far = {1: rest + gradients + late, 0: always, -1: always + kept}
