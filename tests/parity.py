@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -88,6 +89,10 @@ def build(family: str) -> nn.Module:
 FAMILIES = ("gpt2", "bert", "llama", "uneven")
 
 
+GRAPHS: dict[str, ModelGraph] = {}
+"""By what `graph_once` tells them apart."""
+
+
 def inputs(module: nn.Module, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of forward."""
     made: tuple[tuple[Any, ...], dict[str, Any]] = module.example_inputs(batch, LENGTH)  # type: ignore[operator]
@@ -100,10 +105,13 @@ def graph_once(module: nn.Module, name: str, settings: Sequence[Any], trace: Cal
     known = [(path, one.dtype, one.requires_grad) for path, one in tensors]
     classes = [(type(part).__module__, type(part).__qualname__, _told(part)) for part in module.modules()]
     key = f"{name} {tuple(settings)} {module} {known} {classes}"
-    if key not in INHERITED:
-        INHERITED[key] = trace()
-    graph: ModelGraph = INHERITED[key]
-    return graph
+    if key not in GRAPHS:
+        if key in INHERITED:
+            GRAPHS[key] = pickle.loads(INHERITED[key])
+        else:
+            GRAPHS[key] = trace()
+            INHERITED[key] = pickle.dumps(GRAPHS[key])
+    return GRAPHS[key]
 
 
 def _told(module: nn.Module) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Starts a program at the server of `programs.py`: `program_client.py FOLDER PYTHON ARGUMENT...`."""
+"""Starts a program at the server of `programs.py`: `program_client.py SOCKET PYTHON ARGUMENT...`."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 
-folder, python, *arguments = sys.argv[1:]
+address, python, *arguments = sys.argv[1:]
 if arguments[:1] == ["-u"]:
     os.environ["PYTHONUNBUFFERED"] = "1"
     del arguments[0]
@@ -14,7 +14,7 @@ forks = arguments and (not arguments[0].startswith("-") or arguments[0] in ("-m"
 if os.environ.get("OSDP_TEST_REAL_RANK", "none") == os.environ.get("RANK") or not forks:
     os.execv(python, [python, *arguments])
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-server.connect(os.path.join(folder, "socket"))
+server.connect(address)
 request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "pid": os.getpid()}
 socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
 program = int(server.recv(64))

@@ -6,7 +6,8 @@ server, which forks; it passes on signals, and ends as the program ends.  A prog
 `sys.executable`, as torchrun starts its ranks, starts forks in turn.  Any other option of Python starts Python itself,
 and so does the rank that `REAL_RANK` names.
 
-All workers of a test run share the server, which is started when first needed and ends with the run.
+All workers of a test run share the server, which is started when first needed and ends with the run.  Where there are
+several workers, they and their ranks are forks too, of a fork of the server that has collected (`warm_workers.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import fcntl
-import gc
 import importlib
-import inspect
 import io
 import json
 import os
@@ -32,8 +31,12 @@ import time
 import traceback
 import types
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
+
+import garbage
 
 FOLDER = "OSDP_TEST_PROGRAMS"
 """Environment variable with the folder of the server's files, which the test run makes."""
@@ -55,6 +58,8 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "torch._dynamo",
 )
+RANKS = "ranks.socket"
+"""File in the folder where the server of ranks listens."""
 START_S = 120.0
 """How long the server has to start."""
 
@@ -66,23 +71,35 @@ def make_folder() -> str:
 
 def python() -> str:
     """Return the executable, with a server behind it."""
-    folder = Path(os.environ[FOLDER])
-    executable, address = folder / "python", folder / "socket"
+    return _server_behind("python")
+
+
+def worker_python(collected: Sequence[str]) -> str:
+    """Return one that starts workers of the test run, which collects these files; ranks fork beside them."""
+    return _server_behind("worker", *collected)
+
+
+def _server_behind(name: str, *collected: str) -> str:
+    """Return an executable whose server listens at a socket of its name, started unless it runs."""
+    folder, source = Path(os.environ[FOLDER]), Path(__file__).resolve()
+    executable, address = folder / name, folder / f"{name}.socket"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not address.exists():
-            source = Path(__file__).resolve()
-            client = source.with_name("program_client.py")
-            executable.write_text(
-                f'#!/bin/sh\nexec "{sys.executable}" -IS "{client}" "{folder}" "{sys.executable}" "$@"\n'
-            )
-            executable.chmod(0o755)
             with open(folder / "log", "w") as log:
-                subprocess.Popen([sys.executable, source, folder], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                command = [sys.executable, source, folder, *collected]
+                server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             end_s = time.monotonic() + START_S
             while not address.exists():
+                assert server.poll() is None, (folder / "log").read_text()
                 assert time.monotonic() < end_s, (folder / "log").read_text()
                 time.sleep(0.05)
+        if not executable.exists():
+            client = source.with_name("program_client.py")
+            executable.write_text(
+                f'#!/bin/sh\nexec "{sys.executable}" -IS "{client}" "{address}" "{sys.executable}" "$@"\n'
+            )
+            executable.chmod(0o755)
     return str(executable)
 
 
@@ -91,24 +108,34 @@ def process_of(pid: int) -> int:
     return int(Path(os.environ[FOLDER], str(pid)).read_text())
 
 
-def serve(folder: Path) -> None:
-    """Fork programs until the folder is gone, or the process that made it."""
-    maker = Path("/proc", folder.name.split("-")[2])
+def main(folder: Path, collected: Sequence[str]) -> None:
+    """Import and do what programs would; then fork them and, if there are files to collect, workers and ranks."""
     os.setsid()  # an interrupted test run ends its programs before their server
     for name in PRELOADED:
         importlib.import_module(name)
     _warm()
+    garbage.set_aside()
+    if collected and os.fork() == 0:
+        warm_workers = importlib.import_module("warm_workers")
+        warm_workers.collect(collected)
+        warm_workers.start_rank_server(folder / RANKS)
+        serve(folder, "worker", sys.executable)
     own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     sys.path[:] = [entry for entry in sys.path if entry not in own]
-    gc.collect()
-    gc.freeze()  # else a collection in a fork would copy every page
+    serve(folder, "python", str(folder / "python"))
+
+
+def serve(folder: Path, name: str, executable: str) -> NoReturn:
+    """Fork programs, whose `sys.executable` is given, until the folder is gone, or the process that made it."""
+    maker = Path("/proc", folder.name.split("-")[2])
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writing)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(folder / "starting"))
+    starting = folder / f"{name}.starting"
+    listener.bind(str(starting))
     listener.listen(64)
-    (folder / "starting").rename(folder / "socket")
+    starting.rename(folder / f"{name}.socket")
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)
     watched.register(reading, selectors.EVENT_READ)
@@ -127,7 +154,7 @@ def serve(folder: Path) -> None:
                         os.close(descriptor)
                     for connection in (listener, client, watched, *clients.values()):
                         connection.close()
-                    _be(request, files, folder)
+                    _be(request, files, executable)
                 for descriptor in files:
                     os.close(descriptor)
                 (folder / str(request["pid"])).write_text(str(pid))
@@ -152,11 +179,13 @@ def serve(folder: Path) -> None:
                 client.close()
     for pid in clients:
         os.kill(pid, signal.SIGKILL)
+    os._exit(0)
 
 
 def _warm() -> None:
     """Do once what nearly every program would do first, as `warm_ranks.py` does for ranks: fill caches of PyTorch."""
     import torch
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     from osdp.models.config import GPT2Config
     from osdp.models.gpt2 import GPT2
@@ -172,18 +201,19 @@ def _warm() -> None:
     state, config = torch.get_rng_state(), GPT2Config(29, 8, hidden_size=12, layers=1, heads=2)
     source, cluster = source_of(lambda: GPT2(config), "warm", None, None), load_cluster("cpu-gloo", 1, 2)
     graph = trace_model(source)
-    gc.freeze()  # a dry run collects several times
+    garbage.set_aside()
     for strategy in ("replicate", "shard", "owner"):
         plan = plan_graph(graph, cluster, Request(1 << 30, micro_batch=2, pins=(parse_pin(f"*={strategy}"),))).plan
         script = Script(source.build, source.example_inputs, lambda output: output, "adam", 2)
         dry_run(script, compile_plan(plan, graph, cluster))
     torch.set_rng_state(state)
-    inspect.stack()  # torchrun asks for it at each of its steps; the first looks at every module
+    # torchrun asks at each of its steps, and by `inspect.stack` that takes it a second of processor time in all.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         one.atexit = False  # operators that libraries define end with the process
 
 
-def _be(request: dict[str, object], files: list[int], folder: Path) -> None:
+def _be(request: dict[str, object], files: list[int], executable: str) -> None:
     """Be a program, to its end."""
     status = 1
     try:
@@ -203,7 +233,7 @@ def _be(request: dict[str, object], files: list[int], folder: Path) -> None:
         import torch
 
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
-        sys.executable = str(folder / "python")
+        sys.executable = executable
         arguments = request["arguments"]
         assert isinstance(arguments, list)
         status = _run(arguments, [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry])
@@ -251,4 +281,4 @@ def _run(arguments: list[str], path: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

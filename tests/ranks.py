@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import programs
 import torch
 import torch.distributed as dist
 
@@ -49,8 +50,13 @@ PRELOADED = (
     "warm_ranks",
 )
 """What every rank imports, and would for 0.6 s each time."""
-INHERITED: dict[str, Any] = {}
-"""What takes long to find out and is the same everywhere: ranks get it from their starter, which gets what they add."""
+INHERITED: dict[str, bytes] = {}
+"""What takes long to find out and is the same everywhere: ranks get it from their starter, which gets what they add.
+
+Pickled, since each of many ranks gets all of it, and needs little.
+"""
+HELD: set[str] = set()
+"""What of it the server of ranks has had from its start."""
 GRACE_S = 0.3
 """How long a failure waits for earlier ones: peers of a dead rank may report before it is found dead."""
 
@@ -74,7 +80,7 @@ class Outcome:
 
     value: Any
     """Result of the function."""
-    found_out: dict[str, Any]
+    found_out: dict[str, bytes]
     """What the rank has added to `INHERITED`."""
     error: str
     """Traceback, empty if it returned."""
@@ -96,7 +102,7 @@ class Task:
     collective_timeout_s: float
     stacks: Path
     """File that SIGUSR1 makes it write its threads' stacks to."""
-    inherited: dict[str, Any]
+    inherited: dict[str, bytes]
 
 
 def run_ranks(
@@ -142,7 +148,7 @@ def run_ranks(
                     joins,
                     collective_timeout_s or 0.8 * timeout_s,
                     Path(folder, str(rank)),
-                    INHERITED,
+                    {key: pickled for key, pickled in INHERITED.items() if key not in HELD},
                 )
                 process = context.Process(target=_rank_main, args=(there, pickle.dumps(task)))
                 process.start()
@@ -163,8 +169,18 @@ def run_ranks(
 
 
 def _server() -> multiprocessing.context.ForkServerContext:
-    """Start what ranks fork from, unless it runs."""
+    """Start what ranks fork from, unless it runs or workers share one."""
     context = multiprocessing.get_context("forkserver")
+    shared = Path(os.environ[programs.FOLDER], programs.RANKS)
+    if shared.exists():
+        server = forkserver._forkserver  # type: ignore[attr-defined]
+        if server._forkserver_address is None:
+            server._forkserver_address = str(shared)
+            server._forkserver_alive_fd = os.open(
+                os.devnull, os.O_RDONLY
+            )  # every rank gets one; this server needs none
+            server.ensure_running = lambda: None
+        return context
     context.set_forkserver_preload(list(PRELOADED))
     # Python 3.11 does not give it sys.path, and skips what it cannot import without a word.
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -245,8 +261,9 @@ def _rank_main(pipe: Connection, pickled_task: bytes) -> None:
         with open(task.stacks, "w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks)
             INHERITED.update(task.inherited)
+            known = set(INHERITED)
             value = _call(task)
-            found_out = {key: INHERITED[key] for key in INHERITED.keys() - task.inherited if task.rank == 0}
+            found_out = {key: INHERITED[key] for key in INHERITED.keys() - known if task.rank == 0}
             message = pickle.dumps(Outcome(value, found_out, "", time.monotonic()))
     except BaseException:
         message = pickle.dumps(Outcome(None, {}, traceback.format_exc(), time.monotonic()))

@@ -7,31 +7,25 @@ of the models of `parity.py` and `toys.py`, and OSDP traces in them only what pr
 
 from __future__ import annotations
 
-import gc
 from unittest import mock
 
+import garbage
 import torch
-from parity import FAMILIES, Case, build, cluster_of, graph_of, inputs, trace_once
-from toys import Blocks, InPlace, Irregular
-from toys import graph_of as toy_graph_of
+import warm_graphs  # noqa: F401
+from parity import Case, build, cluster_of, graph_of, inputs, trace_once
 
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
 
 mock.patch("osdp.prepare.trace_model", trace_once).start()
-for family in FAMILIES:
-    graph_of(family)
-for toy in (Blocks(), Blocks(frozen=False), InPlace(), Irregular()):
-    toy_graph_of(toy)
 if not torch.cuda.is_available():  # else each seed waits there for a GPU, with the stack that it was set at
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 torch.set_num_threads(1)  # threads of the server would not be in its forks
-gc.freeze()  # a dry run collects several times
+garbage.set_aside()
 for strategy in ("replicate", "shard", "group_shard:2", "owner"):
     case = Case("gpt2", {}, strategy, recomputed=("blocks.0",))
     dry_run(
         Script(lambda: build("gpt2"), lambda module, batch: inputs(module, batch), lambda loss: loss, "adam", 2),
         compile_plan(case.plan(), graph_of("gpt2"), cluster_of(2, 2)),
     )
-gc.collect()
-gc.freeze()  # a collection in a fork would go through all that was imported, and copy its pages
+garbage.set_aside()
