@@ -22,61 +22,7 @@ from typing import Any
 from _shared import GIB, plan_command, run, with_range
 
 REPEATS = 3
-_EIGHT_BILLION = {
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "Llama-3-8B": _EIGHT_BILLION
-    | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-    },
-    "Qwen3-8B": _EIGHT_BILLION
-    | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_hidden_layers": 36,
-        "intermediate_size": 12288,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-    },
-    "Gemma-2-2B": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "model_type": "gemma2",
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 256000,
-        "max_position_embeddings": 8192,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "torch_dtype": "float32",
-    },
-    "Mixtral-8x7B": _EIGHT_BILLION
-    | {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32000,
-        "max_position_embeddings": 32768,
-        "sliding_window": None,
-    },
-}
+CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("huggingface_models.json").read_text())
 """Sizes from the published config.json of each model."""
 
 
