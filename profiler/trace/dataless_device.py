@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from profiler.model_source import Inputs
@@ -25,6 +24,7 @@ from profiler.opaque_parameters import is_opaque, rebuilt, tensors_of
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.python_values import PythonValues, as_if_real
 from profiler.trace.shapes import make, predict
+from profiler.trace.uncompiled_mode import UncompiledMode
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -92,7 +92,7 @@ class FakeCpu:
 DatalessDevice = MetaDevice | FakeCpu
 
 
-class _WithoutFills(TorchDispatchMode):
+class _WithoutFills(UncompiledMode):
     """Leaves out what fills tensors that have no data, which is where building spends its time."""
 
     def __init__(self, device: DatalessDevice) -> None:
@@ -121,11 +121,6 @@ class _WithoutFills(TorchDispatchMode):
         device = kwargs.get("device")
         placed = bool(tensors) if device is None else device == self._device.torch_device
         return placed and all(self._device.holds(tensor) for tensor in tensors)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: see `Meter._should_skip_dynamo`."""
-        return False
 
 
 aten = torch.ops.aten

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +29,7 @@ from profiler.trace.handover import NO_STAND_INS, Replayed, StandIn, StandIns, U
 from profiler.trace.known_values import has_data
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.shapes import META, Layouts, make, predict
+from profiler.trace.uncompiled_mode import UncompiledMode
 
 
 class Known(NamedTuple):
@@ -44,7 +44,7 @@ Memo = dict[tuple[Any, ...], Known]
 """By op and description of its arguments (`_read`)."""
 
 
-class Meter(TorchDispatchMode):
+class Meter(UncompiledMode):
     """Meters what runs under it into `ledger`. Use once: a forward, `turn`, its backward, `finish`."""
 
     def __init__(
@@ -87,11 +87,6 @@ class Meter(TorchDispatchMode):
         for operator, tensors in enumerate(self._parameters):
             self.ledger.pin(tensors, operator)
         self.ledger.pin([*module.buffers(), *(one for one in named.values() if not one.dim())], NOBODY)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: the trace is never compiled, and the guard would import dynamo (1.5 s)."""
-        return False
 
     # --- modules ----------------------------------------------------------------------------------
 

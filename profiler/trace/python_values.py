@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from profiler.trace.data_dependent import DataDependent, UnknownValueError
 from profiler.trace.known_values import computing, has_data
+from profiler.trace.uncompiled_mode import UncompiledMode
 
 _READS: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.tolist: Tensor.tolist,
@@ -110,17 +110,12 @@ class PythonValues(TorchFunctionMode):
         return self._data.values.moved(made.detach()).requires_grad_(made.requires_grad)
 
 
-class _AnsweringMode(TorchDispatchMode):
+class _AnsweringMode(UncompiledMode):
     """Answers what depends on data in a program that runs on fake tensors."""
 
     def __init__(self, data: DataDependent) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._data = data
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing here is compiled, and the guard against it would cost time at every op."""
-        return False
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
