@@ -19,6 +19,8 @@ stage() {
 
 ensure_environment test
 cd "$root"
+# Tests start hundreds of processes: where Python is told not to write bytecode, each would compile what it imports.
+unset PYTHONDONTWRITEBYTECODE
 stage ruff check
 stage ruff format --check
 # mypy keeps one core busy for most of a minute, so tests run beside it.

@@ -15,7 +15,8 @@ MEM_HELP = (
 )
 PIN_HELP = (
     "Fix a choice yourself: 'blocks.*.mlp=shard' sets a strategy, 'blocks.0=recompute' activation "
-    "checkpointing, 'blocks.0=keep' none. Repeatable."
+    "checkpointing, 'blocks.0=selective' the same but for matrix products and attention, 'blocks.0=keep' none. "
+    "Repeatable."
 )
 IMBALANCE_HELP = (
     "How much the compute time of micro-batches varies: the coefficient of variation (such as 0.5), or a "

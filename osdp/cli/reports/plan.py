@@ -179,7 +179,8 @@ def _footer(planned: Planned, around: Circumstances) -> str:
     lines = [
         f"Certified gap {plan.gap:.2%}: no plan of the search space has more than {bound} samples/s in this cost "
         f"model{' with these pins' if plan.asked.pins else ''}. The search space has, for each block and each operator "
-        f"outside blocks, {_offer(planned)}; one strategy for all tied operators; recomputation or not for each block; "
+        f"outside blocks, {_offer(planned)}; one strategy for all tied operators; no, selective or whole recomputation "
+        f"of each block; "
         f"and {found.points} combinations of micro-batch size and accumulation. Plans outside it may be faster.",
         f"Tracing took {planned.trace_s:.2f} s, the search {found.search_s:.2f} s, the command {around.total_s:.2f} s.",
     ]

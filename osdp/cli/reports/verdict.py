@@ -42,10 +42,13 @@ def verdict(planned: Planned) -> str:
 
 
 def _recomputation(plan: Plan, blocks: int) -> Iterator[str]:
-    """Yield e.g. `20 of the 48 recomputed` and `28 of the 48 recomputed selectively`."""
-    for names, how in ((plan.recomputed_blocks, ""), (plan.selectively_recomputed_blocks, " selectively")):
-        if names:
-            yield f"{'all' if len(names) == blocks else len(names)} of the {blocks} recomputed{how}"
+    """Yield e.g. `20 of the 48 recomputed and 28 selectively`."""
+    whole, selective = len(plan.recomputed_blocks), len(plan.selectively_recomputed_blocks)
+    if whole and selective:
+        yield f"{whole} of the {blocks} recomputed and {selective} selectively"
+    elif whole or selective:
+        how = " selectively" if selective else ""
+        yield f"{'all' if blocks in (whole, selective) else whole or selective} of the {blocks} recomputed{how}"
 
 
 def _names(choices: Collection[str], cluster: Cluster) -> str:
