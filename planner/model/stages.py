@@ -11,6 +11,7 @@ Stages with equal `stage_class` are interchangeable: the search only counts them
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from profiler.model_graph import Call, ModelGraph, Recompute
 
@@ -46,7 +47,7 @@ class Stage:
     takes: tuple[int, ...] = ()
     """Blocks that keep something for it if it is recomputed, as several take it (`Call.shared_bytes`)."""
 
-    @property
+    @cached_property
     def recomputations(self) -> tuple[Recompute, ...]:
         """What of it can run again in backward: more than nothing of a block that was seen to."""
         modes = Recompute if self.block is not None else (Recompute.NOTHING,)

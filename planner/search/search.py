@@ -37,6 +37,7 @@ from planner.search.least_memory import smallest_of
 from planner.search.search_space import CandidateSet, Space, Spanning
 from planner.search.simple_plan import simplest
 from planner.search.solve_candidates import Widening, programmed
+from profiler.model_graph import Recompute
 
 MOST_MADE = 1_200_000
 """Labels that a search makes; then the bounds of the remaining points count in the gap.  About 2 us of CPU each."""
@@ -192,6 +193,8 @@ def search(
     queue = _sizes(space, loads, task.limit_bytes)
     count = len(queue)
     plan, top = _best_first(queue, space, task.limit_bytes, known, enough, progress)
+    if plan is not None and top > max(enough, plan.samples_per_s * (1 + CLOSE_ENOUGH)):
+        plan = _with_fewer_choices(task, plan, enough, progress)
     if plan is None:
         plan = smallest_of(space, loads, task.limit_bytes)
         if plan.peak.total_bytes > task.limit_bytes:
@@ -202,6 +205,21 @@ def search(
     speed, took_s = plan.samples_per_s, time.perf_counter() - started
     bound = max(top, ddp_top, speed)
     return Found(plan.space, plan.load, plan.options, plan.spanning, speed, bound, rivals, count, took_s, simple)
+
+
+def _with_fewer_choices(task: Task, known: PricedPlan, enough: float, progress: Progress) -> PricedPlan:
+    """Return the best plan of a search that could not prove its own, after one without selective recomputation.
+
+    In a smaller space labels go further, and where memory hardly needs recomputation its best plan is as good.
+    """
+    graph = task.graph
+    if Recompute.SELECTIVE in task.pins.recompute.values() or not any(call.selective for call in graph.calls):
+        return known
+    fewer = replace(task, graph=replace(graph, calls=tuple(replace(call, selective=None) for call in graph.calls)))
+    space = Space(fewer.graph, pins=task.pins)
+    queue = _sizes(space, loads_of(fewer, space), task.limit_bytes)
+    plan, _ = _best_first(queue, space, task.limit_bytes, known, enough, progress)
+    return plan or known
 
 
 def loads_of(task: Task, space: Space) -> tuple[Workload, ...]:

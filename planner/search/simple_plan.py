@@ -9,12 +9,13 @@ T the step time and M the peak, of which T grows with n and M falls,
     the plan      = argmax over b, s, o, k of b / T(b, s, o, k, n(b, s, o, k))
 
 T with nothing recomputed bounds T from below, so that most of them need no bisection.  First o = s for every b and s;
-then, at the best b and its neighbours, every pair.
+then, at the best b and its neighbours, every pair; of k the one in which a byte costs least (`upgrades`), and at the
+end every k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import ceil
@@ -23,6 +24,7 @@ from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
 from planner.pricing import PricedPlan, fixed
 from planner.search.candidates import StageDecision
+from planner.search.knapsack import upgrades
 from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
@@ -35,6 +37,8 @@ ODD_GAIN = 0.01
 SMALLEST, LARGEST = 8, 2
 """Micro-batches that are tried are at least this part of a fast plan's, and at most so many times that: with fewer
 blocks recomputed, smaller ones may be faster."""
+MODES = len(Recompute)
+"""Kinds of recomputation where a block may have any."""
 NEIGHBOURS = 2
 """How many micro-batches on either side of the best are tried with a strategy of its own for what is outside blocks."""
 
@@ -69,6 +73,7 @@ def simplest(space: Space, loads: Sequence[Workload], limit_bytes: int, near: Wo
     at = tried.index(search.best.load)
     around = tried[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]
     search.try_all((_Form(load, *pair) for load in around for pair in product(strategies, strategies)), ODD_GAIN / 10)
+    search.try_every_kind()
     return search.best
 
 
@@ -87,13 +92,14 @@ class _SimpleSearch:
     def __init__(self, space: Space, limit_bytes: int) -> None:
         self.space, self.limit_bytes = space, limit_bytes
         self.best: PricedPlan | None = None
+        self._best_form: _Form | None = None
         stages, pinned = enumerate(space.model.stages), space.pins.recompute
         blocks = [(index, stage.block) for index, stage in stages if stage.block is not None]
         self._pinned = {index: pinned[block] for index, block in blocks if block in pinned}
         self._open = [index for index, block in blocks if block not in pinned]
         """Stages whose recomputation is not pinned, from the bottom."""
         modes = sorted(set[Recompute]().union(*(space.model.stages[index].recomputations for index in self._open)))
-        self._kinds = list(combinations(modes, 2))
+        self._modes = modes
 
     def try_all(self, forms: Iterable[_Form], gain: float) -> None:
         """Keep the fastest of these forms, if it is faster by more than this share than what is kept so far."""
@@ -101,17 +107,35 @@ class _SimpleSearch:
             floor = self.best.samples_per_s * (1.0 + gain) if self.best else 0.0
             kept = self._plan(form, 0)
             if kept.samples_per_s > floor:
-                plans = [kept] if self._fits(kept) else map(self._recomputed, self._recomputing(form))
-                fastest = max(filter(None, plans), key=lambda plan: plan.samples_per_s, default=None)
-                if fastest is not None and fastest.samples_per_s > floor:
-                    self.best = fastest
+                plan = kept if self._fits(kept) else self._recomputed(self._cheapest_kind(form, kept))
+                if plan is not None and plan.samples_per_s > floor:
+                    self.best, self._best_form = plan, form
 
-    def _recomputing(self, form: _Form) -> Iterator[_Form]:
-        """Yield the form with every pair of kinds of recomputation between which the limit can lie."""
-        for above, below in self._kinds:
+    def try_every_kind(self) -> None:
+        """Keep the fastest of the best form's plans with any two kinds of recomputation."""
+        form = self._best_form
+        if form is None or len(self._modes) < MODES or self._fits(self._plan(form, 0)):
+            return
+        for above, below in combinations(self._modes, 2):
             made = replace(form, above=above, below=below)
-            if not above or not self._fits(self._plan(made, 0)):
-                yield made
+            if not self._fits(self._plan(made, 0)) and (plan := self._recomputed(made)) is not None:
+                self.best = max(self.best or plan, plan, key=lambda one: one.samples_per_s)
+
+    def _cheapest_kind(self, form: _Form, kept: PricedPlan) -> _Form:
+        """Return the form with the two kinds of recomputation between which the limit lies at the least cost."""
+        if len(self._modes) < MODES:
+            return replace(form, below=self._modes[-1])
+        plans = [kept, *(self._plan(replace(form, above=mode), 0) for mode in self._modes[1:])]
+        points = [(-plan.peak.total_bytes, 1.0 / plan.samples_per_s) for plan in plans]
+        above = Recompute.NOTHING
+        for position, _, _ in upgrades(points):
+            below = self._modes[position]
+            if self._fits(plans[position]):
+                break
+            above = below
+        else:
+            above, below = self._modes[-2:]  # none fits
+        return replace(form, above=above, below=below)
 
     def _recomputed(self, form: _Form) -> PricedPlan | None:
         """Return a form with as few blocks recomputed more as fit, of which there is at least one."""
