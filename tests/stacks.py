@@ -155,6 +155,7 @@ class Stack(nn.Module):
         if draw.random() < 0.1:
             for block in self.blocks[:1]:
                 block.requires_grad_(False)
+        self.masks_anew = draw.random() < 0.3
 
     def example_inputs(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.tokens:
@@ -184,6 +185,8 @@ class Stack(nn.Module):
         saved, states, aux = [], [], None
         blocks = [*self.blocks, *(self.blocks[:1] if self.again else [])]
         for index, block in enumerate(blocks):
+            if self.masks_anew and index == len(blocks) // 2:
+                mask = self.make_mask(x)  # as a decoder has one of its own
             if self.skips and index < len(blocks) // 2:
                 saved.append(x)
             y = block(x, mask if block.attention is not None else None, start if self.memory else None)
