@@ -28,4 +28,5 @@ def mixtures(draw: st.DrawFn, family: str, precision: str = "fp32") -> Case:
             again[graph.blocks[operator.block].name] = draw(st.sampled_from([Recompute.NOTHING, Recompute.EVERYTHING]))
     recomputed = tuple(block for block, how in again.items() if how is Recompute.EVERYTHING)
     selective = tuple(block for block, how in again.items() if how is Recompute.SELECTIVE)
-    return Case(family, choices, "shard", recomputed, selective, precision, accumulation=draw(st.integers(1, 3)))
+    accumulation = draw(st.integers(1, 3))
+    return Case(family, choices, "shard", recomputed, precision, accumulation, selective=selective)

@@ -161,7 +161,6 @@ class Case:
     """By operator; others take `default`."""
     default: str = "shard"
     recomputed: tuple[str, ...] = ()
-    selective: tuple[str, ...] = ()
     precision: str = "fp32"
     accumulation: int = 1
     nodes: int = 2
@@ -170,6 +169,7 @@ class Case:
     """Further arguments of OSDP."""
     ring: tuple[RingRule, ...] = ()
     """Where reduce-scatters go round a ring."""
+    selective: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
