@@ -192,7 +192,7 @@ def make_unit(
     parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
     this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
     rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
-    own |= is_gathered_often(graph, operators[0], strategy)
+    own = own or is_gathered_often(graph, operators[0], strategy)
     return StagedUnit(
         operators=operators,
         strategy=strategy,
