@@ -111,6 +111,12 @@ class Schedule:
                 counts[collective] += 1 if collective.phase == "step" else self.accumulation
         return counts
 
+    def _again(self, block: str) -> str:
+        """Say whether a block runs again."""
+        if block not in self.recomputed:
+            return ""
+        return " (recomputed selectively)" if block in self.selective else " (recomputed)"
+
     def __str__(self) -> str:
         """Return a table of the units, in execution order.
 
@@ -130,7 +136,7 @@ class Schedule:
             again = any(collective.phase == "backward" for collective in unit.collectives)
             rows.append(
                 (
-                    unit.name + (" (recomputed)" if unit.name in self.recomputed else ""),
+                    unit.name + self._again(unit.name),
                     str(len(unit.operators)),
                     format_choice((unit.strategy,)) + (f" on rank {unit.owner}" if unit.owner is not None else ""),
                     f"{self.world_size // unit.strategy.group} x {unit.strategy.group}",

@@ -37,7 +37,7 @@ EXPERT_IMBALANCE_HELP = (
     "How unevenly a router loads the experts of a mixture of experts: the largest load over the mean."
 )
 SIMPLE_HELP = (
-    "One strategy for all blocks, one for what is outside them, and the first n blocks recomputed. Default: if the "
+    "One strategy for all blocks, one for what is outside them, at most two kinds of recomputation. Default: if the "
     "fastest plan gains less than 2% over that."
 )
 OUTPUT_HELP = "Write the plan to this YAML file, for OSDP() to run; with several limits, the plans to this folder."

@@ -124,7 +124,7 @@ class _SimpleSearch:
     def _cheapest_kind(self, form: _Form, kept: PricedPlan) -> _Form:
         """Return the form with the two kinds of recomputation between which the limit lies at the least cost."""
         if len(self._modes) < MODES:
-            return replace(form, below=self._modes[-1])
+            return replace(form, below=max(self._modes, default=Recompute.NOTHING))
         plans = [kept, *(self._plan(replace(form, above=mode), 0) for mode in self._modes[1:])]
         points = [(-plan.peak.total_bytes, 1.0 / plan.samples_per_s) for plan in plans]
         above = Recompute.NOTHING

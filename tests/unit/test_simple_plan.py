@@ -8,7 +8,7 @@ from itertools import combinations, product
 
 import pytest
 from rich.console import Console
-from synthetic import cluster, transformer
+from synthetic import chain, cluster, transformer
 
 from osdp.cli.reports.plan import Circumstances, print_plan
 from osdp.cli.reports.verdict import verdict
@@ -148,3 +148,12 @@ def test_the_report_does_not_say_more_of_a_simple_plan_than_was_proven() -> None
         assert isinstance(target.file, io.StringIO)
         assert ("simple" in target.file.getvalue()) == (said is not None)
         assert said is None or said in target.file.getvalue()
+
+
+def test_a_model_without_blocks_has_a_simple_plan_only_if_it_fits() -> None:
+    graph = chain([(1024, 1024)] * 3, gflops=[1.0] * 3, saved_mb=[4.0] * 3)
+    space = Space(graph)
+    loads = loads_of(Task(graph, MACHINE, 10 * GIB), space)
+    smallest_bytes = round(smallest_of(space, loads, 10 * GIB).peak.total_bytes)
+    for limit_bytes, fits in ((3 * smallest_bytes, True), (smallest_bytes // 2, False)):
+        assert (simplest(space, loads, limit_bytes, loads[0]) is not None) is fits
