@@ -42,6 +42,7 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
     splits = tuple(
         Split(graph.operators[index].modules[0], len(slices)) for index, slices in choices.items() if len(slices) > 1
     )
+    recomputed = plan.recomputations
     schedule = Schedule(
         nodes=cluster.nodes,
         ranks_per_node=cluster.gpus_per_node,
@@ -49,7 +50,7 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
         accumulation=plan.accumulation,
         units=tuple(scheduled),
         splits=splits,
-        recomputed=tuple(block.name for block in graph.blocks if block.name in plan.recomputations),
+        recomputed=tuple(block.name for block in graph.blocks if block.name in recomputed),
         selective=frozenset(plan.selectively_recomputed_blocks),
         by_ddp=runs_by_ddp(plan, graph, cluster),
         master_weights=plan.model.master_weights,

@@ -247,7 +247,7 @@ class Ledger:
         self._end()
         charges = [call.saved for call in self.calls]
         if recomputed is not None:
-            charges = [one + call.kept for one, call in zip(recomputed, self.calls, strict=True)]
+            charges = [one + call.kept for one, call in zip(recomputed, self.calls, strict=False)]
         before = [*accumulate(charges, initial=Charge())]
         first = {call.block: index for index, call in reversed(list(enumerate(self.calls)))}
         for base, call in zip(before, self.calls, strict=False):

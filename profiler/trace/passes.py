@@ -32,12 +32,12 @@ class Runs:
     """By micro-batch."""
     recomputed: Mapping[int, Pass]
     """The same with every block recomputed, of fewer micro-batches; none if that failed."""
+    selective: Mapping[int, Pass]
+    """The same with every block recomputed selectively."""
     samples: int
     """How many samples each pass counts as one."""
     left_out: set[str]
     """Operators that are left out if all rows choose alike."""
-    selective: Mapping[int, Pass]
-    """The same with every block recomputed selectively."""
     failures: Mapping[Recompute, str]
     """Why no block could be recomputed so."""
 
@@ -75,7 +75,7 @@ def run_sizes(
         with suppress(ModelError):
             skipped = runner.names(passes[first]) - runner.names(runner.run_alike(first))
     recomputed, selective = again.values()
-    return Runs(runner.groups, passes, recomputed, runner.finer, skipped, selective, failures)
+    return Runs(runner.groups, passes, recomputed, selective, runner.finer, skipped, failures)
 
 
 class _Runner:

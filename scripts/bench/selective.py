@@ -1,18 +1,19 @@
 """What selective recomputation gains: `python scripts/bench/selective.py [--models ...] [--json FILE]`
 
-The fastest plan (`--best`) of a model under a limit, without and with blocks that are recomputed selectively.  Both
-predicted samples/s; the share of the step that goes to running forwards again is in brackets.
+The fastest plan (`--best`) of a model under a limit, without and with blocks that are recomputed selectively.  All
+figures are predicted, in samples/s; the share of the step that goes to running forwards again is in brackets.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from _shared import GIB, machine
+from allocator import Case
 
 from osdp.planning.request import BEST, Planned, Request, plan_graph
 from osdp.zoo import load_cluster, load_model
@@ -20,17 +21,6 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.trace.trace import trace_model
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model under one limit."""
-
-    model: str
-    precision: str
-    cluster: str
-    limit_gib: float
-
 
 CASES = (
     *(Case("gpt2-1.5b", "fp32", "titan-rtx-8", limit) for limit in (4, 6, 8, 12, 16)),

@@ -49,6 +49,14 @@ class TwoHeads(Toy):
         return first.pow(2).mean(), second.sin().mean()
 
 
+def losses(model: Any, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return both losses of a batch that each rank has another of, with the same dropout everywhere."""
+    x = torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    torch.manual_seed(step)
+    found: tuple[Tensor, Tensor] = model(x)
+    return found
+
+
 def train(rank: int) -> None:
     """Two backwards through one graph, then one, with dropout of the same seeds as in one process."""
     from osdp import OSDP
@@ -61,15 +69,15 @@ def train(rank: int) -> None:
         model = OSDP(seeded(TwoHeads), plan_of(TwoHeads(), default, choices, **again, ranks=(1, 2)))
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
         for step in range(3):
-            x = torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(step))
-            for each, optimizer in zip((model, reference), optimizers, strict=True):
-                torch.manual_seed(step)
-                first, second = each(x)
-                if step == 1:
-                    first.backward(retain_graph=True)
-                    second.backward()
-                else:
-                    (first + second).backward()
+            first, second = losses(model, step, rank)
+            if step == 1:
+                first.backward(retain_graph=True)
+                second.backward()
+            else:
+                (first + second).backward()
+            for other in range(2):  # one process has the batches of both ranks, and the mean of their gradients
+                (sum(losses(reference, step, other)) / 2).backward()
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         got = model.full_state_dict(rank0_only=False)
