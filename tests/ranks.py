@@ -171,8 +171,8 @@ def run_ranks(
 def _server() -> multiprocessing.context.ForkServerContext:
     """Start what ranks fork from, unless it runs or workers share one."""
     context = multiprocessing.get_context("forkserver")
-    shared = Path(os.environ[programs.FOLDER], programs.RANKS)
-    if shared.exists():
+    folder = os.environ.get(programs.FOLDER)  # None: outside of a test run, as in benchmarks
+    if folder is not None and (shared := Path(folder, programs.RANKS)).exists():
         server = forkserver._forkserver  # type: ignore[attr-defined]
         if server._forkserver_address is None:
             server._forkserver_address = str(shared)
