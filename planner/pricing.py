@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from planner.cost.ddp import Replica, can_replicate
+from planner.cost.ddp import can_replicate
 from planner.cost.peak_memory import MemoryPeak, peak_memory
 from planner.cost.simulator import simulated_s
 from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
-from planner.model.fsdp_units import owners_of, units_of
+from planner.model.fsdp_units import Unit, owners_of
 from planner.model.operator_split import slice_starts
 from planner.model.stages import Stage
 from planner.plan import NOTHING_ASKED, Asked, Plan, Prediction, cluster_ref, model_ref, read_choices
@@ -154,9 +154,10 @@ def _owners(
     taken = dict(others)
     for stage, choice in zip(space.model.stages, choices, strict=True):
         taken |= zip(stage.operators, choice.strategies, strict=True)
-    units = units_of(space.model, {operator: (strategy,) for operator, strategy in taken.items()})
-    owners = owners_of(units, space.model.graph, cluster.world_size)
-    return {units[position].operators[0]: rank for position, rank in owners.items()}
+    # What one rank holds whole is a unit of its own, so other units need not be known.
+    owned = [Unit((o,), taken[o]) for o in space.model.by_first_call if taken[o].spec.has_owner]
+    owners = owners_of(owned, space.model.graph, cluster.world_size)
+    return {owned[position].operators[0]: rank for position, rank in owners.items()}
 
 
 def as_run(
@@ -168,13 +169,8 @@ def as_run(
     taken += space.idle_strategies(load.cluster) if idle is None else idle
     if space.counts or not can_replicate(space.graph, taken, load.precision):
         return options
-    replicated = replica(space, load).options([option.recompute for option in options])
+    replicated = space.replica(load).options([option.recompute for option in options])
     return replicated if peak_memory(replicated, load).total_bytes <= limit_bytes else options
-
-
-def replica(space: Space, load: Workload) -> Replica:
-    """Return the model of a space under DistributedDataParallel."""
-    return Replica(space.model, [space.stage_costs(stage_class, load) for stage_class in space.stage_classes], load)
 
 
 # --- plans -----------------------------------------------------------------------------------
@@ -306,4 +302,4 @@ def runs_by_ddp(plan: Plan, graph: ModelGraph, cluster: Cluster) -> bool:
     space = Space(graph)
     load = Workload.of(graph, cluster, plan.optimizer, plan.micro_batch, plan.accumulation)
     recomputed = [choice.recompute for choice in decisions_of(plan, space, cluster).choices]
-    return peak_memory(replica(space, load).options(recomputed), load).total_bytes <= plan.usable_bytes
+    return peak_memory(space.replica(load).options(recomputed), load).total_bytes <= plan.usable_bytes

@@ -40,6 +40,8 @@ SIMPLE_HELP = (
     "One strategy for all blocks, one for what is outside them, at most two kinds of recomputation. Default: if the "
     "fastest plan gains less than 2% over that."
 )
+SOLVER_HELP = "labels, or ilp: the integer program alone, without label setting after it."
+TIME_LIMIT_HELP = "Seconds after which the search ends with the best plan so far. Default: none; the work is limited."
 OUTPUT_HELP = "Write the plan to this YAML file, for OSDP() to run; with several limits, the plans to this folder."
 
 PlanPath = Annotated[Path, Argument(metavar="PLAN", help="A plan file, as `osdp plan -o` writes it.")]
@@ -68,6 +70,8 @@ OptimizerName = Annotated[str | None, Option(help="adam, adamw or sgd. Default: 
 OptimizerBytes = Annotated[float | None, Option("--optimizer-bytes-per-parameter", help=OPTIMIZER_BYTES_HELP)]
 Simple = Annotated[bool, Option("--simple", help=SIMPLE_HELP)]
 Best = Annotated[bool, Option("--best", help="The fastest plan, however many parts it has, to the last per cent.")]
+Solver = Annotated[str, Option(help=SOLVER_HELP)]
+TimeLimit = Annotated[float | None, Option("--time-limit", min=0, help=TIME_LIMIT_HELP)]
 WhatIf = Annotated[bool, Option("--what-if", help="Also find the bottleneck: what more memory or faster parts gain.")]
 Output = Annotated[Path | None, Option("--output", "-o", help=OUTPUT_HELP)]
 Plot = Annotated[Path | None, Option(help="Plot the frontier to this file (needs matplotlib).")]

@@ -8,7 +8,7 @@ Nothing here prints; `osdp.cli` does.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from osdp.planning.imbalance_option import lasting
 from osdp.planning.memory_options import NO_HEADROOM, Headroom, check_headroom
@@ -20,7 +20,7 @@ from planner.pricing import make_plan
 from planner.problem import Pins, Progress, Task
 from planner.search.baselines import Baseline
 from planner.search.infeasible import NothingFits, Remedy, blame
-from planner.search.search import Found, search
+from planner.search.search import Effort, Found, search
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
@@ -57,6 +57,8 @@ class Request:
     """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
     expert_imbalance: float = 1.0
     """Largest load over the mean of what a router chooses from; see `profiler.trace.data_dependent`."""
+    effort: Effort = field(default_factory=Effort)
+    """How plans are looked for, and how long."""
     style: str = ""
     """`SIMPLE`, `BEST`, or empty for the simple plan unless the best is faster by `MATERIAL_GAIN`."""
 
@@ -113,7 +115,8 @@ def plan_graph(
     """Return the fastest plan within the limit for a model that was traced. Raises OsdpError as `plan_model` does."""
     task = task_of(request, graph, cluster)
     try:
-        best = search(task, progress, material_gain=None if request.style == BEST else MATERIAL_GAIN)
+        gain = None if request.style == BEST else MATERIAL_GAIN
+        best = search(task, progress, material_gain=gain, effort=request.effort)
     except NothingFits as refused:
         raise explain_refusal(refused, task, request) from None
     found = preferred(best, request)

@@ -32,7 +32,9 @@ Source: `torch/nn/parallel/distributed.py` and `reducer.cpp` of torch 2.13.0, as
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 
 from planner.collectives import collective_s
 from planner.cost.stage_costs import StageCosts
@@ -128,16 +130,18 @@ def reductions(backward_s: Sequence[float], filled_s: Sequence[float], overlaps:
     return found
 
 
-class Replica:
-    """A model under DistributedDataParallel at one workload."""
+class ReplicatedParameters:
+    """What a model under DistributedDataParallel holds and reduces at every micro-batch."""
 
-    def __init__(self, model: StagedModel, costs: Sequence[StageCosts], load: Workload) -> None:
-        """Take the costs of every stage, which for alike stages are those of one example."""
-        self.load, self.model, self.stages, self.costs, graph = load, model, model.stages, costs, model.graph
+    def __init__(self, model: StagedModel, load: Workload) -> None:
+        graph = model.graph
         self.bytes = [unit_bytes(op.parameters, COPY, load.precision, load.optimizer) for op in graph.operators]
         self.gradients = sum(unit.full_gradients for unit in self.bytes)
         """G: bytes of all gradients."""
-        self.buckets = sum(allocated_bytes(bucket.size_bytes) for bucket in buckets(graph))
+        self.rest = sum(unit.parameters + unit.optimizer for unit in self.bytes)
+        """S + OPT."""
+        in_order = buckets(graph)
+        self.buckets = sum(allocated_bytes(bucket.size_bytes) for bucket in in_order)
         """B: bytes of the buckets that they lie in."""
         calls = list(enumerate(graph.calls))
         self.first = {call.operator: index for index, call in reversed(calls)}
@@ -146,13 +150,29 @@ class Replica:
         for operator, last in {call.operator: index for index, call in calls}.items():
             for index in range(self.first[operator], last):
                 self.waiting[index] += self.bytes[operator].full_gradients
+        made = [0] * len(calls)
+        for operator, index in self.first.items():
+            made[index] = self.bytes[operator].full_gradients
+        self.done = [*accumulate(reversed(made), initial=0)][-2::-1]
+        """For every call, bytes of gradients that calls after it have made in backward."""
         self.filled_s = [0.0] * len(calls)
         """For every call, seconds of the all-reduces of buckets that its backward fills."""
-        for bucket in buckets(graph):
+        for bucket in in_order:
             # A bucket of operators that are never called is reduced with the rest when backward ends.
             index = min((self.first.get(operator, 0) for operator in bucket.operators), default=0)
             ranks = load.cluster.world_size
             self.filled_s[index] += collective_s("all_reduce", bucket.size_bytes, load.cluster, ranks)
+
+
+class Replica:
+    """A model under DistributedDataParallel at one workload."""
+
+    def __init__(
+        self, model: StagedModel, parameters: ReplicatedParameters, costs: Sequence[StageCosts], load: Workload
+    ) -> None:
+        """Take the costs of every stage, which for alike stages are those of one example."""
+        self.load, self.model, self.stages, self.costs, self.parameters = load, model, model.stages, costs, parameters
+        self.stage = cache(self._stage)
 
     def options(self, recompute: Sequence[Recompute]) -> tuple[StageCandidate, ...]:
         """Return the options, one per stage, given what of each is recomputed."""
@@ -162,49 +182,56 @@ class Replica:
             backward_s += [*before, last + costs.again_s(again, True)]
         reduce_s, interference_s = self._reductions(backward_s)
         found = []
-        for stage, costs, again in zip(self.stages, self.costs, recompute, strict=True):
-            calls = range(stage.start, stage.start + len(stage.calls))
-            owned = [*self.model.idle] if stage.start == 0 else []
-            owned += [operator for operator, index in self.first.items() if index in calls]
-            own = sum((self.bytes[operator] for operator in owned), UnitBytes())
-            tensors = sum(p.trainable for o in owned for p in self.model.graph.operators[o].parameters)
-            moments = list(self._moments(costs, again, calls))
-            forward = [moment for moment in moments if moment.phase == "forward"]
-            backward = [moment for moment in moments if moment.phase != "forward"]
-            again_s = costs.again_s(again, True)
-            segments = []
-            for call, forward_s in zip(calls, costs.forward_s, strict=True):
-                shared = {"step_reduce_s": reduce_s[call], "step_exposed_s": interference_s[call]}
-                segments.append(Segment(forward_s, backward_s[call], again_s if call == calls[-1] else 0.0, **shared))
-            option = StageCandidate(
-                strategies=(COPY,) * len(stage.operators),
-                recompute=again,
-                parameters=own.parameters,
-                optimizer=own.optimizer,
-                gradients=own.full_gradients,
-                stepped=self.buckets if stage.start == 0 else 0,
-                updates=own.updates,
-                saved=costs.memory(again).saved[-1] + costs.memory(again).shared,
-                shared=costs.memory(again).shared,
-                block=stage.block,
-                takes=stage.takes if again else (),
-                moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
-                segments=tuple(segments),
-                optimizer_s=self.load.optimizer_s(own.full_gradients, tensors=tensors),
+        for number, again in enumerate(recompute):
+            option, start = self.stage(number, again), self.stages[number].start
+            segments = tuple(
+                replace(segment, step_reduce_s=reduce_s[call], step_exposed_s=interference_s[call])
+                for call, segment in enumerate(option.segments, start)
             )
-            found.append(option)
+            found.append(replace(option, segments=segments))
         return tuple(found)
+
+    def _stage(self, number: int, again: Recompute) -> StageCandidate:
+        """Return the option of a stage but for the reductions, which depend on the other stages."""
+        stage, costs = self.stages[number], self.costs[number]
+        calls = range(stage.start, stage.start + len(stage.calls))
+        owned = [*self.model.idle] if stage.start == 0 else []
+        owned += dict.fromkeys(call.operator for call in stage.calls if self.parameters.first[call.operator] in calls)
+        own = sum((self.parameters.bytes[operator] for operator in owned), UnitBytes())
+        tensors = sum(p.trainable for o in owned for p in self.model.graph.operators[o].parameters)
+        moments = list(self._moments(costs, again, calls))
+        forward = [moment for moment in moments if moment.phase == "forward"]
+        backward = [moment for moment in moments if moment.phase != "forward"]
+        *before_s, last_s = costs.backward_s
+        again_s = costs.again_s(again, True)
+        seconds = zip(costs.forward_s, [*before_s, last_s + again_s], [*(0.0 for _ in before_s), again_s], strict=True)
+        return StageCandidate(
+            strategies=(COPY,) * len(stage.operators),
+            recompute=again,
+            parameters=own.parameters,
+            optimizer=own.optimizer,
+            gradients=own.full_gradients,
+            stepped=self.parameters.buckets if stage.start == 0 else 0,
+            updates=own.updates,
+            saved=costs.saved_bytes(again),
+            shared=costs.memory(again).shared,
+            block=stage.block,
+            takes=stage.takes if again else (),
+            moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
+            segments=tuple(Segment(*one) for one in seconds),
+            optimizer_s=self.load.optimizer_s(own.full_gradients, tensors=tensors),
+        )
 
     def _reductions(self, backward_s: Sequence[float]) -> tuple[list[float], list[float]]:
         """Return, for every call, the seconds of `reductions` and the slow-down of computation by them."""
         cluster = self.load.cluster
         interference = cluster.measured.interference if cluster.measured and cluster.hides_buckets else 0.0
-        shares_s = [(1.0 - interference) * seconds for seconds in self.filled_s]
+        shares_s = [(1.0 - interference) * seconds for seconds in self.parameters.filled_s]
         found = reductions(backward_s, shares_s, cluster.hides_buckets)
         if cluster.hides_buckets and not cluster.overlaps:
             # Where units of FSDP2 hide nothing, the step is a sum: of the buckets it has what is left at the end.
             found = [found[0], *(0.0 for _ in found[1:])]
-        return found, [interference * seconds for seconds in self.filled_s]
+        return found, [interference * seconds for seconds in self.parameters.filled_s]
 
     def _moments(self, costs: StageCosts, recompute: Recompute, calls: range) -> Iterator[Moment]:
         """Yield what is held at every call of a stage.
@@ -213,11 +240,10 @@ class Replica:
         accumulating those of all: of what is held, the rest is put on the moment.
         """
         memory, accumulates = costs.memory(recompute), self.load.accumulation > 1
-        above = sum(self.bytes[operator].full_gradients for operator, at in self.first.items() if at >= calls.stop)
-        added = self.gradients if accumulates else above
+        added = self.parameters.gradients if accumulates else self.parameters.done[calls[-1]]
         held = [self._held(call) - added for call in calls]
         for call, live in zip(costs.stage.calls, memory.forward_peak, strict=True):
-            yield Moment("forward", call.operator, 0, self.buckets, 0, live)
+            yield Moment("forward", call.operator, 0, self.parameters.buckets, 0, live)
         for call, live in zip(costs.stage.calls, memory.again_peak, strict=bool(recompute)):
             yield Moment("recompute", call.operator, 0, held[-1], 0, live)
         for call, live, gradients in zip(costs.stage.calls, memory.backward_peak, held, strict=True):
@@ -225,7 +251,9 @@ class Replica:
 
     def _held(self, call: int) -> int:
         """Return the bytes of buckets and gradients in the backward of a call, but for those that it makes."""
-        done = sum(self.bytes[operator].full_gradients for operator, first in self.first.items() if first > call)
+        done = self.parameters.done[call]
         # In the first micro-batch they come one by one, in the last they go; there are others from the third on.
-        tensors = (0, 0, max(done, self.gradients - done), self.gradients)[min(self.load.accumulation, 3)]
-        return self.buckets + tensors + self.waiting[call]
+        tensors = (0, 0, max(done, self.parameters.gradients - done), self.parameters.gradients)[
+            min(self.load.accumulation, 3)
+        ]
+        return self.parameters.buckets + tensors + self.parameters.waiting[call]

@@ -87,6 +87,10 @@ class StageCosts:
         again_s: float = min(1.0, share) * forward_s
         return again_s
 
+    def saved_bytes(self, recompute: Recompute) -> float:
+        """Return the bytes of activations that the stage keeps from forward to backward."""
+        return self.memory(recompute).saved[-1] + self.memory(recompute).shared
+
     def activations(self, recompute: Recompute, is_whole: bool) -> Mapping[Live, float]:
         """Return the bytes of activations that are alive at the moments of `planner.cost.stage_memory`.
 

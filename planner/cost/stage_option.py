@@ -241,7 +241,7 @@ class StageOption:
         """Return the stage at one micro-batch."""
         return StageCandidate(
             recompute=self.recompute,
-            saved=costs.memory(self.recompute).saved[-1] + costs.memory(self.recompute).shared,
+            saved=costs.saved_bytes(self.recompute),
             shared=costs.memory(self.recompute).shared,
             moments=highest_moments(self.notes, costs.activations(self.recompute, self.is_whole)),
             segments=tuple(run.at(costs) for run in self.runs),

@@ -27,26 +27,14 @@ otherwise the slowest over the step; in both cases (factor - 1) times the second
 
 `planner.cost.simulator` simulates the same plan event by event; the two agree (tested).
 
-`OverlapTerms` are what a stage contributes.  Inside a stage the maxima are fixed; at its edges they depend on one
-neighbour.  With a the stage above and b the one below, a stage adds
-
-    inner                                                                  over the whole step
-    forward    max(forward, first_gather(a))                                       each micro-batch
-    backward   max(top, reduce(a) + max(last_gather(b), top_copy), all_reduce(a))  one segment
-               max(top, reduce(a) + max(top_gather, top_copy), all_reduce(a))
-               + max(bottom, bottom_reduce + max(last_gather(b), bottom_copy), bottom_all_reduce)    more than one
-
-The step grows with every one of these numbers, whatever the neighbours: that is what `planner.search.pareto` rests on.
-Without overlap nothing depends on a neighbour, and all is in `inner`.  The first gather of the first stage and its
-reductions come on top, and above the last stage its own last gather is in place of first_gather(a).
+`planner.search.overlap_terms` says what of that a stage contributes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.workload import Workload
@@ -96,11 +84,17 @@ def backward_s(segments: Sequence[Segment], overlaps: bool, last: bool) -> float
     return total
 
 
-def window_s(segment: Segment, gather_s: float, above: Segment | None, last: bool) -> float:
-    """Return the seconds of a segment's backward with what runs under it: the gather below, reductions above."""
+def window_s(
+    segment: Segment, gather_s: float, above: Segment | None, last: bool, highest: Callable[..., Any] = max
+) -> float:
+    """Return the seconds of a segment's backward with what runs under it: the gather below, reductions above.
+
+    The segments may hold arrays of numbers, if `highest` is their elementwise maximum.
+    """
     computing_s = segment.backward_s + segment.backward_stall_s
     reduce_s, all_reduce_s = (above.reduce_s, above.step_reduce_s if last else 0.0) if above else (0.0, 0.0)
-    return max(computing_s, reduce_s + max(gather_s, segment.copy_in_s), all_reduce_s)
+    found: float = highest(computing_s, reduce_s + highest(gather_s, segment.copy_in_s), all_reduce_s)
+    return found
 
 
 def plan_syncs(options: Iterable[StageCandidate]) -> bool:
@@ -137,76 +131,4 @@ def step_time(options: Sequence[StageCandidate], load: Workload) -> StepTime:
         waiting_s=sum(waiting_s(option, load, syncs) for option in options),
         optimizer_s=sum(option.optimizer_s for option in options),
         hidden_communication_s=max(0.0, communication + apart - exposed),
-    )
-
-
-class OverlapTerms(NamedTuple):
-    """A stage's contributions to the step time; all but `inner_s` are of one micro-batch."""
-
-    inner_s: float
-    """Seconds of a step that depend on no neighbour, the optimizer's and the waiting included."""
-    first_gather_s: float
-    """Gather before its forward, under the forward of the stage below."""
-    reduce_s: float
-    """Reduce-scatter under the backward of the stage below."""
-    all_reduce_s: float
-    """All-reduce under that, in the last micro-batch of a step."""
-    last_gather_s: float
-    """Gather before its backward, under the backward of the stage above."""
-    forward_s: float
-    """Computation of its last segment's forward."""
-    top_s: float
-    """Computation of its last segment's backward."""
-    top_gather_s: float
-    """Gather of its last segment but one before backward; 0 if it is one segment."""
-    top_copy_s: float
-    """Copy into the reduce-scatter of its last segment."""
-    bottom_s: float
-    """Computation of its first segment's backward; 0 if it is one segment."""
-    bottom_reduce_s: float
-    """Reduce-scatter of its second segment; 0 if it is one segment."""
-    bottom_all_reduce_s: float
-    """All-reduce of that, in the last micro-batch of a step."""
-    bottom_copy_s: float
-    """Copy into the reduce-scatter of its first segment; 0 if it is one segment."""
-    single: bool
-    """Whether it is one segment, whose top and bottom terms are one."""
-
-
-def _inner_s(segments: Sequence[Segment], load: Workload) -> float:
-    total = 0.0
-    for this, after in pairwise(segments):
-        total += load.accumulation * max(this.forward_s + this.forward_stall_s, after.forward_gather_s)
-    for below, this, above in zip(segments, segments[1:], segments[2:], strict=False):
-        for last, times in load.passes:
-            total += times * window_s(this, below.backward_gather_s, above, last)
-    return total
-
-
-def overlap_terms(option: StageCandidate, load: Workload, syncs: bool = True) -> OverlapTerms:
-    """Return the numbers of a stage under one option; `syncs` selects the waiting that is charged."""
-    waiting = waiting_s(option, load, syncs)
-    if not load.cluster.overlaps:
-        time = step_time([option], load)
-        alone_s = time.total_s - time.waiting_s + waiting
-        return OverlapTerms(alone_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, single=True)
-    segments = option.segments
-    lost_s = sum(load.accumulation * segment.interference_s + segment.step_exposed_s for segment in segments)
-    first, last, single = segments[0], segments[-1], len(segments) == 1
-    second = None if single else segments[1]
-    return OverlapTerms(
-        inner_s=option.optimizer_s + waiting + lost_s + _inner_s(segments, load),
-        first_gather_s=first.forward_gather_s,
-        reduce_s=first.reduce_s,
-        all_reduce_s=first.step_reduce_s,
-        last_gather_s=last.backward_gather_s,
-        forward_s=last.forward_s + last.forward_stall_s,
-        top_s=last.backward_s + last.backward_stall_s,
-        top_gather_s=0.0 if single else segments[-2].backward_gather_s,
-        top_copy_s=last.copy_in_s,
-        bottom_s=0.0 if single else first.backward_s + first.backward_stall_s,
-        bottom_reduce_s=second.reduce_s if second else 0.0,
-        bottom_all_reduce_s=second.step_reduce_s if second else 0.0,
-        bottom_copy_s=0.0 if single else first.copy_in_s,
-        single=single,
     )

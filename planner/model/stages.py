@@ -71,6 +71,11 @@ class StagedModel:
     slices: frozenset[int] = frozenset()
     """Operators that are slices of one that was split (`planner.model.operator_split`): each is a unit of its own."""
 
+    @cached_property
+    def by_first_call(self) -> tuple[int, ...]:
+        """All operators, those that are never called at the end."""
+        return (*dict.fromkeys(call.operator for call in self.graph.calls), *self.idle)
+
     @property
     def spanning(self) -> tuple[int, ...]:
         """Operators that are called in several stages."""

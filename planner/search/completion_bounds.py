@@ -92,7 +92,7 @@ class CompletionBounds:
             below = np.minimum.reduceat(cost[:, order], starts, axis=1)
         if event is None or event.stage is None:
             return _Priced(HIGHEST if event is None else OPTIMIZER, -1, prices, False, least_s)
-        sees_reduction = event.moment is not None and event.moment.neighbours.above
+        sees_reduction = event.sees is not None and event.sees[1].above
         return _Priced(BACKWARD, event.stage, prices, sees_reduction, least_s)
 
     def seconds(self, index: int, state: Indices, held: Array) -> Array:

@@ -125,7 +125,7 @@ class CountingProgram:
         self.count.append(count)
         self.used.append(used)
 
-    def options(self, r: int) -> tuple[StageCandidate, ...]:
+    def options(self, r: int) -> Sequence[StageCandidate]:
         """Return the options of a run."""
         return self.candidates.options[self.runs[r][0]]
 
@@ -240,7 +240,7 @@ class CountingProgram:
     @classmethod
     def smallest(cls, candidates: CandidateSet) -> Solution:
         """Return a plan that needs about the least memory; its objective means nothing."""
-        kept = [lightest(options) for options in candidates.options]
+        kept = [lightest(columns) for columns in candidates.columns]
         program = cls(candidates.only(kept), None, apart=len(candidates.stage_classes) <= APART_STAGES)
         program.problem.setObjective(pulp.LpAffineExpression([(program.limit, 1)]))
         program.limit_memory()

@@ -11,23 +11,36 @@ backward of its last stage begins, every plan that fits has
 
     step >= step without recomputation + R - min(exposed communication, R / M)             `_Sizing.bound_s`
 
-The plan itself recomputes whole blocks in the same order, as few as make it fit.
+The plan itself recomputes whole blocks in the same order, as few as make it fit.  Where there are few combinations of
+what is recomputed, a part of a block would be a large part of the whole: there they are priced one after the other, by
+rising R of their own, until the bound says that no other is faster.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import product
+from math import prod
 
 from planner.cost.ddp import can_replicate
 from planner.cost.peak_memory import peak_memory
-from planner.cost.step_time import step_time
+from planner.cost.step_time import StepTime, step_time
 from planner.cost.workload import Workload
-from planner.pricing import Options, PricedPlan, replica
+from planner.pricing import Options, PricedPlan
 from planner.search.knapsack import least_cost, upgrades
 from planner.search.search_space import Space
 from planner.strategies.replicate import COPY
 from profiler.model_graph import Recompute
+
+Recomputed = tuple[Recompute, ...]
+"""What is recomputed of every stage."""
+
+FEW_PLANS = 250
+"""So many combinations of what is recomputed are looked at one by one: five blocks, three kinds of each."""
+ROUNDING = 1e-9
+"""Relative rounding of sums."""
 
 
 def fastest_replicated(
@@ -37,25 +50,31 @@ def fastest_replicated(
 
     `loads` are by growing micro-batch.
     """
-    best, speed, top = None, floor, 0.0
     pinned = space.pins.strategies.values()
     taken = [COPY, *space.idle_strategies(loads[0].cluster), *(strategy for slices in pinned for strategy in slices)]
     is_split = any(len(slices) > 1 for slices in pinned)
     if is_split or not can_replicate(space.graph, taken, loads[0].precision):
         return None, 0.0
+    sizings = list[tuple[float, _Sizing]]()
     for load in loads:
         sizing = _Sizing(space, load, limit_bytes)
         least_s = sizing.least_s()
-        if least_s is None and load.accumulation == 1:
+        if least_s is not None:
+            sizings.append((load.samples_per_step / sizing.bound_s(least_s), sizing))
+        elif load.accumulation == 1:
             break  # More samples at once never need less memory.
-        bound = 0.0 if least_s is None else load.samples_per_step / sizing.bound_s(least_s)
+    best, speed, top = None, floor, 0.0
+    for bound, sizing in sorted(sizings, key=lambda pair: -pair[0]):
         if bound <= speed:
-            continue
-        top = max(top, bound)
-        plan = PricedPlan(load, space, COPY if space.model.spanning else None, sizing.fewest_recomputed())
+            break
+        fastest = sizing.fastest()
+        if fastest is None:
+            top = max(top, bound)
+        spanning = COPY if space.model.spanning else None
+        plan = PricedPlan(sizing.load, space, spanning, sizing.fewest_recomputed() if fastest is None else fastest)
         if plan.options and plan.samples_per_s > speed:
             best, speed = plan, plan.samples_per_s
-    return best, top
+    return best, max(top, speed if best else 0.0)
 
 
 class _Sizing:
@@ -63,29 +82,33 @@ class _Sizing:
 
     def __init__(self, space: Space, load: Workload, limit_bytes: float) -> None:
         self.load, self.limit_bytes = load, limit_bytes
-        self.replica, self.stages = replica(space, load), space.model.stages
+        self.replica, self.stages = space.replica(load), space.model.stages
         pins = [None if stage.block is None else space.pins.recompute.get(stage.block) for stage in self.stages]
         self.pinned = [pin or Recompute.NOTHING for pin in pins]
-        self.plain = self.replica.options(self.pinned)
+        self.offered = [s.recomputations if pin is None else (pin,) for s, pin in zip(self.stages, pins, strict=True)]
+        """What may be recomputed of every stage, first the least."""
         steps = list[tuple[float, float, int, Recompute]]()
-        every = {mode: self.replica.options([stage.allowed(mode) for stage in self.stages]) for mode in Recompute}
-        for j, stage in enumerate(self.stages):
-            if stage.block is not None and pins[j] is None:
-                own = [every[mode][j] for mode in stage.recomputations]
-                points = [(-o.saved, load.accumulation * sum(s.recompute_s for s in o.segments)) for o in own]
-                steps += [(gain, cost, j, stage.recomputations[to]) for to, gain, cost in upgrades(points)]
+        for j, (modes, costs) in enumerate(zip(self.offered, self.replica.costs, strict=True)):
+            points = [(-costs.saved_bytes(mode), load.accumulation * costs.again_s(mode, True)) for mode in modes]
+            steps += [(gain, cost, j, modes[to]) for to, gain, cost in upgrades(points)]
         # From the bottom: blocks there are recomputed when little else is held.
         self.steps = sorted(steps, key=lambda step: step[1] / step[0])
         """Steps of recomputing more: (bytes that it saves, seconds that it costs, stage, what is recomputed then)."""
 
+    @cached_property
+    def plain(self) -> StepTime:
+        """The step in which nothing is recomputed but what is pinned."""
+        return step_time(self.replica.options(self.pinned), self.load)
+
     def excess_bytes(self) -> float:
         """Return what is held above the limit when the last stage's backward begins and nothing is recomputed."""
-        held = float(sum(option.rest for option in self.plain)) + self.load.fixed_bytes + self.replica.buckets
-        held += self.replica.gradients if self.load.accumulation > 1 else 0
-        held += sum(option.saved for option in self.plain[:-1])
+        parameters, costs = self.replica.parameters, self.replica.costs
+        held = float(parameters.rest + parameters.buckets) + self.load.fixed_bytes
+        held += parameters.gradients if self.load.accumulation > 1 else 0
+        held += sum(one.saved_bytes(mode) for one, mode in zip(costs[:-1], self.pinned[:-1], strict=True))
         # Of a last stage that may be recomputed, zero is the only bound that is valid with and without recomputation.
         if self.stages[-1].block is None:
-            held += max(m.activations for m in self.plain[-1].moments if m.phase == "backward")
+            held += max(costs[-1].memory(self.pinned[-1]).backward_peak)
         return held - self.limit_bytes
 
     def least_s(self) -> float | None:
@@ -94,10 +117,30 @@ class _Sizing:
         return least_cost([(gain, cost) for gain, cost, *_ in self.steps], needed)
 
     def bound_s(self, least_s: float) -> float:
-        """Return a lower bound on the step time of every plan that fits."""
-        time = step_time(self.plain, self.load)
+        """Return a lower bound on the step time of every plan that recomputes for so long or longer."""
+        time = self.plain
         hidden_s = min(time.exposed_communication_s, least_s / self.load.accumulation)
         return time.total_s + least_s - (hidden_s if self.load.cluster.hides_buckets else 0.0)
+
+    def fastest(self) -> Options | None:
+        """Return the options of the fastest plan, none if none fits; None if there are too many to look at."""
+        if prod(map(len, self.offered)) > FEW_PLANS:
+            return None
+        repeats, least_s, plans = self.load.accumulation, self.least_s() or 0.0, list[tuple[float, Recomputed]]()
+        for recompute in product(*self.offered):
+            again = zip(self.replica.costs, recompute, self.pinned, strict=True)
+            more_s = repeats * sum(one.again_s(mode, True) - one.again_s(pin, True) for one, mode, pin in again)
+            plans += [(more_s, recompute)] if more_s >= least_s * (1 - ROUNDING) else []
+        best: Options = ()
+        best_s = float("inf")
+        for more_s, recompute in sorted(plans):
+            if self.bound_s(more_s) >= best_s:
+                break
+            options = self.replica.options(recompute)
+            if peak_memory(options, self.load).total_bytes <= self.limit_bytes:
+                total_s = step_time(options, self.load).total_s
+                best, best_s = (options, total_s) if total_s < best_s else (best, best_s)
+        return best
 
     def fewest_recomputed(self) -> Options:
         """Return the options with as few recomputed blocks, taken in order, as fit; none if all do not do."""

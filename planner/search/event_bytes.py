@@ -5,15 +5,12 @@ See `planner.cost.peak_memory` for the sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.peak_memory import beside, neighbour_bytes
-from planner.cost.stage_memory import Moment, Sees
-from planner.cost.stage_option import StageCandidate
+from planner.cost.stage_memory import Sees
 from planner.cost.workload import Workload
+from planner.search.option_columns import OptionColumns
 
 Array = NDArray[np.float64]
 
@@ -24,35 +21,29 @@ OPTIMIZER = 9
 class EventBytes:
     """Bytes of the options of one class."""
 
-    def __init__(self, options: Sequence[StageCandidate], load: Workload) -> None:
-        self._options = options
-        rows = [
-            (o.rest, o.gradients, o.reduced_after_backward, o.saved + o.kept, o.stepped + o.updates) for o in options
-        ]
-        rest, gradients, late, kept, stepping = np.array(rows, dtype=np.float64).T
-        always = rest + gradients if load.accumulation > 1 else rest
-        self._far = {1: rest + gradients + late, 0: always, -1: always + kept}
-        self._optimizer: Array = rest + stepping
-        self._highest: dict[Sees, Array] = {}
+    def __init__(self, options: OptionColumns, load: Workload) -> None:
+        always = options.rest + options.gradients if load.accumulation > 1 else options.rest
+        self._far = {1: options.rest + options.gradients + options.late, 0: always, -1: always + options.saved}
+        self.options = options
 
-    def at(self, relation: int, moment: Moment | None) -> Array:
+    def at(self, relation: int, sees: Sees | None) -> Array:
         """Return what each option adds at a moment of a stage so many stages below (negative: above) its own.
 
-        The moment is None if the stage is not a neighbour, `relation` is `OPTIMIZER` in the optimizer step.
+        `sees` is what the moment sees, None if the stage is not a neighbour; `relation` is `OPTIMIZER` in the optimizer
+        step.
         """
+        options = self.options
         if relation == OPTIMIZER:
-            return self._optimizer
+            return options.rest + options.stepping
         held: Array = self._far[(relation > 0) - (relation < 0)]
-        if moment is None:
+        if sees is None:
             return held
+        in_forward, neighbours = sees
         if relation == 0:
-            return np.add(held, self._highest_of(moment.sees))
+            return held + np.maximum(options.highest[sees], 0.0) if sees in options.highest else held
         # Above a stage that reduces nothing there may be the buffer of another: counted as zero in a lower bound.
-        found = [neighbour_bytes(moment, *beside(option, relation > 0)) for option in self._options]
-        return np.add(held, np.array(found, dtype=np.float64))
-
-    def _highest_of(self, sees: Sees) -> Array:
-        if sees not in self._highest:
-            highest = [max((o.bytes_at(m) for m in o.moments if m.sees == sees), default=0.0) for o in self._options]
-            self._highest[sees] = np.array(highest, dtype=np.float64)
-        return self._highest[sees]
+        if relation > 0:
+            return held + options.reduces * options.reduce_input if neighbours.above else held
+        below = options.gather_output if in_forward else options.prefetched
+        held = held + neighbours.below * below + neighbours.gathers_below * options.prefetch_temporary
+        return held

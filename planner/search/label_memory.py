@@ -24,8 +24,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
+from planner.search.option_columns import OptionColumns
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -40,37 +40,29 @@ NOTHING_PLACED = np.array([[-np.inf, -np.inf, -np.inf, -np.inf, 0.0, 0.0, 0.0, 0
 class StageMemory:
     """Columns of the options of one class of stages."""
 
-    def __init__(self, options: tuple[StageCandidate, ...], load: Workload) -> None:
-        def column(values: list[float]) -> Array:
-            return np.array(values, dtype=np.float64)
-
+    def __init__(self, options: OptionColumns, load: Workload) -> None:
         accumulates = load.accumulation > 1
-        rest, gradients = column([o.rest for o in options]), column([o.gradients for o in options])
-        late = column([o.reduced_after_backward for o in options])
-        self.resting = rest + gradients if accumulates else rest
+        self.resting = options.rest + options.gradients if accumulates else options.rest
         """R."""
-        self.passing = self.resting + column([o.saved + o.kept for o in options])
+        self.passing = self.resting + options.saved
         """What every moment above grows by."""
-        self.backward = self.resting + late + (0.0 if accumulates else gradients)
-        self.optimizer = rest + column([o.stepped + o.updates for o in options])
-        below = column([o.prefetched if o.prefetches else 0 for o in options])
-        running = column([o.prefetched + o.prefetch_temporary if o.prefetches else 0 for o in options])
-        forward_below = column([o.gather_output if o.gathers else 0 for o in options])
-        self.gathers = np.stack([below, running, forward_below], axis=1)
+        self.backward = self.resting + options.late + (0.0 if accumulates else options.gradients)
+        self.optimizer = options.rest + options.stepping
+        below = options.prefetches * options.prefetched
+        running = options.prefetches * (options.prefetched + options.prefetch_temporary)
+        self.gathers = np.stack([below, running, options.gathers * options.gather_output], axis=1)
         """What pending moments above lack, shape (options, 3)."""
-        self.has_gather = np.array([(o.prefetches, o.prefetches, o.gathers) for o in options])
+        self.has_gather = np.stack([options.prefetches, options.prefetches, options.gathers], axis=1) > 0
         """Whether it is this stage's; else they wait for one further down."""
-        self.reduce_input = column([o.reduce_input if o.reduces else -1 for o in options])
+        self.reduce_input = np.where(options.reduces > 0, options.reduce_input, -1.0)
         """The input of its last reduction; -1: it reduces nothing, and that of a stage above lives on."""
         self.moments = np.full((5, 2, len(options)), -np.inf)
         """The highest own moments: alone, BELOW, GATHERING in backward, alone and FORWARD_BELOW in forward; without and
         with the reduce-scatter input of the stage above."""
-        for k, option in enumerate(options):
-            for moment in option.moments:
-                sees, forward = moment.neighbours, moment.phase == "forward"
-                row = 3 + sees.below if forward else sees.below + sees.gathers_below
-                place = row, int(sees.above), k
-                self.moments[place] = max(self.moments[place], option.bytes_at(moment))
+        for (in_forward, sees), highest in options.highest.items():
+            row = 3 + sees.below if in_forward else sees.below + sees.gathers_below
+            own = self.moments[row, int(sees.above)]
+            np.maximum(own, highest, out=own)
         self._see_input = np.atleast_1d(np.isfinite(self.moments[:, 1]).any(axis=1))
         self._always_gathers = np.atleast_1d(self.has_gather.all(axis=0))
         self.backward_peak = self.resting + self.moments[:3].max(axis=(0, 1))

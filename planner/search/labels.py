@@ -15,7 +15,7 @@ stages j and above: its seconds, its memory (`planner.search.label_memory`) and 
     the first of the labels by seconds is the fastest plan
 
 Dominance inside a state compares seconds and memory; of labels in different states, the dominating one has to be faster
-by as much as its state can cost more (`ChainStates.worse_s`).
+by as much as its state can cost more (`LabelSetting._worse_s`).
 
 Every run is a certificate.  Memory is rounded down to
 multiples of `grain_bytes`, so that many labels are equal; that only relaxes the limit.  If there are too
@@ -49,7 +49,6 @@ from planner.search.label_memory import (
     settle_pending,
 )
 from planner.search.lagrangian_bound import ChainBound, MemoryEvent, highest_event
-from planner.search.overlap_states import ChainStates
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -120,9 +119,8 @@ class LabelSetting:
         those at which plans may peak."""
         candidates = chain.candidates
         self.room_bytes = limit_bytes - candidates.load.fixed_bytes
-        self.chain_states = ChainStates(chain)
-        self.states = self.chain_states.states
-        of_class = [StageMemory(options, candidates.load) for options in candidates.options]
+        self.chain, self.states = chain, chain.states
+        of_class = [StageMemory(columns, candidates.load) for columns in candidates.columns]
         self.memory = [of_class[stage_class] for stage_class in candidates.stage_classes]
         self.most_gathered = most_gathered(self.memory)
         events = [*(event for stage in stages for event in highest_event(candidates, stage)), MemoryEvent(None)]
@@ -211,7 +209,7 @@ class LabelSetting:
     def _undominated_by_others(self, labels: Labels, kept: Indices, index: int) -> Indices:
         """Return those of the kept labels that none in another state dominates."""
         present, place = np.unique(labels.state[kept], return_inverse=True)
-        worse_s = self.chain_states.worse_s(index, present)
+        worse_s = self._worse_s(index, present)
         seconds = labels.seconds[kept]
         numbers = labels.held[kept]
         # Those that are the fastest in any state go first.
@@ -223,6 +221,20 @@ class LabelSetting:
             # Strictly: of two that dominate each other, both stay.
             better[rows] &= Column(seconds[rivals] + worse_s[place[rivals], state]).below(seconds[rows])
         return kept[~better.any(axis=1)]
+
+    def _worse_s(self, index: int, some: Indices) -> Array:
+        """Return by how many seconds at most a completion costs more from one state than from another.
+
+        `some` are states of a stage above another; the shape of the result is (from, than).
+        """
+        states, below = self.states[index], self.chain.table(*self.chain.places[index - 1])
+        upward, faces = np.unique(states.upward[some], return_inverse=True)
+        seen = below[:, upward].transpose(1, 0, 2).reshape(len(upward), -1)
+        by_face = np.array([(row - seen).max(axis=1) for row in seen])
+        more = states.more_s[some]
+        by_window = np.array([(row - more).max(axis=1) for row in more])
+        worse: Array = by_window + by_face[np.ix_(faces, faces)]
+        return worse
 
     def _picks(self, passed: Sequence[Labels], label: int) -> Picks:
         """Return the option of every stage, in execution order."""

@@ -9,12 +9,12 @@ sum over stages of terms that depend on one neighbour on each side (`planner.cos
 a fixed moment is a sum over stages, so dynamic programming over the chain finds the minimum exactly,
 over all orders of options:
 
-    V_i(u, d) = min over options k of stage i with upward face u of
-                price_i(k) + min over u' of V_(i+1)(u', downward face of k) + windows_k(u', d)
+    W_i(state) = min over options k and faces u' with that state of
+                     base_s(k, u') + lambda bytes(k) + V_(i+1)(u', downward face of k)
+    V_i(u, d)  = min over states with upward face u of  W_i(state) + more_s(state, d)
 
-where the upward face of an option is what the stage above sees of it (the gather before its forward,
-its reduction) and the downward face what the stage below sees (the gather before its backward).
-L is concave; `ChainBound.bound` maximises it over lambda, and over moments takes the best.
+in the words of `planner.search.overlap_states`.  L is concave; `ChainBound.bound` maximises it over lambda, and over
+moments takes the best.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.stage_memory import Moment
-from planner.cost.stage_option import StageCandidate
-from planner.cost.step_time import OverlapTerms, overlap_terms
-from planner.cost.workload import Workload
+from planner.cost.stage_memory import Sees
 from planner.search.event_bytes import OPTIMIZER, EventBytes
+from planner.search.overlap_states import INNER, UPWARD, OverlapStates, edges_s, faces_of
 from planner.search.search_space import CandidateSet
 
 Array = NDArray[np.float64]
@@ -50,68 +48,8 @@ class MemoryEvent:
     """A moment at which memory is priced: in the backward of a stage, or the optimizer step (None)."""
 
     stage: int | None
-    moment: Moment | None = None
-    """Any moment of the stage that sees the same neighbours."""
-
-
-@dataclass(frozen=True)
-class _Faces:
-    """The options of one class as arrays over options k."""
-
-    upward: Array
-    """Distinct (first gather, reduce-scatter, all-reduce), one row each."""
-    upward_of: Indices
-    """For each option, its row in `upward`."""
-    downward: Array
-    """Distinct gathers before backward."""
-    downward_of: Indices
-    windows: Array
-    """The numbers of `planner.cost.step_time.OverlapTerms`, shape (options, numbers)."""
-    turn_s: Array
-    """What its forward does not hide of the gather before its backward, if it is the last stage."""
-    order: Indices
-    """Options sorted by upward face."""
-    starts: Indices
-    """Where each upward face starts in `order`."""
-
-
-_INNER, _FORWARD, _TOP, _TOP_GATHER, _BOTTOM, _SINGLE = (
-    OverlapTerms._fields.index(name) for name in ("inner_s", "forward_s", "top_s", "top_gather_s", "bottom_s", "single")
-)
-_UPWARD = [OverlapTerms._fields.index(name) for name in ("first_gather_s", "reduce_s", "all_reduce_s")]
-_DOWNWARD = OverlapTerms._fields.index("last_gather_s")
-_BOTTOM_REDUCE, _BOTTOM_ALL_REDUCE, _TOP_COPY, _BOTTOM_COPY = (
-    OverlapTerms._fields.index(name)
-    for name in ("bottom_reduce_s", "bottom_all_reduce_s", "top_copy_s", "bottom_copy_s")
-)
-
-
-def _faces(options: Sequence[StageCandidate], load: Workload, syncs: bool) -> _Faces:
-    windows = np.array([overlap_terms(option, load, syncs) for option in options], dtype=np.float64)
-    upward, upward_of = np.unique(windows[:, _UPWARD], axis=0, return_inverse=True)
-    downward, downward_of = np.unique(windows[:, _DOWNWARD], return_inverse=True)
-    upward_of = upward_of.reshape(-1)
-    order = np.argsort(upward_of, kind="stable")
-    starts = np.searchsorted(upward_of[order], np.arange(len(upward)))
-    turn_s = np.maximum(windows[:, _DOWNWARD] - windows[:, _FORWARD], 0.0)
-    return _Faces(upward, upward_of, downward, downward_of, windows, turn_s, order, starts)
-
-
-def _edges_s(faces: _Faces, above: Array, below: Array, load: Workload) -> Array:
-    """Return the seconds of the terms at the edges, shape (options, faces above, faces below)."""
-    numbers = faces.windows[:, :, None, None]
-    gather, single = below[None, None, :], numbers[:, _SINGLE] > 0
-    own_gather = np.maximum(np.where(single, gather, numbers[:, _TOP_GATHER]), numbers[:, _TOP_COPY])
-    copied = numbers[:, _BOTTOM_COPY]
-    total = load.accumulation * np.maximum(numbers[:, _FORWARD], above[None, :, :1])
-    for last, times in load.passes:
-        top = np.maximum(numbers[:, _TOP], above[None, :, 1, None] + own_gather)
-        bottom = np.maximum(numbers[:, _BOTTOM], numbers[:, _BOTTOM_REDUCE] + np.maximum(gather, copied))
-        if last:
-            top = np.maximum(top, above[None, :, 2, None])
-            bottom = np.maximum(bottom, numbers[:, _BOTTOM_ALL_REDUCE])
-        total = total + times * (top + np.where(single, 0.0, bottom))
-    return total
+    sees: Sees | None = None
+    """What the moment sees, the highest of the stage that does."""
 
 
 class ChainBound:
@@ -119,22 +57,22 @@ class ChainBound:
 
     def __init__(self, candidates: CandidateSet) -> None:
         self.candidates, self.load = candidates, candidates.load
-        self.faces = [_faces(options, self.load, candidates.syncs_each_microbatch) for options in candidates.options]
+        self.faces = [faces_of(columns.terms) for columns in candidates.columns]
         self._duals: dict[tuple[float, MemoryEvent, int], tuple[float, float]] = {}
-        faces, load, options = self.faces, self.load, candidates.options  # not `self`: chains are large, and many
+        faces, load, columns = self.faces, self.load, candidates.columns  # not `self`: chains are large, and many
 
         @cache
         def table(above: int | None, stage_class: int, below: int | None) -> Array:
             """Return the edge terms of a class between two others (None: the end of the chain)."""
             upward = np.zeros((1, 3)) if above is None else faces[above].upward
             downward = np.zeros(1) if below is None else faces[below].downward
-            return _edges_s(faces[stage_class], upward, downward, load)
+            return edges_s(faces[stage_class], upward, downward, load)
 
         @cache
-        def held(stage_class: int, relation: int, moment: Moment | None) -> Array:
-            return of_class(stage_class).at(relation, moment)
+        def held(stage_class: int, relation: int, sees: Sees | None) -> Array:
+            return of_class(stage_class).at(relation, sees)
 
-        of_class = cache(lambda stage_class: EventBytes(options[stage_class], load))
+        of_class = cache(lambda stage_class: EventBytes(columns[stage_class], load))
         self.table, self._held = table, held
 
     @cached_property
@@ -143,15 +81,24 @@ class ChainBound:
         ends: tuple[Any, ...] = (None, *self.candidates.stage_classes, None)
         return [(above, own, below) for below, own, above in zip(ends[:-2], ends[1:-1], ends[2:], strict=True)]
 
-    def alone_s(self, index: int) -> Array:
+    @cached_property
+    def states(self) -> list[OverlapStates]:
+        """Of every stage; stages between equal neighbours share them."""
+        of_place = {
+            place: OverlapStates.of_stage(self.faces[place[1]], self.alone_s(place), self.table(*place))
+            for place in dict.fromkeys(self.places)
+        }
+        return [of_place[place] for place in self.places]
+
+    def alone_s(self, place: Place) -> Array:
         """Return the seconds of each option of a stage that depend on no neighbour, at the ends of the chain too."""
-        (above, stage_class, below), repeats = self.places[index], self.load.accumulation
+        (above, stage_class, below), repeats = place, self.load.accumulation
         faces = self.faces[stage_class]
-        alone: Array = faces.windows[:, _INNER]
+        alone: Array = faces.windows[:, INNER]
         if above is None:
             alone = alone + repeats * faces.turn_s
         if below is None:
-            ends = faces.windows[:, _UPWARD]
+            ends = faces.windows[:, UPWARD]
             alone = alone + repeats * (ends[:, 0] + ends[:, 1]) + ends[:, 2]
         return alone
 
@@ -161,7 +108,7 @@ class ChainBound:
         for index, stage_class in enumerate(self.candidates.stage_classes):
             # For stages further away only the side counts.
             relation = OPTIMIZER if event.stage is None else max(-2, min(2, index - event.stage))
-            rows.append(self._held(stage_class, relation, event.moment if abs(relation) < 2 else None))
+            rows.append(self._held(stage_class, relation, event.sees if abs(relation) < 2 else None))
         return rows
 
     def least(self, memory: Sequence[Array], prices: Array) -> Array:
@@ -175,9 +122,9 @@ class ChainBound:
         value: Array | None = None
         index, alike = len(self.candidates.stage_classes) - 1, self._alike_below(memory)
         while index >= 0:
-            faces = self.faces[self.candidates.stage_classes[index]]
-            costs = self._extend(index, value, memory, prices)
-            before, value = value, np.minimum.reduceat(costs[:, faces.order], faces.starts, axis=1)
+            before, states = value, self.states[index]
+            cost = self._costs(index, value, memory, prices)
+            value = states.least_by_face(states.least_by_state(cost))
             index -= 1
             rest = alike[index + 1]
             if rest and before is not None and before.shape == value.shape:
@@ -199,45 +146,29 @@ class ChainBound:
             found.append(found[-1] + 1 if index and rule == rules[index - 1] else 0)
         return found
 
-    def _extend(self, index: int, value: Array | None, memory: Sequence[Array], prices: Array) -> Array:
-        """Return the cost of this stage and all above, shape (prices, options, faces below).
-
-        `value` is the same for the stage above, minimised to (prices, its upward faces, faces below).
-        """
-        place = self.places[index]
-        faces, table = self.faces[place[1]], self.table(*place)
-        cost = self.alone_s(index)[None] + prices[:, None] * memory[index][None]
-        if value is None:
-            best = np.broadcast_to(table[None, :, 0, :], (len(prices), table.shape[0], table.shape[2]))
-        else:
-            seen = value[:, :, faces.downward_of].transpose(0, 2, 1)
-            # One face above after the other: all at once would not stay in the processor's cache.
-            best, other = seen[:, :, :1] + table[None, :, 0], np.empty((*seen.shape[:2], table.shape[2]))
-            for face in range(1, table.shape[1]):
-                np.add(seen[:, :, face, None], table[None, :, face], out=other)
-                np.minimum(best, other, out=best)
-        return best + cost[:, :, None]
+    def _costs(self, index: int, value: Array | None, memory: Sequence[Array], prices: Array) -> Array:
+        """Return the least cost of this stage and all above but for what the face below adds, shape (prices, options,
+        faces above); `value` is V of the stage above."""
+        states = self.states[index]
+        cost: Array = states.base_s[None] + (prices[:, None] * memory[index][None])[:, :, None]
+        return cost if value is None else cost + value[:, :, states.downward_of].transpose(0, 2, 1)
 
     def sequence(self, memory: Sequence[Array], price: float) -> tuple[int, ...]:
         """Return, for each stage, the option of a sequence that attains `least` at one price."""
-        prices, classes = np.array([price]), self.candidates.stage_classes
         value: Array | None = None
-        costs, values = dict[int, Array](), dict[int, Array]()
-        for index in reversed(range(len(classes))):
-            faces = self.faces[classes[index]]
-            costs[index] = self._extend(index, value, memory, prices)[0]
-            values[index] = np.minimum.reduceat(costs[index][faces.order], faces.starts, axis=0)
-            value = values[index][None]
-        picks = [int(np.argmin(costs[0][:, 0]))]
-        for index in range(1, len(classes)):
-            # The best upward face for the stage below, and the cheapest option with it.
-            below = self.faces[classes[index - 1]]
-            second = self.faces[classes[index - 2]].downward_of[picks[-2]] if index > 1 else 0
-            table = self.table(classes[index], classes[index - 1], classes[index - 2] if index > 1 else None)
-            face = below.downward_of[picks[-1]]
-            upward = int(np.argmin(values[index][:, face] + table[picks[-1], :, second]))
-            cost = np.where(self.faces[classes[index]].upward_of == upward, costs[index][:, face], np.inf)
-            picks.append(int(np.argmin(cost)))
+        costs, least = dict[int, Array](), dict[int, Array]()
+        for index in reversed(range(len(self.states))):
+            cost = self._costs(index, value, memory, np.array([price]))
+            of_state = self.states[index].least_by_state(cost)
+            value, costs[index], least[index] = self.states[index].least_by_face(of_state), cost[0], of_state[0]
+        picks, seen, below = list[int](), None, 0  # the upward face that the pick below is priced with, and its face
+        for index, states in enumerate(self.states):
+            ends = least[index] + states.more_s[:, below]
+            state = int(np.argmin(ends if seen is None else np.where(states.upward == seen, ends, np.inf)))
+            cost = np.where(states.of == state, costs[index], np.inf)
+            pick, seen = map(int, np.unravel_index(np.argmin(cost), cost.shape))
+            picks.append(pick)
+            below = int(states.downward_of[pick])
         return tuple(picks)
 
     def least_bytes(self, event: MemoryEvent) -> float:
@@ -309,14 +240,13 @@ def events_near(candidates: CandidateSet, stage: int | None) -> tuple[MemoryEven
     stages = dict.fromkeys(s for s in (stage, count - 1, count - 2) if s is not None and 0 <= s < count)
     found: list[MemoryEvent] = []
     for s in stages:
-        options = candidates.options[candidates.stage_classes[s]]
-        seen = {moment.sees: moment for option in options for moment in option.moments if moment.phase != "forward"}
-        found += [MemoryEvent(s, m) for m in seen.values() if m.neighbours.above or m.neighbours.below]
+        seen = candidates.columns[candidates.stage_classes[s]].highest
+        found += [MemoryEvent(s, sees) for sees in seen if not sees[0] and (sees[1].above or sees[1].below)]
     return (*found, MemoryEvent(None))
 
 
 def highest_event(candidates: CandidateSet, stage: int) -> tuple[MemoryEvent, ...]:
     """Return the moment in a stage's backward that is the highest of any option, if there is one."""
-    options = candidates.options[candidates.stage_classes[stage]]
-    moments = [(option.bytes_at(m), m) for option in options for m in option.moments if m.phase != "forward"]
-    return (MemoryEvent(stage, max(moments, key=lambda pair: pair[0])[1]),) if moments else ()
+    highest = candidates.columns[candidates.stage_classes[stage]].highest
+    in_backward = {sees: float(held.max()) for sees, held in highest.items() if not sees[0]}
+    return (MemoryEvent(stage, max(in_backward, key=in_backward.__getitem__)),) if in_backward else ()

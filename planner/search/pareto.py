@@ -21,76 +21,59 @@ units communicate on the same stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.stage_memory import Neighbours
-from planner.cost.stage_option import StageCandidate
-from planner.cost.step_time import overlap_terms
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
-from planner.cost.workload import Workload
+from planner.search.dominance import undominated_rows
+from planner.search.option_columns import OptionColumns
 from planner.strategies.spec import Strategy
 
-Sees = tuple[bool, Neighbours]
+Array = NDArray[np.float64]
 
 SUMMED = frozenset({"parameters", "optimizer", "window", "secondary"})
 """Fields of `UnitBytes` that count only in sums with others."""
 
 
-def undominated(numbers: NDArray[np.float64]) -> list[int]:
+def undominated(numbers: Array) -> list[int]:
     """Return the rows that no other row is at most in every column; of equal rows the first."""
-    if not len(numbers):
-        return []
-    rows: list[int] = []
-    # By rising sum, whatever dominates a row comes before it.
-    for index in np.argsort(numbers.sum(axis=1), kind="stable"):
-        if not rows or not (numbers[rows] <= numbers[index]).all(axis=1).any():
-            rows.append(int(index))
-    return sorted(rows)
+    return sorted(undominated_rows(numbers).tolist()) if len(numbers) else []
 
 
-def option_numbers(options: Sequence[StageCandidate], load: Workload, syncs: bool = True) -> NDArray[np.float64]:
-    """Return the numbers of the options of one stage, shape (options, numbers); `syncs` as in `overlap_terms`."""
-    sees = sorted({moment.sees for option in options for moment in option.moments})
-    rows = []
-    for option in options:
-        *seconds, single = overlap_terms(option, load, syncs)
-        same = float(single) + 2.0 * option.reduces
-        # Both signs: only options that agree in it are compared.
-        rows.append([*memory_numbers(option, sees), *seconds, same, -same])
-    return np.array(rows)
+def option_numbers(options: OptionColumns) -> Array:
+    """Return the numbers of the options of one stage, shape (options, numbers)."""
+    same = options.terms[:, -1] + 2.0 * options.reduces
+    # Both signs: only options that agree in it are compared.
+    return np.column_stack([_memory(options), options.terms[:, :-1], same, -same])
 
 
-def lightest(options: Sequence[StageCandidate]) -> list[int]:
+def lightest(options: OptionColumns) -> list[int]:
     """Return the undominated options if only memory counts."""
-    sees = sorted({moment.sees for option in options for moment in option.moments})
-    return undominated(np.array([memory_numbers(option, sees) for option in options]))
+    return undominated(_memory(options))
 
 
-def memory_numbers(option: StageCandidate, sees: Sequence[Sees]) -> list[float]:
-    """Return the numbers that a plan's peak depends on; `sees` are those of the moments that the stage can have."""
-    held = dict.fromkeys(sees, 0.0)
-    for moment in option.moments:
-        held[moment.sees] = max(held[moment.sees], option.bytes_at(moment))
-    return [
-        option.rest,
-        option.gradients,
-        option.stepped + option.updates,
-        option.gradients + option.reduced_after_backward,
-        option.saved + option.kept,
-        option.gather_output,
-        option.prefetched,
-        option.prefetched + option.prefetch_temporary,
-        option.reduce_input,
-        float(not option.gathers),
-        float(not option.prefetches),
-        float(bool(option.takes)),
-        *held.values(),
-    ]
+def _memory(options: OptionColumns) -> Array:
+    """Return the numbers that a plan's peak depends on."""
+    return np.column_stack(
+        [
+            options.rest,
+            options.gradients,
+            options.stepping,
+            options.gradients + options.late,
+            options.saved,
+            options.gather_output,
+            options.prefetched,
+            options.prefetched + options.prefetch_temporary,
+            options.reduce_input,
+            -options.gathers,
+            -options.prefetches,
+            options.takes,
+            *options.highest.values(),
+        ]
+    )
 
 
 def unit_numbers(unit: UnitBytes, traffic: UnitTraffic, strategy: Strategy) -> list[float]:

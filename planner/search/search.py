@@ -47,6 +47,22 @@ are cut off at its plan take less time than another program, and find the same p
 CLOSE_ENOUGH = 5e-4
 """A point whose bound is within this of the best plan is not worth more work."""
 
+UNPROVEN = 2e-3
+"""A plan that may be this much slower than the best is looked for again with fewer choices."""
+
+LABELS_PER_S = 200_000
+"""Labels that a run may make for each second that is left of a time limit."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How plans are looked for, and how long."""
+
+    labels: bool = True
+    """Whether label setting follows the integer program; without, every point gets the program alone."""
+    seconds: float = float("inf")
+    """Time after which the search ends with the best plan so far, and the gap that it has."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -119,14 +135,11 @@ class _Point:
     """Of the blocks that keep what others take that are recomputed, those of which its plans may recompute others."""
     widening: Widening | None = None
     """Its label setting, once the integer program was solved."""
+    is_over: bool = False
+    """Whether no more can be done for it."""
 
     def __lt__(self, other: _Size | _Point) -> bool:
         return self.bound > other.bound
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no more can be done for it."""
-        return self.widening is not None and self.widening.is_over
 
     def tightened(self, limit_bytes: int, floor: float) -> _Point:
         """Return the point with memory priced at all moments, until the bound is below `floor`."""
@@ -145,22 +158,24 @@ class _Point:
                 yield replace(child, bound=min(self.bound, child.bound), sharing=self.sharing)
 
     def advanced(
-        self, space: Space, limit_bytes: int, floor: float, most_made: int, *, programs: bool
+        self, space: Space, limit_bytes: int, floor: float, most_made: int, *, programs: bool, labels: bool
     ) -> tuple[_Point, PricedPlan | None, int]:
         """Return the point after a piece of work for plans faster than `floor`, a plan if one was found, and the
         labels that were made for it.
 
-        `programs` is whether it gets the integer program first.
+        `programs` is whether it gets the integer program first, `labels` whether more than that.
         """
         samples, widening, made = self.chain.load.samples_per_step, self.widening, 0
         if widening is None:
             plan = programmed(self.chain.candidates, space, limit_bytes) if programs else None
+            if not labels:
+                return replace(self, is_over=True), plan, made
             start = samples / self.bound, self.price
             widening = Widening(self.chain, space, limit_bytes, start, plan.peak.stage if plan else None)
         else:
             plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)
         bound = min(self.bound, samples / widening.least_s)
-        return replace(self, bound=bound, widening=widening), plan, made
+        return replace(self, bound=bound, widening=widening, is_over=widening.is_over), plan, made
 
 
 def search(
@@ -168,6 +183,7 @@ def search(
     progress: Progress = lambda what, fraction: None,
     space: Space | None = None,
     material_gain: float | None = None,
+    effort: Effort | None = None,
 ) -> Found:
     """Return the fastest plan within the limit.
 
@@ -175,7 +191,7 @@ def search(
     the fastest simple plan is found too, and the search ends when no plan is faster than that by more than this share.
     Raises `OsdpError` if no plan fits, with the smallest limit that is enough and the operators that need it.
     """
-    started = time.perf_counter()
+    started, effort = time.perf_counter(), effort or Effort()
     space = space or Space(task.graph, pins=task.pins)
     loads = loads_of(task, space)
     rivals = baselines(space, loads, task.limit_bytes)
@@ -192,9 +208,10 @@ def search(
     known = max(filter(None, plans), key=lambda plan: plan.samples_per_s, default=None)
     queue = _sizes(space, loads, task.limit_bytes)
     count = len(queue)
-    plan, top = _best_first(queue, space, task.limit_bytes, known, enough, progress)
-    if plan is not None and top > max(enough, plan.samples_per_s * (1 + CLOSE_ENOUGH)):
-        plan = _with_fewer_choices(task, plan, enough, progress)
+    sweep = _Sweep(task.limit_bytes, enough, started + effort.seconds, effort.labels, progress)
+    plan, top = sweep.best_first(queue, space, known)
+    if effort.labels and plan is not None and top > max(enough, plan.samples_per_s * (1 + UNPROVEN)):
+        plan = _with_fewer_choices(task, plan, sweep)
     if plan is None:
         plan = smallest_of(space, loads, task.limit_bytes)
         if plan.peak.total_bytes > task.limit_bytes:
@@ -207,7 +224,7 @@ def search(
     return Found(plan.space, plan.load, plan.options, plan.spanning, speed, bound, rivals, count, took_s, simple)
 
 
-def _with_fewer_choices(task: Task, known: PricedPlan, enough: float, progress: Progress) -> PricedPlan:
+def _with_fewer_choices(task: Task, known: PricedPlan, sweep: _Sweep) -> PricedPlan:
     """Return the best plan of a search that could not prove its own, after one without selective recomputation.
 
     In a smaller space labels go further, and where memory hardly needs recomputation its best plan is as good.
@@ -218,7 +235,7 @@ def _with_fewer_choices(task: Task, known: PricedPlan, enough: float, progress: 
     fewer = replace(task, graph=replace(graph, calls=tuple(replace(call, selective=None) for call in graph.calls)))
     space = Space(fewer.graph, pins=task.pins)
     queue = _sizes(space, loads_of(fewer, space), task.limit_bytes)
-    plan, _ = _best_first(queue, space, task.limit_bytes, known, enough, progress)
+    plan, _ = sweep.best_first(queue, space, known)
     return plan or known
 
 
@@ -228,50 +245,60 @@ def loads_of(task: Task, space: Space) -> tuple[Workload, ...]:
     return tuple(space.known_load(Workload.of(*settings, *sizes, task.waits(*sizes))) for sizes in micro_batches(task))
 
 
-def _best_first(
-    queue: list[_Size | _Point],
-    space: Space,
-    limit_bytes: int,
-    incumbent: PricedPlan | None,
-    enough: float,
-    progress: Progress,
-) -> tuple[PricedPlan | None, float]:
-    """Return the best plan, and what no plan of the points exceeds in samples per second.
+@dataclass(frozen=True)
+class _Sweep:
+    """What one search looks for."""
 
-    If that is not more than `enough`, it may be of any plan that is known.
-    """
-    count, solved, programmed_points, made, top = len(queue), 0, 0, 0, 0.0
-    while queue:
-        point = heapq.heappop(queue)
-        speed = incumbent.samples_per_s if incumbent else 0.0
-        spent = incumbent is not None and made >= MOST_MADE
-        floor = max(speed, enough)  # slower plans are of no use
-        close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
-        if spent or point.bound <= max(close, floor):
-            return incumbent, max(top, point.bound)
-        if isinstance(point, _Size):
-            for found in point.points(space, limit_bytes):
-                heapq.heappush(queue, found)
-        elif not point.full:
-            heapq.heappush(queue, point.tightened(limit_bytes, floor))
-        elif point.relaxed:
-            for child in point.split(space, limit_bytes):
-                heapq.heappush(queue, child)
-        elif point.is_over:
-            top = max(top, point.bound)
-        else:
-            progress("solving", solved / (solved + count))
-            programs = point.widening is None and (
-                programmed_points == 0 or (not speed and programmed_points < PROGRAMS)
-            )
-            programmed_points += programs
-            advanced, plan, more = point.advanced(space, limit_bytes, floor, MOST_MADE - made, programs=programs)
-            solved += 1
-            made += more
-            heapq.heappush(queue, advanced)
-            if plan is not None and plan.samples_per_s > speed:
-                incumbent = plan
-    return incumbent, top
+    limit_bytes: int
+    enough: float
+    """Plans of fewer samples per second are of no use."""
+    ends_at: float
+    """When the time is over, by `time.perf_counter`."""
+    labels: bool
+    progress: Progress
+
+    def best_first(
+        self, queue: list[_Size | _Point], space: Space, incumbent: PricedPlan | None
+    ) -> tuple[PricedPlan | None, float]:
+        """Return the best plan, and what no plan of the points exceeds in samples per second.
+
+        If that is not more than `enough`, it may be of any plan that is known.
+        """
+        count, solved, programmed_points, made, top = len(queue), 0, 0, 0, 0.0
+        while queue:
+            point = heapq.heappop(queue)
+            speed, left_s = incumbent.samples_per_s if incumbent else 0.0, self.ends_at - time.perf_counter()
+            spent = left_s < 0 or (incumbent is not None and made >= MOST_MADE)
+            floor = max(speed, self.enough)
+            close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
+            if spent or point.bound <= max(close, floor):
+                return incumbent, max(top, point.bound)
+            if isinstance(point, _Size):
+                for found in point.points(space, self.limit_bytes):
+                    heapq.heappush(queue, found)
+            elif not point.full:
+                heapq.heappush(queue, point.tightened(self.limit_bytes, floor))
+            elif point.relaxed:
+                for child in point.split(space, self.limit_bytes):
+                    heapq.heappush(queue, child)
+            elif point.is_over:
+                top = max(top, point.bound)
+            else:
+                self.progress("solving", solved / (solved + count))
+                programs = not self.labels or (
+                    point.widening is None and (programmed_points == 0 or (not speed and programmed_points < PROGRAMS))
+                )
+                programmed_points += programs
+                most_made = int(min(MOST_MADE - made, left_s * LABELS_PER_S))
+                advanced, plan, more = point.advanced(
+                    space, self.limit_bytes, floor, most_made, programs=programs, labels=self.labels
+                )
+                solved += 1
+                made += more
+                heapq.heappush(queue, advanced)
+                if plan is not None and plan.samples_per_s > speed:
+                    incumbent = plan
+        return incumbent, top
 
 
 def _quick_point(candidates: CandidateSet, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:

@@ -18,6 +18,7 @@ from itertools import product
 
 import numpy as np
 
+from planner.cost.ddp import Replica, ReplicatedParameters
 from planner.cost.peak_memory import MemoryPeak
 from planner.cost.stage_costs import Costs, StageCosts, StageFrame, UnitCosts
 from planner.cost.stage_option import StageCandidate, StageOption, ambient, make_option
@@ -28,6 +29,8 @@ from planner.model.operator_split import slice_operators, slice_starts
 from planner.model.stages import StagedModel, cut
 from planner.problem import NO_PINS, Pins
 from planner.search.candidates import MANY_CLASSES, StageDecision, choices_of, first_and_least, light_stages
+from planner.search.option_columns import OptionColumns, OptionList
+from planner.search.option_table import OptionTable
 from planner.search.pareto import option_numbers, undominated, unit_numbers
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
@@ -42,7 +45,7 @@ NOWHERE: Owned = frozenset()
 
 Spanning = Strategy | tuple[Strategy, ...] | None
 """Strategies of the spanning operators: one for all, one for each, or None if there are none."""
-Priced = list[tuple[StageDecision, StageCandidate]]
+Priced = tuple[tuple[StageDecision, ...], OptionList]
 """Choices of a class of stages, and the option of each."""
 
 
@@ -55,7 +58,7 @@ class CandidateSet:
     """Strategies of the spanning operators; None if there are none, or if all strategies are candidates."""
     stage_classes: tuple[int, ...]
     """For each stage in execution order, its index into `options`."""
-    options: tuple[tuple[StageCandidate, ...], ...]
+    options: tuple[Sequence[StageCandidate], ...]
     """The options of each class of stages."""
     choices: tuple[tuple[StageDecision, ...], ...]
     """The choice behind each option."""
@@ -80,19 +83,31 @@ class CandidateSet:
     @property
     def shared_by(self) -> tuple[int, ...]:
         """The blocks that keep something only if another is recomputed."""
-        found = {one.block for options in self.options for one in options if one.shared}
+        sharing = [o for o, columns in zip(self.options, self.columns, strict=True) if columns.shared.any()]
+        found = {one.block for options in sharing for one in options if one.shared}
         return tuple(sorted(block for block in found if block is not None))
+
+    @cached_property
+    def columns(self) -> tuple[OptionColumns, ...]:
+        """The options of each class of stages as arrays."""
+        syncs = self.syncs_each_microbatch
+        return tuple(
+            options.columns if isinstance(options, OptionList) else OptionColumns.of(options, self.load, syncs)
+            for options in self.options
+        )
 
     def only(self, kept: Sequence[Sequence[int]]) -> CandidateSet:
         """Return it with only these options of each class of stages."""
-        options = tuple(tuple(self.options[stage_class][k] for k in rows) for stage_class, rows in enumerate(kept))
+        options = tuple(
+            some.some(rows) if isinstance(some, OptionList) else tuple(some[k] for k in rows)
+            for some, rows in zip(self.options, kept, strict=True)
+        )
         choices = tuple(tuple(self.choices[stage_class][k] for k in rows) for stage_class, rows in enumerate(kept))
         return replace(self, options=options, choices=choices)
 
     def without_dominated(self) -> CandidateSet:
         """Return it without the options that no plan needs."""
-        syncs = self.syncs_each_microbatch
-        return self.only([undominated(option_numbers(options, self.load, syncs)) for options in self.options])
+        return self.only([undominated(option_numbers(columns)) for columns in self.columns])
 
     def picked(self, picks: Sequence[int]) -> tuple[StageCandidate, ...]:
         """Return the options of a plan, given the index of every stage's option."""
@@ -152,11 +167,14 @@ class Space:
         self._variant = cache(self._make_variant)
         self._at_any_batch = cache(self._make_at_any_batch)
         self._all = cache(self._make_all)
+        self._table = cache(lambda *key: OptionTable(self._all(*key)))
         self._alone = cache(self._make_alone)
         self.option = cache(self._option)
         self._worthwhile = cache(self._make_worthwhile)
         self.candidates = cache(self._candidates)
         self.relaxed_candidates = cache(self._relaxed_candidates)
+        self._replicated = dict[tuple[object, ...], ReplicatedParameters]()
+        self.replica = cache(self._make_replica)
 
     @cached_property
     def light(self) -> frozenset[int]:
@@ -270,6 +288,14 @@ class Space:
             self._units[key] = (_MeanCosts if mean else UnitCosts)(model or self.model, load)
         return self._units[key]
 
+    def _make_replica(self, load: Workload) -> Replica:
+        """Return the model under DistributedDataParallel."""
+        key = id(load.cluster), load.precision, load.optimizer_name
+        if key not in self._replicated:
+            self._replicated[key] = ReplicatedParameters(self.model, load)
+        costs = [self.stage_costs(stage_class, load) for stage_class in self.stage_classes]
+        return Replica(self.model, self._replicated[key], costs, load)
+
     # --- candidate sets ---
 
     @property
@@ -330,12 +356,8 @@ class Space:
         They leave out the memory of spanning operators called only elsewhere: it is the same for all of them, so it
         does not affect dominance.
         """
-        found = [
-            (choice, option.at(self.costs(stage_class, choice.counts, load)))
-            for choice, option in self._all(stage_class, spanning, self._first_load(load))
-            if syncs or not option.constants["syncs_each_microbatch"]
-        ]
-        return [found[k] for k in undominated(option_numbers([option for _, option in found], load, syncs))]
+        table = self._table(stage_class, spanning, self._first_load(load))
+        return table.worthwhile(lambda counts: self.costs(stage_class, counts, load), load, syncs)
 
     def _make_all(
         self, stage_class: int, spanning: Spanning, load: Workload
@@ -372,7 +394,7 @@ class Space:
 
     def _options_of(
         self, takes: Sequence[Spanning], load: Workload, syncs: bool
-    ) -> tuple[tuple[tuple[StageCandidate, ...], ...], tuple[tuple[StageDecision, ...], ...]]:
+    ) -> tuple[tuple[OptionList, ...], tuple[tuple[StageDecision, ...], ...]]:
         """Return the options and their choices, by class of stages, whichever of `takes` the spanning operators take.
 
         Stages that call them choose among all of these independently; elsewhere the operators hold the least.
@@ -383,9 +405,9 @@ class Space:
             around = list(zip(takes, held, strict=True))
             if not self.model.stages[example].spanning:
                 around = [(None, (min(unsharded for unsharded, _ in held), min(gradients for _, gradients in held)))]
-            pairs = [(*pair, at) for take, at in around for pair in self._worthwhile(stage_class, take, load, syncs)]
-            options.append(tuple(_around(option, *at) for _, option, at in pairs))
-            choices.append(tuple(choice for choice, _, _ in pairs))
+            found = [(*self._worthwhile(stage_class, take, load, syncs), at) for take, at in around]
+            options.append(OptionList.joined([some.around(*at) for _, some, at in found]))
+            choices.append(tuple(choice for some, _, _ in found for choice in some))
         return tuple(options), tuple(choices)
 
     def _with_slices(self, counts: tuple[tuple[int, int], ...]) -> Space:

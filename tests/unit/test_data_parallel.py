@@ -11,6 +11,7 @@ from functools import partial
 from itertools import product
 from math import ceil
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.simulator import simulated_s
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
-from planner.pricing import as_run, make_plan, replica, runs_by_ddp
+from planner.pricing import as_run, make_plan, runs_by_ddp
 from planner.problem import Task
 from planner.search.baselines import uniform
 from planner.search.ddp_search import fastest_replicated
@@ -78,7 +79,7 @@ def test_step_time_is_that_of_two_queues(
     graph = transformer(layers, 768)
     machine = cluster(1, 4, intra=rate, overlaps=overlaps)
     load = Workload(machine, "adam", "fp32", 1, accumulation)
-    ddp = replica(Space(graph), load)
+    ddp = Space(graph).replica(load)
     again = Recompute.EVERYTHING if recompute else Recompute.NOTHING
     options = ddp.options([stage.allowed(again) for stage in ddp.stages])
     time = step_time(options, load)
@@ -173,7 +174,7 @@ def test_prediction_is_what_ddp_holds(
 ) -> None:
     length = 128
     load = Workload(cluster(1, 8), optimizer, "fp32", batch, accumulation)
-    ddp = replica(Space(graph_of(family, vocabulary, length, "fp32")), load)
+    ddp = Space(graph_of(family, vocabulary, length, "fp32")).replica(load)
     again = Recompute.EVERYTHING if recompute else Recompute.NOTHING
     options = ddp.options([stage.allowed(again) for stage in ddp.stages])
     tracked = tracked_bytes(family, vocabulary, load, recompute, length)
@@ -216,9 +217,17 @@ def test_idle_operators_are_sharded_so_that_units_run_them() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(2, 5), st.integers(1, 2), st.booleans(), st.booleans(), st.floats(0.0, 1.0), st.floats(0.1, 0.9))
+@given(
+    st.integers(2, 5),
+    st.integers(1, 2),
+    st.booleans(),
+    st.booleans(),
+    st.floats(0.0, 1.0),
+    st.floats(0.1, 0.9),
+    st.booleans(),
+)
 def test_search_of_replicas_equals_brute_force(
-    layers: int, accumulation: int, overlaps: bool, tied: bool, fraction: float, selective: float
+    layers: int, accumulation: int, overlaps: bool, tied: bool, fraction: float, selective: float, few: bool
 ) -> None:
     graph = transformer(layers, 512, tied=tied, distinct=True, selective=selective)
     space = Space(graph)
@@ -228,13 +237,16 @@ def test_search_of_replicas_equals_brute_force(
         for load in loads
         for pattern in product(Recompute, repeat=layers)
         for again in [[Recompute.NOTHING if s.block is None else pattern[s.block] for s in space.model.stages]]
-        for options in [replica(space, load).options(again)]
+        for options in [space.replica(load).options(again)]
     ]
     peaks = [peak for _, peak in every]
     limit = min(peaks) + fraction * (max(peaks) - min(peaks))
     best = max(speed for speed, peak in every if peak <= limit)
-    found, bound = fastest_replicated(space, loads, limit, 0.0)
+    with patch("planner.search.ddp_search.FEW_PLANS", 3**layers if few else 1):
+        found, bound = fastest_replicated(space, loads, limit, 0.0)
     assert found is not None
+    if few:
+        assert found.samples_per_s == bound == pytest.approx(best, rel=1e-9)
     assert peak_memory(found.options, found.load).total_bytes <= limit
     assert bound >= best * (1 - 1e-9)
     # Whole blocks in one order: at most a block is recomputed that need not be.

@@ -125,7 +125,7 @@ def test_columns_of_a_whole_plan_are_its_peak(graph: ModelGraph, accumulation: i
     picks = tuple(int(random.integers(len(candidates.options[c]))) for c in candidates.stage_classes)
     held = NOTHING_PLACED
     for stage_class, pick in reversed(list(zip(candidates.stage_classes, picks, strict=True))):
-        held = StageMemory(candidates.options[stage_class], load).extended(held, np.array([pick]))
+        held = StageMemory(candidates.columns[stage_class], load).extended(held, np.array([pick]))
     highest = max(held[0, PEAKS].max(), held[0, OPTIMIZER]) + load.fixed_bytes
     options = [replace(option, shared=0.0) for option in candidates.picked(picks)]
     assert highest == pytest.approx(peak_memory(options, load).total_bytes, rel=1e-12)

@@ -19,7 +19,7 @@ from planner.cost.workload import Workload
 from planner.model.operator_split import slice_operators
 from planner.pins import parse_pin, resolve
 from planner.plan import cluster_fingerprint
-from planner.pricing import fixed, replica
+from planner.pricing import fixed
 from planner.problem import Task
 from planner.search.baselines import uniform
 from planner.search.candidates import StageDecision
@@ -220,7 +220,7 @@ def test_a_measured_optimizer() -> None:
     sharded = uniform(Space(graph), load, Strategy("shard", 8), recompute=Recompute.NOTHING)
     size_bytes = sum(option.gradients for option in sharded)
     assert step_time(sharded, load).optimizer_s == pytest.approx(tensors * 1e-5 + size_bytes * 2e-9)
-    whole = replica(Space(graph), load).options([False] * len(sharded))
+    whole = Space(graph).replica(load).options([False] * len(sharded))
     assert step_time(whole, load).optimizer_s == pytest.approx(tensors * 1e-5 + 4 * graph.numel * 2e-9, rel=0.01)
     derived_s = Workload(cluster(), "sgd", "fp32", 1).optimizer_s(1e6)
     assert Workload(machine, "sgd", "fp32", 1).optimizer_s(1e6) == derived_s
@@ -268,7 +268,7 @@ def test_buckets_hide_where_only_they_run_in_the_background() -> None:
     background = measured(plain, asynchronous=True, overlapped_slowdown=1.25)
 
     def step_s(machine: Cluster) -> float:
-        ddp = replica(Space(graph), Workload(machine, "adam", "fp32", 1))
+        ddp = Space(graph).replica(Workload(machine, "adam", "fp32", 1))
         return step_time(ddp.options([False] * len(ddp.stages)), ddp.load).total_s
 
     # By hand: two queues, the computation 1 / 5 of the time of each bucket later.

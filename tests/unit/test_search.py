@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import count, pairwise, product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from planner.cost.workload import Workload
 from planner.problem import Task, micro_batches
 from planner.search.counting_ilp import MANY_OPTIONS, CountingProgram, fastest, steady_s, supported
 from planner.search.lagrangian_bound import ChainBound, events_near
-from planner.search.search import search
+from planner.search.search import Effort, search
 from planner.search.search_space import CandidateSet, Space
 from planner.strategies.registry import strategies_on
 from profiler.cluster.cluster import Cluster
@@ -159,6 +160,30 @@ def test_the_program_keeps_what_is_cheapest_at_any_price_of_memory() -> None:
     assert few is not None
     assert few.objective_s == pytest.approx(whole.objective_s, rel=2e-3)
     assert few.options == candidates.picked(few.picks)
+
+
+@settings(SLOW, max_examples=draws(3))
+@given(st.integers(2, 6), st.floats(1.02, 2.0), st.sampled_from([Effort(labels=False), Effort(seconds=0.0)]))
+def test_a_search_with_less_effort_finds_a_plan_and_a_bound_that_hold(
+    layers: int, factor: float, effort: Effort
+) -> None:
+    graph, machine = transformer(layers, 512), cluster(1, 4, intra=2e9)
+    task = Task(graph, machine, int(smallest_limit(graph, machine) * factor), micro_batch=1)
+    found, whole = search(task, effort=effort), search(task)
+    assert peak_memory(found.options, found.load).total_bytes <= task.limit_bytes
+    assert found.bound_samples_per_s >= whole.samples_per_s >= found.samples_per_s * (1 - 1e-12)
+
+
+def test_a_time_limit_ends_the_search() -> None:
+    # Ten layers of which no two are alike take seconds within a tight limit.
+    graph, machine = transformer(10, 512, distinct=True), cluster(2, 4, intra=2e9)
+    task = Task(graph, machine, int(1.1 * smallest_limit(graph, machine)))
+    space = Space(graph)
+    search(task, space=space, effort=Effort(seconds=0.0))  # what bounds need is made once
+    with patch("planner.search.search.time.perf_counter", side_effect=count(0.0, 0.25)):
+        looked = search(task, space=space, effort=Effort(seconds=1.0))
+    assert looked.search_s <= 3.0  # in looks at the clock of a quarter of a second each
+    assert looked.bound_samples_per_s > looked.samples_per_s
 
 
 @settings(SLOW, max_examples=draws(2))

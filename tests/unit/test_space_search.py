@@ -28,6 +28,7 @@ from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits
 from planner.search.labels import LabelSetting
 from planner.search.lagrangian_bound import ChainBound, events_near
+from planner.search.option_columns import OptionColumns
 from planner.search.pareto import option_numbers, undominated
 from planner.search.search import Found, search
 from planner.search.search_space import CandidateSet, Space
@@ -150,7 +151,7 @@ def test_options_of_one_and_of_several_segments_are_not_compared() -> None:
     options = [
         space.option(kind, StageDecision(some), None, load) for some in ((shard,) * count, (copy,) * 4 + (shard,) * 2)
     ]
-    numbers = option_numbers(options, load)
+    numbers = option_numbers(OptionColumns.of(options, load))
     assert [len(option.segments) for option in options] == [1, 2]
     assert undominated(numbers) == [0, 1]
 

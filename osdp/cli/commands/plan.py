@@ -17,6 +17,7 @@ from profiler.garbage_collection import without_garbage_collection
 
 if TYPE_CHECKING:
     from osdp.planning.request import Request
+    from planner.search.search import Effort
     from profiler.cluster.cluster import Cluster
     from profiler.model_source import ModelSource
 
@@ -45,6 +46,8 @@ def plan(
     optimizer_bytes_per_parameter: options.OptimizerBytes = None,
     simple: options.Simple = False,
     best: options.Best = False,
+    solver: options.Solver = "labels",
+    time_limit: options.TimeLimit = None,
     what_if: options.WhatIf = False,
     output: options.Output = None,
     plot: options.Plot = None,
@@ -78,6 +81,7 @@ def plan(
         imbalance_as_given=imbalance or "",
         master_weights=master_weights or "",
         expert_imbalance=expert_imbalance,
+        effort=_effort(solver, time_limit, several or what_if),
         style=_style(simple, best, several),
     )
     with progress_bar():
@@ -99,6 +103,19 @@ def _style(simple: bool, best: bool, several: bool) -> str:
     if simple and several:
         raise OsdpError("a frontier is of the fastest plans", got="--simple and several limits", expected="one limit")
     return SIMPLE if simple else BEST if best else ""
+
+
+def _effort(solver: str, time_limit_s: float | None, is_more: bool) -> Effort:
+    """Return how the plan is looked for; raises OsdpError for an unknown solver, and for more than one plan."""
+    from planner.search.search import Effort
+    from profiler.errors import OsdpError
+
+    if solver not in ("labels", "ilp"):
+        raise OsdpError("unknown solver", got=solver, expected="labels or ilp", advice="leave --solver out")
+    if is_more and (solver != "labels" or time_limit_s is not None):
+        what, got = "--solver and --time-limit are of one plan", "also several limits, or --what-if"
+        raise OsdpError(what, got=got, expected="one limit", advice="leave them out")
+    return Effort(solver == "labels", float("inf") if time_limit_s is None else time_limit_s)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,149 @@
+"""The options of one class of stages at any micro-batch, as arrays of what is the same at all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.stage_costs import Live, StageCosts
+from planner.cost.stage_option import Segment, StageOption
+from planner.cost.workload import Workload
+from planner.search.candidates import StageDecision
+from planner.search.option_columns import OptionColumns, OptionList
+from planner.search.overlap_terms import OverlapTerms, by_count, terms_of
+from planner.search.pareto import option_numbers, undominated
+from profiler.model_graph import Recompute
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Counts = tuple[int, ...]
+"""Into how many slices the operators of a stage are cut: stages that are cut differently have other calls."""
+Form = tuple[Counts, Recompute, bool]
+"""What the activations of an option depend on: its slices, what of it is recomputed, and whether it is one unit."""
+
+
+class OptionTable:
+    """The options of one class of stages."""
+
+    def __init__(self, options: Sequence[tuple[StageDecision, StageOption]]) -> None:
+        """Take them with their choices."""
+        self.options = options
+        forms: list[Form] = [(choice.counts, option.recompute, option.is_whole) for choice, option in options]
+        self._forms = list(dict.fromkeys(forms))
+        self._counts = list(dict.fromkeys(counts for counts, *_ in forms))
+        self._form_of = np.array([self._forms.index(form) for form in forms], dtype=np.intp)
+        self._constants = {name: np.array([o.constants[name] for _, o in options], float) for name in _CONSTANTS}
+        self._takes = np.array([bool(option.constants["takes"]) for _, option in options], dtype=float)
+        self._segments = by_count(len(option.runs) for _, option in options)
+        self._note_moments(forms)
+        self._note_calls()
+
+    def _note_moments(self, forms: Sequence[Form]) -> None:
+        sees = sorted({seen for _, option in self.options for seen in option.notes})
+        self._places: list[dict[Live, int]] = [{} for _ in self._forms]
+        """Where the activations of each form are, by name."""
+        fixed, found = list[float](), list[tuple[int, int]]()
+        starts, rows, columns = list[int](), list[int](), list[int]()
+        for row, (form, (_, option)) in enumerate(zip(forms, self.options, strict=True)):
+            places = self._places[self._forms.index(form)]
+            for column, seen in enumerate(sees):
+                if notes := option.notes.get(seen, ()):
+                    starts.append(len(fixed))
+                    rows.append(row)
+                    columns.append(column)
+                    fixed += [note.fixed_bytes for note in notes]
+                    found += [(self._form_of[row], places.setdefault(note.live, len(places))) for note in notes]
+        offsets = np.cumsum([0, *map(len, self._places)])
+        self._fixed, self._starts = np.array(fixed), np.array(starts)
+        self._live = np.array([offsets[form] + place for form, place in found])
+        self._at, self._sees = (columns, rows), sees
+
+    def _note_calls(self) -> None:
+        """Note which calls each segment has, of options of one number of segments after the other."""
+        calls, starts, offsets = list[int](), list[int](), dict[Counts, int]()
+        for choice, option in self.options:
+            last = max(max(run.calls) for run in option.runs)
+            offsets.setdefault(choice.counts, 0)
+            offsets[choice.counts] = max(offsets[choice.counts], last + 1)
+        firsts = dict(zip(offsets, np.cumsum([0, *offsets.values()]).tolist(), strict=False))
+        for _, members in self._segments:
+            for choice, option in (self.options[k] for k in members):
+                for run in option.runs:
+                    starts.append(len(calls))
+                    calls += [firsts[choice.counts] + call for call in run.calls]
+        self._calls, self._call_starts = np.array(calls), np.array(starts)
+        communication = [
+            np.array([[run.communication for run in self.options[k][1].runs] for k in members]).transpose(1, 2, 0)
+            for _, members in self._segments
+        ]
+        self._communication: list[Array] = communication
+        """By number of segments, shape (segments, numbers, options)."""
+
+    def worthwhile(
+        self, costs_of: Callable[[Counts], StageCosts], load: Workload, syncs: bool
+    ) -> tuple[tuple[StageDecision, ...], OptionList]:
+        """Return the undominated choices at one workload, and their options.
+
+        `costs_of` gives the costs of the stage with its operators cut; `syncs` as in `overlap_terms`, without which
+        options that make ranks wait in every micro-batch are left out.
+        """
+        costs = {counts: costs_of(counts) for counts in self._counts}
+        columns, rows = self._columns(costs, load, syncs), list(range(len(self.options)))
+        if not syncs:
+            rows = np.flatnonzero(self._constants["syncs_each_microbatch"] == 0.0).tolist()
+            columns = columns.some(rows)
+        kept = undominated(option_numbers(columns))
+        found = [self.options[rows[k]] for k in kept]
+        options = OptionList(columns.some(kept), lambda k: found[k][1].at(costs[found[k][0].counts]))
+        return tuple(choice for choice, _ in found), options
+
+    def _columns(self, costs: Mapping[Counts, StageCosts], load: Workload, syncs: bool) -> OptionColumns:
+        saved, shared, live = [], [], list[float]()
+        for (counts, recompute, is_whole), places in zip(self._forms, self._places, strict=True):
+            activations = costs[counts].activations(recompute, is_whole)
+            saved.append(costs[counts].saved_bytes(recompute))
+            shared.append(costs[counts].memory(recompute).shared)
+            live += [activations[name] for name in places]
+        held = np.full((len(self._sees), len(self.options)), -np.inf)
+        held[self._at] = np.maximum.reduceat(self._fixed + np.array(live)[self._live], self._starts)
+        known = self._constants
+        return OptionColumns(
+            rest=known["parameters"] + known["optimizer"] + known["window"],
+            stepping=known["stepped"] + known["updates"],
+            late=known["reduced_after_backward"],
+            saved=np.array(saved)[self._form_of] + known["kept"],
+            shared=np.array(shared)[self._form_of],
+            takes=self._takes,
+            terms=self._terms(costs, load, syncs),
+            highest=dict(zip(self._sees, held, strict=True)),
+            **{name: known[name] for name in _AS_THEY_ARE},
+        )
+
+    def _terms(self, costs: Mapping[Counts, StageCosts], load: Workload, syncs: bool) -> Array:
+        of_counts = [costs[counts] for counts in self._counts]
+        seconds = (np.concatenate([getattr(one, name) for one in of_counts]) for name in ("forward_s", "backward_s"))
+        sums = np.array([np.add.reduceat(each[self._calls], self._call_starts) for each in seconds])
+        again = [costs[counts].again_s(recompute, is_whole) for counts, recompute, is_whole in self._forms]
+        found, start = np.empty((len(self.options), len(OverlapTerms._fields))), 0
+        for (count, members), communication in zip(self._segments, self._communication, strict=True):
+            forward_s, backward_s = sums[:, start : start + count * len(members)].reshape(2, len(members), count)
+            start += count * len(members)
+            again_s = np.zeros_like(backward_s)
+            again_s[:, -1] = np.array(again)[self._form_of[members]]
+            own = zip(forward_s.T, (backward_s + again_s).T, again_s.T, communication, strict=True)
+            segments = [Segment(*computing, *others) for *computing, others in own]
+            found[members] = terms_of(segments, self._constants["optimizer_s"][members], load, syncs)
+        return found
+
+
+_AS_THEY_ARE = (
+    *("gradients", "gather_output", "prefetched", "prefetch_temporary", "reduce_input"),
+    *("gathers", "prefetches", "reduces"),
+)
+_CONSTANTS = (
+    *("parameters", "optimizer", "window", "stepped", "updates", "reduced_after_backward", "kept", *_AS_THEY_ARE),
+    *("optimizer_s", "syncs_each_microbatch"),
+)
+"""Fields of `StageCandidate` that do not depend on the micro-batch, and are numbers."""
