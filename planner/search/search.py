@@ -172,6 +172,7 @@ class _Point:
                 return replace(self, is_over=True), plan, made
             start = samples / self.bound, self.price
             widening = Widening(self.chain, space, limit_bytes, start, plan.peak.stage if plan else None)
+            widening.is_searching = widening.was_searched = programs
         else:
             plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)
         bound = min(self.bound, samples / widening.least_s)
