@@ -88,8 +88,12 @@ def drift_bytes(option: StageCandidate, load: Workload) -> float:
 
 
 def make_solver(gap: float, seconds: float) -> pulp.LpSolver:
-    """Return HiGHS, or CBC where highspy is missing."""
-    solver = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap)
+    """Return HiGHS, or CBC where highspy is missing.
+
+    One thread: HiGHS keeps its threads for the next program, and a process forked after a search would wait for
+    threads that it does not have.
+    """
+    solver = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap, threads=1)
     return solver if solver.available() else pulp.PULP_CBC_CMD(msg=False, timeLimit=seconds, gapRel=gap)
 
 

@@ -14,6 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import osdp
 from profiler.errors import install_advice
@@ -64,8 +67,21 @@ def test_no_program_stands_before_a_package(folder: str) -> None:
 def test_constraints_pin_a_torch_that_setup_cfg_accepts(setup_cfg: configparser.ConfigParser) -> None:
     lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
-    assert pins == ["torch==2.13.0"]
+    assert "torch==2.13.0" in pins
     assert "torch>=2.11,<2.14" in setup_cfg["options"]["install_requires"].split()
+
+
+def test_every_pinned_version_is_one_that_setup_cfg_accepts(setup_cfg: configparser.ConfigParser) -> None:
+    options = setup_cfg["options.extras_require"]
+    texts = (setup_cfg["options"]["install_requires"] + "".join(options.values())).splitlines()
+    accepted: dict[str, list[SpecifierSet]] = {}
+    for text in texts:
+        if text and not text.startswith("#"):
+            accepted.setdefault(canonicalize_name(Requirement(text).name), []).append(Requirement(text).specifier)
+    pins = [Requirement(line) for line in (CHECKOUT / "constraints.txt").read_text().splitlines() if line[:1].isalpha()]
+    for pin in pins:
+        (pinned,) = pin.specifier
+        assert all(pinned.version in ranges for ranges in accepted[canonicalize_name(pin.name)]), pin
 
 
 def test_license_is_the_one_named(setup_cfg: configparser.ConfigParser) -> None:

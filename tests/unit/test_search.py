@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import replace
 from itertools import count, pairwise, product
 from unittest.mock import patch
@@ -128,6 +129,18 @@ def test_counted_objective_is_the_pure_function(layers: int, fraction: float, ov
     counted_s = sum(steady_s(option, menu) for option in solution.options)
     assert solution.objective_s == pytest.approx(counted_s, rel=1e-6)
     assert peak_memory(solution.options, menu.load).total_bytes <= limit
+
+
+def test_a_process_that_forks_after_a_search_can_search() -> None:
+    load = Workload(cluster(1, 4), "adam", "fp32", 1)
+    menu = Space(transformer(14, 256)).candidates(load, strategies_on(load.cluster)[1])
+    CountingProgram.smallest(menu)
+    child = multiprocessing.get_context("fork").Process(target=CountingProgram.smallest, args=(menu,))
+    child.start()
+    child.join(60)
+    child.kill()
+    child.join()
+    assert child.exitcode == 0
 
 
 def test_the_program_keeps_what_is_cheapest_at_any_price_of_memory() -> None:
