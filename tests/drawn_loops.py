@@ -191,16 +191,21 @@ class Loop:
             self.outputs(side, number)
 
     def train_on(self, numbers: list[int], weights: list[float], order: str, syncs: bool, share: float) -> None:
-        """Run forwards, then their backwards: of the sum, or of each, in order or not."""
+        """Run forwards, then their backwards: of the sum, or of each, in order or not, or of each one's heads."""
         results = []
         for side in self.sides:
             with nullcontext() if syncs or side is self.alone else self.model.no_sync():
                 outputs = [self.outputs(side, number) for number in numbers]
                 results.append([[tensor.detach().clone() for tensor in of_ranks[0]] for of_ranks in outputs])
                 losses = [share * loss_of(of_ranks, weights) for of_ranks in outputs]
-                for loss in {"sum": [sum(losses)], "each": losses, "reversed": losses[::-1]}[order]:
+                for loss in {"sum": [sum(losses)], "each": losses, "reversed": losses[::-1], "heads": []}[order]:
                     if loss.requires_grad:  # not all is frozen
                         loss.backward()
+                for of_ranks in outputs if order == "heads" else ():
+                    heads = [share * loss_of(of_ranks, alone) for alone in one_by_one(weights)]
+                    heads = [loss for loss in heads if loss.requires_grad]
+                    for number, loss in enumerate(heads, 1):
+                        loss.backward(retain_graph=number < len(heads))
         self.compare(results, "outputs")
 
     def fail_backward(self, number: int) -> None:
@@ -322,6 +327,11 @@ def loss_of(outputs: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> Te
     return sum(losses, torch.zeros((), dtype=outputs[0][0].dtype)) / len(outputs)
 
 
+def one_by_one(weights: Sequence[float]) -> list[list[float]]:
+    """Return, for every weight, all of them with only that one not zero."""
+    return [[weight if at == head else 0.0 for at in range(len(weights))] for head, weight in enumerate(weights)]
+
+
 def _fail(gradient: Tensor) -> None:
     raise ZeroDivisionError
 
@@ -404,7 +414,7 @@ def any_actions(draw: Draw) -> list[Action]:
                     [0.0, 1.0, 1.0] if len(model.heads) > 1 and model.output != "tensor" else [1.0],
                 ]
             )
-            order = how.choice(["sum", "each", "reversed"])
+            order = how.choice(["sum", "each", "reversed", "heads"])
             syncs = not marks or index == rounds - 1
             act("train_on", numbers=numbers(forwards), weights=weights, order=order, syncs=syncs, share=1 / rounds)
         if how.random() < 0.15:

@@ -20,7 +20,7 @@ from planner.pricing import make_plan
 from planner.problem import Pins, Progress, Task
 from planner.search.baselines import Baseline
 from planner.search.infeasible import NothingFits, Remedy, blame
-from planner.search.search import Effort, Found, search
+from planner.search.search import FEWER_MADE, Effort, Found, search
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
@@ -115,8 +115,9 @@ def plan_graph(
     """Return the fastest plan within the limit for a model that was traced. Raises OsdpError as `plan_model` does."""
     task = task_of(request, graph, cluster)
     try:
-        gain = None if request.style == BEST else MATERIAL_GAIN
-        best = search(task, progress, material_gain=gain, effort=request.effort)
+        few = replace(request.effort, labels=min(request.effort.labels, FEWER_MADE))
+        gain, effort = (None, request.effort) if request.style == BEST else (MATERIAL_GAIN, few)
+        best = search(task, progress, material_gain=gain, effort=effort)
     except NothingFits as refused:
         raise explain_refusal(refused, task, request) from None
     found = preferred(best, request)

@@ -148,6 +148,13 @@ class OptionList(Sequence[StageCandidate]):
         """Return some of the options."""
         return OptionList(self.columns.some(rows), lambda k: self[rows[k]])
 
+    def unshared(self) -> OptionList:
+        """Return the options without what they save only for other blocks."""
+        columns = replace(
+            self.columns, saved=self.columns.saved - self.columns.shared, shared=0.0 * self.columns.shared
+        )
+        return OptionList(columns, lambda k: replace(self[k], saved=self[k].saved - self[k].shared, shared=0.0))
+
     def around(self, unsharded: int, gradients: int) -> OptionList:
         """Return the options with the memory of spanning operators that have no call in the stage."""
         if not unsharded and not gradients:

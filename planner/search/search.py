@@ -46,10 +46,10 @@ PROGRAMS = 4
 are cut off at its plan take less time than another program, and find the same plans."""
 CLOSE_ENOUGH = 5e-4
 """A point whose bound is within this of the best plan is not worth more work."""
-
 UNPROVEN = 2e-3
 """A plan that may be this much slower than the best is looked for again with fewer choices."""
-
+FEWER_MADE = 200_000
+"""Labels of a search for a plan where the last per cent does not matter; such a search is not made twice either."""
 LABELS_PER_S = 200_000
 """Labels that a run may make for each second that is left of a time limit."""
 
@@ -58,8 +58,8 @@ LABELS_PER_S = 200_000
 class Effort:
     """How plans are looked for, and how long."""
 
-    labels: bool = True
-    """Whether label setting follows the integer program; without, every point gets the program alone."""
+    labels: int = MOST_MADE
+    """Labels that may be made; 0: every point gets the integer program alone."""
     seconds: float = float("inf")
     """Time after which the search ends with the best plan so far, and the gap that it has."""
 
@@ -211,7 +211,8 @@ def search(
     count = len(queue)
     sweep = _Sweep(task.limit_bytes, enough, started + effort.seconds, effort.labels, progress)
     plan, top = sweep.best_first(queue, space, known)
-    if effort.labels and plan is not None and top > max(enough, plan.samples_per_s * (1 + UNPROVEN)):
+    is_thorough = effort.labels >= MOST_MADE
+    if is_thorough and plan is not None and top > max(enough, plan.samples_per_s * (1 + UNPROVEN)):
         plan = _with_fewer_choices(task, plan, sweep)
     if plan is None:
         plan = smallest_of(space, loads, task.limit_bytes)
@@ -255,7 +256,8 @@ class _Sweep:
     """Plans of fewer samples per second are of no use."""
     ends_at: float
     """When the time is over, by `time.perf_counter`."""
-    labels: bool
+    labels: int
+    """As in `Effort`."""
     progress: Progress
 
     def best_first(
@@ -269,7 +271,7 @@ class _Sweep:
         while queue:
             point = heapq.heappop(queue)
             speed, left_s = incumbent.samples_per_s if incumbent else 0.0, self.ends_at - time.perf_counter()
-            spent = left_s < 0 or (incumbent is not None and made >= MOST_MADE)
+            spent = left_s < 0 or (incumbent is not None and made >= self.labels > 0)
             floor = max(speed, self.enough)
             close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
             if spent or point.bound <= max(close, floor):
@@ -290,9 +292,9 @@ class _Sweep:
                     point.widening is None and (programmed_points == 0 or (not speed and programmed_points < PROGRAMS))
                 )
                 programmed_points += programs
-                most_made = int(min(MOST_MADE - made, left_s * LABELS_PER_S))
+                most_made = int(min(self.labels - made, left_s * LABELS_PER_S))
                 advanced, plan, more = point.advanced(
-                    space, self.limit_bytes, floor, most_made, programs=programs, labels=self.labels
+                    space, self.limit_bytes, floor, most_made, programs=programs, labels=self.labels > 0
                 )
                 solved += 1
                 made += more

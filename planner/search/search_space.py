@@ -73,18 +73,26 @@ class CandidateSet:
         others = {*self.shared_by}.difference(blocks)
         if not others:
             return self
-        found = self.only([[k for k, one in enumerate(some) if others.isdisjoint(one.takes)] for some in self.options])
-        alone = (
-            tuple(replace(o, saved=o.saved - o.shared, shared=0.0) if o.block in others else o for o in options)
-            for options in found.options
-        )
+        found = self.only([self._independent(c, others) for c in range(len(self.options))])
+        alone = []
+        for options, columns in zip(found.options, found.columns, strict=True):
+            shares = columns.shared.any() and options[0].block in others
+            alone.append(OptionList(columns, options.__getitem__).unshared() if shares else options)
         return replace(found, options=tuple(alone))
+
+    def _independent(self, stage_class: int, others: Collection[int]) -> list[int]:
+        """Return the options of a class that take nothing that these blocks share: all that take something take the
+        same."""
+        takes = self.columns[stage_class].takes
+        if takes.any() and not set(self.options[stage_class][int(np.argmax(takes))].takes).isdisjoint(others):
+            return np.flatnonzero(takes == 0.0).tolist()
+        return list(range(len(takes)))
 
     @property
     def shared_by(self) -> tuple[int, ...]:
-        """The blocks that keep something only if another is recomputed."""
-        sharing = [o for o, columns in zip(self.options, self.columns, strict=True) if columns.shared.any()]
-        found = {one.block for options in sharing for one in options if one.shared}
+        """The blocks that keep something only if another is recomputed; options of a class are of the same block."""
+        sharing = [pair for pair in zip(self.options, self.columns, strict=True) if pair[1].shared.any()]
+        found = {options[int(np.argmax(columns.shared > 0))].block for options, columns in sharing}
         return tuple(sorted(block for block in found if block is not None))
 
     @cached_property

@@ -134,19 +134,25 @@ def smallest_bytes(problem: Problem) -> float:
     return smallest_of(Space(task.graph, pins=task.pins), loads, float("inf")).peak.total_bytes
 
 
-def solved(problem: Problem) -> dict[str, Any] | None:
-    """Return a problem's row; None where the device has less memory than it asks for."""
-    asked = replace(problem, factor=None, limit_bytes=None)
-    task = unlimited(asked)
+def asked(problem: Problem) -> Task | None:
+    """Return what is to be solved; None where the device has less memory than the problem asks for."""
+    without = replace(problem, factor=None, limit_bytes=None)
+    task = unlimited(without)
     limit = problem.limit_bytes or task.limit_bytes
     if problem.factor is not None:
-        limit = int(problem.factor * smallest_bytes(asked)) + 1
-    if limit > task.limit_bytes:
+        limit = int(problem.factor * smallest_bytes(without)) + 1
+    return replace(task, limit_bytes=limit) if limit <= task.limit_bytes else None
+
+
+def solved(problem: Problem) -> dict[str, Any] | None:
+    """Return a problem's row; None where the device has less memory than it asks for."""
+    task = asked(problem)
+    if task is None:
         return None
     started = time.process_time()
-    found = search(replace(task, limit_bytes=limit))
+    found = search(task)
     cpu_s = time.process_time() - started
-    row = {"problem": problem.name, "limit_bytes": limit, "gap": found.gap, "cpu_s": cpu_s}
+    row = {"problem": problem.name, "limit_bytes": task.limit_bytes, "gap": found.gap, "cpu_s": cpu_s}
     return row | {"samples_per_s": found.samples_per_s, "micro_batch": found.load.micro_batch}
 
 

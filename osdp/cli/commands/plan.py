@@ -107,7 +107,7 @@ def _style(simple: bool, best: bool, several: bool) -> str:
 
 def _effort(solver: str, time_limit_s: float | None, is_more: bool) -> Effort:
     """Return how the plan is looked for; raises OsdpError for an unknown solver, and for more than one plan."""
-    from planner.search.search import Effort
+    from planner.search.search import MOST_MADE, Effort
     from profiler.errors import OsdpError
 
     if solver not in ("labels", "ilp"):
@@ -115,7 +115,7 @@ def _effort(solver: str, time_limit_s: float | None, is_more: bool) -> Effort:
     if is_more and (solver != "labels" or time_limit_s is not None):
         what, got = "--solver and --time-limit are of one plan", "also several limits, or --what-if"
         raise OsdpError(what, got=got, expected="one limit", advice="leave them out")
-    return Effort(solver == "labels", float("inf") if time_limit_s is None else time_limit_s)
+    return Effort(MOST_MADE if solver == "labels" else 0, float("inf") if time_limit_s is None else time_limit_s)
 
 
 @dataclass(frozen=True)
