@@ -86,6 +86,10 @@ def _is_even(load: Workload) -> bool:
     return load.micro_batch < FROM_SIZE or load.micro_batch % WHOLE_MULTIPLE == 0
 
 
+def _accumulated(form: _Form) -> tuple[Strategy, Strategy, bool]:
+    return form.inside, form.outside, form.load.accumulation > 1
+
+
 class _SimpleSearch:
     """Prices simple plans of a space, and keeps the fastest that fits."""
 
@@ -100,11 +104,15 @@ class _SimpleSearch:
         """Stages whose recomputation is not pinned, from the bottom."""
         modes = sorted(set[Recompute]().union(*(space.model.stages[index].recomputations for index in self._open)))
         self._modes = modes
+        self._too_large: dict[tuple[Strategy, Strategy, bool], int] = {}
+        """Micro-batches from which on the plan of most recomputation does not fit, with and without accumulation."""
 
     def try_all(self, forms: Iterable[_Form], gain: float) -> None:
         """Keep the fastest of these forms, if it is faster by more than this share than what is kept so far."""
         for form in forms:
             floor = self.best.samples_per_s * (1.0 + gain) if self.best else 0.0
+            if form.load.micro_batch >= self._too_large.get(_accumulated(form), form.load.micro_batch + 1):
+                continue
             kept = self._plan(form, 0)
             if kept.samples_per_s > floor:
                 plan = kept if self._fits(kept) else self._recomputed(self._cheapest_kind(form, kept))
@@ -142,6 +150,8 @@ class _SimpleSearch:
         low, high = 0, len(self._open)
         plan = self._plan(form, high)
         if not self._fits(plan):
+            if form.below == max(self._modes, default=Recompute.NOTHING):
+                self._too_large.setdefault(_accumulated(form), form.load.micro_batch)
             return None
         excess = self._plan(form, low).peak.total_bytes - self.limit_bytes
         slack = self.limit_bytes - plan.peak.total_bytes
