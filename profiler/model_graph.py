@@ -180,10 +180,12 @@ class CallMemory:
     """Highest live bytes while the forward runs, less what earlier calls saved."""
     module_forward_peak_bytes: Affine
     """The same until the operator's own module has ended."""
+    rest_forward_peak_bytes: Affine
+    """The same from then on until its block has ended, of the last call in a block."""
     tail_forward_peak_bytes: Affine
     """The same from then on.
 
-    What follows the module (the loss, for a head) runs when its parameters may be sharded again.
+    What follows the module (the loss, for a head), or the block, runs when its parameters may be sharded again.
     """
     backward_peak_bytes: Affine
     """Highest live bytes while the backward runs, less what earlier calls saved.
@@ -194,6 +196,8 @@ class CallMemory:
     """
     module_backward_peak_bytes: Affine
     """The same from when the backward reaches the operator's own module."""
+    rest_backward_peak_bytes: Affine
+    """The same until then, from when it reaches the block of which this is the last call."""
     tail_backward_peak_bytes: Affine
     """The same until then.
 
@@ -202,18 +206,32 @@ class CallMemory:
     """
     backward_start_bytes: Affine
     """Live bytes when the backward begins, less what earlier calls saved: own saved activations and gradients."""
+    rest_backward_start_bytes: Affine
+    """The same when it reaches the block of which this is the last call, or else the operator's own module."""
     module_backward_start_bytes: Affine
     """The same when it reaches the operator's own module."""
     backward_end_bytes: Affine
     """The same when it is over."""
 
     def forward_peak(self, micro_batch: int) -> float:
-        """Return the peak of the forward as the higher of two lines, tighter than `forward_peak_bytes`."""
-        return max(self.module_forward_peak_bytes(micro_batch), self.tail_forward_peak_bytes(micro_batch))
+        """Return the peak of the forward as the highest of its parts, tighter than `forward_peak_bytes`."""
+        return max(self.forward_parts(micro_batch))
 
     def backward_peak(self, micro_batch: int) -> float:
-        """Return the peak of the backward as the higher of two lines, tighter than `backward_peak_bytes`."""
-        return max(self.module_backward_peak_bytes(micro_batch), self.tail_backward_peak_bytes(micro_batch))
+        """Return the peak of the backward as the highest of its parts, tighter than `backward_peak_bytes`."""
+        return max(self.backward_parts(micro_batch))
+
+    def forward_parts(self, micro_batch: int) -> tuple[float, float, float]:
+        """Return the peaks of the forward in the module, in the rest of its block and after that."""
+        parts = self.module_forward_peak_bytes, self.rest_forward_peak_bytes, self.tail_forward_peak_bytes
+        module, rest, tail = (part(micro_batch) for part in parts)
+        return module, rest, tail
+
+    def backward_parts(self, micro_batch: int) -> tuple[float, float, float]:
+        """Return the peaks of the backward in the same parts."""
+        parts = self.module_backward_peak_bytes, self.rest_backward_peak_bytes, self.tail_backward_peak_bytes
+        module, rest, tail = (part(micro_batch) for part in parts)
+        return module, rest, tail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

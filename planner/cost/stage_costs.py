@@ -138,16 +138,19 @@ class StageActivations:
         kept = StageActivations(self.frame, batch, Recompute.NOTHING) if runs_on else None
         # What it has kept, it takes up again as it goes; that is a part of `kept` from then on.
         taken = self.saved_beside_inputs() if kept is not None else []
+        ends = 2 if is_whole else 1  # parts of a call before the unit ends: with the block, or with its last module
         for j, (saved, call) in enumerate(zip(self.saved, self.calls, strict=False)):
+            forward, backward = call.forward_parts(batch), call.backward_parts(batch)
+            start = call.rest_backward_start_bytes if is_whole else call.module_backward_start_bytes
             at: dict[str, float] = {
                 "gather": saved + call.forward_start_bytes(batch),
-                "call": saved + call.forward_peak(batch),
-                "module": saved + call.module_forward_peak_bytes(batch),
-                "tail": saved + call.tail_forward_peak_bytes(batch),
-                "backward of tail": saved + call.tail_backward_peak_bytes(batch),
-                "unshard": saved + call.module_backward_start_bytes(batch),
-                "backward of call": saved + call.backward_peak(batch),
-                "backward of module": saved + call.module_backward_peak_bytes(batch),
+                "call": saved + max(forward),
+                "module": saved + max(forward[:ends]),
+                "tail": saved + max(forward[ends:]),
+                "backward of tail": saved + max(backward[ends:]),
+                "unshard": saved + start(batch),
+                "backward of call": saved + max(backward),
+                "backward of module": saved + max(backward[:ends]),
                 "reduction": saved + call.backward_end_bytes(batch),
             }
             if self.recompute:

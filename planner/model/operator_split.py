@@ -131,12 +131,15 @@ def _memory(
         "forward_peak_bytes": whole.forward_peak_bytes.at_least(forward) if last else forward,
         # The sum is made when the slice itself has ended.
         "module_forward_peak_bytes": module_forward,
+        "rest_forward_peak_bytes": whole.rest_forward_peak_bytes if last else NOTHING,
         "tail_forward_peak_bytes": whole.tail_forward_peak_bytes.at_least(forward) if last else forward,
         "backward_peak_bytes": whole.backward_peak_bytes.at_least(held["backward"]) if last else held["backward"],
         "module_backward_peak_bytes": held["backward"],
+        "rest_backward_peak_bytes": whole.rest_backward_peak_bytes if last else NOTHING,
         "tail_backward_peak_bytes": whole.tail_backward_peak_bytes if last else NOTHING,
         # Handed on: input, and in backward the gradient of the sum and those of the slices after.
         "backward_start_bytes": whole.backward_start_bytes if last else held["backward start"],
+        "rest_backward_start_bytes": whole.rest_backward_start_bytes if last else held["backward start"],
         "module_backward_start_bytes": whole.module_backward_start_bytes if last else held["backward start"],
         "backward_end_bytes": whole.backward_end_bytes if index == 0 else held["backward start"],
     }

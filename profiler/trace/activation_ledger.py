@@ -79,6 +79,20 @@ class Charge:
 
 
 @dataclass(slots=True)
+class Ending:
+    """Where the forward of a call's module, or of its block, ended, and when the backward came back to it."""
+
+    number: int | None = None
+    """Number of the next autograd node then, None if it did not end in this call."""
+    inside: int | None = None
+    """How many events of the forward came before."""
+    reached: int = 0
+    """How many events of the backward came before it reached what is inside."""
+    arrived: int | None = None
+    """Bytes as of an event when it did, None if it did not."""
+
+
+@dataclass(slots=True)
 class CallRecord:
     """The record of one call."""
 
@@ -96,16 +110,10 @@ class CallRecord:
     """Block executions that take that."""
     forward: Tally = field(default_factory=Tally)
     backward: Tally = field(default_factory=Tally)
-    left: int | None = None
-    """Number of the next autograd node when the operator's module was left, or its block; None if it was not."""
-    module_left: int | None = None
-    """The same, of the module alone."""
-    inside: int | None = None
-    """How many events of the forward came before the operator's module was left, None if it was not."""
-    reached: int = 0
-    """How many events of the backward came before it reached the module."""
-    arrived: int | None = None
-    """Bytes as of an event when the backward reached the module, None if it did not."""
+    module_end: Ending = field(default_factory=Ending)
+    """Of the operator's module, or else of the block."""
+    block_end: Ending = field(default_factory=Ending)
+    """Of the block, or, of any but its last call, of the module."""
     ended: int | None = None
     """Bytes as of an event when the backward was over, None if there was none."""
     output: int = 0
@@ -195,10 +203,10 @@ class Ledger:
 
     def leave(self, *, module: bool = True) -> None:
         """Note that the forward of the current call's module, or of its block, has ended."""
-        self.call.left = next_number()
-        if module:
-            self.call.module_left = self.call.left
-        self.call.inside = len(self.call.forward.events)
+        number, inside = next_number(), len(self.call.forward.events)
+        self.call.block_end = Ending(number, inside)
+        if module or self.call.module_end.number is None:
+            self.call.module_end = Ending(number, inside)
 
     def enter_block(self, path: str, inputs: Sequence[Tensor]) -> Execution:
         """Begin an execution of a block."""
@@ -253,7 +261,8 @@ class Ledger:
         for base, call in zip(before, self.calls, strict=False):
             call.forward.rebase(base)
             call.backward.rebase(base)
-            call.arrived = None if call.arrived is None else call.arrived - base.bytes
+            for end in (call.module_end, call.block_end):
+                end.arrived = None if end.arrived is None else end.arrived - base.bytes
             call.ended = None if call.ended is None else call.ended - base.bytes
         for number, execution in enumerate(self.executions):
             if number in first:
@@ -286,16 +295,19 @@ class Ledger:
         if self.call.backward.events:
             self.call.ended = self._bytes
 
-    def arrive(self) -> None:
-        """Note that the backward of the current call reaches the operator's module, if it is the first time."""
-        if self.call.arrived is None:
-            self.call.arrived = self._bytes
+    def arrive(self, number: int) -> None:
+        """Note where an autograd node whose backward runs now was made, if in the current call's forward."""
+        for end in (self.call.module_end, self.call.block_end):
+            if end.number is not None and number >= end.number and self.call_of(number) == self.index:
+                end.reached = len(self.call.backward.events) + 1  # with the event that its op will be
+            elif end.arrived is None:
+                end.arrived = self._bytes
 
     @contextmanager
     def running_again(self, execution: Execution) -> Iterator[None]:
         """Be in the backward of a block whose forward runs again."""
-        number, left = running_number(), self.call.module_left
-        execution.again_in_tail = number is not None and left is not None and number >= left
+        number, ended = running_number(), self.call.module_end.number
+        execution.again_in_tail = number is not None and ended is not None and number >= ended
         tally, self.tally, self.is_running_again = self.tally, execution.again, True
         self.mark()
         try:

@@ -16,7 +16,7 @@ from profiler.mixed_precision import RestingDtype
 from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Rerun, Work
 from profiler.model_source import ModelSource
 from profiler.opaque_parameters import is_opaque, tensors_of
-from profiler.trace.activation_ledger import NOBODY, CallRecord, Charge, Tally
+from profiler.trace.activation_ledger import NOBODY, CallRecord, Charge, Ending, Tally
 from profiler.trace.affine_fit import SINGLE, Sizes, StepsError, envelope, exact_line, line
 from profiler.trace.find_operators import Group, held_whole
 from profiler.trace.metered_pass import Pass, trains
@@ -158,8 +158,7 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
     """Return a call's activations, given what is charged to it at each size."""
     saved = line([one.bytes for one in charges], sizes, add_bytes=max(one.waste for one in charges))
     always = [slice(None) for _ in records]
-    after_module = [slice(0) if record.inside is None else slice(record.inside, None) for record in records]
-    reached = [slice(record.reached, None) for record in records]
+    ends = [(record.module_end, record.block_end) for record in records]
     forward, backward = [record.forward for record in records], [record.backward for record in records]
     ran_back = any(tally.events for tally in backward)
 
@@ -171,15 +170,27 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
         forward_start_bytes=_instant([tally.events[0] if tally.events else None for tally in forward], forward, sizes)
         or Affine(),
         forward_peak_bytes=_peak(forward, always, sizes),
-        module_forward_peak_bytes=_peak(forward, [slice(record.inside) for record in records], sizes),
-        tail_forward_peak_bytes=_peak(forward, after_module, sizes),
+        module_forward_peak_bytes=_peak(forward, [slice(module.inside) for module, _ in ends], sizes),
+        rest_forward_peak_bytes=_peak(forward, [_between(module, block) for module, block in ends], sizes),
+        tail_forward_peak_bytes=_peak(forward, [_between(block) for _, block in ends], sizes),
         backward_peak_bytes=_peak(backward, always, sizes) if ran_back else saved,
-        module_backward_peak_bytes=_peak(backward, reached, sizes) if ran_back else saved,
-        tail_backward_peak_bytes=_peak(backward, [slice(record.reached) for record in records], sizes),
+        module_backward_peak_bytes=_peak(backward, [slice(module.reached, None) for module, _ in ends], sizes)
+        if ran_back
+        else saved,
+        rest_backward_peak_bytes=_peak(
+            backward, [slice(block.reached, module.reached) for module, block in ends], sizes
+        ),
+        tail_backward_peak_bytes=_peak(backward, [slice(block.reached) for _, block in ends], sizes),
         backward_start_bytes=start([tally.events[0] if tally.events else None for tally in backward], backward),
-        module_backward_start_bytes=start([record.arrived for record in records], backward),
+        rest_backward_start_bytes=start([block.arrived for _, block in ends], backward),
+        module_backward_start_bytes=start([module.arrived for module, _ in ends], backward),
         backward_end_bytes=_instant([record.ended for record in records], backward, sizes) or Affine(),
     )
+
+
+def _between(end: Ending, other: Ending | None = None) -> slice:
+    """Return the events of the forward from one ending to the other, or to the last; none if it did not end."""
+    return slice(0) if end.inside is None else slice(end.inside, other and other.inside)
 
 
 def _work(tallies: Sequence[Tally], what: str, sizes: Sizes) -> Work:

@@ -352,11 +352,7 @@ class Meter(UncompiledMode):
             for parameter in self._parameters[self.ledger.call.operator]:
                 parameter.grad = None
             self.ledger.go_back_to(index)
-        call = self.ledger.call
-        if call.left is not None and number >= call.left and index == self.ledger.index:
-            call.reached = len(call.backward.events) + 1  # with the event that this op will be
-        else:
-            self.ledger.arrive()
+        self.ledger.arrive(number)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from profiler.trace.activation_ledger import CallRecord, Charge, Execution, Tally
+from profiler.trace.activation_ledger import CallRecord, Charge, Ending, Execution, Tally
 from profiler.trace.handover import Replayed, StandIns, UnlikeError
 from profiler.trace.likeness import python_state, structures
 from profiler.trace.metered_pass import Pass
@@ -149,8 +149,12 @@ def _calls_by_block(calls: Sequence[CallRecord]) -> dict[int, list[CallRecord]]:
 def _measured(call: CallRecord) -> tuple[Any, ...]:
     """Return what was measured of a call."""
     charges = call.saved, call.recomputed, call.kept, call.shared, call.sharers
-    instants = call.inside, call.reached, call.arrived, call.ended
+    instants = *_instants(call.module_end), *_instants(call.block_end), call.ended
     return _tallied(call.forward), _tallied(call.backward), charges, instants, call.output
+
+
+def _instants(end: Ending) -> tuple[int | None, ...]:
+    return end.inside, end.reached, end.arrived
 
 
 def _tallied(tally: Tally) -> tuple[int, ...]:

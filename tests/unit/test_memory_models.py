@@ -149,6 +149,41 @@ def test_what_runs_twice_is_gathered_twice(strategy: str, recomputes: bool, turn
     assert found.tracked["unsharded_parameters"] <= 2 * 4 * (256 * 256 + 256)  # a block's
 
 
+class Gated(nn.Module):
+    """A block that goes on after the last of its modules, and has two units in bf16, as batch norm keeps fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(512, 512, bias=False), nn.BatchNorm1d(512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.linear(x))
+        return x + y.tanh() * y.sigmoid() * (2.0 * y).tanh() * (3.0 * y).tanh()
+
+
+class GatedStack(nn.Module):
+    """Three of them, and little after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Gated() for _ in range(3)), nn.Linear(512, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 512) -> a loss."""
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_rest_of_a_block_comes_before_its_last_unit_is_gathered(precision: str) -> None:
+    """And what lies below is prefetched then: 508 KiB in bf16, of 15.7 MiB."""
+    model = source(GatedStack, (512,))
+    graph = trace_model(model, precision)
+    plan = plan_of(graph, cluster(1, 8), {o.name: "shard" for o in graph.operators}, micro_batch=512)
+    assert abs(compare(plan, model, graph, cluster(1, 8)).error) <= 0.002
+
+
 class Shifted(nn.Module):
     """Two layers that add what they are handed."""
 

@@ -114,7 +114,7 @@ def test_head_tied_in_use_belongs_to_the_module_that_reads_it() -> None:
     # which their backward, needs it.
     assert used.calls[1:-1] == tied.calls[1:-1]
     parts = [f"{part}_{way}_peak_bytes" for part in ("module", "tail") for way in ("forward", "backward")]
-    parts.append("module_backward_start_bytes")
+    parts += ["rest_backward_start_bytes", "module_backward_start_bytes"]
     for mine, modules in ((used.calls[0], tied.calls[0]), (used.calls[-1], tied.calls[-1])):
         assert mine.module_forward_peak_bytes == mine.forward_peak_bytes
         assert mine.module_backward_peak_bytes == mine.backward_peak_bytes

@@ -61,6 +61,48 @@ def test_peaks_before_and_after_the_end_of_a_module_by_hand() -> None:
     assert first.module_backward_peak_bytes == Affine(2 * 512 + 4 * 128 * 8, 4 * 64 * (8 + 128))
 
 
+class Residual(nn.Module):
+    """Two layers and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x)).tanh()
+
+
+class Residuals(nn.Sequential):
+    """Three of them, and the sum of what they return."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Residual() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sum()  # type: ignore[no-any-return]
+
+
+def test_the_rest_of_a_block_by_hand() -> None:
+    graph = trace_model(source(Residuals, (64, 8)))
+    call, size = graph.calls[graph.blocks[1].last_call - 1], 4 * 64 * 8
+    # The module has its input and makes its output; then there is the tanh beside them, or the sum in place of the
+    # output.  After the block comes nothing.
+    assert call.module_forward_peak_bytes == Affine(0, 2 * size)
+    assert call.rest_forward_peak_bytes == Affine(0, 3 * size)
+    assert call.tail_forward_peak_bytes == Affine()
+    # The input and the tanh are kept.  The backward reaches the block with the gradient of its output, to which the
+    # tanh's adds one; it reaches the module when the tanh has gone.
+    assert call.saved_bytes == Affine(0, 2 * size)
+    assert call.rest_backward_start_bytes.per_sample == 3 * size
+    assert call.rest_backward_peak_bytes.per_sample == 4 * size
+    assert call.module_backward_start_bytes.per_sample == 3 * size
+    assert call.tail_backward_peak_bytes == Affine()
+    # The first of a block's calls has no rest.
+    first = graph.calls[graph.blocks[1].first_call]
+    assert (first.rest_forward_peak_bytes, first.rest_backward_peak_bytes) == (Affine(), Affine())
+    assert first.rest_backward_start_bytes == first.module_backward_start_bytes
+
+
 def weight_bytes(graph: ModelGraph, operator: int) -> int:
     """Return the bytes of the (only) weight of an operator that is called more than once."""
     return max(4 * parameter.numel for parameter in graph.operators[operator].parameters)
