@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -87,16 +87,26 @@ def run_pass(
     kept: Sequence[Charge] | None = None,
     stand_ins: StandIns = NO_STAND_INS,
     recompute: Recompute = Recompute.NOTHING,
+    repeated: Container[str] = (),
 ) -> Pass:
     """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError.
 
     Every block is recomputed as `recompute` says; if it is, `kept` is what calls are charged whose blocks keep nothing
     but their inputs.  Executions that have `stand_ins`
-    have one call each (`profiler.trace.replay`); raises UnlikeError if they cannot.
+    have one call each (`profiler.trace.replay`); raises UnlikeError if they cannot.  Blocks in `repeated` run several
+    times.
     """
     synthesize = device.synthesize
     meter = Meter(
-        module, groups, blocks, memo, device.data, synthesize=synthesize, recompute=recompute, stand_ins=stand_ins
+        module,
+        groups,
+        blocks,
+        memo,
+        device.data,
+        synthesize=synthesize,
+        recompute=recompute,
+        stand_ins=stand_ins,
+        repeated=repeated,
     )
     ledger = meter.ledger
     for tensor in tree_leaves(inputs):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -58,11 +58,13 @@ class Meter(UncompiledMode):
         synthesize: bool,
         recompute: Recompute = Recompute.NOTHING,
         stand_ins: StandIns = NO_STAND_INS,
+        repeated: Container[str] = (),
     ) -> None:
         """`memo` caches the results for ops across meters; `data` answers what depends on data.
 
         With `synthesize`, tensors are on the meta device and outputs of known layout are made without running the op.
         Backward recomputes every block as `recompute` says.  Of some executions of blocks, only `stand_ins` run.
+        The blocks in `repeated` run several times, so that they are no units and have no boundary.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
@@ -80,7 +82,7 @@ class Meter(UncompiledMode):
         self._recompute = recompute
         self._kept: KeptOutputs | None = None
         """Of the block that runs, or runs again, if that is recomputed selectively."""
-        self._stand_ins = stand_ins
+        self._stand_ins, self._repeated = stand_ins, repeated
         self._ops: dict[OpOverload, Op] = {}
         self._entered: tuple[int, int] | None = None
         self._running: Counter[int] = Counter()
@@ -127,11 +129,13 @@ class Meter(UncompiledMode):
     def _run_block(self, path: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, or a stand-in."""
         execution = self.ledger.enter_block(path, _tensors((args, kwargs)))
+        run = functools.partial(self._checkpointed, inner, execution) if self._recompute else inner
+        if path in self._repeated:
+            return run(*args, **kwargs)
         args, kwargs = execution.handover.hand(args, kwargs)
         assert self.ledger.block is not None
         if (replayed := self._stand_ins.executions.get(self.ledger.block)) is not None:
             return self._stand_in(execution, replayed)
-        run = functools.partial(self._checkpointed, inner, execution) if self._recompute else inner
         out = run(*args, **kwargs)
         execution.made = self.ledger.storages_of(execution.handover.returned(out, self._is_made))
         return out

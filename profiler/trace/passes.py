@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ class _Runner:
         self._device = device
         self._memo: Memo = {}
         self._replay: Replay | None = None
+        self._repeated = frozenset[str]()
+        """Blocks that run several times."""
 
     def run_first(self, size: int, *, can_be_finer: bool) -> Pass:
         """Run a pass of the operators that it finds, in which everything runs, and find what need not run again."""
@@ -100,8 +103,10 @@ class _Runner:
             found = trial = self._run(size)
         read_outside = {one: by for one, by in trial.read_outside.items() if not self._reads_in_hooks(one)}
         merged = merge_read_outside(self.groups, read_outside, trial.ran)
-        if not (trial.settled and merged == self.groups):
-            self.groups, before = merged, state_of(self._module)
+        runs = Counter(execution.path for execution in trial.executions)
+        repeated = frozenset(path for path, count in runs.items() if count > 1)
+        if repeated or not (trial.settled and merged == self.groups):
+            self.groups, self._repeated, before = merged, repeated, state_of(self._module)
             found = self._run(size)
             found.kept_bytes = max(found.kept_bytes, trial.kept_bytes)
         replay = find_replay(self._module, found) if before == state_of(self._module) else None
@@ -161,7 +166,17 @@ class _Runner:
         if kept is not None:
             charges = [call.recomputed for call in kept.calls] if replay is None else replay.charges(kept)
         return run_pass(
-            self._source, module, self.groups, self.blocks, inputs, device, self._memo, charges, stand_ins, how
+            self._source,
+            module,
+            self.groups,
+            self.blocks,
+            inputs,
+            device,
+            self._memo,
+            charges,
+            stand_ins,
+            how,
+            self._repeated,
         )
 
     def _reads_in_hooks(self, operator: int) -> bool:

@@ -149,6 +149,44 @@ def test_what_runs_twice_is_gathered_twice(strategy: str, recomputes: bool, turn
     assert found.tracked["unsharded_parameters"] <= 2 * 4 * (256 * 256 + 256)  # a block's
 
 
+class Kept(nn.Module):
+    """A layer that adds to its input, which the model keeps too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.tanh(self.up(x)))
+        return x + y * y.sigmoid()
+
+
+class Twice(nn.Module):
+    """The mean of what its blocks return, all of which run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Kept() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 64, 32) -> a loss."""
+        states = []
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+            states.append(x)
+        return torch.stack(states).mean(0).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["shard", "group_shard:2", "replicate"])
+def test_gradients_leave_a_block_that_runs_twice_one_by_one(strategy: str) -> None:
+    """As it is no unit: the gradient of an input is added to that of its other uses at once: 64 KiB of 1.4 MiB."""
+    model = source(Twice, (64, 32))
+    graph = trace_model(model)
+    choices = {operator.name: strategy for operator in graph.operators}
+    plan = plan_of(graph, cluster(1, 8), choices, micro_batch=8, optimizer="sgd")
+    assert abs(compare(plan, model, graph, cluster(1, 8)).error) <= 0.002
+
+
 class Gated(nn.Module):
     """A block that goes on after the last of its modules, and has two units in bf16, as batch norm keeps fp32."""
 
