@@ -5,8 +5,6 @@ from osdp import OSDP
 model = OSDP(model, description, device_info)
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from osdp._shadowing import refuse_shadowed_packages

@@ -1,7 +1,5 @@
 """`python -m osdp`: the command line, where the `osdp` command is not on the path."""
 
-from __future__ import annotations
-
 from osdp.cli import main
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ Their names are common.  A user's `profiler.py` beside the training script comes
 packages up without importing them, so `import osdp` stays light.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from pathlib import Path

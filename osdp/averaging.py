@@ -5,8 +5,6 @@
 `torch.optim.swa_utils.AveragedModel` copies the model, which a sharded model cannot be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """What a user gives of the training that is planned: a dict, a YAML file, a plan, or the seed's list."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path

@@ -4,8 +4,6 @@ What every rank does by itself ends with an agreement on whether it succeeded: i
 raise its error, and none waits for it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where OSDP's own data files are (beside the package in a checkout, inside it in a wheel), and folders for output."""
 
-from __future__ import annotations
-
 import os
 from difflib import get_close_matches
 from pathlib import Path

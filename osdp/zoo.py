@@ -7,8 +7,6 @@ package.module:factory      your own function or class              osdp.models.
 hf:path/to/config.json      a Hugging Face file, or its folder      osdp.models.huggingface
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches

@@ -20,8 +20,6 @@ A group has m ranks on each node that it touches.  Inside one node alpha and bet
 together, so beta = min(intra, m * inter), where `inter` is what one rank gets while all send.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from planner.nccl import Links, choose

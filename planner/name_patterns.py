@@ -1,7 +1,5 @@
 """Matches operators and blocks by name: a module's path, that of a module around it, or a pattern."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase

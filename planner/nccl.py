@@ -22,8 +22,6 @@ Limits per channel, which these links do not reach, and what needs InfiniBand sw
 out.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from math import floor, log2
 from typing import NamedTuple

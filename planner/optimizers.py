@@ -4,8 +4,6 @@ A plan names its optimizer: one of `OPTIMIZERS`, or, for any other, how much it 
 parameter` (moments of eight bits, with a scale in fp32 for every 32 of them).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from math import ceil, isfinite

@@ -7,8 +7,6 @@ A pin holds in every plan of the search, or is rejected here with the reason.  O
 block), the one that matches a part of what the other does takes precedence: `blocks.0=owner` over `*=shard`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """The plan: the planner's output, for the runtime and, as a YAML file, for the user."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """The input of the search: a model, a cluster, a memory limit, and the choices that the user fixed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 `8GB` means 8 GiB = 8192 MiB: GPU vendors print powers of two and call them GB.
 """
 
-from __future__ import annotations
-
 import re
 
 from profiler.errors import OsdpError

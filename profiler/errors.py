@@ -1,7 +1,5 @@
 """The error class whose messages are for users, and helpers for messages."""
 
-from __future__ import annotations
-
 
 def install_advice(extra: str) -> str:
     """Return the command that installs an extra of setup.cfg, in the folder of the clone."""

@@ -6,8 +6,6 @@
 They are in no operator: every rank keeps them whole, and nothing casts, shards or copies them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard

@@ -14,8 +14,6 @@ a block that changes in place what a product returned.  So an output is kept her
 again, and what is not there any more, or has changed, is computed: whatever trains recomputed, trains so.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any

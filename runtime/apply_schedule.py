@@ -10,8 +10,6 @@ Units are wrapped from the inside out, as `fully_shard` demands.  A file in `run
     substitute(schedule, meshes)   returns the schedule with other units for those unsupported here  (optional)
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@
 they get module paths, parameters, owners and collectives.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

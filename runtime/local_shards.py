@@ -12,8 +12,6 @@ do not depend on strategies:
     split into slices                   columns of a slice, by the slice's strategy
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod

@@ -5,8 +5,6 @@ one of the world's such groups that r is in; every rank makes all of them, in th
 `torch.distributed.new_group` demands.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import cast

@@ -1,7 +1,5 @@
 """The optimizers that plans name, in PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import ceil

@@ -1,7 +1,5 @@
 """Where modules and tensors lie in a model: tied parameters and shared buffers have several places and names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar

@@ -7,8 +7,6 @@ their first forward.  The all-gather of a unit is issued while the unit before i
 backward: the unit after it), and its gradients are reduced when its own backward is over.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

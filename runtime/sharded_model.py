@@ -1,7 +1,5 @@
 """A model to which a schedule was applied, and the interface of the wrapped units that it consists of."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

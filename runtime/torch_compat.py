@@ -28,8 +28,6 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
                                  gathered, and `set_reshard_after_forward` forgets K, so it cannot be set and set back
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta

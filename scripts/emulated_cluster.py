@@ -6,8 +6,6 @@
 Needs root and iproute2 (ip, tc), and of Python nothing but its standard library.
 """
 
-from __future__ import annotations
-
 import sys
 
 from emulation.commands import main

@@ -3,8 +3,6 @@
 Everything heavy is imported by the command that needs it, so that `osdp --help` is quick.
 """
 
-from __future__ import annotations
-
 import gc
 
 from osdp.cli.exits import run_program

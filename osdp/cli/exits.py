@@ -9,8 +9,6 @@
 `OSDP_TRACEBACK=1` shows where an error was raised.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """Options and arguments of commands, with their help: those of `osdp plan`, and those that several commands share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

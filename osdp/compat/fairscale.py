@@ -12,8 +12,6 @@ what is left of a model when its large modules are wrapped, and wraps tied weigh
 chooses by it and then shards the whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn

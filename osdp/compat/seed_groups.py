@@ -6,8 +6,6 @@ communication_with_groups  hierarchical              a phase of each all-gather 
 none                       shard                     every all-gather and reduce-scatter
 """
 
-from __future__ import annotations
-
 import warnings
 
 from planner.strategies.spec import Strategy

@@ -15,8 +15,6 @@ Most even: the smallest maximum, then the smallest sum of squares, then the long
 tries all that less does and shorter runs too, so the fullest rank never gets fuller with it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

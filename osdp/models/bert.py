@@ -1,7 +1,5 @@
 """BERT (Devlin et al., 2018): normalisation after each branch, masked tokens and next sentence."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn

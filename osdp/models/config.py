@@ -1,7 +1,5 @@
 """Sizes of the zoo's models, and which module each family builds. Nothing here needs torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

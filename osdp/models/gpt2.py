@@ -1,7 +1,5 @@
 """GPT-2 (Radford et al., 2019): learned positions, normalisation before each branch, tied head."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 Arguments are recognised by their names, which mean the same in all of transformers, and labels by the name of the head.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Every module that owns parameters fills them in its own `reset_parameters`, so t
 the meta device can be materialised shard by shard with the same distribution.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Llama (Touvron et al., 2023): RMS normalisation, rotary positions, SwiGLU, grouped queries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

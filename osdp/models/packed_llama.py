@@ -6,8 +6,6 @@ so that a pack costs what its samples cost: a block-diagonal mask over the whole
 masks.  Parameters have Llama's names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -3,8 +3,6 @@
 Planners that take all layers as alike get it wrong; it is here so that ours cannot.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -7,8 +7,6 @@ The tracer builds the model again, without data: a factory is called, a module i
 parameters and buffers in place of its own.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys

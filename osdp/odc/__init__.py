@@ -14,8 +14,6 @@
 See `docs/odc.md`.
 """
 
-from __future__ import annotations
-
 from osdp.odc.options import init, init_nvshmem
 
 __all__ = ["init", "init_nvshmem"]

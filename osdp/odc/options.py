@@ -1,7 +1,5 @@
 """What holds for all models that use on-demand communication: set once, by `init`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """From a model and a cluster to a plan, and from a plan file back."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

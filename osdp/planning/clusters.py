@@ -1,7 +1,5 @@
 """Clusters by name, or from a file of the same form as `configs/clusters/*.yaml`."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

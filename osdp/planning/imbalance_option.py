@@ -1,7 +1,5 @@
 """What `--imbalance` takes: a coefficient of variation, or a file of lengths."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

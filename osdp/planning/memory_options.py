@@ -8,8 +8,6 @@
 --headroom 5%              likewise, a share of the limit; by default `default_headroom`
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from math import ceil

@@ -3,8 +3,6 @@
 Plan --write_plan--> YAML --read_plan--> Plan --reopen--> OpenPlan (what `planner.analysis.explain` takes apart)
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Iterator

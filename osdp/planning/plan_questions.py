@@ -1,7 +1,5 @@
 """Frontier and what-if analyses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The cluster that the ranks of the default process group make up."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

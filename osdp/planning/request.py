@@ -5,8 +5,6 @@
 Nothing here prints; `osdp.cli` does.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field, replace
 

@@ -8,8 +8,6 @@ Predicted comes from the cost model (`planner`) and the schedule that the runtim
 the last of `STEPS` steps of a real training: collectives as `torch.distributed` issues them, and live tensors.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -12,8 +12,6 @@ settings and with `expandable_segments:True`, which `osdp train` sets: so set, i
 request of a few steps with what the limit leaves it.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ t = latency + S slope
 once: beta is what one rank gets while all ranks of its node send.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from datetime import date
 from itertools import takewhile

@@ -8,8 +8,6 @@ Something is slower at a size if its median is so by a tenth and the middle halv
 apart.  It is reported once per pair of lines, if that is so at a third of the sizes: less happens by chance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 

@@ -10,8 +10,6 @@ CPU ranks the same stack also pulls and pushes (`odc`), where no rank waits for 
 mean of all ranks too, and the collectives are pulls and pushes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial

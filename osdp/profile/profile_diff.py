@@ -1,7 +1,5 @@
 """Two profiles side by side: every figure that both have, or one alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

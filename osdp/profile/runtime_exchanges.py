@@ -17,8 +17,6 @@ Read in torch 2.13; public operations stand for FSDP2's own, which move the same
 anew for each of them there is allocated inside here too.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 

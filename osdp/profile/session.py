@@ -6,8 +6,6 @@ Times are those of the slowest rank, except of calls, where the ranks' medians a
 the rank that is slowest at that moment, which is another one each time.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ Times include the copies around a collective (`osdp.profile.runtime_exchanges`).
 NCCL on GPUs, where the device is synchronized before a clock is read.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ room for that only.  Windows of one-sided communication, whose addresses other p
 are allocated beside PyTorch's allocator (`runtime/odc/cupy_device.py`).
 """
 
-from __future__ import annotations
-
 import os
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

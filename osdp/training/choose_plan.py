@@ -4,8 +4,6 @@
 runs compare like with like; the memory limit does not bind them, and the report notes if they exceed it.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 

@@ -3,8 +3,6 @@
 Every field has an option of the same name, and `osdp train --help` says what it is; here stands what that leaves out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

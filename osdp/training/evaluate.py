@@ -1,7 +1,5 @@
 """How well a task was learned: answers to what was held out of training."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -7,8 +7,6 @@ Sample numbers of a step are divided among micro-batches and ranks in order:
 so all ranks together take the samples [position, position + M * world_size * b), however many they are.
 """
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ with t the steps done, w those of the warm-up and T all.  The rate depends on no
 that is resumed needs no scheduler's state.
 """
 
-from __future__ import annotations
-
 import math
 
 from osdp.training.config import TrainConfig

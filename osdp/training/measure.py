@@ -4,8 +4,6 @@ On CUDA torch's allocator counts, over the whole run.  On a CPU the tensors of o
 as they come and go, which slows that step down: it is not timed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

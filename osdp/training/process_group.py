@@ -1,7 +1,5 @@
 """The process group of a run: who this rank is, on which device, and when it gives up waiting."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

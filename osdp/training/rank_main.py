@@ -1,7 +1,5 @@
 """One rank of a run: joins the others, takes the plan, builds its part of the model, trains, sums up."""
 
-from __future__ import annotations
-
 import torch
 
 from osdp.api import OSDP

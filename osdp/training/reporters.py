@@ -1,7 +1,5 @@
 """Events of a run, for what reports them: `osdp.cli.reports.train` prints them, `Board` keeps them for TensorBoard."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ document, the others are from another document.  Of the tokens that are no speci
 guessed; 80 % of these are replaced by [MASK], 10 % by a random token, and 10 % stay.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path

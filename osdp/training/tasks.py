@@ -7,8 +7,6 @@ Sample g of a task comes from a Philox generator (Salmon et al., 2011) whose key
 whose counter is g.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@ operators, kernels and collectives to `trace-rank0.json`, which https://ui.perfe
 They are two steps, because counting tensors slows a step down and would be seen in its trace.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -16,8 +16,6 @@ all-reduce across groups or an owner's broadcasts, count as computing.  GPUs run
 times: it is for CPU ranks.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

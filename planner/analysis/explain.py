@@ -14,8 +14,6 @@ term by term in time, and in peak memory.  A part of the plan is bound
 All figures come from the cost functions of the search; nothing is searched again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

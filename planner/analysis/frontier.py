@@ -7,8 +7,6 @@ with L, because a plan that fits under a limit fits under every larger one.  So
     u(L) = min(own bound(L), u(the next larger limit))                              `_bounded_from_above`
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ Choices are compared by operator.  Operators of one block are known by the first
 (`h.3.attn.qkv` is `attn.qkv` of `h.3`), and blocks that change alike are one row (`ChoiceChange`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

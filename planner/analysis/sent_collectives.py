@@ -1,7 +1,5 @@
 """What a plan sends, and what each collective is priced as."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

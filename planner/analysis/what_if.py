@@ -10,8 +10,6 @@ s' > u proves that no plan is as fast without the change, within this cost model
 from the search, which is not exhaustive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 

@@ -8,8 +8,6 @@
 The planner charges for these units and the runtime wraps them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

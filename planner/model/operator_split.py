@@ -16,8 +16,6 @@ exact where no other product follows.  Time: FLOPs in proportion to features, an
 putting together are read and written once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise

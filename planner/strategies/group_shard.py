@@ -8,8 +8,6 @@
 `fully_shard` on a mesh of two dimensions (HSDP, MiCS).  With `+offload`, SG waits on the device for the all-reduce.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -11,8 +11,6 @@ so the whole tensor is permuted once, which reads and writes it on the device (`
     RSX    (1 + 1/g) RSI                                                              `Hierarchical.temporaries`
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from planner.strategies.spec import Collective, Strategy, StrategySpec, Volume

@@ -1,7 +1,5 @@
 """The notation of strategies in plan files, pins and reports: parsing and formatting."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -18,8 +18,6 @@ With `+offload`, windows stay on the device and are filled from the host: S and 
 on a GPU).  The search offers it where micro-batches are uneven, which is what it is for, and on the device.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from planner.collectives import Operation

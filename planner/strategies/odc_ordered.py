@@ -4,8 +4,6 @@ They are added up in the order of ranks, which gives the same bits in every run.
 the same as `odc` with more memory.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from planner.strategies.odc import OneSided

@@ -11,8 +11,6 @@ the stream that computes: nothing overlaps.  With `+offload`, the owner copies S
 before backward, and SG from what it gets, without further buffers.
 """
 
-from __future__ import annotations
-
 from planner.strategies.spec import StrategySpec
 
 SPEC = StrategySpec(

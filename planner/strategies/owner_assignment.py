@@ -1,7 +1,5 @@
 """Which rank owns which unit, where units are held whole."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 

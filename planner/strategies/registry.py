@@ -1,7 +1,5 @@
 """Finds the strategies: every file of this folder that has a `SPEC`, in the order in which the search prefers them."""
 
-from __future__ import annotations
-
 import pkgutil
 import sys
 from dataclasses import replace

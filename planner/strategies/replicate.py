@@ -4,8 +4,6 @@ Plans that take nothing else run as DistributedDataParallel runs them (`planner.
 copied to the device before forward and before backward, and SG back once per step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from planner.strategies.spec import Strategy, StrategySpec

@@ -8,8 +8,6 @@ H = e_p P/K, the secondary copy, lives from forward to backward.  `fully_shard(r
 With `+offload`, S is copied to the device before forward only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from planner.strategies.group_shard import group_sizes

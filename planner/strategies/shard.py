@@ -4,8 +4,6 @@
 backward, and SG back after the reduction of every micro-batch.
 """
 
-from __future__ import annotations
-
 from planner.strategies.spec import StrategySpec
 
 SPEC = StrategySpec(

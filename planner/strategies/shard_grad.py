@@ -4,8 +4,6 @@ backward; U lives between the two.
 `fully_shard(reshard_after_forward=False)` (ZeRO-2).  With `+offload`, S is copied to the device before forward only.
 """
 
-from __future__ import annotations
-
 from planner.strategies.spec import StrategySpec
 
 SPEC = StrategySpec(

@@ -1,7 +1,5 @@
 """The collectives of one unit by its strategy, with its tensors padded as FSDP2 pads them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A number with its source, as all figures of a cluster are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

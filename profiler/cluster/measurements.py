@@ -9,8 +9,6 @@ beyond, the ratio of measured to roofline (`planner.cost.workload`) is what is i
 measurement already tells how a call grows.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

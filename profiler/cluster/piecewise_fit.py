@@ -10,8 +10,6 @@ large ones.  They are found exactly: the least-squares solution on some subset o
 others 0, is the constrained one, and there are at most 16 subsets.  Knots are found by trying all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations

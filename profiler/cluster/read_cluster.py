@@ -1,7 +1,5 @@
 """Reads a cluster, published or measured, from its YAML file and validates it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

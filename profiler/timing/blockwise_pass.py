@@ -9,8 +9,6 @@ node's consumers have higher numbers, so it runs all in falling order.  The back
 lasts from its last node to the last node of the entry before, which is where the clock is read.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from bisect import bisect_right

@@ -7,8 +7,6 @@
 Medians of interleaved repetitions, all ranks at once.  A CPU rank's memory is its share of the machine's.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import time

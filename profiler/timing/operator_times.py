@@ -7,8 +7,6 @@ With t_c,r the seconds of call c in repetition r, the time of a kind of call k i
     t_k = median over r of (mean over the calls c of kind k of t_c,r)                (`_medians`)
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ With T tensors of B bytes together, and a step's seconds t over them and t_1 ove
     per tensor = t_1 / T        per byte = (t - t_1) / B, at least 0
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 

@@ -10,8 +10,6 @@ waited for.  With a, b and c their medians,
 The products end first, so that communication runs beside them all the time.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

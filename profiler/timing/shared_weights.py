@@ -5,8 +5,6 @@ moves to the meta device as soon as a module registers it.  `shared_weights` the
 parameter over storage that all modules of the same class with the same shapes have in common.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

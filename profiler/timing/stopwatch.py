@@ -1,7 +1,5 @@
 """Times consecutive intervals, by the host's clock or by CUDA events."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Hashable

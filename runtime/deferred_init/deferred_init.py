@@ -6,8 +6,6 @@ modules' own `reset_parameters`. Both use up the default CPU generator exactly a
 (`reset` with the exceptions that it lists).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 No rank holds more than a few whole tensors at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

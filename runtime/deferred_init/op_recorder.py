@@ -9,8 +9,6 @@ Ops that look at values (`item`, a boolean mask) get them, computed on the spot,
 random numbers, which are not drawn yet.
 """
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from collections.abc import Iterator, Sequence

@@ -13,8 +13,6 @@ backwards tells what a later step still needs (`_turns`): the rest is dropped as
 and steps that write nothing needed are left out, unless they draw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

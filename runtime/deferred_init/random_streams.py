@@ -9,8 +9,6 @@ puts the generator into a state of its own, a *mark*: at the next draw
     any other state       that the program seeded the generator or set its state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

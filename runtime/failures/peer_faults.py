@@ -9,8 +9,6 @@ FSDP2 frame around it is the unit.  DDP issues its collectives from C++, so ther
 are missing can be named.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ do nothing and are told apart.  So all-gather outputs and reduce-scatter outputs
 allocates them on GPUs, where memory of one stream is not another's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@ other, as the second meets what the first has cached, and the last is repeated, 
 `torch.cuda.reset_peak_memory_stats` after the first step, the peaks are those of the steps after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

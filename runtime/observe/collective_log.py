@@ -12,8 +12,6 @@ registers as `c10d` and `_c10d_functional`; torch's own `CommDebugMode` counts t
 not their groups or sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ The second step is what counts: in the first, of one micro-batch, the optimizer 
 of `runtime.observe.live_bytes`; what else is made in the optimizer's step is `optimizer_temporaries`.
 """
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ Containers, MIG and drivers can forbid CUDA IPC.  So what can be queried is quer
 then a small window is made, published, pulled from and pushed into, before a model depends on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

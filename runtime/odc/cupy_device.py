@@ -12,8 +12,6 @@ Allocations are whole multiples of 2 MiB.  Smaller ones the driver cuts out of c
 would be exported whole, from their start (CUDA C++ Programming Guide, interprocess communication).
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress

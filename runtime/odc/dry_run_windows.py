@@ -1,7 +1,5 @@
 """Windows for dry runs: one process stands for one rank, and nothing is sent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -18,8 +18,6 @@ Memory is freed when no peer has it open any more.  A peer that neither closes n
 until this process ends.  If a process crashes, the driver frees what it had.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The kernels of `cuda/`: in which source each is, and how many blocks it is worth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from profiler.errors import OsdpError

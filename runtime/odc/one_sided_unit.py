@@ -12,8 +12,6 @@ Parameters that got no gradient are not in what FSDP2 reduces, and only its hook
 then the part of each is copied into zeros when its hook runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate

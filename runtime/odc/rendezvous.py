@@ -5,8 +5,6 @@ and shows by a lock that it lives (`runtime.odc.shared_segment`).  Windows on th
 GPUs elsewhere.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -10,8 +10,6 @@ hardly wait for each other.  An ordered transport has an accumulator per source,
 writes, and needs no locks.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

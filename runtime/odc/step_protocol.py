@@ -20,8 +20,6 @@ gradient, through a window of its own.  Groups of ranks that are replicas of eac
 all-reduce what they accumulated.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ Every step ends with all ranks agreeing that it was done; if one fails, all rais
 checkpoints that were there stay as they were.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A checkpoint is written to `<path>.partial` and renamed when its manifest is on 
 path either holds a whole checkpoint or none.  Only files of ours are ever deleted.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator

@@ -9,8 +9,6 @@
 Reading runs no code: the manifest is JSON, and tensors are loaded with `weights_only`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@
 Nothing here depends on the plan or the number of ranks; `runtime.local_shards` says what a rank holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 

@@ -4,8 +4,6 @@ State is kept under the original parameter's name: tensors laid out as the param
 tensors (`step`), and plain values.  So it fits an optimizer over any sharding of the same model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any

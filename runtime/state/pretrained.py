@@ -10,8 +10,6 @@ the rank that writes its file; ranks take files in turn.  No rank ever holds the
     save    its share of the model, one file and one tensor
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

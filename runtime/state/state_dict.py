@@ -1,7 +1,5 @@
 """State dicts under the names and shapes of the original model, whatever the strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 

@@ -5,8 +5,6 @@ looks up when it is called are replaced (private names, checked on torch 2.13); 
 PyTorch.  `broadcast_from_rank0` is refused for such tensors of an optimizer: ranks would wait for each other.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

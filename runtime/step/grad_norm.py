@@ -9,8 +9,6 @@ number of ranks that hold the same shard,
 `torch.nn.utils.clip_grad_norm_` fails on different meshes; `runtime.step.torch_clipping` makes it do the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import reduce

@@ -8,8 +8,6 @@ Micro-batches count when their backward begins, so a forward without one (evalua
 mode) does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ optimizers that look at whole tensors where a rank has parts: on torch 2.13 Muon
 Where one rank owns a tensor, such an optimizer gets the whole of it there, and elsewhere nothing, while it steps.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, wraps

@@ -5,8 +5,6 @@ still to be reduced for complete.  It looks up two functions of its module when 
 and these are replaced, so that it is right wherever it was imported from.  Other models are left to PyTorch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, Protocol
@@ -22,8 +20,8 @@ from runtime.local_shards import LocalShard
 from runtime.step.grad_norm import scale_to, total_norm
 
 
-class Clipped(Protocol):
-    """A sharded model whose gradients may be clipped."""
+class ShardedGradients(Protocol):
+    """A sharded model, as far as its gradients go."""
 
     @property
     def local_shards(self) -> Sequence[LocalShard]:
@@ -41,7 +39,7 @@ class Clipped(Protocol):
 _models: WeakSet[Any] = WeakSet()
 
 
-def watch_clipping(model: Clipped) -> None:
+def watch_clipping(model: ShardedGradients) -> None:
     """Make PyTorch's clipping right for a model, until it is collected."""
     _models.add(model)
     _replace()

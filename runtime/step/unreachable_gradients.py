@@ -5,38 +5,27 @@ parameter.register_hook(function)        would never be called
 (loss + parameter.norm()).backward()     would fail, as the norm is a DTensor and so are all gradients
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
-from runtime.local_shards import LocalShard
+from runtime.step.torch_clipping import ShardedGradients
 from runtime.torch_compat import before_backward
-
-
-class Sharded(Protocol):
-    """A sharded model."""
-
-    @property
-    def local_shards(self) -> Sequence[LocalShard]:
-        """What this rank holds."""
-
 
 _models: WeakSet[Any] = WeakSet()
 
 
-def watch_gradients(model: Sharded) -> None:
+def watch_gradients(model: ShardedGradients) -> None:
     """Refuse `torch.autograd.grad` of a model's sharded parameters, until it is collected."""
     _models.add(model)
     _watch()
 
 
-def check_hooks(model: Sharded) -> None:
+def check_hooks(model: ShardedGradients) -> None:
     """Raise OsdpError if somebody waits for gradients that sharded parameters do not get from autograd."""
     hooked = [
         shard.name

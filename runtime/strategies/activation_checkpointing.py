@@ -13,8 +13,6 @@ Recomputed selectively, a block keeps what its matrix products and attention ret
 computing it (`profiler.selective_recomputation`).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -6,8 +6,6 @@ a new history without the hook (`y = self.linear(x); y += x`), and backward fail
 modules return an alias: the same memory and version counter, and to autograd no view.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any

@@ -9,8 +9,6 @@ shows whether they come once: with a reentrant checkpoint a gradient may grow ag
 then all wait for the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 from weakref import ref

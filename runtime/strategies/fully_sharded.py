@@ -1,7 +1,5 @@
 """Wrapping by `fully_shard`: all-gather before forward and backward, reduce-scatter after backward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 

@@ -12,8 +12,6 @@ every shard over every node's link.  They plug into `fully_shard` as custom comm
 of a reduce-scatter is the backend's, or a ring (`runtime.strategies.ring_reduce_scatter`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ reduce-scatters of the same sizes in the same groups, and the means are the same
 every micro-batch.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace

@@ -16,8 +16,6 @@ Optimizers work on them as on any other sharded parameter; their `full_tensor` i
 `runtime.local_shards` says what a rank holds.  Communication is on the compute stream: it does not overlap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce

@@ -13,8 +13,6 @@ Nothing is allocated: partial sums lie alternately in the output and in the chun
 which is not needed any more.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

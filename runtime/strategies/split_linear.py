@@ -6,8 +6,6 @@ Each slice is a module of its own, so each can be sharded by a strategy of its o
 gathered at a time.  The bias is added once, by slice 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ Gradients are averaged over ranks all at once, in the optimizer's step or before
 changes nothing.  What was frozen may be trained later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What the wrappings of a model's units share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """What the benchmarks have in common: contestants that take turns, medians with quartiles, processes, pictures."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -12,8 +12,6 @@ of the allocator (`runtime.observe.caching_allocator`) replays it, with its defa
 steps do not run; and samples per second against the plan without headroom, as predicted.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence
@@ -158,10 +156,8 @@ def main() -> None:
     for index, name in enumerate(("default", "expandable")):
         least = sorted(both[index].least_bytes / limit for limit, both, _ in rows)
         ran = sum(runs[index] for *_, runs in rows)
-        print(
-            f"{name}: needs {least[len(least) // 2]:.1%} of the limit in the median, at most {least[-1]:.1%}; ", end=""
-        )
-        print(f"{ran} of {len(rows)} plans run with the headroom")
+        share = f"{least[len(least) // 2]:.1%} of the limit in the median, at most {least[-1]:.1%}"
+        print(f"{name}: needs {share}; {ran} of {len(rows)} plans run with the headroom")
     print("\n| share of the limit | and a constant, MiB |\n|---|---|")
     for share in (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.0125, 0.015):
         constant = max(both[1].least_bytes - share * limit for limit, both, _ in rows)

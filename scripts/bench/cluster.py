@@ -16,8 +16,6 @@ Memory is the peak of live tensors of one step on the fullest rank, which is wha
 contestant that goes beyond the cap does not count as one that fits, whatever was predicted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

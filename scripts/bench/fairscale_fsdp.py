@@ -13,8 +13,6 @@ quartiles) and [what holds the true median with 95 %].  Losses of the first step
 With `--device cpu` the program can be tried on gloo ranks, without fairscale's own, which needs CUDA's streams.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -4,8 +4,6 @@ Code of the model's own around its blocks, aliases that never run, batch norm in
 layers share, long sequences, and models of transformers.  Sizes are such that activations are most of what is held.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -18,8 +18,6 @@ any length is drawn; `of these` is the same cost model's answer for the lengths 
 asked for a plan in hardly more memory than `odc` needs with every block recomputed: copies of everything do not fit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -9,8 +9,6 @@ Each case runs in a process of its own; CPU seconds and peak resident memory are
 the kernel counts them (`getrusage`), so imports are included.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -14,8 +14,6 @@ computes in bf16 with fp32 parameters (`tests/real_training.py`).  The table has
 or buffer; what OSDP refuses, and what fails, is below it in its words.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -70,15 +68,7 @@ def table(options: argparse.Namespace, names: list[str], rows: dict[Any, Any]) -
         for column in columns:
             row = rows[name, *column]
             words = row.refused or row.failed.strip().splitlines()[-1] if row.refused or row.failed else ""
-            cells.append(
-                "refused"
-                if row.refused
-                else "**failed**"
-                if row.failed
-                else f"{row.difference:.0e}"
-                if row.difference
-                else "0"
-            )
+            cells.append("refused" if row.refused else "**failed**" if row.failed else f"{row.difference:.0g}")
             if words and words not in below:
                 below += [f"{name}, {column[0]}, {column[1]} ranks:", words]
         lines.append(f"| {name} | {' | '.join(cells)} |")

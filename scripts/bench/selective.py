@@ -4,8 +4,6 @@ The fastest plan (`--best`) of a model under a limit, without and with blocks th
 figures are predicted, in samples/s; the share of the step that goes to running forwards again is in brackets.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import replace

@@ -13,8 +13,6 @@ of a rank's process are given too: other programs on the machine hardly change t
 equal to 1e-5, or the benchmark fails.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial

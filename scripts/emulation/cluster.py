@@ -7,8 +7,6 @@ by step, and nothing to be left half undone.  The keeper is killed by the kernel
 `kill -9` too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The one error that a user is meant to read."""
 
-from __future__ import annotations
-
 
 class RefusalError(Exception):
     """Bad input or a machine that cannot do it, in four parts; printed without a traceback, exit status 2."""

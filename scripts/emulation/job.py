@@ -1,7 +1,5 @@
 """One command on every node of a cluster: its output line by line, its deadlines, its exit status."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

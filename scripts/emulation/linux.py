@@ -1,7 +1,5 @@
 """Calls of Linux that Python 3.11's standard library lacks: namespaces, mounts, and a child that dies with us."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

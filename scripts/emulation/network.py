@@ -10,8 +10,6 @@ would have taken.  tbf cuts them to its burst, which costs CPU time and, with a 
 a small collective through unshaped, a part of the rate.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 The latter prints, as JSON, bits per second of one stream and seconds of a round trip of one byte.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

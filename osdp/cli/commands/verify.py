@@ -1,7 +1,5 @@
 """`osdp verify`."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated, Literal
 

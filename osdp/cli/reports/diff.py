@@ -1,7 +1,5 @@
 """What `osdp diff` prints: how two plans differ, from their files alone."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

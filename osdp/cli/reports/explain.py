@@ -1,7 +1,5 @@
 """What `osdp explain` prints: why a plan is as it is, and what every other choice would cost."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from rich.console import Console

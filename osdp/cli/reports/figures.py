@@ -1,7 +1,5 @@
 """Numbers as reports print them, and where those of a cluster come from."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What `osdp plan` prints for several memory limits."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

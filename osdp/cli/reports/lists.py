@@ -1,7 +1,5 @@
 """What `osdp models` and `osdp clusters` print."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 from osdp.cli.reports.figures import figures_of, format_parameters, format_rate

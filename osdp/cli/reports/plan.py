@@ -1,7 +1,5 @@
 """What `osdp plan` prints for people."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rich.console import Console

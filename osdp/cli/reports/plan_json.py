@@ -1,7 +1,5 @@
 """What `osdp plan --json` prints for programs: numbers in bytes and seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

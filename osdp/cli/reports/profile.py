@@ -1,7 +1,5 @@
 """What `osdp profile` prints: what was measured, how well it fits, and two profiles side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby

@@ -1,7 +1,5 @@
 """A plan's choices as the few rows that a person can read: alike blocks and operators together."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What `osdp strategies` and `osdp partition` print."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a person would say of a plan, in one sentence."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator
 

@@ -1,7 +1,5 @@
 """What `osdp verify` prints."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

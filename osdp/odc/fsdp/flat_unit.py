@@ -16,8 +16,6 @@ These names and those of the handle that are used below were run on torch 2.13.0
 2.11.0, whose FSDP1 differs from it in the names of two collectives only; 2.12 lies in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 

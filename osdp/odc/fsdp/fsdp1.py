@@ -4,8 +4,6 @@ No class or function of PyTorch is patched; what each unit of a model does in an
 alone (`osdp.odc.fsdp.flat_unit`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast

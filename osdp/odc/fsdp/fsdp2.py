@@ -4,8 +4,6 @@ Nothing of PyTorch is patched: each unit gets a custom all-gather that pulls and
 pushes, by FSDP2's own interface for that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import cast

@@ -9,8 +9,6 @@ next pull of any rank is preceded by a barrier at which all publish: nobody pull
 these calls stand.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
