@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import pytest
-from drawn_loops import any_actions, check_draws
+from drawn_actions import any_actions
+from drawn_loops import check_draws
 from thoroughness import drawn_numbers
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from drawn_loops import check_draws, plain_actions
+from drawn_actions import plain_actions
+from drawn_loops import check_draws
 from thoroughness import drawn_numbers
 
 
