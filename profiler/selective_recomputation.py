@@ -16,6 +16,7 @@ again, and what is not there any more, or has changed, is computed: whatever tra
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,17 +58,45 @@ def _drops_out(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return False
 
 
+@dataclass
+class _Kept:
+    """What a call of an op returned."""
+
+    op: Any
+    held: Any
+    versions: tuple[int, ...]
+    is_changed: bool = False
+
+
 class KeptOutputs:
     """What one execution of a block keeps, in the order in which it was made."""
 
     def __init__(self) -> None:
-        self._entries = deque[tuple[Any, Any, tuple[int, ...]]]()
+        self._entries = deque[_Kept]()
+        self._of_storage: dict[int, _Kept] = {}
         self._is_over = False
 
     def add(self, op: Any, out: Any) -> None:
         """Keep what a call of an op returned."""
         held = tree_map_only(Tensor, _alias, out)
-        self._entries.append((op, held, _versions(held)))
+        entry = _Kept(op, held, _versions(held))
+        self._entries.append(entry)
+        self._of_storage |= dict.fromkeys(_storages(held), entry)
+
+    def note_changes(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note what of the kept an op changes in place.
+
+        Versions do not tell all: `.data` and what `unsafe_split` returns, by which recurrent layers cut their products,
+        count their own.
+        """
+        if not self._of_storage or not op._schema.is_mutable:
+            return
+        for position, argument in enumerate(op._schema.arguments):
+            if argument.is_write:
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                for storage in _storages(given):
+                    if entry := self._of_storage.get(storage):
+                        entry.is_changed = True
 
     def take(self, op: Any) -> Any:
         """Return what the next call of an op returned, and keep it no more.
@@ -77,15 +106,16 @@ class KeptOutputs:
         """
         if self._is_over:
             return None
-        kept, held, versions = self._entries.popleft() if self._entries else ("no more", None, ())
-        if kept is not op:
+        entry = self._entries.popleft() if self._entries else _Kept("no more", None, ())
+        if entry.op is not op:
             what = "a block that is recomputed selectively does something else when its forward runs again"
-            raise OsdpError(what, got=str(op), expected=str(kept), advice="recompute it whole, or keep it")
-        return held if _versions(held) == versions else None
+            raise OsdpError(what, got=str(op), expected=str(entry.op), advice="recompute it whole, or keep it")
+        return None if entry.is_changed or _versions(entry.held) != entry.versions else entry.held
 
     def end(self) -> None:
         """Keep nothing any more: the forward has run again, so far as backward needs it."""
         self._entries.clear()
+        self._of_storage.clear()
         self._is_over = True
 
 
@@ -96,6 +126,10 @@ def _alias(tensor: Tensor) -> Tensor:
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+def _storages(held: Any) -> list[int]:
+    return [one.untyped_storage()._cdata for one in tree_leaves(held) if isinstance(one, Tensor)]
 
 
 def _versions(held: Any) -> tuple[int, ...]:

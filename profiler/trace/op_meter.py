@@ -221,8 +221,11 @@ class Meter(UncompiledMode):
         try:
             if op.passive:
                 return op.call(*args, **kwargs or {})
-            if self._kept is not None and is_kept(func, args, kwargs or {}):
-                return self._keep(self._kept, func, op, args, kwargs or {})
+            if self._kept is not None:
+                if is_kept(func, args, kwargs or {}):
+                    return self._keep(self._kept, func, op, args, kwargs or {})
+                if not self.ledger.is_running_again:
+                    self._kept.note_changes(func, args, kwargs or {})
             return self._measure(func, op, args, kwargs or {})
         except BaseException as error:
             # Noted on the exception: holding it would hold its frames, and with them tensors.

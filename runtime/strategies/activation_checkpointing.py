@@ -168,6 +168,8 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_kept(func, args, kwargs):
+            if not self.again:
+                self.kept.note_changes(func, args, kwargs)
             return func(*args, **kwargs)
         if self.again and (before := self.kept.take(func)) is not None:
             return before

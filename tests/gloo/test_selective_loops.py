@@ -17,11 +17,12 @@ class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu, self.recurrent = nn.ReLU(inplace=True), nn.GRU(6, 6, batch_first=True)
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 5, 6) -> the same."""
+        x = x + self.recurrent(x)[0]
         scores = torch.softmax(x @ x.transpose(1, 2), -1)
         hidden = self.dropout(self.relu(self.up(scores @ x)))
         out = self.down(hidden)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from rehearsals import Case, graph_of
@@ -15,6 +17,7 @@ from planner.pins import parse_pin, resolve
 from profiler.errors import OsdpError
 from profiler.selective_recomputation import KeptOutputs, is_kept
 from profiler.trace.trace import trace_model
+from runtime.strategies.activation_checkpointing import _Keeping
 
 aten = torch.ops.aten
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
@@ -85,6 +88,63 @@ def test_what_was_changed_in_place_does_not_come_back() -> None:
     kept.add(aten.mm.default, out)
     out.relu_()
     assert kept.take(aten.mm.default) is None
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, which cuts what its products return and changes the parts in place."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.up, self.layer = nn.Linear(WIDTH, WIDTH), kind(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, TOKENS, WIDTH) -> the same."""
+        out: Tensor = self.layer(self.up(x))[0]
+        return out
+
+
+class Untold(nn.Module):
+    """Changes what a product returned in ways that versions do not tell."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.up, self.change = nn.Linear(WIDTH, WIDTH), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, TOKENS, WIDTH) -> the same."""
+        out: Tensor = self.up(x)
+        self.change(out)
+        return out.sigmoid()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Recurrent(nn.GRU),
+        lambda: Recurrent(nn.LSTM),
+        lambda: Recurrent(nn.RNN),
+        lambda: Untold(lambda out: out.data.mul_(2.0)),
+        lambda: Untold(lambda out: torch._foreach_mul_([out.data], 2.0)),
+        lambda: Untold(lambda out: torch.unsafe_chunk(out.data, 2)[1].add_(1.0)),
+        lambda: Untold(lambda out: torch.add(out.data, 1.0, out=out.data)),
+    ],
+)
+def test_a_block_that_changes_its_products_untold_has_the_gradients_of_one_that_is_kept(
+    made: Callable[[], nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    block, x = made(), torch.randn(BATCH, TOKENS, WIDTH)
+
+    def gradients(run: Callable[[], Tensor]) -> list[Tensor]:
+        return list(torch.autograd.grad(run().square().mean(), list(block.parameters())))
+
+    def selective() -> Tensor:
+        kept = KeptOutputs()
+        contexts = _Keeping(kept), _Keeping(kept, again=True)
+        out: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=lambda: contexts)
+        return out
+
+    torch.testing.assert_close(gradients(selective), gradients(lambda: block(x)), rtol=0, atol=0)
 
 
 # --- traced -------------------------------------------------------------------------------------
