@@ -20,17 +20,17 @@ def some(items: Sequence[Item], share: int, first: int = 0) -> list[Item]:
     return list(items if THOROUGH else items[first % share :: share])
 
 
-def draws(count: int) -> int:
-    """Return how many examples to draw where `count` are enough for every change."""
-    return 10 * count if THOROUGH else count
+def draws(count: int, thorough: int | None = None) -> int:
+    """Return how many examples to draw where `count` are enough for every change; thorough, ten times that."""
+    return (thorough or 10 * count) if THOROUGH else count
 
 
-def drawn_numbers(first: int, count: int) -> list[int]:
+def drawn_numbers(first: int, count: int, thorough: int | None = None) -> list[int]:
     """Return the numbers of the draws to make: the one that is asked for, or so many where they are enough.
 
-    Beyond those of every change, thorough draws cost a second each; there are 90 times as many.
+    Beyond those of every change, thorough draws cost a second each; there are by default 90 times as many.
     """
     if DRAW in os.environ:
         number = int(os.environ[DRAW])
         return [number] if first <= number < first + 100_000 else []
-    return list(range(first, first + (90 * count if THOROUGH else count)))
+    return list(range(first, first + ((thorough or 90 * count) if THOROUGH else count)))

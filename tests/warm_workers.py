@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -25,6 +26,9 @@ def collect(arguments: Sequence[str]) -> None:
     pytest.main(["--collect-only", "-qq", "--capture=no", *arguments])
     sys.path[:] = path
     importlib.import_module("warm_graphs")
+    for name in ("transformers.modeling_utils", "peft"):  # 2 s in each of a dozen processes
+        with suppress(ImportError):
+            importlib.import_module(name)
     ranks.HELD.update(ranks.INHERITED)
     garbage.set_aside()
 

@@ -92,7 +92,8 @@ def test_text_is_learned_too(tmp_path: Path) -> None:
     """Of 40 documents 4 are held out."""
     text = tmp_path / "text"
     text.write_text("\n\n".join(f"this is document {n}\nand this its end" for n in range(40)))
-    _, steps, summary = train(data=str(text), steps=2)
+    options = {"data": str(text), "steps": 2, "batch": 8, "emulated_nodes": 1}
+    _, steps, summary = run_ranks(train_here, 2, options, joins=False)[0]
     assert len(steps) == 2
     assert [accuracy.what for accuracy in summary.accuracies] == ["masked tokens", "next sentences"]
 

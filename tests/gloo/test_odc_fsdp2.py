@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from parity import trace_once
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -15,7 +16,6 @@ from toys import Blocks, Toy, batch_of, loss_of, plan_of, refusal, seeded
 from osdp import OSDP
 from osdp.models.user_factory import source_of
 from planner.plan import Plan, model_ref
-from profiler.trace.trace import trace_model
 from runtime.odc.one_sided_unit import OneSidedUnit
 
 RANKS = 4
@@ -56,7 +56,7 @@ class Adapters(Toy):
 
 def plan_in(model: nn.Module, choice: str, precision: str, recomputes: bool = False) -> Plan:
     """Return a plan for one node that gives all operators the same."""
-    graph = trace_model(source_of(model, "toy", None, None), precision)
+    graph = trace_once(source_of(model, "toy", None, None), precision, "cpu")
     plan = plan_of(model, choice, accumulation=MICRO_BATCHES, ranks=(1, RANKS))
     blocks = tuple(block.name for block in graph.blocks) if recomputes else ()
     return replace(plan, model=model_ref(graph), recomputed_blocks=list(blocks))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from thoroughness import THOROUGH
 from torch import nn
 from toys import Blocks, batch_of, loss_of, plan_of, refusal, seeded
 
@@ -200,4 +201,4 @@ def _comes_and_goes(rank: int, times: int) -> None:
 
 
 def test_models_that_come_and_go_leave_nothing() -> None:
-    run_ranks(_comes_and_goes, 2, 50)
+    run_ranks(_comes_and_goes, 2, 50 if THOROUGH else 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ def train(ranks: int, **options: Any) -> Collected:
     config = load_config("gpt2", fixed | options)
     found: Collected = run_ranks(train_here, ranks, config, joins=False)[0]
     return found
+
+
+@cache
+def by_default() -> Collected:
+    """Train as the configuration says."""
+    return train(2)
 
 
 def losses(collected: Collected) -> dict[int, float]:
@@ -91,7 +98,7 @@ def test_a_bf16_model_is_trained_in_fp32(options: dict[str, Any]) -> None:
     ],
 )
 def test_losses_are_those_of_one_process(ranks: int, options: dict[str, Any], reference: dict[int, float]) -> None:
-    collected = train(ranks, **options)
+    collected = train(ranks, **options) if options else by_default()
     assert losses(collected) == pytest.approx(reference, rel=2e-5)
     plan = collected.starts[0].plan
     assert ranks * plan.micro_batch * plan.accumulation == BATCH
@@ -160,7 +167,7 @@ def test_baselines_take_the_micro_batch_of_the_plan_and_say_if_they_do_not_fit()
 
 def test_looking_into_steps_changes_nothing(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is optional and not installed")
-    seen, plain = train(2, trace=str(tmp_path / "traces")), train(2)
+    seen, plain = train(2, trace=str(tmp_path / "traces")), by_default()
     assert losses(seen) == losses(plain)
     names = {
         f"{name}-rank{rank}.{suffix}" for rank in (0, 1) for name, suffix in (("memory", "png"), ("trace", "json"))

@@ -67,7 +67,7 @@ def test_plans_of_a_frontier_go_into_a_folder(cli: Cli) -> None:
         (("--mem", "1GB", "-o", "taken"), "it is a directory"),
         (("--mem", "470MB,1GB", "--what-if"), "--what-if applies to one plan"),
         (("--mem", "1GB", "--plot", "frontier.png"), "--plot draws a frontier"),
-        (("--mem", "100MB,200MB"), "no plan fits the memory limit"),
+        (("--mem", "100MB:100MB:1MB"), "no plan fits the memory limit"),
         (("--mem", "1GB:"), "not a range of memory limits"),
         (("--mem", "1GB,900GB"), "larger than the memory"),
     ],
@@ -222,7 +222,7 @@ def test_equal_plans_are_said_to_be_equal(cli: Cli) -> None:
 
 def test_plans_of_other_models_are_told_apart_with_their_figures(cli: Cli) -> None:
     cli.done(*TINY, "-o", "a.yaml")
-    cli.done("plan", "--model", "uneven", "--cluster", "titan-rtx-8", "--batch", "2", "-o", "b.yaml")
+    cli.done("plan", "--model", "bert-tiny", "--cluster", "titan-rtx-8", "--batch", "2", "-o", "b.yaml")
     out = cli.done("diff", "a.yaml", "b.yaml")
     assert "The models have different operators, so the choices are not compared." in out
     assert "Memory at the peak" in out
