@@ -50,7 +50,10 @@ def prepare(
     given = ranks.gather("tell whether it has a plan", lambda: isinstance(traced.wish, Plan))
     if len(set(given)) > 1:
         raise OsdpError("some ranks were given a plan and some were not", advice="give every rank the same description")
-    plan = traced.wish if isinstance(traced.wish, Plan) else _plan(traced, traced.wish)
+    if isinstance(wish := traced.wish, Plan):
+        plan = wish
+    else:  # rank 0's on every rank: a search within a time limit need not end alike everywhere
+        plan = from_rank_0("plan", lambda: plan_graph(traced.graph, traced.cluster, wish).plan)
     schedule = ranks.together("compile the plan", lambda: compile_plan(plan, traced.graph, traced.cluster))
     if not (schedule.world_size == 1 or (schedule.by_ddp and find_unused_parameters)):
         _check_all_run(traced.graph)
@@ -92,8 +95,3 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
     source = source_of(model, name, wish.sequence_length, example_inputs)
     graph = trace_model(source, wish.precision, cluster.device.kind, wish.micro_batch, master_weights, imbalance)
     return _Traced(graph, cluster, request)
-
-
-def _plan(traced: _Traced, request: Request) -> Plan:
-    """Return rank 0's plan on every rank: a search within a time limit need not end alike everywhere."""
-    return from_rank_0("plan", lambda: plan_graph(traced.graph, traced.cluster, request).plan)

@@ -101,7 +101,7 @@ def cast_inputs(root: nn.Module, precision: str) -> list[RemovableHandle]:
             inside.append(path)
             own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
             handles.append(module.register_forward_pre_hook(_cast_to(own), prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(_cast_back(dtype)))
+            handles.append(module.register_forward_hook(lambda module, args, output: cast(output, dtype)))
         elif not isinstance(module, _STATISTICS) and (module is root or any(True for _ in module.parameters(False))):
             handles.append(module.register_forward_pre_hook(_cast_to(dtype), prepend=True, with_kwargs=True))
     return handles
@@ -135,7 +135,3 @@ def _cast_to(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Any, ...], dict[s
         return made
 
     return hook
-
-
-def _cast_back(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
-    return lambda module, args, output: cast(output, dtype)

@@ -34,13 +34,14 @@ def is_wrapper(parameter: Tensor) -> bool:
 def rebuilt(name: str, parameter: nn.Parameter, swap: Swap) -> nn.Parameter:
     """Return an opaque parameter of the same class with other tensors in it. Raises OsdpError if it cannot be made."""
     try:
-        made = _wrapping(parameter, swap) if is_wrapper(parameter) else _with_attributes(parameter, swap)
+        if is_wrapper(parameter):
+            return nn.Parameter(_swapped(parameter, swap), requires_grad=False)
+        return _with_attributes(parameter, swap)
     except Exception as error:
         what = f"`{name}` is of a class that cannot be made without data: {type(parameter).__name__}"
         expected = "a subclass of nn.Parameter, or of Tensor with __tensor_flatten__ and __tensor_unflatten__"
         advice = "dequantise it before OSDP(...), or keep it in a buffer that its module's forward reads"
         raise OsdpError(what, got=f"{type(error).__name__}: {error}", expected=expected, advice=advice) from error
-    return made
 
 
 def tensors_of(name: str, parameter: nn.Parameter) -> list[Tensor]:
@@ -53,10 +54,6 @@ def tensors_of(name: str, parameter: nn.Parameter) -> list[Tensor]:
 
     rebuilt(name, parameter, note)
     return found
-
-
-def _wrapping(tensor: Any, swap: Swap) -> nn.Parameter:
-    return nn.Parameter(_swapped(tensor, swap), requires_grad=False)
 
 
 def _swapped(tensor: Any, swap: Swap) -> Tensor:

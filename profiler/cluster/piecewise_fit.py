@@ -11,7 +11,6 @@ others 0, is the constrained one, and there are at most 16 subsets.  Knots are f
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -118,7 +117,7 @@ def _non_negative_least_squares(matrix: Array) -> tuple[float, Array]:
     """Return the least |matrix x - 1|^2 over x >= 0, and that x."""
     count = matrix.shape[1]
     best = float(matrix.shape[0]), np.zeros(count)
-    for subset in _subsets(count):
+    for subset in (some for size in range(1, count + 1) for some in combinations(range(count), size)):
         solution = np.linalg.lstsq(matrix[:, subset], np.ones(matrix.shape[0]), rcond=None)[0]
         if (solution < 0).any():
             continue
@@ -127,11 +126,6 @@ def _non_negative_least_squares(matrix: Array) -> tuple[float, Array]:
             best = error, np.zeros(count)
             best[1][list(subset)] = solution
     return best
-
-
-@cache
-def _subsets(count: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(subset for size in range(1, count + 1) for subset in combinations(range(count), size))
 
 
 def _pieces(knots: Sequence[float], coefficients: Array) -> tuple[FitSegment, ...]:
