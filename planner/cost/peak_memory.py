@@ -136,12 +136,14 @@ def _peak_at(
     options: Sequence[StageCandidate], index: int, moment: Moment, reduced: float, beside_it: float, load: Workload
 ) -> MemoryPeak:
     before, option, sharing = options[:index], options[index], shared_by(options)
-    waiting = 0 if moment.phase == "forward" else option.ambient_gradients
+    is_forward, around = moment.phase == "forward", option.ambient
     categories = {
         "parameters": float(sum(option.parameters for option in options)) + load.outside_bytes,
         "optimizer": float(sum(option.optimizer for option in options)),
-        "gradients": reduced + moment.gradients + waiting,
-        "unsharded_parameters": moment.unsharded + option.ambient_unsharded + sum(o.kept for o in before),
+        "gradients": reduced + moment.gradients + (0 if is_forward else around.gradients),
+        "unsharded_parameters": moment.unsharded
+        + (around.forward if is_forward else around.backward)
+        + sum(o.kept for o in before),
         "communication_buffers": moment.buffers + beside_it + sum(o.window for o in options),
         "activations": moment.activations + sum(_saved(o, sharing) for o in before),
         "reserve": load.cluster.reserve_bytes,

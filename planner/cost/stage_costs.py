@@ -138,7 +138,10 @@ class StageActivations:
         kept = StageActivations(self.frame, batch, Recompute.NOTHING) if runs_on else None
         # What it has kept, it takes up again as it goes; that is a part of `kept` from then on.
         taken = self.saved_beside_inputs() if kept is not None else []
-        ends = 2 if is_whole else 1  # parts of a call before the unit ends: with the block, or with its last module
+        # Parts of a call before its unit ends: with the block, or with its last module.  What runs again has been
+        # gathered for the rest of its block too.
+        ends = 2 if is_whole else 1
+        ends_back = 2 if self.recompute else ends
         for j, (saved, call) in enumerate(zip(self.saved, self.calls, strict=False)):
             forward, backward = call.forward_parts(batch), call.backward_parts(batch)
             start = call.rest_backward_start_bytes if is_whole else call.module_backward_start_bytes
@@ -147,10 +150,10 @@ class StageActivations:
                 "call": saved + max(forward),
                 "module": saved + max(forward[:ends]),
                 "tail": saved + max(forward[ends:]),
-                "backward of tail": saved + max(backward[ends:]),
+                "backward of tail": saved + max(backward[ends_back:]),
                 "unshard": saved + start(batch),
                 "backward of call": saved + max(backward),
-                "backward of module": saved + max(backward[:ends]),
+                "backward of module": saved + max(backward[:ends_back]),
                 "reduction": saved + call.backward_end_bytes(batch),
             }
             if self.recompute:

@@ -24,6 +24,9 @@ U and G of open spanning units.  RSI is the input of the last reduction, of whic
 
 - A block that is one unit is wrapped whole, and its tail is code around blocks; recomputed, it is unsharded before it
   runs again, with nothing but its input saved, and its forward keeps no more than what is still to be read.
+- A unit that runs several times is gathered for each, and what it keeps is there to the backward of the last; G waits
+  for the first.
+- A recomputed block of several units is gathered when what follows the block has run back.
 - Units without differentiable inputs (embeddings) keep U and G and are reduced after all backward.
 - `owner`: U is there until its gradients are copied and no gradient is after that; it leaves the AG and RSI
   of others alone and frees its own; nothing of it is prefetched, and FSDP2 prefetches past it.
@@ -141,9 +144,9 @@ class StagedUnit:
     reduced_after_backward: bool
     """Whether no input of it needs a gradient, so that FSDP2 reduces it when all backward is over."""
     own: bool
-    """Whether nothing of it is open outside the stage: it is not spanning, or gathered for each of its calls."""
+    """Whether it is sharded again after each backward of it: it is not spanning, or runs several times."""
     kept: int
-    """U or H, whichever it keeps from forward to backward."""
+    """U or H, whichever it keeps from forward to backward: to that of its last call."""
     freed: int
     """What goes before its gradients are reduced."""
     stalls: bool
@@ -155,8 +158,18 @@ class StagedUnit:
     """Whether the backward of what is below waits for that."""
 
     @property
+    def is_still_there(self) -> bool:
+        """Whether it has stayed unsharded to its backward in this stage."""
+        return self.strategy.keeps_unsharded and self.ends
+
+    @property
+    def still_kept(self) -> int:
+        """What is there of it before its backward in this stage."""
+        return self.kept if self.ends else 0
+
+    @property
     def prefetched(self) -> int:
-        return 0 if self.strategy.keeps_unsharded else self.bytes.gathered
+        return 0 if self.is_still_there else self.bytes.gathered
 
     @property
     def replaces_reduction(self) -> bool:
@@ -165,20 +178,20 @@ class StagedUnit:
 
     @property
     def prefetch_temporary(self) -> int:
-        return 0 if self.strategy.keeps_unsharded else self.bytes.gather_temporary
+        return 0 if self.is_still_there else self.bytes.gather_temporary
 
 
-def is_gathered_often(graph: ModelGraph, operator: int, strategy: Strategy) -> bool:
-    """Return whether a spanning operator is gathered for each of its calls, and sharded again after it.
+def runs_often(graph: ModelGraph, operator: int) -> bool:
+    """Return whether a spanning operator is gathered and sharded again for each of its calls as its strategy says.
 
     It is if it is one module, which runs several times; modules that share parameters are wrapped together, and stay
-    gathered from the first to the last.  Of a module with others inside, calls may be of one run.
+    gathered from the first to the last.  Of a module with others inside, calls may be of one run.  What is kept is so
+    until the backward of the last call; those before gather it anew.
     """
     one = graph.operators[operator]
     (module, *others) = [path for path in one.modules if path not in graph.uncalled] or [""]
     inside = (path.startswith(f"{module}.") or not module for each in graph.operators for path in each.modules)
-    is_kept = strategy.keeps_unsharded or bool(strategy.secondary)
-    return not others and not is_kept and "Embedding" not in one.kind and not any(inside)
+    return not others and "Embedding" not in one.kind and not any(inside)
 
 
 def make_unit(
@@ -192,7 +205,7 @@ def make_unit(
     parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
     this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
     rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
-    own = own or is_gathered_often(graph, operators[0], strategy)
+    own = own or runs_often(graph, operators[0])
     return StagedUnit(
         operators=operators,
         strategy=strategy,
@@ -200,7 +213,7 @@ def make_unit(
         traffic=traffic,
         first=min(calls),
         last=max(calls),
-        opens=own or rests,
+        opens=rests or (own and not strategy.keeps_unsharded),
         closes=own or ends,
         rests=rests,
         ends=ends,
@@ -241,11 +254,13 @@ class StageMemoryWalk:
         """Return U of open units, and of kept ones that are past (forward) or to come (backward)."""
         total = 0.0
         for unit in self.units:
-            is_over = unit.closes and unit.last < j
+            is_over, opens = unit.closes and unit.last < j, unit.opens or (backward and unit.own)
             if is_over and not (backward and self.recompute and unit.own):
-                total += unit.kept
-            elif not unit.opens or unit.first <= j:
+                total += unit.still_kept if backward else unit.kept
+            elif not opens or unit.first <= j:
                 total += unit.bytes.unsharded
+            elif not (backward or unit.rests):
+                total += unit.kept
         return total
 
     def forward(self) -> None:
@@ -286,7 +301,7 @@ class StageMemoryWalk:
         self.note_before_recomputation(others, top, target, held)
         # The others come with their forward; what has been prefetched is there until then.
         prefetched, seen = target.prefetched if target else 0, Neighbours(above=True, below=target is None)
-        unsharded = self.spanning_unsharded + sum(unit.kept for unit in others) + top.bytes.unsharded
+        unsharded = self.spanning_unsharded + sum(unit.still_kept for unit in others) + top.bytes.unsharded
         for unit in (*others, top):
             if unit is target:
                 prefetched = 0
@@ -296,7 +311,7 @@ class StageMemoryWalk:
                 operator, entering = unit.operators[0], ("gather again", unit.first)
                 with_temporary = buffers + unit.prefetch_temporary
                 self.note("recompute", operator, unsharded, held, with_temporary, entering, seen)
-                unsharded += unit.bytes.unsharded - unit.kept
+                unsharded += unit.bytes.unsharded - unit.still_kept
                 self.note("recompute", operator, unsharded + unit.bytes.secondary, held, buffers, entering, seen)
             for j in range(unit.first, unit.last + 1):
                 self.note("recompute", calls[j].operator, unsharded, held, buffers, ("call again", j), seen)
@@ -306,7 +321,7 @@ class StageMemoryWalk:
     ) -> None:
         """Note the gather of a block's last unit, after which the block runs again, and what is prefetched then."""
         live = ("before again", top.last)
-        unsharded = self.spanning_unsharded + sum(unit.kept for unit in others) + top.bytes.unsharded
+        unsharded = self.spanning_unsharded + sum(unit.still_kept for unit in others) + top.bytes.unsharded
         operator, gathered = self.frame.stage.calls[top.last].operator, top.prefetched
         self.note("recompute", operator, unsharded + top.bytes.secondary, held, gathered, live, Neighbours(above=True))
         buffers = target.prefetched + target.prefetch_temporary if target else 0
@@ -324,6 +339,12 @@ class StageMemoryWalk:
             call = calls[j]
             unsharded = self.unsharded_at(j, backward=True) + waiting_unsharded
             gradients, at = reduced + self.held(done), "backward of call"
+            if j == len(calls) - 1 and self.recompute and self.own and not self.is_whole:
+                # What follows the block: it has not run again yet.
+                around = self.spanning_unsharded + sum(unit.still_kept for unit in self.own)
+                tail = "backward of tail", j
+                self.note("backward", call.operator, around, gradients, prefetched, tail, Neighbours(above, below))
+                at = "backward of module"
             for unit in self.units:
                 if unit.closes and unit.last == j and self.recompute and unit.own and unit is not self.whole:
                     # It has been gathered to run again, and so has what would be prefetched now.
@@ -331,7 +352,7 @@ class StageMemoryWalk:
                         prefetched, below, _ = self.next_prefetch(j)
                 elif unit.closes and unit.last == j:
                     # What follows its last module: the unit is not unsharded again yet.
-                    sharded, buffers = unsharded - (unit.bytes.unsharded - unit.kept), prefetched + reduce_input
+                    sharded, buffers = unsharded - (unit.bytes.unsharded - unit.still_kept), prefetched + reduce_input
                     seen, tail = Neighbours(above, below), ("backward of tail", j)
                     self.note("backward", call.operator, sharded, gradients, buffers, tail, seen)
                     at = "backward of module"

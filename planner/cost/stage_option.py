@@ -12,18 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.cost.stage_costs import StageCosts, StageFrame, UnitCosts
-from planner.cost.stage_memory import (
-    Moment,
-    Notes,
-    StagedUnit,
-    StageMemoryWalk,
-    highest_moments,
-    is_gathered_often,
-    make_unit,
-)
+from planner.cost.stage_memory import Moment, Notes, StagedUnit, StageMemoryWalk, highest_moments, make_unit, runs_often
 from planner.model.fsdp_units import join
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
@@ -80,6 +72,28 @@ class Segment:
         )
 
 
+class Ambient(NamedTuple):
+    """What spanning operators hold while a stage runs that does not call them.  A tuple, as searches make many."""
+
+    forward: int = 0
+    """U of those that are open or kept in forward."""
+    backward: int = 0
+    """The same in backward."""
+    gradients: int = 0
+    """G of those that wait for their reduction, in backward."""
+
+    def bytes_in(self, is_forward: bool) -> int:
+        """Return the sum in forward or backward."""
+        return self.forward if is_forward else self.backward + self.gradients
+
+    def plus(self, other: Ambient) -> Ambient:
+        """Return what both hold."""
+        return Ambient(*(one + two for one, two in zip(self, other, strict=True)))
+
+
+NO_AMBIENT = Ambient()
+
+
 @dataclass(frozen=True)
 class StageCandidate:
     """A stage with strategies chosen."""
@@ -125,10 +139,8 @@ class StageCandidate:
     """RSI of the unit that it reduces last in backward: alive until another unit's takes its place."""
     reduces: bool = False
     """Whether there is such a unit."""
-    ambient_unsharded: int = 0
-    """U of spanning operators that are open or kept while this stage runs."""
-    ambient_gradients: int = 0
-    """G of spanning operators that wait for their reduction while this stage is in backward."""
+    ambient: Ambient = NO_AMBIENT
+    """Of spanning operators without a call here."""
     gathers: bool = True
     """Whether there is a unit for `gather_output`; above a stage of `owner` alone that of one further down lives."""
     prefetches: bool = True
@@ -145,8 +157,7 @@ class StageCandidate:
 
     def bytes_at(self, moment: Moment) -> float:
         """Return what is held at one of its moments, spanning operators included."""
-        ambient = self.ambient_unsharded + (0 if moment.phase == "forward" else self.ambient_gradients)
-        return moment.total_bytes + ambient
+        return moment.total_bytes + self.ambient.bytes_in(moment.phase == "forward")
 
 
 @dataclass(frozen=True)
@@ -316,15 +327,16 @@ def make_option(
     )
 
 
-def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], units: UnitCosts) -> tuple[int, int]:
-    """Return (U, G) that spanning operators without a call in a stage hold while it runs."""
-    unsharded = gradients = 0
+def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], units: UnitCosts) -> Ambient:
+    """Return what spanning operators without a call in a stage hold while it runs."""
+    forward = backward = gradients = 0
     for operator, (first, last) in model.spans.items():
         if operator in model.stages[index].spanning or index < first:
             continue
         unit, _ = units((operator,), spanning[operator])
-        is_open = index < last and not is_gathered_often(model.graph, operator, spanning[operator])
         kept = unit.unsharded if spanning[operator].keeps_unsharded else unit.secondary
-        unsharded += unit.unsharded if is_open else kept
-        gradients += unit.full_gradients if index < last else 0
-    return unsharded, gradients
+        is_open, often = index < last, runs_often(model.graph, operator)
+        forward += unit.unsharded if is_open and not often else kept
+        backward += kept if not is_open else 0 if often else unit.unsharded
+        gradients += unit.full_gradients if is_open else 0
+    return Ambient(forward, backward, gradients)

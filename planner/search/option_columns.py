@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.stage_memory import Sees
-from planner.cost.stage_option import StageCandidate
+from planner.cost.stage_option import NO_AMBIENT, Ambient, StageCandidate
 from planner.cost.workload import Workload
 from planner.search.overlap_terms import overlap_terms
 
@@ -95,9 +95,9 @@ class OptionColumns:
         arrays = {name: getattr(self, name)[which] for name in _ARRAYS}
         return OptionColumns(**arrays, highest={sees: held[which] for sees, held in self.highest.items()})
 
-    def around(self, unsharded: int, gradients: int) -> OptionColumns:
+    def around(self, ambient: Ambient) -> OptionColumns:
         """Return the numbers with the memory of spanning operators that have no call in the stage."""
-        highest = {s: held + (unsharded if s[0] else unsharded + gradients) for s, held in self.highest.items()}
+        highest = {sees: held + ambient.bytes_in(sees[0]) for sees, held in self.highest.items()}
         return replace(self, highest=highest)
 
 
@@ -150,18 +150,14 @@ class OptionList(Sequence[StageCandidate]):
 
     def unshared(self) -> OptionList:
         """Return the options without what they save only for other blocks."""
-        columns = replace(
-            self.columns, saved=self.columns.saved - self.columns.shared, shared=0.0 * self.columns.shared
-        )
+        saved, shared = self.columns.saved, self.columns.shared
+        columns = replace(self.columns, saved=saved - shared, shared=np.zeros_like(shared))
         return OptionList(columns, lambda k: replace(self[k], saved=self[k].saved - self[k].shared, shared=0.0))
 
-    def around(self, unsharded: int, gradients: int) -> OptionList:
+    def around(self, ambient: Ambient) -> OptionList:
         """Return the options with the memory of spanning operators that have no call in the stage."""
-        if not unsharded and not gradients:
+        if ambient == NO_AMBIENT:
             return self
-
-        def make(k: int) -> StageCandidate:
-            held = self[k].ambient_unsharded + unsharded, self[k].ambient_gradients + gradients
-            return replace(self[k], ambient_unsharded=held[0], ambient_gradients=held[1])
-
-        return OptionList(self.columns.around(unsharded, gradients), make)
+        return OptionList(
+            self.columns.around(ambient), lambda k: replace(self[k], ambient=self[k].ambient.plus(ambient))
+        )

@@ -21,7 +21,7 @@ import numpy as np
 from planner.cost.ddp import Replica, ReplicatedParameters
 from planner.cost.peak_memory import MemoryPeak
 from planner.cost.stage_costs import Costs, StageCosts, StageFrame, UnitCosts
-from planner.cost.stage_option import StageCandidate, StageOption, ambient, make_option
+from planner.cost.stage_option import NO_AMBIENT, Ambient, StageCandidate, StageOption, ambient, make_option
 from planner.cost.unit_memory import UnitBytes
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
@@ -139,12 +139,12 @@ class _MeanCosts(UnitCosts):
         return UnitBytes(*mean), traffic
 
 
-def _around(option: StageCandidate, unsharded: int, gradients: int) -> StageCandidate:
+def _around(option: StageCandidate, around: Ambient) -> StageCandidate:
     """Return an option with the memory of spanning operators that have no call in its stage."""
-    if not unsharded and not gradients:
+    if around == NO_AMBIENT:
         return option
     # `replace` takes three times as long, and a search with spanning operators makes ten thousands.
-    return StageCandidate(**{**vars(option), "ambient_unsharded": unsharded, "ambient_gradients": gradients})
+    return StageCandidate(**{**vars(option), "ambient": around})
 
 
 class Space:
@@ -232,9 +232,9 @@ class Space:
     ) -> StageCandidate:
         here = self.model.stages[self.examples[stage_class]].spanning
         option = self._alone(stage_class, choice, spanning if here else None, load, elsewhere)
-        return _around(option, *self._ambient(stage_class, spanning, load))
+        return _around(option, self._ambient(stage_class, spanning, load))
 
-    def _ambient(self, stage_class: int, spanning: Spanning, load: Workload) -> tuple[int, int]:
+    def _ambient(self, stage_class: int, spanning: Spanning, load: Workload) -> Ambient:
         around = self.spanning_choices(spanning)
         return ambient(self.model, self.examples[stage_class], around, self._unit_costs(load))
 
@@ -412,9 +412,9 @@ class Space:
             held = [self._ambient(stage_class, take, load) for take in takes]
             around = list(zip(takes, held, strict=True))
             if not self.model.stages[example].spanning:
-                around = [(None, (min(unsharded for unsharded, _ in held), min(gradients for _, gradients in held)))]
+                around = [(None, Ambient(*map(min, zip(*held, strict=True))))]
             found = [(*self._worthwhile(stage_class, take, load, syncs), at) for take, at in around]
-            options.append(OptionList.joined([some.around(*at) for _, some, at in found]))
+            options.append(OptionList.joined([some.around(at) for _, some, at in found]))
             choices.append(tuple(choice for some, _, _ in found for choice in some))
         return tuple(options), tuple(choices)
 

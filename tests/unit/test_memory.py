@@ -145,8 +145,7 @@ def test_tied_embedding_is_open_all_the_way() -> None:
     middle = options[2]
     assert space.model.spans == {0: (0, len(options) - 1)}
     # In every block: the unsharded table, and in backward its gradient of the head's use.
-    assert middle.ambient_unsharded == table
-    assert middle.ambient_gradients == table
+    assert middle.ambient == (table, table, table)
     # It rests once, with the first stage.
     assert options[0].parameters == table // 8
     assert options[-1].parameters == 4 * 256 // 8 + (512 - 128)  # the norm alone, rounded to 512
@@ -254,7 +253,7 @@ def test_spanning_operators_may_differ() -> None:
     assert fixed(space, load, choices, (SHARDED, SHARDED)) == fixed(space, load, choices, SHARDED)
     # Kept or not, both are unsharded while operator 2 runs.
     (here,) = [index for index, stage in enumerate(space.model.stages) if 2 in stage.operators]
-    around = mixed[here].ambient_unsharded + max(m.unsharded for m in mixed[here].moments)
+    around = mixed[here].ambient.backward + max(m.unsharded for m in mixed[here].moments)
     assert around == 3 * SIZE
 
 

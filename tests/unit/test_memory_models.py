@@ -137,16 +137,33 @@ class Revisited(nn.Module):
 
 
 @pytest.mark.parametrize("turns", [False, True])
-@pytest.mark.parametrize(("strategy", "recomputes"), [("shard", False), ("shard", True), ("group_shard:2", False)])
-def test_what_runs_twice_is_gathered_twice(strategy: str, recomputes: bool, turns: bool) -> None:
-    """Were it to stay from the first time to the last, all of the model would: 1.5 MiB of 3.2 and more."""
+@pytest.mark.parametrize(
+    ("strategy", "recomputes", "micro_batch"),
+    [
+        ("shard", False, 2),
+        ("shard", True, 2),
+        ("shard", True, 128),
+        ("group_shard:2", False, 2),
+        ("shard_grad", False, 2),
+        ("shard_grad", True, 2),
+        ("secondary_shard:2", False, 2),
+        ("secondary_shard:2", True, 128),
+    ],
+)
+def test_what_runs_twice_is_gathered_twice(strategy: str, recomputes: bool, micro_batch: int, turns: bool) -> None:
+    """Were it to stay from the first time to the last, all of the model would: 1.5 MiB of 3.2 and more.
+
+    What is kept for backward is so for that of the last time.  With large activations most is there as the loss runs
+    back, before a block that is recomputed is gathered: 0.5 MiB of 24.
+    """
     model = source(lambda: Revisited(turns=turns), (16, 256))
     graph = trace_model(model)
     choices = {operator.name: strategy for operator in graph.operators}
-    plan = plan_of(graph, cluster(1, 8), choices, {block.name for block in graph.blocks} if recomputes else ())
+    again = {block.name for block in graph.blocks} if recomputes else ()
+    plan = plan_of(graph, cluster(1, 8), choices, again, micro_batch=micro_batch)
     found = compare(plan, model, graph, cluster(1, 8))
     assert -0.001 <= found.error <= 0.005
-    assert found.tracked["unsharded_parameters"] <= 2 * 4 * (256 * 256 + 256)  # a block's
+    assert micro_batch > 2 or found.tracked["unsharded_parameters"] <= 2 * 4 * (256 * 256 + 256)  # a block's
 
 
 class Kept(nn.Module):

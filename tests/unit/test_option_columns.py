@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
 from thoroughness import draws
 
+from planner.cost.stage_option import Ambient
 from planner.cost.step_time import step_time
 from planner.cost.stragglers import Waits
 from planner.cost.workload import Workload
@@ -67,13 +68,13 @@ def test_lists_that_are_cut_and_joined_keep_options_and_columns_together(
     options = max(space.candidates(load, space.spanning_offered(load)[0]).options, key=len)
     assert isinstance(options, OptionList)
     rows = random.permutation(len(options))[:5].tolist()
-    some, ambient = options.some(rows), options.around(1000, 70)
+    some, ambient = options.some(rows), options.around(Ambient(1000, 900, 70))
     joined = OptionList.joined([some, ambient, some])
     expected = [
         *(options[k] for k in rows),
         *(
-            replace(o, ambient_unsharded=o.ambient_unsharded + 1000, ambient_gradients=o.ambient_gradients + 70)
-            for o in options
+            replace(o, ambient=Ambient(a.forward + 1000, a.backward + 900, a.gradients + 70))
+            for o, a in ((o, o.ambient) for o in options)
         ),
         *(options[k] for k in rows),
     ]
