@@ -1,6 +1,7 @@
 """Applies a schedule to a model: the model that trains, and how it is sharded.
 
-    split linear layers -> recompute blocks -> wrap units, each by its file in `runtime.strategies` -> the root
+    split linear layers -> recompute blocks -> return no views -> wrap units, each by its file in `runtime.strategies`
+    -> the root
     or, where all is replicated, DistributedDataParallel
 
 Units are wrapped from the inside out, as `fully_shard` demands.  A file in `runtime.strategies` that wraps units has
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import runtime.strategies
+from profiler.alias_outputs import return_no_views, wrappable
 from profiler.errors import OsdpError
 from profiler.mixed_precision import cast_inputs
 from profiler.opaque_parameters import is_wrapper
@@ -33,6 +35,7 @@ from runtime.sharded_model import ShardedModel, WrappedUnit
 from runtime.strategies import ddp, unsharded
 from runtime.strategies.activation_checkpointing import recompute
 from runtime.strategies.fully_sharded import wrap_root
+from runtime.strategies.module_outputs import refuse_double_backward
 from runtime.strategies.split_linear import split_linear
 from runtime.strategies.unsharded import UnshardedParameters
 from runtime.strategies.wrap_context import WrapContext
@@ -73,6 +76,7 @@ def apply_schedule(
         split_linear(model, split.module, split.count)
     recompute(sharded, compile_backend)
     _move_buffers(model, device)
+    _return_no_views(model, schedule)
     context = WrapContext(
         model=model, schedule=schedule, meshes=meshes, device=device, find_unused_parameters=find_unused_parameters
     )
@@ -81,6 +85,13 @@ def apply_schedule(
     kept = set(map(id, model.parameters()))
     sharded.replaced = [reference for reference in originals if id(reference()) not in kept]
     return sharded
+
+
+def _return_no_views(model: nn.Module, schedule: Schedule) -> None:
+    """Let modules return aliases in place of views, wherever a plan may wrap one."""
+    units = (model.get_submodule(path) for unit in schedule.units for path in unit.modules)
+    modules = dict.fromkeys([*wrappable(model), *units])
+    return_no_views(modules, (lambda: None) if schedule.by_ddp else refuse_double_backward)
 
 
 def _wrapping(unit: ScheduledUnit, schedule: Schedule) -> ModuleType:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from profiler.alias_outputs import outputs_aliased
 from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
 from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
@@ -109,7 +110,7 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             rested |= {name: rested[name].kept() for name in held_whole(module, found)}
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
-        with mode, inputs_cast(module, precision):
+        with mode, outputs_aliased(module), inputs_cast(module, precision):
             run = run_sizes(module, source, found, device, sizes)
     graph: ModelGraph = _per_sample(
         assemble(source, precision, module, rested, run.groups, run.passes, run.recomputed, run.selective), run.samples

@@ -23,7 +23,7 @@ from runtime.sharded_model import ShardedModel
 from runtime.step.optimizer_hooks import watch_optimizers
 from runtime.step.torch_clipping import watch_clipping
 from runtime.step.unreachable_gradients import check_hooks, watch_gradients
-from runtime.strategies.alias_outputs import refuse_double_backward, tensors_in
+from runtime.strategies.module_outputs import refuse_double_backward, tensors_in
 
 
 @contextmanager

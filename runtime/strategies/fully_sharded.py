@@ -10,7 +10,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from profiler.errors import OsdpError
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
-from runtime.strategies.alias_outputs import return_no_views
 from runtime.strategies.ring_reduce_scatter import RingReduceScatter
 from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import (
@@ -77,8 +76,6 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
     """Call `fully_shard` on a unit's modules with this mesh."""
     strategy, modules = unit.strategy, context.modules(unit)
     context.materialise(unit)
-    for module in modules:
-        return_no_views(module)
     secondary = context.meshes.mesh(strategy.secondary) if strategy.secondary else mesh
     pinned = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
     try:

@@ -32,7 +32,7 @@ from runtime.local_shards import LocalShard, Origin, add_gradient, local_data, w
 from runtime.parameter_places import ParameterSite
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
-from runtime.strategies.alias_outputs import refuse_double_backward, return_no_views, tensors_in
+from runtime.strategies.module_outputs import refuse_double_backward, tensors_in
 from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import uneven_dtensor
 
@@ -84,7 +84,6 @@ class OwnedUnit(WrappedUnit):
         """`kept`: stay gathered when a forward ends, as the backward comes next; `in_backward`: it is under way."""
         self.reshard()
         for module in self.modules:
-            return_no_views(module)
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward, always_call=True)
 

@@ -30,7 +30,13 @@ PLAIN_DATA = frozenset(
 """The profiler's modules that need no torch: what passes between the stages, and its files."""
 SHARED = frozenset(
     f"profiler.{name}"
-    for name in ("garbage_collection", "mixed_precision", "opaque_parameters", "selective_recomputation")
+    for name in (
+        "alias_outputs",
+        "garbage_collection",
+        "mixed_precision",
+        "opaque_parameters",
+        "selective_recomputation",
+    )
 )
 """What the tracer does to a model and the runtime must do alike."""
 PLANS = frozenset({"planner.plan", "planner.pricing", "planner.strategies", "planner.model", "planner.optimizers"})

@@ -166,6 +166,54 @@ def test_what_runs_twice_is_gathered_twice(strategy: str, recomputes: bool, micr
     assert micro_batch > 2 or found.tracked["unsharded_parameters"] <= 2 * 4 * (256 * 256 + 256)  # a block's
 
 
+class Changing(nn.Module):
+    """Two layers, and between them an activation in place: the output of the first is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(32, 128), nn.ReLU(inplace=True), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class Changes(nn.Sequential):
+    """Four of them."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Changing() for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 64, 32) -> a loss."""
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "recomputes"),
+    [
+        ("shard", "shard", False),
+        ("shard", "shard", True),
+        ("shard", "replicate", False),
+        ("shard", "replicate", True),
+        ("replicate", "shard", False),
+        ("replicate", "replicate", True),
+    ],
+)
+def test_what_is_changed_in_place_has_no_copy_under_any_plan(up: str, down: str, recomputes: bool) -> None:
+    """Whether a layer is wrapped alone, with its block, or not at all: 0.5 MiB of 1.1 to 2.3."""
+    model = source(Changes, (64, 32))
+    graph = trace_model(model)
+    choices = {operator.name: up if operator.name.endswith("up") else down for operator in graph.operators}
+    again = {block.name for block in graph.blocks} if recomputes else ()
+    found = compare(plan_of(graph, cluster(1, 8), choices, again, micro_batch=8), model, graph, cluster(1, 8))
+    assert abs(found.error) <= 0.002
+    hidden, wide = (4 * 8 * 64 * width for width in (32, 128))
+    # As the topmost activation runs back: its output, and two gradients of it; what is saved below it; the gradient of
+    # the loss is gone.  Recomputed, only inputs are saved below.
+    below = 4 * hidden + (0 if recomputes else 3 * wide)
+    assert found.tracked["activations"] <= below + 3 * wide + 2048
+
+
 class Kept(nn.Module):
     """A layer that adds to its input, which the model keeps too."""
 

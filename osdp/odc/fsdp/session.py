@@ -26,7 +26,7 @@ from runtime.meshes import Meshes
 from runtime.odc.choose_transport import why_none_anywhere
 from runtime.odc.step_protocol import Exchange, Sharing, Unit
 from runtime.step.optimizer_hooks import unwatch_optimizers, watch_optimizers
-from runtime.strategies.alias_outputs import tensors_in
+from runtime.strategies.module_outputs import tensors_in
 
 
 @dataclass(frozen=True)

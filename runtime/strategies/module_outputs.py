@@ -1,0 +1,30 @@
+"""The tensors that a module's forward returns, and a backward through them that is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from profiler.errors import OsdpError
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, dicts, dataclasses and registered pytree nodes, in order."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):  # which pytree takes for a leaf
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def refuse_double_backward() -> None:
+    """Raise OsdpError in a backward that is itself differentiated: FSDP2 would crash in the second one (torch 2.13)."""
+    if torch.is_grad_enabled():
+        what = "gradients of gradients are not supported under this plan"
+        got = "create_graph=True"
+        raise OsdpError(what, got=got, advice="plan with every operator replicated, in fp32")
