@@ -163,6 +163,7 @@ class StageActivations:
             if kept is not None:
                 grown = kept.saved[j] - taken[j] - kept.calls[0].forward_start_bytes(batch) + self.again_start
                 at["gather again"] = grown + kept.calls[j].forward_start_bytes(batch)
-                at["call again"] = grown + kept.calls[j].forward_peak(batch)
+                inside = 2 if j == len(self.calls) - 1 else 3  # what follows the block does not run again
+                at["call again"] = grown + max(kept.calls[j].forward_parts(batch)[:inside])
             found |= {(name, j): bytes_alive for name, bytes_alive in at.items()}
         return found

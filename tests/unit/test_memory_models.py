@@ -214,6 +214,25 @@ def test_what_is_changed_in_place_has_no_copy_under_any_plan(up: str, down: str,
     assert found.tracked["activations"] <= below + 3 * wide + 2048
 
 
+class Widened(Residual):
+    """A large tensor after every block, of which nothing is kept."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.cat([block(x)] * 8, -1).mean(-1, keepdim=True)
+        return x.mean()
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad", "replicate"])
+def test_what_follows_a_block_does_not_run_again(strategy: str) -> None:
+    """Where the block is two units, which are gathered as it runs again."""
+    model = source(Widened, (128, 64))
+    graph = trace_model(model)
+    choices = {operator.name: "shard" if operator.name.endswith("0") else strategy for operator in graph.operators}
+    plan = plan_of(graph, cluster(1, 8), choices, [block.name for block in graph.blocks], micro_batch=8)
+    assert abs(compare(plan, model, graph, cluster(1, 8)).error) <= 0.002
+
+
 class Kept(nn.Module):
     """A layer that adds to its input, which the model keeps too."""
 
