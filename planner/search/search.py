@@ -49,7 +49,9 @@ CLOSE_ENOUGH = 5e-4
 UNPROVEN = 2e-3
 """A plan that may be this much slower than the best is looked for again with fewer choices."""
 FEWER_MADE = 200_000
-"""Labels of a search for a plan where the last per cent does not matter; such a search is not made twice either."""
+"""Labels of a search for a plan where the last per cents do not matter; such a search is not made twice either."""
+MUCH = 0.1
+"""While a plan may be slower than the best by more than this share, a search makes `MOST_MADE` labels all the same."""
 LABELS_PER_S = 200_000
 """Labels that a run may make for each second that is left of a time limit."""
 
@@ -59,7 +61,7 @@ class Effort:
     """How plans are looked for, and how long."""
 
     labels: int = MOST_MADE
-    """Labels that may be made; 0: every point gets the integer program alone."""
+    """Labels that may be made (`MUCH` says when there are more); 0: every point gets the integer program alone."""
     seconds: float = float("inf")
     """Time after which the search ends with the best plan so far, and the gap that it has."""
 
@@ -211,8 +213,8 @@ def search(
     count = len(queue)
     sweep = _Sweep(task.limit_bytes, enough, started + effort.seconds, effort.labels, progress)
     plan, top = sweep.best_first(queue, space, known)
-    is_thorough = effort.labels >= MOST_MADE
-    if is_thorough and plan is not None and top > max(enough, plan.samples_per_s * (1 + UNPROVEN)):
+    unproven = UNPROVEN if effort.labels >= MOST_MADE else MUCH
+    if effort.labels and plan is not None and top > max(enough, plan.samples_per_s * (1 + unproven)):
         plan = _with_fewer_choices(task, plan, sweep)
     if plan is None:
         plan = smallest_of(space, loads, task.limit_bytes)
@@ -271,7 +273,8 @@ class _Sweep:
         while queue:
             point = heapq.heappop(queue)
             speed, left_s = incumbent.samples_per_s if incumbent else 0.0, self.ends_at - time.perf_counter()
-            spent = left_s < 0 or (incumbent is not None and made >= self.labels > 0)
+            most = MOST_MADE if self.labels and point.bound > speed * (1 + MUCH) else self.labels
+            spent = left_s < 0 or (incumbent is not None and made >= most > 0)
             floor = max(speed, self.enough)
             close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
             if spent or point.bound <= max(close, floor):
@@ -292,7 +295,7 @@ class _Sweep:
                     point.widening is None and (programmed_points == 0 or (not speed and programmed_points < PROGRAMS))
                 )
                 programmed_points += programs
-                most_made = int(min(self.labels - made, left_s * LABELS_PER_S))
+                most_made = int(min(most - made, left_s * LABELS_PER_S))
                 advanced, plan, more = point.advanced(
                     space, self.limit_bytes, floor, most_made, programs=programs, labels=self.labels > 0
                 )

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from _shared import machine
+from numpy.typing import NDArray
 from search_quality import NAMED, Problem, asked, zoo
 
 from planner.cost.peak_memory import peak_memory
@@ -27,7 +28,6 @@ from planner.pricing import priced
 from planner.problem import Task
 from planner.search.counting_ilp import CountingProgram
 from planner.search.option_columns import OptionColumns
-from planner.search.pareto import option_numbers
 from planner.search.search import Found, loads_of, search
 from planner.search.search_space import CandidateSet, Space
 from profiler.errors import OsdpError
@@ -48,10 +48,15 @@ def neighbours(found: Found, loads: tuple[Workload, ...]) -> tuple[Workload, ...
     return loads[max(0, at - 1) : at + 2]
 
 
+def numbers_of(columns: OptionColumns) -> NDArray[np.float64]:
+    """Return what options are compared by, shape (options, numbers)."""
+    return np.column_stack([columns.rest, columns.gradients, columns.saved, columns.terms])
+
+
 def nearest(found: Found, candidates: CandidateSet) -> Picks:
     """Return, for each stage, the option that is most like the plan's."""
-    own, picks = option_numbers(OptionColumns.of(found.options, candidates.load)), []
-    numbers = [option_numbers(columns) for columns in candidates.columns]
+    own, picks = numbers_of(OptionColumns.of(found.options, candidates.load)), []
+    numbers = [numbers_of(columns) for columns in candidates.columns]
     for stage, stage_class in enumerate(candidates.stage_classes):
         scale = np.abs(own[stage]) + 1e-12
         picks.append(int(np.argmin((np.abs(numbers[stage_class] - own[stage]) / scale).sum(axis=1))))
