@@ -22,7 +22,7 @@ from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import Unit, owners_of
 from planner.model.operator_split import slice_starts
-from planner.model.stages import Stage
+from planner.model.stages import Stage, agreed
 from planner.plan import NOTHING_ASKED, Asked, Plan, Prediction, cluster_ref, model_ref, read_choices
 from planner.search.candidates import StageDecision
 from planner.search.search_space import NOWHERE, Space, Spanning
@@ -101,6 +101,8 @@ def fullest(
 
     If some hold more than `limit_bytes`, it is any of those.
     """
+    again = agreed(space.model.stages, [choice.recompute for choice in choices])
+    choices = [c if c.recompute == a else replace(c, recompute=a) for c, a in zip(choices, again, strict=True)]
     least = dict(zip(space.model.idle, space.idle_strategies(load.cluster), strict=True))
     resting = least if idle is None else dict(zip(space.model.idle, idle, strict=True))
     owners = _owners(space, choices, space.spanning_choices(spanning) | resting, load.cluster)
@@ -235,7 +237,7 @@ def make_plan(
 
 
 def _blocks(stages: Iterable[tuple[Stage, StageCandidate]], recompute: Recompute) -> list[str]:
-    return [stage.name for stage, option in stages if option.recompute is recompute]
+    return list(dict.fromkeys(stage.name for stage, option in stages if option.recompute is recompute))
 
 
 def space_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Space:

@@ -42,7 +42,7 @@ from planner.cost.stage_memory import Moment
 from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
-from planner.model.stages import StagedModel
+from planner.model.stages import StagedModel, agreed
 from planner.strategies.replicate import BUCKET_BYTES, COPY, FIRST_BUCKET_BYTES
 from planner.strategies.spec import Strategy
 from profiler.byte_sizes import allocated_bytes
@@ -176,6 +176,7 @@ class Replica:
 
     def options(self, recompute: Sequence[Recompute]) -> tuple[StageCandidate, ...]:
         """Return the options, one per stage, given what of each is recomputed."""
+        recompute = agreed(self.stages, recompute)
         backward_s = list[float]()
         for costs, again in zip(self.costs, recompute, strict=True):
             *before, last = costs.backward_s

@@ -10,6 +10,7 @@ Stages with equal `stage_class` are interchangeable: the search only counts them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -56,6 +57,21 @@ class Stage:
     def allowed(self, recompute: Recompute) -> Recompute:
         """Return what is recomputed of it where that is wanted of all stages: nothing, if it cannot be."""
         return recompute if recompute in self.recomputations else Recompute.NOTHING
+
+
+def agreed(stages: Sequence[Stage], recompute: Sequence[Recompute]) -> tuple[Recompute, ...]:
+    """Return what is recomputed of each stage, alike for all calls of one block: of what was chosen, the most.
+
+    A plan names blocks, and the runtime recomputes modules: it cannot tell one call from another.
+    """
+    most: dict[str, Recompute] = {}
+    for stage, again in zip(stages, recompute, strict=True):
+        if stage.block is not None:
+            most[stage.name] = max(again, most.get(stage.name, again))
+    return tuple(
+        again if most.get(stage.name, again) == again or stage.block is None else stage.allowed(most[stage.name])
+        for stage, again in zip(stages, recompute, strict=True)
+    )
 
 
 @dataclass(frozen=True)
