@@ -25,6 +25,7 @@ from scripts.emulation.errors import RefusalError
 from scripts.emulation.job import cores_of_nodes, relay
 from scripts.emulation.network import Links
 
+ATTEMPTS = 10
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "emulated_cluster.py"
 ALL_REDUCE = """
 import os, torch, torch.distributed as dist
@@ -215,14 +216,18 @@ def mounts() -> list[str]:
 
 
 def test_a_cluster_has_the_rates_asked_for(tool: Tool) -> None:
-    done = tool("check", "--rate", "200mbit", "--intra-rate", "100mbit")
-    assert done.returncode == 0, done.stderr
-    measured = {(row[0], row[1]): float(row[3]) for row in map(str.split, done.stdout.splitlines()[1:])}
-    assert measured == {
-        ("node0", "node0"): pytest.approx(100, rel=0.15),
-        ("node1", "node0"): pytest.approx(200, rel=0.15),
-        ("node0", "node1"): pytest.approx(200, rel=0.15),
-    }
+    """No link is ever faster; how near it comes to its rate is seen when nothing else keeps the cores busy."""
+    asked = {("node0", "node0"): 100, ("node1", "node0"): 200, ("node0", "node1"): 200}
+    best = dict.fromkeys(asked, 0.0)
+    for _ in range(ATTEMPTS):
+        done = tool("check", "--rate", "200mbit", "--intra-rate", "100mbit")
+        assert done.returncode == 0, done.stderr
+        measured = {(row[0], row[1]): float(row[3]) for row in map(str.split, done.stdout.splitlines()[1:])}
+        assert all(measured[link] < 1.15 * rate for link, rate in asked.items())
+        best = {link: max(rate, measured[link]) for link, rate in best.items()}
+        if all(best[link] > 0.85 * rate for link, rate in asked.items()):
+            return
+    pytest.fail(f"no more than {best} Mbit/s in {ATTEMPTS} attempts")
 
 
 def test_torchrun_needs_no_options_for_the_rendezvous(tool: Tool, tmp_path: Path) -> None:
