@@ -40,7 +40,7 @@ def is_product(op: Any) -> bool:
 
 def is_kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a selectively recomputed block keeps what a call of an op returns."""
-    if not is_product(op):
+    if not is_product(op) or (isinstance(op, OpOverload) and op._schema.is_mutable):  # out= makes nothing to keep
         return False
     if getattr(op, "overloadpacket", None) in _BATCHED:
         left, right = [one for one in args if isinstance(one, Tensor)][-2:]

@@ -76,9 +76,12 @@ class Accumulation:
     def discard(self, set_to_none: bool = True) -> None:
         """Discard the step: its micro-batches and the gradients that wait to be reduced.
 
-        These leave zeros behind where not `set_to_none`, as all parameters have had gradients.
+        Unless `set_to_none` these are completed first, a collective call: only then is it known which parameters have
+        any, to be set to zero, and which have none.
         """
-        leaves_zeros = self._waits_apart and not set_to_none
+        if self._waits_apart and not set_to_none and not self._in_backward:
+            self._reduce()
+            self._finish()
         is_unfinished = self._in_backward or (self.done and self.once_per_step)
         for unit in self.sharded.units:
             if is_unfinished:
@@ -86,9 +89,6 @@ class Accumulation:
             else:
                 unit.discard_gradients(self.pushed > 0)
         self.done, self.pushed, self.explicit, self._in_backward = 0, 0, False, False
-        for parameter in self.sharded.resting.values() if leaves_zeros else ():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
     def before_zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
         """Discard what an optimizer cannot see of the gradients that it clears, in the middle of a step.
@@ -121,6 +121,9 @@ class Accumulation:
         do not take part.
         """
         self._complete_reduction()
+        self._finish()
+
+    def _finish(self) -> None:
         if self.sharded.finishes_in_optimizer_step:
             self.sharded.finish_gradients(self.pushed)
             self.pushed = 0
@@ -207,17 +210,19 @@ class Accumulation:
 
     def _complete_reduction(self) -> None:
         """Reduce what waits for a last micro-batch that does not come. Raises OsdpError if all were in `no_sync`."""
-        if not (self.done and self.once_per_step):
-            return
-        if self.explicit:
+        if self.explicit and self.done and self.once_per_step:
             count = "1 micro-batch" if self.done == 1 else f"{self.done} micro-batches"
             what = "gradients are not all reduced: all micro-batches of this step ran in no_sync()"
             mark = "run the last one outside of no_sync(), or call model.sync() before it"
             advice = f"{mark}; model.zero_grad() discards the step"
             raise OsdpError(what, got=count, expected="one outside of no_sync()", advice=advice)
-        for unit in self.sharded.units:
-            unit.complete_reduction()
-        self.done = 0
+        self._reduce()
+
+    def _reduce(self) -> None:
+        if self.done and self.once_per_step:
+            for unit in self.sharded.units:
+                unit.complete_reduction()
+            self.done = 0
 
     @property
     def local_shards(self) -> Sequence[LocalShard]:

@@ -394,6 +394,51 @@ def test_gradients_that_wait_are_cleared_or_refused() -> None:
         assert "13 of 14 parameters of another optimizer" in said["part"]
 
 
+class Partly(Toy):
+    """A layer that runs, one that runs in some forwards, and one that never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(6, 6) for _ in range(3))
+        self.runs = True
+
+    def forward(self, x: Any) -> Any:
+        """(batch, 5, 6) -> a loss."""
+        x = self.always(x)
+        return (self.sometimes(x) if self.runs else x).pow(2).mean()
+
+
+def leave_zeros(rank: int) -> None:
+    """Amid a step and after one without an optimizer: what has no gradient gets none, and is not decayed."""
+    from osdp import OSDP
+
+    sample = Partly()
+    for name in ("replicate", "shard", "shard_grad", "owner", "odc:2"):
+        for has_optimizer, micro_batches in ((True, 2), (False, 1), (False, 3)):
+            alone = seeded(Partly)
+            model = OSDP(
+                seeded(Partly), plan_of(sample, name, ranks=(1, 2), accumulation=3), find_unused_parameters=True
+            )
+            for one, ranks in ((alone, [0, 1]), (model, [rank])):
+                module = one if one is alone else one.module
+                optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, weight_decay=0.5) if has_optimizer else None
+                module.runs = not has_optimizer
+                for number in range(micro_batches):
+                    (sum(one(*batch_of(sample, each, number)[0]) for each in ranks) / len(ranks)).backward()
+                one.zero_grad(set_to_none=False)
+                if optimizer:
+                    optimizer.step()
+            for shard in model.sharded.local_shards:
+                wanted = alone.get_parameter(shard.name)
+                if shard.numel:
+                    assert (shard.parameter.grad is None) == (wanted.grad is None), (name, shard.name)
+                    torch.testing.assert_close(shard.local(shard.parameter), wanted[shard.slices].detach())
+
+
+def test_zeros_are_left_only_where_there_were_gradients() -> None:
+    run_ranks(leave_zeros, 2)
+
+
 class Scaled(Toy):
     """A layer and a parameter without dimensions."""
 

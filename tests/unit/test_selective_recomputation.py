@@ -127,6 +127,7 @@ class Untold(nn.Module):
         lambda: Untold(lambda out: torch._foreach_mul_([out.data], 2.0)),
         lambda: Untold(lambda out: torch.unsafe_chunk(out.data, 2)[1].add_(1.0)),
         lambda: Untold(lambda out: torch.add(out.data, 1.0, out=out.data)),
+        lambda: Untold(lambda out: torch.bmm(out.detach().clone(), out.new_ones(BATCH, WIDTH, WIDTH), out=out.data)),
     ],
 )
 def test_a_block_that_changes_its_products_untold_has_the_gradients_of_one_that_is_kept(
