@@ -3,8 +3,7 @@
 A plan is priced in the model with all its operators split as the plan splits them, so the result does not depend on
 where it comes from: the search, a plan file or the user.  Ranks differ by the units that each of them owns whole.
 
-It uses `planner.search.search_space`, and the rest of the search uses it: the search compares the predictions that
-plan files contain.
+It stands on `planner.options` and the search stands on it: the search compares the predictions that plan files contain.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from planner.cost.workload import Workload
 from planner.model.fsdp_units import Unit, owners_of
 from planner.model.operator_split import slice_starts
 from planner.model.stages import Stage, agreed
+from planner.options.candidates import StageDecision
+from planner.options.search_space import NOWHERE, Space, Spanning
 from planner.plan import NOTHING_ASKED, Asked, Plan, Prediction, cluster_ref, model_ref, read_choices
-from planner.search.candidates import StageDecision
-from planner.search.search_space import NOWHERE, Space, Spanning
 from planner.strategies.notation import format_choice
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
+from planner.options.search_space import Space
 from planner.plan import Plan
 from planner.pricing import decisions_of
-from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster, Device, Link
 from profiler.cluster.figure import Figure

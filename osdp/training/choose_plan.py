@@ -15,11 +15,11 @@ from osdp.planning.request import Request, plan_model
 from osdp.training.job import Job, check_ranks
 from planner.cost.peak_memory import peak_memory
 from planner.cost.workload import Workload
+from planner.options.search_space import Space
 from planner.plan import Plan
 from planner.pricing import make_plan
 from planner.problem import Task, micro_batches
 from planner.search.baselines import uniform
-from planner.search.search_space import Space
 from planner.strategies.notation import parse_strategy
 from planner.strategies.registry import known_strategies
 from profiler.byte_sizes import parse_bytes

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from planner.cost.workload import Workload
 from planner.model.operator_split import slice_starts
 from planner.name_patterns import matches, unknown_name
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.pins import parse_pin, resolve
 from planner.plan import Plan, Prediction, check_model
 from planner.pricing import Decisions, decisions_of, predict, space_of
-from planner.search.candidates import StageDecision
-from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster

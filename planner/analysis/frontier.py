@@ -10,11 +10,11 @@ with L, because a plan that fits under a limit fits under every larger one.  So
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from planner.options.search_space import Space
 from planner.pricing import make_plan
 from planner.problem import Progress, Task
 from planner.search.infeasible import NothingFits
 from planner.search.search import Found, search
-from planner.search.search_space import Space
 
 
 @dataclass(frozen=True)

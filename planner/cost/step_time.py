@@ -27,7 +27,7 @@ otherwise the slowest over the step; in both cases (factor - 1) times the second
 
 `planner.cost.simulator` simulates the same plan event by event; the two agree (tested).
 
-`planner.search.overlap_terms` says what of that a stage contributes.
+`planner.options.overlap_terms` says what of that a stage contributes.
 """
 
 from __future__ import annotations

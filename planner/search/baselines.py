@@ -16,9 +16,9 @@ from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.pricing import as_run, fixed
-from planner.search.candidates import StageDecision
-from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.model_graph import Recompute

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 
 from planner.cost.stage_option import StageOption
 from planner.cost.workload import Workload
-from planner.search.candidates import StageDecision
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.search.knapsack import least_cost, upgrades
-from planner.search.search_space import Space
 from profiler.model_graph import Recompute
 
 

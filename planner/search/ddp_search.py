@@ -28,9 +28,9 @@ from planner.cost.ddp import can_replicate
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import StepTime, step_time
 from planner.cost.workload import Workload
+from planner.options.search_space import Space
 from planner.pricing import Options, PricedPlan
 from planner.search.knapsack import least_cost, upgrades
-from planner.search.search_space import Space
 from planner.strategies.replicate import COPY
 from profiler.model_graph import Recompute
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from planner.cost.peak_memory import MemoryPeak
 from planner.cost.workload import Workload
+from planner.options.search_space import Space
 from planner.pins import Pin, on_cluster, resolve
 from planner.pricing import PricedPlan
 from planner.problem import Task
 from planner.search.least_memory import is_ruled_out, smallest_plan
-from planner.search.search_space import Space
 from profiler.byte_sizes import MIB, format_bytes, whole_mib
 from profiler.errors import OsdpError
 

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from planner.cost.peak_memory import peak_memory
 from planner.cost.workload import Workload
+from planner.options.search_space import Space
 from planner.pricing import PricedPlan, priced
-from planner.search.counting_ilp import CountingProgram
-from planner.search.lagrangian_bound import ChainBound, events_near
-from planner.search.search_space import Space
+from planner.solve.counting_ilp import CountingProgram
+from planner.solve.lagrangian_bound import ChainBound, events_near
 
 PRICES = (1e-9, 1e-6, 1e-3)
 """Prices of memory in seconds per byte, so high that time hardly counts."""

@@ -3,7 +3,7 @@
 The outer sweep runs over points (micro-batch, accumulation, strategy of the spanning operators; with uneven
 micro-batches also whether ranks wait for each other in every micro-batch or only once per step).  Each size of a
 micro-batch first gets an upper bound on its samples per second without any candidates (`planner.search.ceiling`), which
-is as far as most of them get; each of its points then one from `planner.search.lagrangian_bound`, first a quick one.
+is as far as most of them get; each of its points then one from `planner.solve.lagrangian_bound`, first a quick one.
 What has the highest bound comes next: a point with a quick bound gets the full one and is put back; the first point
 with a full bound gets the integer program, which finds a plan; and then each gets one run of label setting after the
 other, which finds better ones and lowers the bound.  Whole plans are priced again by the cost functions.  When the
@@ -26,17 +26,17 @@ from itertools import combinations
 
 from planner.cost.workload import Workload
 from planner.model.stages import MOST_SHARING
+from planner.options.search_space import CandidateSet, Space, Spanning
 from planner.pricing import Options, PricedPlan
 from planner.problem import NO_PINS, Progress, Task, micro_batches
 from planner.search.baselines import Baseline, baselines
 from planner.search.ceiling import fewest_s
 from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits, refusal_of
-from planner.search.lagrangian_bound import ChainBound, events_near, highest_event
 from planner.search.least_memory import smallest_of
-from planner.search.search_space import CandidateSet, Space, Spanning
 from planner.search.simple_plan import simplest
-from planner.search.solve_candidates import Widening, programmed
+from planner.solve.lagrangian_bound import ChainBound, events_near, highest_event
+from planner.solve.solve_candidates import Widening, programmed
 from profiler.model_graph import Recompute
 
 MOST_MADE = 1_200_000

@@ -22,10 +22,10 @@ from math import ceil
 
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.pricing import PricedPlan, fixed
-from planner.search.candidates import StageDecision
 from planner.search.knapsack import upgrades
-from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.model_graph import Recompute

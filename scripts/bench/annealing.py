@@ -24,12 +24,12 @@ from search_quality import NAMED, Problem, asked, zoo
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
+from planner.options.option_columns import OptionColumns
+from planner.options.search_space import CandidateSet, Space
 from planner.pricing import priced
 from planner.problem import Task
-from planner.search.counting_ilp import CountingProgram
-from planner.search.option_columns import OptionColumns
 from planner.search.search import Found, loads_of, search
-from planner.search.search_space import CandidateSet, Space
+from planner.solve.counting_ilp import CountingProgram
 from profiler.errors import OsdpError
 
 Picks = list[int]

@@ -38,12 +38,12 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.simulator import simulated_s
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_split
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.plan import Plan
 from planner.pricing import fixed, make_plan
 from planner.problem import Task
-from planner.search.candidates import StageDecision
 from planner.search.search import search
-from planner.search.search_space import Space
 from planner.strategies.registry import known_strategies
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster

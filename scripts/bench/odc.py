@@ -214,8 +214,8 @@ class Bench:
         from osdp.planning.request import BEST, Request, plan_model
         from planner.cost.peak_memory import peak_memory
         from planner.cost.workload import Workload
+        from planner.options.search_space import Space
         from planner.search.baselines import uniform
-        from planner.search.search_space import Space
         from planner.strategies.spec import Strategy
         from profiler.model_graph import Recompute
 

@@ -27,11 +27,11 @@ from planning_time import layer_stack
 from osdp.zoo import cluster_names, load_cluster, load_model, model_names
 from planner.cost.stragglers import Imbalance
 from planner.cost.workload import Workload
+from planner.options.search_space import Space
 from planner.pins import parse_pin, resolve
 from planner.problem import Task, micro_batches
 from planner.search.least_memory import smallest_of
 from planner.search.search import search
-from planner.search.search_space import Space
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource

@@ -21,8 +21,8 @@ from thoroughness import THOROUGH
 from osdp.planning.clusters import load_cluster
 from osdp.zoo import load_model
 from planner.cost.workload import Workload
+from planner.options.search_space import Space
 from planner.search.baselines import uniform
-from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.cluster.measurements import call_key
 from profiler.cluster.read_cluster import read_cluster

@@ -14,9 +14,9 @@ from thoroughness import draws
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
+from planner.options.search_space import CandidateSet, Space
 from planner.search.ceiling import fewest_s
 from planner.search.knapsack import least_cost
-from planner.search.search_space import CandidateSet, Space
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import ModelGraph
 

@@ -29,12 +29,12 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.simulator import simulated_s
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
+from planner.options.search_space import Space
 from planner.pricing import as_run, make_plan, runs_by_ddp
 from planner.problem import Task
 from planner.search.baselines import uniform
 from planner.search.ddp_search import fastest_replicated
 from planner.search.search import search
-from planner.search.search_space import Space
 from planner.strategies.replicate import BUCKET_BYTES, COPY, FIRST_BUCKET_BYTES
 from planner.strategies.spec import Strategy
 from profiler.model_graph import ModelGraph, Recompute

@@ -9,11 +9,11 @@ from synthetic import MB, chain, cluster, options_of, transformer
 
 from planner.analysis.explain import Alternative, OpenPlan, Target, alternatives, find_target, open_plan, parts
 from planner.cost.workload import Workload
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.plan import Plan
 from planner.pricing import make_plan, predict
 from planner.search.baselines import uniform
-from planner.search.candidates import StageDecision
-from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError

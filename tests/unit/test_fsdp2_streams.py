@@ -14,8 +14,8 @@ from planner.collectives import collective_s
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import join
+from planner.options.search_space import Space
 from planner.search.baselines import uniform
-from planner.search.search_space import Space
 from planner.strategies.notation import parse_strategy
 from profiler.model_graph import Recompute
 from profiler.trace.trace import trace_model

@@ -22,9 +22,9 @@ from planner.cost.step_time import plan_syncs, step_time, waiting_s
 from planner.cost.stragglers import BALANCED, Imbalance, Waits, histogram, lengths_slowest, lognormal_slowest
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.workload import Workload
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.pricing import fixed, make_plan, predict
-from planner.search.candidates import StageDecision
-from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError

@@ -205,6 +205,24 @@ def test_no_files_import_each_other() -> None:
     assert circles({name: (CHECKOUT / path).read_text() for path, name in names.items()}) == []
 
 
+ROOMS = ("strategies", "model", "cost", "options", "solve", "search", "analysis")
+"""Of the planner: each stands only on those before it."""
+
+
+def test_rooms_of_the_planner_stand_on_those_below() -> None:
+    assert {path.parent.name for path in (CHECKOUT / "planner").glob("*/*.py")} == {*ROOMS}
+    paths = {f"planner.{path.parent.name}.{path.stem}": path for path in (CHECKOUT / "planner").glob("*/*.py")}
+    edges = edges_of({name: path.read_text() for name, path in paths.items()})
+    above = {
+        (name, other)
+        for name, others in edges.items()
+        for other in others
+        if ROOMS.index(other.split(".")[1]) > ROOMS.index(name.split(".")[1])
+    }
+    assert len(paths) > 50
+    assert above == set()
+
+
 CHAIN = {"a": "", "a.x": "from a import y", "a.y": "from a.z import f", "a.z": ""}
 """Files without a circle, until one is closed."""
 

@@ -15,11 +15,11 @@ from thoroughness import draws
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
-from planner.search.dominance import Rows, undominated_rows
-from planner.search.label_memory import NOTHING_PLACED, OPTIMIZER, PEAKS, StageMemory
-from planner.search.labels import LabelSetting
-from planner.search.lagrangian_bound import ChainBound, events_near
-from planner.search.search_space import CandidateSet, Space
+from planner.options.dominance import Rows, undominated_rows
+from planner.options.search_space import CandidateSet, Space
+from planner.solve.label_memory import NOTHING_PLACED, OPTIMIZER, PEAKS, StageMemory
+from planner.solve.labels import LabelSetting
+from planner.solve.lagrangian_bound import ChainBound, events_near
 from planner.strategies.registry import strategies_on
 from profiler.model_graph import ModelGraph
 
@@ -138,7 +138,7 @@ def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: p
     labels, bound_s = label_setting(candidates, limit)
     whole = labels.run(bound_s * 1.1)
     best = next(picks for picks in whole.plans if peak_memory(candidates.picked(picks), load).total_bytes <= limit)
-    monkeypatch.setattr("planner.search.labels.LEAST_KEPT", 2)
+    monkeypatch.setattr("planner.solve.labels.LEAST_KEPT", 2)
     few = labels.run(bound_s * 1.1, most_made=0)
     assert few.made < whole.made
     assert few.dropped

@@ -17,14 +17,14 @@ from planner.cost.step_time import step_time
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.workload import Workload
 from planner.model.operator_split import slice_operators
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.pins import parse_pin, resolve
 from planner.plan import cluster_fingerprint
 from planner.pricing import fixed
 from planner.problem import Task
 from planner.search.baselines import uniform
-from planner.search.candidates import StageDecision
 from planner.search.search import search
-from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from planner.strategies.unit_collectives import unit_collectives
 from profiler.cluster.cluster import Cluster

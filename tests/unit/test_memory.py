@@ -12,9 +12,9 @@ from planner.cost.stage_costs import StageFrame
 from planner.cost.stage_memory import Moment
 from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.pricing import fixed
-from planner.search.candidates import StageDecision
-from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.cluster.figure import Figure
 from profiler.model_graph import ModelGraph, Recompute

@@ -12,12 +12,12 @@ from thoroughness import draws
 
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_split
+from planner.options.search_space import Space
 from planner.plan import Plan
 from planner.pricing import make_plan
 from planner.problem import Task
 from planner.search.least_memory import smallest_plan
 from planner.search.search import search
-from planner.search.search_space import Space
 from planner.strategies.notation import format_choice
 from planner.strategies.registry import known_strategies
 from profiler.byte_sizes import whole_mib

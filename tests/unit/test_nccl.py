@@ -18,9 +18,9 @@ from planner.analysis.sent_collectives import sent_collectives
 from planner.collectives import Operation, algorithm_of, collective_s
 from planner.cost.ddp import buckets
 from planner.cost.workload import Workload
+from planner.options.search_space import Space
 from planner.pricing import make_plan
 from planner.search.baselines import uniform
-from planner.search.search_space import Space
 from planner.strategies.notation import parse_strategy
 from profiler.cluster.cluster import Cluster, Nccl
 from profiler.cluster.measurements import CollectiveTimes, FitSegment, Measured

@@ -15,12 +15,12 @@ from planner.cost.unit_communication import unit_traffic
 from planner.cost.unit_memory import unit_bytes
 from planner.cost.workload import Workload
 from planner.optimizers import OPTIMIZERS
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.pins import parse_pin
 from planner.plan import Plan
 from planner.pricing import fixed, make_plan
-from planner.search.candidates import StageDecision
 from planner.search.search import search
-from planner.search.search_space import Space
 from planner.strategies.notation import parse_strategy
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy

@@ -15,9 +15,9 @@ from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.workload import Workload
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.pricing import fixed
-from planner.search.candidates import StageDecision
-from planner.search.search_space import Space
 from planner.strategies.notation import parse_strategy
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy

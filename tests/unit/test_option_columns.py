@@ -15,9 +15,9 @@ from planner.cost.stage_option import Ambient
 from planner.cost.step_time import step_time
 from planner.cost.stragglers import Waits
 from planner.cost.workload import Workload
-from planner.search.option_columns import OptionColumns, OptionList
-from planner.search.overlap_terms import OverlapTerms, overlap_terms
-from planner.search.search_space import Space
+from planner.options.option_columns import OptionColumns, OptionList
+from planner.options.overlap_terms import OverlapTerms, overlap_terms
+from planner.options.search_space import Space
 
 graphs = st.sampled_from(
     [

@@ -18,12 +18,12 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.simulator import simulated_s
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
+from planner.options.search_space import Space
 from planner.plan import Plan, check_model
 from planner.pricing import decisions_of, make_plan, predict, space_of
 from planner.problem import Task
 from planner.search.baselines import uniform
 from planner.search.search import Found, search
-from planner.search.search_space import Space
 from planner.strategies.registry import known_strategies
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError

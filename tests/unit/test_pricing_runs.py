@@ -11,9 +11,9 @@ from synthetic import cluster, transformer
 
 from planner.cost.peak_memory import peak_memory
 from planner.cost.workload import Workload
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.pricing import fixed, fullest
-from planner.search.candidates import StageDecision
-from planner.search.search_space import Space
 from planner.strategies.registry import strategies_on
 
 

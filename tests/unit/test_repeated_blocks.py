@@ -13,10 +13,10 @@ from osdp.zoo import load_cluster
 from planner.analysis.explain import open_plan
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
+from planner.options.search_space import Space
 from planner.problem import Task
 from planner.search.least_memory import smallest_of
 from planner.search.search import loads_of
-from planner.search.search_space import Space
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model

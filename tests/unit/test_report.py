@@ -24,11 +24,11 @@ from osdp.cli.reports.rows import plan_rows, short_names
 from osdp.planning.request import Planned
 from planner.analysis.explain import OpenPlan, find_target, open_plan
 from planner.cost.workload import Workload
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.pricing import fixed, make_plan
 from planner.search.baselines import baselines
-from planner.search.candidates import StageDecision
 from planner.search.search import Found
-from planner.search.search_space import Space
 from planner.strategies.spec import Strategy
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster

@@ -18,12 +18,12 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
+from planner.options.search_space import CandidateSet, Space
 from planner.problem import Task, micro_batches
-from planner.search.counting_ilp import MANY_OPTIONS, CountingProgram, fastest, steady_s, supported
-from planner.search.lagrangian_bound import ChainBound, events_near
 from planner.search.least_memory import smallest_plan
 from planner.search.search import Effort, search
-from planner.search.search_space import CandidateSet, Space
+from planner.solve.counting_ilp import MANY_OPTIONS, CountingProgram, fastest, steady_s, supported
+from planner.solve.lagrangian_bound import ChainBound, events_near
 from planner.strategies.registry import strategies_on
 from profiler.byte_sizes import whole_mib
 from profiler.cluster.cluster import Cluster

@@ -16,14 +16,14 @@ from osdp.planning.request import BEST, MATERIAL_GAIN, SIMPLE, Request, plan_gra
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
 from planner.pins import parse_pin
 from planner.plan import read_choices
 from planner.pricing import fixed
 from planner.problem import Task
-from planner.search.candidates import StageDecision
 from planner.search.least_memory import smallest_of
 from planner.search.search import loads_of
-from planner.search.search_space import Space
 from planner.search.simple_plan import FROM_SIZE, ODD_GAIN, WHOLE_MULTIPLE, simplest
 from planner.strategies.notation import parse_strategy
 from profiler.byte_sizes import GIB, MIB

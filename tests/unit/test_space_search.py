@@ -21,17 +21,17 @@ from planner.cost.stragglers import Imbalance
 from planner.cost.workload import Workload
 from planner.model.operator_split import slice_operators
 from planner.model.stages import cut
+from planner.options.candidates import StageDecision, choices_of, cuts, splittable
+from planner.options.option_columns import OptionColumns
+from planner.options.pareto import option_numbers, undominated
+from planner.options.search_space import CandidateSet, Space
 from planner.pricing import PricedPlan, make_plan, priced, space_of
 from planner.problem import Pins, Task
-from planner.search.candidates import StageDecision, choices_of, cuts, splittable
 from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits
-from planner.search.labels import LabelSetting
-from planner.search.lagrangian_bound import ChainBound, events_near
-from planner.search.option_columns import OptionColumns
-from planner.search.pareto import option_numbers, undominated
 from planner.search.search import Found, search
-from planner.search.search_space import CandidateSet, Space
+from planner.solve.labels import LabelSetting
+from planner.solve.lagrangian_bound import ChainBound, events_near
 from planner.strategies.notation import parse_choice
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy

@@ -14,8 +14,8 @@ from osdp.planning.request import Planned
 from planner.analysis.plan_diff import HIDDEN
 from planner.analysis.what_if import MATERIAL, WhatIf
 from planner.cost.stragglers import Waits
+from planner.options.candidates import DIVERSE_STRATEGIES, LIGHT, MIXED_STRATEGIES, SPLIT_STRATEGIES
 from planner.search.baselines import Baseline
-from planner.search.candidates import DIVERSE_STRATEGIES, LIGHT, MIXED_STRATEGIES, SPLIT_STRATEGIES
 from profiler.byte_sizes import MIB, format_bytes
 
 WAITING = "waiting_s"

@@ -13,7 +13,7 @@ over all orders of options:
                      base_s(k, u') + lambda bytes(k) + V_(i+1)(u', downward face of k)
     V_i(u, d)  = min over states with upward face u of  W_i(state) + more_s(state, d)
 
-in the words of `planner.search.overlap_states`.  L is concave; `ChainBound.bound` maximises it over lambda, and over
+in the words of `planner.solve.overlap_states`.  L is concave; `ChainBound.bound` maximises it over lambda, and over
 moments takes the best.
 """
 
@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.stage_memory import Sees
-from planner.search.event_bytes import OPTIMIZER, EventBytes
-from planner.search.overlap_states import INNER, UPWARD, OverlapStates, edges_s, faces_of
-from planner.search.search_space import CandidateSet
+from planner.options.event_bytes import OPTIMIZER, EventBytes
+from planner.options.search_space import CandidateSet
+from planner.solve.overlap_states import INNER, UPWARD, OverlapStates, edges_s, faces_of
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]

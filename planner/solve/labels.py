@@ -3,13 +3,13 @@
 Stages are the layers of a graph, options its nodes, and a plan a path from the top stage to the bottom one.  Its length
 is the step time; what it may not exceed is the peak memory.  The standard method for such a problem is label setting
 (Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005).  A label stands for options of
-stages j and above: its seconds, its memory (`planner.search.label_memory`) and its state
-(`planner.search.overlap_states`).
+stages j and above: its seconds, its memory (`planner.solve.label_memory`) and its state
+(`planner.solve.overlap_states`).
 
     labels = { the empty label }
     for each stage from the top down:
         labels = labels x options of the stage, without those that
-            would take `cut_s` or more                               (`planner.search.completion_bounds`)
+            would take `cut_s` or more                               (`planner.solve.completion_bounds`)
             cannot be completed within the limit                     (the same)
             are no better than another in seconds and all memory     (dominance)
     the first of the labels by seconds is the fastest plan
@@ -37,9 +37,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.completion_bounds import CompletionBounds
-from planner.search.dominance import Column, Rows, undominated_rows
-from planner.search.label_memory import (
+from planner.options.dominance import Column, Rows, undominated_rows
+from planner.solve.completion_bounds import CompletionBounds
+from planner.solve.label_memory import (
     BACKWARD,
     NOTHING_PLACED,
     OPTIMIZER,
@@ -48,7 +48,7 @@ from planner.search.label_memory import (
     peaks,
     settle_pending,
 )
-from planner.search.lagrangian_bound import ChainBound, MemoryEvent, highest_event
+from planner.solve.lagrangian_bound import ChainBound, MemoryEvent, highest_event
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -76,7 +76,7 @@ class Labels:
 
     seconds: Array
     held: Array
-    """Columns of `planner.search.label_memory`, shape (labels, columns)."""
+    """Columns of `planner.solve.label_memory`, shape (labels, columns)."""
     state: Indices
     least_s: Array
     """The least seconds of the whole step."""

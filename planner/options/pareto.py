@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
-from planner.search.dominance import undominated_rows
-from planner.search.option_columns import OptionColumns
+from planner.options.dominance import undominated_rows
+from planner.options.option_columns import OptionColumns
 from planner.strategies.spec import Strategy
 
 Array = NDArray[np.float64]

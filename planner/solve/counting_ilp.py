@@ -6,7 +6,7 @@ Variables (r a run of alike stages, k an option of its class)
     used[r, k]  0 or 1, whether any does (for runs longer than one; otherwise n itself)
 
 Objective: seconds of a step, in which each option costs what one more stage of it adds to a long run of its own
-(`steady_s`); decoding orders the options inside a run.  Who stands beside whom is left to `planner.search.labels`.
+(`steady_s`); decoding orders the options inside a run.  Who stands beside whom is left to `planner.solve.labels`.
 
 Memory: one row per moment of `planner.cost.peak_memory`.  Inside a run stages are laid out by the change that
 their backward makes, gradients less activations, the most negative on top; the memory over a run is
@@ -30,8 +30,8 @@ from planner.cost.peak_memory import beside, neighbour_bytes, peak_memory
 from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time, waiting_s
 from planner.cost.workload import Workload
-from planner.search.pareto import lightest
-from planner.search.search_space import CandidateSet
+from planner.options.pareto import lightest
+from planner.options.search_space import CandidateSet
 
 APART_STAGES = 8
 """Up to this many stages, the plan that needs least memory is sought with every stage a run of its own."""

@@ -1,6 +1,6 @@
 """The search of one candidate set within a limit: the integer program, then label setting.
 
-The program over counts gives a plan, and where it peaks.  Then labels (`planner.search.labels`) are extended below a
+The program over counts gives a plan, and where it peaks.  Then labels (`planner.solve.labels`) are extended below a
 cut that is a little above the bound, and is taken further from it run by run, until a plan is found that fits; a plan
 of another candidate set ends that sooner.  The number of labels grows steeply with the distance of the cut, so narrow
 runs cost next to nothing beside the last.
@@ -17,11 +17,11 @@ from itertools import islice
 
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
+from planner.options.search_space import CandidateSet, Space
 from planner.pricing import PricedPlan, priced
-from planner.search.counting_ilp import fastest
-from planner.search.labels import LabelSetting, Picks, Run
-from planner.search.lagrangian_bound import ChainBound
-from planner.search.search_space import CandidateSet, Space
+from planner.solve.counting_ilp import fastest
+from planner.solve.labels import LabelSetting, Picks, Run
+from planner.solve.lagrangian_bound import ChainBound
 
 ATTEMPTS = 3
 """How often the program is solved with a lower limit until the fullest rank fits."""

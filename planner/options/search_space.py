@@ -1,6 +1,6 @@
 """The search space: for each class of stages, its options with their memory and time.
 
-`planner.search.candidates` enumerates the choices of a stage, `planner.search.pareto` drops those that no plan needs.
+`planner.options.candidates` enumerates the choices of a stage, `planner.options.pareto` drops those that no plan needs.
 All spanning operators take one strategy.
 
 Choices with split operators are priced in a variant of the model in which one stage's operators are sliced; a whole
@@ -27,11 +27,11 @@ from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
 from planner.model.operator_split import slice_operators, slice_starts
 from planner.model.stages import StagedModel, cut
+from planner.options.candidates import MANY_CLASSES, StageDecision, choices_of, first_and_least, light_stages
+from planner.options.option_columns import OptionColumns, OptionList
+from planner.options.option_table import OptionTable
+from planner.options.pareto import option_numbers, undominated, unit_numbers
 from planner.problem import NO_PINS, Pins
-from planner.search.candidates import MANY_CLASSES, StageDecision, choices_of, first_and_least, light_stages
-from planner.search.option_columns import OptionColumns, OptionList
-from planner.search.option_table import OptionTable
-from planner.search.pareto import option_numbers, undominated, unit_numbers
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster

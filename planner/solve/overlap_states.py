@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.workload import Workload
-from planner.search.overlap_terms import OverlapTerms
+from planner.options.overlap_terms import OverlapTerms
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]

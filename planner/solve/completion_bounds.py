@@ -1,11 +1,11 @@
 """Lower bounds on what the lower part of a chain still costs, given the memory above it.
 
 Any completion of the stages i < j has to bring the plan below the limit at every moment.  With a price lambda of memory
-at one moment (weak Lagrangian duality, as in `planner.search.lagrangian_bound`), a label of stages j and above costs
+at one moment (weak Lagrangian duality, as in `planner.solve.lagrangian_bound`), a label of stages j and above costs
 
     T + lambda (held - room) + Z_j(state)        Z_j(s) = min_d more_s(s, d) + H_(j-1)(d, upward face of s)
 
-at least, where `held` is the column of `planner.search.label_memory` that the moment is a sum of and H_i(d, u) the
+at least, where `held` is the column of `planner.solve.label_memory` that the moment is a sum of and H_i(d, u) the
 least priced seconds of stages 0 to i with downward face d below a stage with upward face u:
 
     H_i(d, u) = min over options k with downward face d of  base_s(k, u) + lambda bytes_i(k) + Z_i(state of k, u)
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.label_memory import BACKWARD, HIGHEST, OPTIMIZER, REDUCTION, StageMemory, peaks
-from planner.search.lagrangian_bound import ChainBound, MemoryEvent
-from planner.search.overlap_states import OverlapStates
+from planner.solve.label_memory import BACKWARD, HIGHEST, OPTIMIZER, REDUCTION, StageMemory, peaks
+from planner.solve.lagrangian_bound import ChainBound, MemoryEvent
+from planner.solve.overlap_states import OverlapStates
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]

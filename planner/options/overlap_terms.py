@@ -9,7 +9,7 @@ below, a stage adds
                max(top, reduce(a) + max(top_gather, top_copy), all_reduce(a))
                + max(bottom, bottom_reduce + max(last_gather(b), bottom_copy), bottom_all_reduce)    more than one
 
-The step grows with every one of these numbers, whatever the neighbours: that is what `planner.search.pareto` rests on.
+The step grows with every one of these numbers, whatever the neighbours: that is what `planner.options.pareto` rests on.
 Without overlap nothing depends on a neighbour, and all is in `inner`.  The first gather of the first stage and its
 reductions come on top, and above the last stage its own last gather is in place of first_gather(a).
 """

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from planner.cost.stage_memory import Sees
 from planner.cost.stage_option import NO_AMBIENT, Ambient, StageCandidate
 from planner.cost.workload import Workload
-from planner.search.overlap_terms import overlap_terms
+from planner.options.overlap_terms import overlap_terms
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -47,7 +47,7 @@ class OptionColumns:
     takes: Array
     """Whether it takes what other blocks share."""
     terms: Array
-    """`planner.search.overlap_terms.OverlapTerms`, shape (options, terms)."""
+    """`planner.options.overlap_terms.OverlapTerms`, shape (options, terms)."""
     highest: Mapping[Sees, Array]
     """Bytes of its highest moment of those that see the same, spanning operators included; -inf: it has none."""
 

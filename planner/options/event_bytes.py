@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from planner.cost.stage_memory import Sees
 from planner.cost.workload import Workload
-from planner.search.option_columns import OptionColumns
+from planner.options.option_columns import OptionColumns
 
 Array = NDArray[np.float64]
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.workload import Workload
-from planner.search.option_columns import OptionColumns
+from planner.options.option_columns import OptionColumns
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from planner.cost.stage_costs import Live, StageCosts
 from planner.cost.stage_option import Segment, StageOption
 from planner.cost.workload import Workload
-from planner.search.candidates import StageDecision
-from planner.search.option_columns import OptionColumns, OptionList
-from planner.search.overlap_terms import OverlapTerms, by_count, terms_of
-from planner.search.pareto import option_numbers, undominated
+from planner.options.candidates import StageDecision
+from planner.options.option_columns import OptionColumns, OptionList
+from planner.options.overlap_terms import OverlapTerms, by_count, terms_of
+from planner.options.pareto import option_numbers, undominated
 from profiler.model_graph import Recompute
 
 Array = NDArray[np.float64]
