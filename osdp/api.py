@@ -103,7 +103,7 @@ class OSDP(nn.Module):
         An optimizer's `zero_grad` does the same where it has all parameters, but under `odc` amid a step.
         """
         self._accumulation.discard(set_to_none)
-        self.module.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)  # of what rests, whatever a forward has gathered
 
     def settle_gradients(self) -> None:
         """Complete this step's gradients, to read `.grad` before the optimizer steps. A collective call.

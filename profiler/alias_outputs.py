@@ -22,9 +22,9 @@ from profiler.trace.find_operators import find_blocks
 
 
 def wrappable(root: nn.Module) -> list[nn.Module]:
-    """Return the modules that a plan may wrap: blocks, and those that own parameters."""
-    blocks = {*find_blocks(root)}
-    return [module for path, module in root.named_modules() if path in blocks or any(True for _ in _own(module))]
+    """Return the modules that a plan may wrap: the model itself, blocks, and those that own parameters."""
+    paths = {"", *find_blocks(root)}
+    return [module for path, module in root.named_modules() if path in paths or any(True for _ in _own(module))]
 
 
 def return_no_views(

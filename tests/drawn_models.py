@@ -273,6 +273,8 @@ class Drawn(nn.Module):
         self.can_skip = draw.random() < 0.3
         self.skipped: int | None = None
         """Index of a block that is left out."""
+        self.views = draw.random() < 0.5
+        """Whether it returns views of what its heads return."""
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -302,7 +304,7 @@ class Drawn(nn.Module):
     def forward(self, x: Tensor) -> Any:
         """As `features` takes them -> the heads' outputs."""
         x = self.features(x)
-        first, *others = [head(x) for head in self.heads]
+        first, *others = [head(x).transpose(0, 1) if self.views else head(x) for head in self.heads]
         forms = {
             "tensor": first,
             "tuple": (first, others),
@@ -313,7 +315,7 @@ class Drawn(nn.Module):
 
     def __repr__(self) -> str:
         """Say also what the modules do not show."""
-        traits = ("again", "has_long_residual", "output", "can_skip", "root", "temperature")
+        traits = ("again", "has_long_residual", "output", "views", "can_skip", "root", "temperature")
         shown = [f"{name}={str(getattr(self, name)).splitlines()[0]}" for name in traits]
         return f"{super().__repr__()}\n{', '.join([block.form for block in self.blocks] + shown)}"
 

@@ -74,9 +74,12 @@ class Loop:
         return self.model.module.example_inputs(BATCH)[0]
 
     def outputs(self, side: Side, number: int) -> list[list[Tensor]]:
-        """Run forward on the batches of a number, of all ranks of a side."""
+        """Run forward on the batches of a number, of all ranks of a side; every other time change outputs in place."""
         pairs = zip(side.models, side.ranks, strict=True)
-        return [outputs_of(model(*self.batch(rank, number))) for model, rank in pairs]
+        found = [outputs_of(model(*self.batch(rank, number))) for model, rank in pairs]
+        for output in (tensor for tensors in found for tensor in tensors if number % 2):
+            output.add_(0.5)
+        return found
 
     def compare(self, results: Sequence[Any], what: str) -> None:
         """Assert that rank 0 has the same on both sides."""

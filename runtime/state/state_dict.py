@@ -135,7 +135,7 @@ def load_state_dict(
     by_name, buffers = local_shards_by_name(sharded), persistent_buffers(sharded.module) | wrappers(sharded)
     missing = [name for name in (*by_name, *buffers) if name not in state]
     # PyTorch's `set_model_state_dict` adds what it finds as it is: buffers, and the slices of split operators.
-    own = {id(tensor) for tensor in (*sharded.module.buffers(), *sharded.module.parameters())}
+    own = {id(tensor) for tensor in (*sharded.module.buffers(), *sharded.resting.values())}
     unexpected = [name for name in state if name not in by_name and name not in buffers and id(state[name]) not in own]
     if strict and (missing or unexpected):
         got = f"unknown names {', '.join(unexpected[:5])}" if unexpected else f"{len(state)} names"

@@ -177,8 +177,10 @@ class Accumulation:
             self.explicit = self.explicit and not last
 
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(count)  # type: ignore[no-untyped-call]
+            # A change in place gives a view another history, but not the tensor that it is a view of.
+            for one in (tensor, tensor._base):
+                if one is not None and one.requires_grad:
+                    one.register_hook(count)  # type: ignore[no-untyped-call]
 
     def _end_backward(self) -> None:
         self._in_backward = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -394,6 +395,31 @@ def test_gradients_that_wait_are_cleared_or_refused() -> None:
         assert "13 of 14 parameters of another optimizer" in said["part"]
 
 
+STRATEGIES_OF_TWO = ("replicate", "shard", "shard_grad", "owner", "odc:2")
+"""What two ranks of one node can run."""
+
+
+@dataclass
+class Views:
+    """What no pytree knows."""
+
+    values: list[torch.Tensor]
+
+
+class Returning(Toy):
+    """Returns views, of which one is of what another module returned."""
+
+    def __init__(self, boxed: bool) -> None:
+        super().__init__()
+        self.inner, self.last, self.boxed = nn.Linear(6, 6), nn.Linear(6, 1), boxed
+
+    def forward(self, x: Any) -> Any:
+        """(batch, 5, 6) -> views (batch, 5) and (batch, 3, 6)."""
+        x = self.inner(x).tanh()
+        values = [self.last(x).squeeze(-1), (x * 2.0)[:, :3]]
+        return Views(values) if self.boxed else values
+
+
 class Partly(Toy):
     """A layer that runs, one that runs in some forwards, and one that never does."""
 
@@ -413,7 +439,7 @@ def leave_zeros(rank: int) -> None:
     from osdp import OSDP
 
     sample = Partly()
-    for name in ("replicate", "shard", "shard_grad", "owner", "odc:2"):
+    for name in STRATEGIES_OF_TWO:
         for has_optimizer, micro_batches in ((True, 2), (False, 1), (False, 3)):
             alone = seeded(Partly)
             model = OSDP(
@@ -437,6 +463,47 @@ def leave_zeros(rank: int) -> None:
 
 def test_zeros_are_left_only_where_there_were_gradients() -> None:
     run_ranks(leave_zeros, 2)
+
+
+def change_outputs(rank: int) -> None:
+    """Change what the model returned in place, a view or not; give up a forward and clear gradients."""
+    from osdp import OSDP
+
+    for strategy in some(STRATEGIES_OF_TWO, 3):
+        for accumulation, boxed in ((1, False), (2, False), (1, True), (2, True)):
+            made = partial(Returning, boxed)
+            alone, plan = seeded(made), plan_of(made(), strategy, ranks=(1, 2), accumulation=accumulation)
+            model = OSDP(seeded(made), plan)
+            for one, ranks in ((alone, [0, 1]), (model, [rank])):
+                optimizer = adam(one.parameters())
+                for number in range(3):
+                    for micro in range(accumulation):
+                        loss = 0
+                        for each in ranks:
+                            output = one(*batch_of(alone, each, 2 * number + micro)[0])
+                            tensors = output.values if boxed else output
+                            for tensor in tensors:
+                                tensor.add_(1.0)
+                                tensor.mul_(0.5)
+                            loss += sum(tensor.pow(2).mean() for tensor in tensors) / len(ranks) / accumulation
+                        loss.backward()
+                    if number == 1:  # is given up, after a forward that leaves parameters gathered
+                        one(*batch_of(alone, rank, 99)[0])
+                        one.zero_grad()
+                    else:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            torch.testing.assert_close(
+                model.full_state_dict(rank0_only=False),
+                dict(alone.state_dict()),
+                rtol=1e-4,
+                atol=2e-5,
+                msg=lambda text, where=(strategy, accumulation, boxed): f"{where}: {text}",
+            )
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    run_ranks(change_outputs, 2)
 
 
 class Scaled(Toy):
