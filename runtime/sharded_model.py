@@ -50,7 +50,7 @@ class WrappedUnit:
         """Reduce what waits for the last backward of the step, where there was none. Collective."""
 
     def reshard(self) -> None:
-        """Reshard the parameters that a forward left unsharded; a later backward gathers them again."""
+        """Discard copies of parameters that a forward left, as these may change; a later backward makes them again."""
 
     def reset(self) -> None:
         """Clean up after a failed forward or backward, and discard the gradients of an abandoned step. Collective.
@@ -118,7 +118,7 @@ class ShardedModel:
                 yield name, parameter
 
     def reshard(self) -> None:
-        """Reshard the parameters that a forward left unsharded; a later backward gathers them again."""
+        """Discard copies of parameters that a forward left, as these may change; a later backward makes them again."""
         for unit in self.units:
             unit.reshard()
 

@@ -48,6 +48,7 @@ class _AnyLoop:
     def drawn(self) -> list[Action]:
         """Draw everything."""
         while self.steps < 3:
+            self._scale()
             self._add_optimizer()
             self._change_model()
             rounds = self.how.choice([1, 1, 1, 2, 3])
@@ -100,14 +101,22 @@ class _AnyLoop:
             prefix = how.choice(["heads.0", "blocks.0", "embed", "temperature"])
             self._act("freeze", prefix=prefix, frozen=self._happens(0.6))
 
+    def _scale(self) -> None:
+        """Change values as loops do that clamp weights, renormalise them or swap averages in."""
+        if self._happens(0.15):
+            by_data = self._happens(0.5)  # which odc refuses, and is then done in the other way
+            prefixes = self.how.choice([("",), ("blocks",), ("heads", "embed")])
+            self._act("scale", prefixes=prefixes, factor=self.how.choice([0.5, 1.1]), by_data=by_data)
+
     def _run_besides(self) -> None:
-        """Run what is not trained on."""
+        """Run what is not trained on, and change what is."""
         if self._happens(0.15):
             number, inference = self._numbers()[0], self._happens(0.5)
             method = self._happens(0.3) and self.model.root is None
             self._act("evaluate", number=number, inference=inference, method=method)
         if self._happens(0.1):
             self._act("give_up_forward", number=self._numbers()[0])
+        self._scale()
 
     def _train(self, rounds: int, *, syncs: bool) -> None:
         """Run one of the step's rounds of forwards and backwards."""

@@ -64,6 +64,11 @@ class Loop:
         return self.sharded.models[0]
 
     @property
+    def has_windows(self) -> bool:
+        """Whether ranks pull parameters and push gradients."""
+        return any(unit.accumulates_apart for unit in self.model.sharded.units)
+
+    @property
     def sides(self) -> list[Side]:
         """Both trainings, or that of the ranks only."""
         return [self.sharded] if self.alone is None else [self.alone, self.sharded]
@@ -192,6 +197,13 @@ class Loop:
                 optimizer.step()
             for one in side.optimizers if closes.startswith("optimizer") else side.models[:1]:
                 one.zero_grad(set_to_none=not closes.endswith("zeros"))
+
+    def scale(self, prefixes: Sequence[str], factor: float, by_data: bool) -> None:
+        """Multiply parameters by a number, other than by an optimizer."""
+        for side in self.sides:
+            for parameter in side.parameters(prefixes):
+                with torch.no_grad():
+                    (parameter.data if by_data and not self.has_windows else parameter).mul_(factor)
 
     def freeze(self, prefix: str, frozen: bool) -> None:
         """Freeze or thaw parameters."""

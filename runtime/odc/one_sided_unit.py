@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from profiler.errors import OsdpError
-from runtime.local_shards import add_gradient
+from runtime.local_shards import add_gradient, local_data
 from runtime.odc.windows import Window, WindowSpec
 from runtime.torch_compat import AllGather, OrdinaryMemory, ReduceScatter, packed_parameters
 
@@ -74,6 +74,11 @@ class OneSidedUnit:
         self.window = window
         self.module.set_custom_all_gather(_Pull(window, before_pull))
         self.module.set_custom_reduce_scatter(_Push(self))
+
+    @property
+    def shards(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """What rests on this rank: parameters, and the tensors that they hold here."""
+        return [(one.sharded_param, local_data(one.sharded_param)) for one in self._packed]
 
     def release(self) -> None:
         """Remove the parameters' hooks."""

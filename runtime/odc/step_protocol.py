@@ -4,9 +4,14 @@
     open     --pulls and pushes----------->  open     micro-batches, as many as each rank likes
     open     --barrier, take-------------->  taken    before the optimizer's step, or whenever gradients are asked for
     taken    --publish, barrier----------->  open     after the optimizer's step
-    taken    --barrier-------------------->  open     at the next pull, if the step is left out
+    taken    --publish, barrier----------->  open     at the next pull, if the step is left out
     open     --barrier-------------------->  open     when gradients are set to zero; what was accumulated is forgotten
     any      --barrier, publish, barrier-->  open     where a loop says that a step starts anew (`renew`)
+    open     ----------------------------->  stale    where parameters were changed since they were published
+
+Such changes (weights that are clamped, averages that are swapped in) are seen by the version counters of what rests,
+before a forward and before gradients are taken; every rank must make them alike.  `.data` has counters of its own: then
+the sum of all bits differs when gradients are taken, and all ranks raise, as the gradient is that of other values.
 
 With S the sum of what all N ranks pushed, c_r the micro-batches of rank r and M those of the plan, the gradient is
 
@@ -31,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from profiler.errors import OsdpError
 from runtime.failures.liveness import announce
 from runtime.failures.peer_faults import PeerLost, naming_peers
 from runtime.failures.rank_agreement import Agreement
@@ -41,6 +47,8 @@ from runtime.odc.windows import Transport, Window, WindowSpec
 from runtime.sharded_model import WrappedUnit
 from runtime.torch_compat import default_timeout
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element."""
 TIMEOUT_S = 600.0
 """How long a rank waits for others where the process group has no timeout."""
 
@@ -54,6 +62,10 @@ class Unit(Protocol):
     """Those that get a gradient."""
     pushed: list[bool]
     """Which of them got one on this rank since the last barrier."""
+
+    @property
+    def shards(self) -> Sequence[tuple[nn.Parameter, Tensor]]:
+        """What rests on this rank: parameters, and the tensors that they hold here."""
 
     def use(self, window: Window, before_pull: Callable[[], None]) -> None:
         """Communicate through a window; `before_pull` makes sure that there is something to pull."""
@@ -90,7 +102,7 @@ class Group:
 
     @property
     def summary(self) -> Window:
-        """The window for messages: two numbers on micro-batches, and one for each parameter."""
+        """The window for messages: two numbers on micro-batches, one on changes, and one for each parameter."""
         return self.transport.windows[-1]
 
     def publish(self) -> None:
@@ -99,16 +111,16 @@ class Group:
             unit.publish()
         self.transport.barrier()
 
-    def send_message(self, micro_batches: int) -> None:
+    def send_message(self, micro_batches: int, is_changed: bool) -> None:
         """Send the others this rank's counts and flags of the step."""
         flags = [float(flag) for unit in self.units for flag in unit.pushed]
-        message = torch.tensor([micro_batches, micro_batches**2, *flags], device=self.transport.device_type)
+        message = torch.tensor([micro_batches, micro_batches**2, is_changed, *flags], device=self.transport.device_type)
         self.summary.push(message.repeat(len(self.transport.ranks)))
 
     def received(self) -> list[float]:
         """Return the sums of all ranks' messages."""
         if isinstance(self.transport, DryRunTransport):  # every parameter has a gradient
-            return [0.0, 0.0] + [1.0] * (self.summary.spec.shard_numel - 2)
+            return [0.0, 0.0, 0.0] + [1.0] * (self.summary.spec.shard_numel - 3)
         return self.take(self.summary).tolist()
 
     def discard(self) -> None:
@@ -145,6 +157,10 @@ class Exchange(WrappedUnit):
         """
         self.micro_batches, self.world_size = micro_batches, meshes.world_size
         self._state = "stale"
+        self._version = 0
+        """Of the shards that were published."""
+        self._bits: dict[torch.device, Tensor] = {}
+        """By device, the sum of those shards' bits as integers."""
         timeout = default_timeout()
         self.timeout_s = timeout_s or (timeout.total_seconds() if timeout else TIMEOUT_S)
         if not is_dry_run():
@@ -158,7 +174,7 @@ class Exchange(WrappedUnit):
             raise
 
     def _open(self, sharing: Sharing, units: Sequence[Unit], meshes: Meshes) -> Group:
-        message_numel = 2 + sum(len(unit.trained) for unit in units)
+        message_numel = 3 + sum(len(unit.trained) for unit in units)
         specs = [*(unit.spec for unit in units), WindowSpec("summary", message_numel, torch.float32)]
         ranks = sharing.ranks
         group = meshes.group(ranks)
@@ -187,29 +203,54 @@ class Exchange(WrappedUnit):
             return
         with self._together():
             for group in self.groups:
-                group.transport.barrier()
                 if self._state == "stale":
-                    group.publish()
-        self._state = "open"
+                    group.transport.barrier()
+                group.publish()
+        self._note_published()
+
+    def _note_published(self) -> None:
+        self._state, self._version, self._bits = "open", self._count_changes(), self._sum_bits()
+
+    def _shards(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return [shard for group in self.groups for unit in group.units for shard in unit.shards]
+
+    def _count_changes(self) -> int:
+        # A DTensor counts what is done to it, and the tensor that it holds what is done to that.
+        return sum(parameter._version + (0 if parameter is own else own._version) for parameter, own in self._shards())
+
+    @torch.no_grad()
+    def _sum_bits(self) -> dict[torch.device, Tensor]:
+        sums: dict[torch.device, Tensor] = {}
+        for _, own in () if is_dry_run() else self._shards():
+            bits = own.detach().reshape(-1).view(INTEGERS[own.itemsize]).sum(dtype=torch.int64)
+            sums[own.device] = sums[own.device] + bits if own.device in sums else bits
+        return sums
 
     def expire(self) -> None:
         """Note that parameters have other values than were published."""
         self._state = "stale"
+
+    def reshard(self) -> None:
+        if self._state == "open" and self._count_changes() != self._version:
+            self.expire()
 
     def finish_gradients(self, micro_batches: int, is_mean: bool = False) -> float:
         """Synchronize, and add to gradients what was accumulated, unless that was done. A collective call.
 
         `micro_batches` is the number whose gradients this rank has pushed; `is_mean` makes the gradient S M / sum c_r
         though all are equal. Returns by how much the model's other gradients, which are means over ranks, must be
-        scaled. Raises PeerLost, naming ranks, if some do not take part.
+        scaled. Raises PeerLost, naming ranks, if some do not take part, and OsdpError if parameters have other values
+        than those that peers pulled.
         """
         scale = 1.0
         if self._state == "taken":
             return scale
         self.open()
+        now = self._sum_bits()
+        is_changed = any(not torch.equal(bits, now[device]) for device, bits in self._bits.items())
         with self._together():
             for group in self.groups:
-                group.send_message(micro_batches)
+                group.send_message(micro_batches, is_changed)
             for group in self.groups:
                 group.transport.barrier()
                 scale = self._take(group, is_mean)
@@ -218,7 +259,11 @@ class Exchange(WrappedUnit):
 
     @torch.no_grad()
     def _take(self, group: Group, is_mean: bool) -> float:
-        total, squares, *flags = group.received()
+        total, squares, changed, *flags = group.received()
+        if changed:
+            what = "parameters were changed through .data after they were published: gradients are of other values"
+            advice = "change them under torch.no_grad() and without .data, alike on all ranks: p.clamp_(-0.1, 0.1)"
+            raise OsdpError(what, got=f"{changed:.0f} of {self.world_size} ranks with other values", advice=advice)
         are_equal = self.world_size * squares == total**2
         scale = 1.0 if are_equal and not (is_mean and total) else self.micro_batches * self.world_size / total
         for unit in group.units:
@@ -252,7 +297,7 @@ class Exchange(WrappedUnit):
                 if any(group.transport.barrier(float(pending))):
                     group.discard()
                 group.publish()
-        self._state = "open"
+        self._note_published()
 
     def close(self) -> None:
         """Close the windows. Not collective: the others' next barrier raises PeerLost."""
@@ -264,7 +309,7 @@ class Exchange(WrappedUnit):
         with self._together():
             for group in self.groups:
                 group.publish()
-        self._state = "open"
+        self._note_published()
 
     @contextmanager
     def _together(self) -> Iterator[None]:

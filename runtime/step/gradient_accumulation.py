@@ -135,6 +135,7 @@ class Accumulation:
         if self._in_backward:
             self.discard()
         check_hooks(self)
+        self.sharded.reshard()  # the last forward's backward may never have come, and values have changed
         postponed = self._postpones
         with naming_sharded_parameters():
             output = self.sharded.module(*args, **kwargs)
@@ -148,6 +149,7 @@ class Accumulation:
 
         Not in inference mode: what is gathered there for the first time could never be trained.
         """
+        self.sharded.reshard()
         with torch.inference_mode(False), torch.no_grad(), naming_sharded_parameters():
             output = function(*args, **kwargs)
         self.sharded.reshard()

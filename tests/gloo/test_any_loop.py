@@ -506,6 +506,65 @@ def test_outputs_may_be_changed_in_place() -> None:
     run_ranks(change_outputs, 2)
 
 
+def change_values(rank: int) -> str:
+    """Clamp after steps, swap averages in for an evaluation, change what an evaluation has used.
+
+    Return what is said of `.data` under odc; elsewhere it may be used as well.
+    """
+    from osdp import OSDP
+
+    def swap(model: Any, values: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                kept = parameter.clone()
+                parameter.copy_(values[name])
+                values[name] = kept
+
+    def clamp(model: Any, by_data: bool) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                (parameter.data if by_data else parameter).clamp_(-0.1, 0.1)
+
+    for strategy in STRATEGIES_OF_TWO:
+        alone, model = seeded(build), OSDP(seeded(build), plan_of(SAMPLE, strategy, ranks=(1, 2)))
+        evaluated = []
+        for one, ranks in ((alone, [0, 1]), (model, [rank])):
+            optimizer = adam(one.parameters())
+            means = {name: 0.5 * parameter.detach().clone() for name, parameter in one.named_parameters()}
+            for number in range(4):
+                step(one, optimizer, ranks, number)
+                clamp(one, by_data=number % 2 == 0 and "odc" not in strategy)
+                swap(one, means)
+                with torch.no_grad():
+                    args, kwargs = batch_of(SAMPLE, 0, 50 + number)
+                    evaluated.append(one(*args, **kwargs))
+                swap(one, means)
+                if number == 2:
+                    args, kwargs = batch_of(SAMPLE, rank, 99)
+                    one(*args, **kwargs)  # has no backward
+                    clamp(one, by_data=False)
+        torch.testing.assert_close(evaluated[4:], evaluated[:4], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(
+            model.full_state_dict(rank0_only=False),
+            dict(alone.state_dict()),
+            rtol=1e-4,
+            atol=2e-5,
+            msg=lambda text, strategy=strategy: f"{strategy}: {text}",
+        )
+    model = OSDP(seeded(build), plan_of(SAMPLE, "odc:2", ranks=(1, 2)))
+    optimizer = adam(model.parameters())
+    step(model, optimizer, [rank], 0)
+    if rank == 0:
+        clamp(model, by_data=True)
+    return refusal(lambda: step(model, optimizer, [rank], 1))
+
+
+def test_values_may_be_changed_by_other_means_than_an_optimizer() -> None:
+    for said in run_ranks(change_values, 2):
+        assert "changed through .data after they were published" in said
+        assert "got: 1 of 2 ranks" in said
+
+
 class Scaled(Toy):
     """A layer and a parameter without dimensions."""
 

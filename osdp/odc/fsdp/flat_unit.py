@@ -56,6 +56,11 @@ class FlatUnit:
         vars(self._handle).pop("_all_gather_flat_param", None)
         self._module._comm_hook = self._module._comm_hook_state = None
 
+    @property
+    def shards(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """What rests on this rank: the flat parameter, and the part of it that it holds here."""
+        return [(self._flat, self._flat._local_shard)]
+
     def publish(self) -> None:
         """Let peers see this rank's shard after the next barrier."""
         self.window.publish(self._flat._local_shard)
