@@ -20,6 +20,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     reduce_when_rerun            with reentrant checkpoints FSDP2 loses gradients of modules that run twice
     initialise                   FSDP2 takes the module that runs first for the outermost
     gathers                      no public name tells which parameters a forward has gathered
+    held_tensor                  `to_local` is an operation, which gradients under odc refuse before they are complete
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
     before_backward              no public hook sees what `torch.autograd.grad` is asked for
     is_fake                      no public name tells whether a tensor has data
@@ -298,6 +299,11 @@ def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTenso
     placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return cast(Any, DTensor)(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def held_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor that a DTensor holds on this rank, without an operation; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def before_backward(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:

@@ -25,14 +25,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
 from runtime.apply_schedule import apply_schedule
-from runtime.local_shards import local_data
 from runtime.observe.allocation_trace import AllocationRecorder, AllocationTrace
 from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
 from runtime.optimizers import optimizer_of
 from runtime.schedule import Schedule
 from runtime.step.gradient_accumulation import Accumulation
 from runtime.strategies import ring_reduce_scatter
-from runtime.torch_compat import few_chunks, forget_meshes
+from runtime.torch_compat import few_chunks, forget_meshes, held_tensor
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class _Optimizer:
 
     def __init__(self, name: str, parameters: Sequence[Tensor], home: str) -> None:
         self._home = home
-        self._shards = {parameter: nn.Parameter(local_data(parameter).detach()) for parameter in parameters}
+        self._shards = {parameter: nn.Parameter(held_tensor(parameter).detach()) for parameter in parameters}
         # On a GPU optimizers step through all tensors together unless told not to, and so they do here.
         self._optimizer = optimizer_of(name)(self._shards.values(), foreach=True)
 
@@ -146,7 +145,8 @@ class _Optimizer:
         live.category = self._home or "optimizer_temporaries"
         live.label_gradients(self._shards)
         for parameter, shard in self._shards.items():
-            shard.grad = None if parameter.grad is None else local_data(parameter.grad)
+            # Under odc gradients are still to be completed here, which no size depends on.
+            shard.grad = None if parameter.grad is None else held_tensor(parameter.grad)
         self._optimizer.step()
         live.hold_states(self._optimizer, self._home)
 

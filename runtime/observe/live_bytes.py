@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.byte_sizes import allocated_bytes
-from runtime.local_shards import local_data
+from runtime.torch_compat import held_tensor
 
 ACTIVATIONS = "activations"
 HOST = "host"
@@ -280,4 +280,4 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return local_data(tensor).untyped_storage()
+    return held_tensor(tensor).untyped_storage()

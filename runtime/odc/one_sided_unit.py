@@ -7,6 +7,7 @@ With G ranks, s elements of a rank's shard and t of its part of the gradient (s 
 
 FSDP2 makes the sharded gradients out of the zeros and adds further zeros to them, micro-batch by
 micro-batch; what was accumulated is added when ranks have synchronized (`runtime.odc.step_protocol`).
+Until then nobody else can use them (`runtime.odc.pending_gradient`).
 
 Parameters that got no gradient are not in what FSDP2 reduces, and only its hooks show which they were:
 then the part of each is copied into zeros when its hook runs.
@@ -26,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from profiler.errors import OsdpError
 from runtime.local_shards import add_gradient, local_data
+from runtime.odc.pending_gradient import PendingGradient, restore, suspend
 from runtime.odc.windows import Window, WindowSpec
 from runtime.torch_compat import AllGather, OrdinaryMemory, ReduceScatter, packed_parameters
 
@@ -60,7 +62,8 @@ class OneSidedUnit:
             else:
                 self.trained.append(one.sharded_param)
                 self._sizes.append(one._sharded_param_data.numel())
-                self._hooks.append(one.sharded_param.register_post_accumulate_grad_hook(partial(_find, here)))
+                find = partial(_find, here, len(self._hooks))
+                self._hooks.append(one.sharded_param.register_post_accumulate_grad_hook(find))
         shard_numel = sum(one._sharded_param_data.numel() for one in self._packed)
         self.spec = WindowSpec(name, shard_numel, dtypes.pop(), shard_numel - sum(self._sizes))
         self.pushed = [False] * len(self.trained)
@@ -68,6 +71,9 @@ class OneSidedUnit:
         self._partial: Tensor | None = None
         """What was reduced, until it is known of which parameters."""
         self._found: list[int] = []
+        self._suspended: set[int] = set()
+        """Those whose gradients nobody can use before the next barrier."""
+        self._was_replaced = False
 
     def use(self, window: Window, before_pull: Callable[[], None]) -> None:
         """Communicate through a window; `before_pull` makes sure that there is something to pull."""
@@ -113,20 +119,26 @@ class OneSidedUnit:
         mesh = self._packed[0].sharded_param.device_mesh
         return int(mesh.size(mesh.ndim - 1))
 
-    def find(self, parameter: nn.Parameter) -> None:
+    def find(self, index: int) -> None:
         """Note that the gradient of a parameter is in what was reduced; push when all are known."""
+        gradient = self.trained[index].grad
+        assert gradient is not None
+        if index in self._suspended and not isinstance(gradient, PendingGradient):
+            self._was_replaced = True
+        suspend(gradient)
+        self._suspended.add(index)
         if self._partial is None:
             return
-        self._found.append(next(index for index, one in enumerate(self.trained) if one is parameter))
+        self._found.append(index)
         sizes = [self._sizes[index] for index in self._found]
         if sum(sizes) * self._ranks < self._partial.numel():
             return
         full = self._partial.new_zeros(self._ranks, sum(self._sizes))
         starts = list(accumulate(self._sizes, initial=0))
         parts = torch.split(self._partial.view(self._ranks, -1), sizes, dim=1)
-        for index, part in zip(self._found, parts, strict=True):
-            full[:, starts[index] : starts[index + 1]] = part
-            self.pushed[index] = True
+        for found, part in zip(self._found, parts, strict=True):
+            full[:, starts[found] : starts[found + 1]] = part
+            self.pushed[found] = True
         self._partial = None
         self.window.push(full)
 
@@ -135,9 +147,18 @@ class OneSidedUnit:
         """Whether a gradient was reduced whose parameters are not all known yet."""
         return self._partial is not None
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody has put others, or None, in the places of gradients since the last barrier."""
+        gradients = [self.trained[index].grad for index in self._suspended]
+        return self._was_replaced or not all(isinstance(gradient, PendingGradient) for gradient in gradients)
+
     def forget(self) -> None:
-        """Forget which parameters got gradients."""
-        self.pushed, self._partial = [False] * len(self.trained), None
+        """Forget which parameters got gradients, and let everybody use these."""
+        self.pushed, self._partial, self._was_replaced = [False] * len(self.trained), None, False
+        for index in self._suspended:
+            restore(self.trained[index].grad)
+        self._suspended.clear()
 
     def add_gradient(self, gradient: Tensor, wanted: Sequence[bool]) -> None:
         """Add a gradient (t,) to those of the wanted parameters."""
@@ -147,10 +168,10 @@ class OneSidedUnit:
                 add_gradient(parameter, part)
 
 
-def _find(unit: ref[OneSidedUnit], parameter: nn.Parameter) -> None:
+def _find(unit: ref[OneSidedUnit], index: int, _: nn.Parameter) -> None:
     found = unit()
     if found is not None:
-        found.find(parameter)
+        found.find(index)
 
 
 class _Pull(OrdinaryMemory, AllGather):

@@ -11,7 +11,8 @@
 
 Such changes (weights that are clamped, averages that are swapped in) are seen by the version counters of what rests,
 before a forward and before gradients are taken; every rank must make them alike.  `.data` has counters of its own: then
-the sum of all bits differs when gradients are taken, and all ranks raise, as the gradient is that of other values.
+the sum of all bits differs when gradients are taken, and all ranks raise, as the gradient may be that of other values.
+They raise as well where a loop has put other gradients in the places of those that are still to be completed.
 
 With S the sum of what all N ranks pushed, c_r the micro-batches of rank r and M those of the plan, the gradient is
 
@@ -43,6 +44,7 @@ from runtime.failures.rank_agreement import Agreement
 from runtime.meshes import Meshes
 from runtime.odc.choose_transport import open_transport
 from runtime.odc.dry_run_windows import DryRunTransport, is_dry_run
+from runtime.odc.pending_gradient import ADVICE
 from runtime.odc.windows import Transport, Window, WindowSpec
 from runtime.sharded_model import WrappedUnit
 from runtime.torch_compat import default_timeout
@@ -62,6 +64,10 @@ class Unit(Protocol):
     """Those that get a gradient."""
     pushed: list[bool]
     """Which of them got one on this rank since the last barrier."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody has put others, or None, in the places of gradients since the last barrier."""
 
     @property
     def shards(self) -> Sequence[tuple[nn.Parameter, Tensor]]:
@@ -102,7 +108,7 @@ class Group:
 
     @property
     def summary(self) -> Window:
-        """The window for messages: two numbers on micro-batches, one on changes, and one for each parameter."""
+        """The window for messages: two numbers on micro-batches, two on changes, and one for each parameter."""
         return self.transport.windows[-1]
 
     def publish(self) -> None:
@@ -113,14 +119,16 @@ class Group:
 
     def send_message(self, micro_batches: int, is_changed: bool) -> None:
         """Send the others this rank's counts and flags of the step."""
+        is_replaced = any(unit.is_replaced for unit in self.units)
         flags = [float(flag) for unit in self.units for flag in unit.pushed]
-        message = torch.tensor([micro_batches, micro_batches**2, is_changed, *flags], device=self.transport.device_type)
+        numbers = [micro_batches, micro_batches**2, is_changed, is_replaced, *flags]
+        message = torch.tensor(numbers, device=self.transport.device_type)
         self.summary.push(message.repeat(len(self.transport.ranks)))
 
     def received(self) -> list[float]:
         """Return the sums of all ranks' messages."""
         if isinstance(self.transport, DryRunTransport):  # every parameter has a gradient
-            return [0.0, 0.0, 0.0] + [1.0] * (self.summary.spec.shard_numel - 3)
+            return [0.0] * 4 + [1.0] * (self.summary.spec.shard_numel - 4)
         return self.take(self.summary).tolist()
 
     def discard(self) -> None:
@@ -174,7 +182,7 @@ class Exchange(WrappedUnit):
             raise
 
     def _open(self, sharing: Sharing, units: Sequence[Unit], meshes: Meshes) -> Group:
-        message_numel = 3 + sum(len(unit.trained) for unit in units)
+        message_numel = 4 + sum(len(unit.trained) for unit in units)
         specs = [*(unit.spec for unit in units), WindowSpec("summary", message_numel, torch.float32)]
         ranks = sharing.ranks
         group = meshes.group(ranks)
@@ -259,19 +267,23 @@ class Exchange(WrappedUnit):
 
     @torch.no_grad()
     def _take(self, group: Group, is_mean: bool) -> float:
-        total, squares, changed, *flags = group.received()
+        total, squares, changed, replaced, *flags = group.received()
         if changed:
-            what = "parameters were changed through .data after they were published: gradients are of other values"
+            what = "parameters were changed through .data after ranks could pull them: gradients may be of other values"
             advice = "change them under torch.no_grad() and without .data, alike on all ranks: p.clamp_(-0.1, 0.1)"
             raise OsdpError(what, got=f"{changed:.0f} of {self.world_size} ranks with other values", advice=advice)
+        if replaced:
+            what = "gradients were replaced, or set to None, before ranks have synchronized under odc"
+            got = f"{replaced:.0f} of {self.world_size} ranks with others"
+            raise OsdpError(what, got=got, advice=f"{ADVICE}; to give a step up, call model.zero_grad()")
         are_equal = self.world_size * squares == total**2
         scale = 1.0 if are_equal and not (is_mean and total) else self.micro_batches * self.world_size / total
         for unit in group.units:
             wanted = [flag > 0 for flag in flags[: len(unit.trained)]]
             del flags[: len(unit.trained)]
+            unit.forget()
             if any(wanted):
                 unit.add_gradient(group.take(unit.window).mul_(scale / self.world_size), wanted)
-            unit.forget()
         return scale
 
     def reset(self) -> None:

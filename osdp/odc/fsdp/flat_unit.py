@@ -31,6 +31,9 @@ from runtime.odc.windows import Window, WindowSpec
 class FlatUnit:
     """One flat parameter and its window."""
 
+    is_replaced = False
+    """FSDP1 keeps its gradients to itself until `pre_optimizer_step`."""
+
     def __init__(self, name: str, module: FullyShardedDataParallel) -> None:
         """Take a module that has a flat parameter and is initialised (`FullyShardedDataParallel.check_is_root`)."""
         self._module = cast(Any, module)
