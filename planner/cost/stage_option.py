@@ -288,7 +288,7 @@ def make_option(
     gathering = [unit for unit in walk.units if not unit.stalls]
     entered = max((unit for unit in gathering if unit.opens), key=lambda unit: unit.first, default=None)
     closed = max((unit for unit in gathering if unit.closes), key=lambda unit: unit.last, default=None)
-    reducing = min((unit for unit in opened if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
+    reducing = min((unit for unit in walk.units if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
     waiting = [unit for unit in own if unit.reduced_after_backward]
     gradients, stepped = (sum(getattr(unit.bytes, held) for unit in opened) for held in ("gradients", "stepped"))
     # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
@@ -314,7 +314,7 @@ def make_option(
         "prefetched": closed.prefetched if closed else 0,
         "prefetches": closed is not None,
         "prefetch_temporary": closed.prefetch_temporary if closed else 0,
-        "reduce_input": reducing.bytes.reduce_input if reducing else 0,
+        "reduce_input": reducing.left_reduce_input if reducing else 0,
         "reduces": reducing is not None,
         "optimizer_s": load.optimizer_s(stepped, sum(unit.bytes.offloaded for unit in opened), tensors),
         "syncs_each_microbatch": any(unit.traffic.syncs_each_microbatch for unit in walk.units),
