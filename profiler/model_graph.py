@@ -174,6 +174,8 @@ class CallMemory:
 
     saved_bytes: Affine
     """Activations that are kept for backward because of this call, and not of an earlier one."""
+    held_bytes: Affine = Affine()
+    """The part of those that the model's own forward holds on to until it is over, which its peaks count."""
     forward_start_bytes: Affine
     """Live bytes when the forward begins, less what earlier calls saved."""
     forward_peak_bytes: Affine

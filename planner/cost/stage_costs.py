@@ -102,7 +102,9 @@ class StageCosts:
 class StageActivations:
     """Activations of a stage's calls at one micro-batch, kept or recomputed.
 
-    `saved` are those that calls before each keep, `shared` what the stage keeps beside them if any other is recomputed.
+    `saved` are those that calls before each keep, `held` those of them that the model's forward holds itself, so that
+    they are not counted again before it is over; `shared` is what the stage keeps beside them if any other is
+    recomputed.
     """
 
     def __init__(self, frame: StageFrame, micro_batch: int, recompute: Recompute) -> None:
@@ -111,8 +113,9 @@ class StageActivations:
         self.calls = [call.memory(recompute) or call for call in calls]
         self.saved = [*accumulate((call.saved_bytes(micro_batch) for call in self.calls), initial=0.0)]
         self.forward_peak, self.backward_peak, self.again_peak = list[float](), list[float](), list[float]()
-        for saved, call in zip(self.saved, self.calls, strict=False):
-            self.forward_peak.append(saved + call.forward_peak(micro_batch))
+        self.held = [*accumulate((call.held_bytes(micro_batch) for call in self.calls), initial=0.0)]
+        for saved, held, call in zip(self.saved, self.held, self.calls, strict=False):
+            self.forward_peak.append(saved - held + call.forward_peak(micro_batch))
             self.backward_peak.append(saved + call.backward_peak(micro_batch))
         self.shared = 0.0 if recompute else sum(call.shared_bytes(micro_batch) for call in calls)
         self.again_start = 0.0
@@ -144,12 +147,13 @@ class StageActivations:
         ends_back = 2 if self.recompute else ends
         for j, (saved, call) in enumerate(zip(self.saved, self.calls, strict=False)):
             forward, backward = call.forward_parts(batch), call.backward_parts(batch)
+            before = saved - self.held[j]
             start = call.rest_backward_start_bytes if is_whole else call.module_backward_start_bytes
             at: dict[str, float] = {
-                "gather": saved + call.forward_start_bytes(batch),
-                "call": saved + max(forward),
-                "module": saved + max(forward[:ends]),
-                "tail": saved + max(forward[ends:]),
+                "gather": before + call.forward_start_bytes(batch),
+                "call": before + max(forward),
+                "module": before + max(forward[:ends]),
+                "tail": before + max(forward[ends:]),
                 "backward of tail": saved + max(backward[ends_back:]),
                 "unshard": saved + start(batch),
                 "backward of call": saved + max(backward),

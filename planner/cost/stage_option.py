@@ -118,6 +118,8 @@ class StageCandidate:
     segments: tuple[Segment, ...]
     optimizer_s: float
 
+    held: float = 0.0
+    """The part of `saved` that moments of the forward of stages above have, as the model's forward holds it."""
     shared: float = 0.0
     """The part of `saved` that is not there if no stage is recomputed that takes from `block`."""
     block: int | None = None
@@ -154,6 +156,10 @@ class StageCandidate:
     def rest(self) -> int:
         """Bytes that it holds throughout."""
         return self.parameters + self.optimizer + self.window
+
+    def kept_for(self, in_forward: bool) -> float:
+        """Return what it keeps until its backward, as moments in forward or backward of stages above count it."""
+        return self.saved + self.kept - (self.held if in_forward else 0.0)
 
     def bytes_at(self, moment: Moment) -> float:
         """Return what is held at one of its moments, spanning operators included."""
@@ -253,6 +259,7 @@ class StageOption:
         return StageCandidate(
             recompute=self.recompute,
             saved=costs.saved_bytes(self.recompute),
+            held=costs.memory(self.recompute).held[-1],
             shared=costs.memory(self.recompute).shared,
             moments=highest_moments(self.notes, costs.activations(self.recompute, self.is_whole)),
             segments=tuple(run.at(costs) for run in self.runs),

@@ -157,6 +157,10 @@ def _rerun(records: Mapping[int, CallRecord], inputs: Mapping[int, Charge]) -> C
 def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Sizes) -> CallMemory:
     """Return a call's activations, given what is charged to it at each size."""
     saved = line([one.bytes for one in charges], sizes, add_bytes=max(one.waste for one in charges))
+    held = [one.held for one in charges]
+    held_bytes = line(held, sizes)
+    if any(held_bytes(size) != size_bytes for size, size_bytes in zip(sizes, held, strict=True)):
+        held_bytes = Affine()  # what is left out must not be bounded from above
     always = [slice(None) for _ in records]
     ends = [(record.module_end, record.block_end) for record in records]
     forward, backward = [record.forward for record in records], [record.backward for record in records]
@@ -167,6 +171,7 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
 
     return CallMemory(
         saved_bytes=saved,
+        held_bytes=held_bytes,
         forward_start_bytes=_instant([tally.events[0] if tally.events else None for tally in forward], forward, sizes)
         or Affine(),
         forward_peak_bytes=_peak(forward, always, sizes),
