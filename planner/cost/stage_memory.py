@@ -301,7 +301,8 @@ class StageMemoryWalk:
             return
         *others, top = sorted(self.own, key=lambda unit: unit.last)
         block = self.frame.stage.block
-        again_in_tail = block is not None and self.frame.model.graph.blocks[block].runs_again(self.recompute).in_tail
+        blocks = self.frame.model.graph.blocks
+        again_in_tail = block is not None and blocks[block].runs_again(self.recompute, is_whole=False).in_tail
         target = next((unit for unit in reversed(others) if not unit.stalls), None)
         self.note_before_recomputation(others, top, target, held)
         # The others come with their forward; what has been prefetched is there until then.
