@@ -174,6 +174,8 @@ class CallMemory:
 
     saved_bytes: Affine
     """Activations that are kept for backward because of this call, and not of an earlier one."""
+    held_bytes: Affine = Affine()
+    """The part of those that the model's own forward holds on to until it is over, which its peaks count."""
     forward_start_bytes: Affine
     """Live bytes when the forward begins, less what earlier calls saved."""
     forward_peak_bytes: Affine
@@ -235,7 +237,27 @@ class CallMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call(CallMemory):
+class CallMemories(CallMemory):
+    """The same whether its block is recomputed or not."""
+
+    recomputed: CallMemory | None = None
+    """Its activations if its block is recomputed."""
+    selective: CallMemory | None = None
+    """The same if its block is recomputed selectively."""
+
+    def memory(self, recompute: Recompute) -> CallMemory | None:
+        """Return its activations if its block is recomputed so; None if the block was not seen to be."""
+        match recompute:
+            case Recompute.NOTHING:
+                return self
+            case Recompute.SELECTIVE:
+                return self.selective
+            case Recompute.EVERYTHING:
+                return self.recomputed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(CallMemories):
     """One execution of an operator and of the parameter-free computation that follows it.
 
     A tied operator (embedding and head) has several calls.
@@ -255,22 +277,15 @@ class Call(CallMemory):
     """What it keeps beside `saved_bytes` if its block is kept and another of `sharers` recomputed."""
     sharers: tuple[int, ...] = ()
     """Indices of the blocks that take that, as they take a mask; of these its own is the first."""
-    recomputed: CallMemory | None = None
-    """Its activations if its block is recomputed."""
-    selective: CallMemory | None = None
-    """The same if its block is recomputed selectively."""
+    apart: CallMemories | None = None
+    """Its activations if gradients of what its block is handed leave that one by one, and not together, as they do if
+    the block is not wrapped as one unit; None if they are the same."""
     slice_of: tuple[str, Call] | None = None
     """Of a slice, the call that it is a part of, with its key (`profiler.cluster.measurements.call_key`)."""
 
-    def memory(self, recompute: Recompute) -> CallMemory | None:
-        """Return its activations if its block is recomputed so; None if the block was not seen to be."""
-        match recompute:
-            case Recompute.NOTHING:
-                return self
-            case Recompute.SELECTIVE:
-                return self.selective
-            case Recompute.EVERYTHING:
-                return self.recomputed
+    def memories(self, *, is_whole: bool) -> CallMemories:
+        """Return its activations, given whether its block is wrapped as one unit."""
+        return self if is_whole or self.apart is None else self.apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,11 +326,20 @@ class Block:
     """Its forward as it runs again if it is recomputed; None if it was not seen to."""
     selective_rerun: Rerun | None = None
     """The same if it is recomputed selectively."""
+    apart_rerun: Rerun | None = None
+    """`rerun` if it is not wrapped as one unit (`Call.apart`); None if that is the same."""
+    apart_selective_rerun: Rerun | None = None
+    """The same of `selective_rerun`."""
 
-    def runs_again(self, recompute: Recompute) -> Rerun:
-        """Return its forward as it runs again, `UNSEEN_RERUN` if it was not seen to."""
-        rerun = self.selective_rerun if recompute is Recompute.SELECTIVE else self.rerun
-        return UNSEEN_RERUN if rerun is None else rerun
+    def runs_again(self, recompute: Recompute, *, is_whole: bool) -> Rerun:
+        """Return its forward as it runs again, given whether it is wrapped as one unit; `UNSEEN_RERUN` if it was not
+        seen to.
+        """
+        rerun, apart = self.rerun, self.apart_rerun
+        if recompute is Recompute.SELECTIVE:
+            rerun, apart = self.selective_rerun, self.apart_selective_rerun
+        found = rerun if is_whole or apart is None else apart
+        return UNSEEN_RERUN if found is None else found
 
 
 @dataclass(frozen=True)

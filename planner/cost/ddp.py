@@ -215,6 +215,7 @@ class Replica:
             stepped=self.parameters.buckets if stage.start == 0 else 0,
             updates=own.updates,
             saved=costs.saved_bytes(again),
+            held=costs.memory(again).held[-1],
             shared=costs.memory(again).shared,
             block=stage.block,
             takes=stage.takes if again else (),

@@ -2,12 +2,13 @@
 
 With stages j in execution order, at a moment of stage i that holds `local` bytes (`planner.cost.stage_option`)
 
-    forward    sum_j (S + OPT + W)_j + [M > 1] sum_j SG_j + sum_(j<i) (saved + kept)_j + local
+    forward    sum_j (S + OPT + W)_j + [M > 1] sum_j SG_j + sum_(j<i) (saved - held + kept)_j + local
     backward   sum_j (S + OPT + W)_j + sum_(j<i) (saved + kept)_j + sum_(j>i) SG_j  (M > 1: all j) + local
                + sum_(j>i) L_j, the parameters and gradients of units that wait for the end
     optimizer  sum_j (S + OPT + W + SG + TMP)_j
 
-M > 1 means gradient accumulation, where the sharded gradients of earlier micro-batches stay.
+`held` is what the model's own forward holds of `saved`: its moments have that.  M > 1 means gradient accumulation,
+where the sharded gradients of earlier micro-batches stay.
 The reserve of the device (context, communicators, workspaces), and parameters that no unit holds, are added to every
 moment.
 """
@@ -65,7 +66,7 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
     highest = best.total_bytes - load.fixed_bytes - resting
     found: tuple[int, Moment, float, float] | None = None
     reductions, gathers = _reductions_above(options), _gathers_below(options)
-    before, after, waiting = 0.0, gradients, float(sum(option.reduced_after_backward for option in options))
+    before, held, after, waiting = 0.0, 0.0, gradients, float(sum(option.reduced_after_backward for option in options))
     for index, option in enumerate(options):
         after -= option.gradients
         waiting -= option.reduced_after_backward
@@ -74,10 +75,12 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
             reduced = gradients if accumulates else 0.0 if moment.phase == "forward" else after
             reduced += 0.0 if moment.phase == "forward" else waiting
             beside_it = neighbour_bytes(moment, reductions[index], below)
-            total = before + reduced + option.bytes_at(moment) + beside_it
+            kept = before - held if moment.phase == "forward" else before
+            total = kept + reduced + option.bytes_at(moment) + beside_it
             if total > highest:
                 highest, found = total, (index, moment, reduced, beside_it)
         before += _saved(option, sharing) + option.kept
+        held += option.held
     return best if found is None else _peak_at(options, *found, load)
 
 
@@ -145,7 +148,7 @@ def _peak_at(
         + (around.forward if is_forward else around.backward)
         + sum(o.kept for o in before),
         "communication_buffers": moment.buffers + beside_it + sum(o.window for o in options),
-        "activations": moment.activations + sum(_saved(o, sharing) for o in before),
+        "activations": moment.activations + sum(_saved(o, sharing) - (o.held if is_forward else 0.0) for o in before),
         "reserve": load.cluster.reserve_bytes,
     }
     return MemoryPeak(moment.phase, index, moment.operator, categories)

@@ -13,7 +13,7 @@ from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
 from profiler.byte_sizes import allocated_bytes
-from profiler.model_graph import UNSEEN_RERUN, Affine, Recompute
+from profiler.model_graph import UNSEEN_RERUN, Affine, CallMemory, Recompute
 
 Costs = tuple[UnitBytes, UnitTraffic]
 Live = tuple[str, int]
@@ -76,7 +76,8 @@ class StageCosts:
         if not recompute or block is None:
             return 0.0
         graph = self.frame.model.graph
-        rerun, forward = graph.blocks[block].runs_again(recompute), [call.forward for call in self.stage.calls]
+        rerun = graph.blocks[block].runs_again(recompute, is_whole=is_whole)
+        forward = [call.forward for call in self.stage.calls]
         if rerun is UNSEEN_RERUN or (recompute is Recompute.EVERYTHING and not is_whole):
             return forward_s
         work = rerun.work
@@ -102,25 +103,31 @@ class StageCosts:
 class StageActivations:
     """Activations of a stage's calls at one micro-batch, kept or recomputed.
 
-    `saved` are those that calls before each keep, `shared` what the stage keeps beside them if any other is recomputed.
+    `saved` are those that calls before each keep, `held` those of them that the model's forward holds itself, so that
+    they are not counted again before it is over; `shared` is what the stage keeps beside them if any other is
+    recomputed.  The peaks of calls, and of the block that runs again, are those of a stage that is not one unit.
     """
 
     def __init__(self, frame: StageFrame, micro_batch: int, recompute: Recompute) -> None:
         self.frame, self.batch, self.recompute = frame, micro_batch, recompute
         calls, block = frame.stage.calls, frame.stage.block
-        self.calls = [call.memory(recompute) or call for call in calls]
+        self.calls = self._calls(is_whole=False)
         self.saved = [*accumulate((call.saved_bytes(micro_batch) for call in self.calls), initial=0.0)]
         self.forward_peak, self.backward_peak, self.again_peak = list[float](), list[float](), list[float]()
-        for saved, call in zip(self.saved, self.calls, strict=False):
-            self.forward_peak.append(saved + call.forward_peak(micro_batch))
+        self.held = [*accumulate((call.held_bytes(micro_batch) for call in self.calls), initial=0.0)]
+        for saved, held, call in zip(self.saved, self.held, self.calls, strict=False):
+            self.forward_peak.append(saved - held + call.forward_peak(micro_batch))
             self.backward_peak.append(saved + call.backward_peak(micro_batch))
         self.shared = 0.0 if recompute else sum(call.shared_bytes(micro_batch) for call in calls)
-        self.again_start = 0.0
         if recompute and block is not None:
-            rerun = frame.model.graph.blocks[block].runs_again(recompute)
-            self.again_start = rerun.start_bytes(micro_batch)
+            rerun = frame.model.graph.blocks[block].runs_again(recompute, is_whole=False)
             self.again_peak = [rerun.peak_bytes(micro_batch)] * len(calls)
         self.at = cache(self._at)
+
+    def _calls(self, *, is_whole: bool) -> list[CallMemory]:
+        """Return the calls, given whether the stage is a block of one unit."""
+        memories = [call.memories(is_whole=is_whole) for call in self.frame.stage.calls]
+        return [one.memory(self.recompute) or one for one in memories]
 
     def saved_beside_inputs(self) -> list[float]:
         """Return what calls before each keep of a selectively recomputed block beside the inputs of blocks."""
@@ -132,7 +139,11 @@ class StageActivations:
         return [*accumulate(kept, initial=0.0)]
 
     def _at(self, is_whole: bool) -> Mapping[Live, float]:
-        batch, found = self.batch, {NO_ACTIVATIONS: 0.0}
+        batch, found, block = self.batch, {NO_ACTIVATIONS: 0.0}, self.frame.stage.block
+        calls, again_start, again_peak = self._calls(is_whole=is_whole), 0.0, 0.0
+        if self.recompute and block is not None:
+            rerun = self.frame.model.graph.blocks[block].runs_again(self.recompute, is_whole=is_whole)
+            again_start, again_peak = rerun.start_bytes(batch), rerun.peak_bytes(batch)
         # As a block of several units runs again, each is gathered; nothing of it has been freed then.
         runs_on = bool(self.recompute) and not is_whole
         kept = StageActivations(self.frame, batch, Recompute.NOTHING) if runs_on else None
@@ -142,14 +153,15 @@ class StageActivations:
         # gathered for the rest of its block too.
         ends = 2 if is_whole else 1
         ends_back = 2 if self.recompute else ends
-        for j, (saved, call) in enumerate(zip(self.saved, self.calls, strict=False)):
+        for j, (saved, call) in enumerate(zip(self.saved, calls, strict=False)):
             forward, backward = call.forward_parts(batch), call.backward_parts(batch)
+            before = saved - self.held[j]
             start = call.rest_backward_start_bytes if is_whole else call.module_backward_start_bytes
             at: dict[str, float] = {
-                "gather": saved + call.forward_start_bytes(batch),
-                "call": saved + max(forward),
-                "module": saved + max(forward[:ends]),
-                "tail": saved + max(forward[ends:]),
+                "gather": before + call.forward_start_bytes(batch),
+                "call": before + max(forward),
+                "module": before + max(forward[:ends]),
+                "tail": before + max(forward[ends:]),
                 "backward of tail": saved + max(backward[ends_back:]),
                 "unshard": saved + start(batch),
                 "backward of call": saved + max(backward),
@@ -157,13 +169,13 @@ class StageActivations:
                 "reduction": saved + call.backward_end_bytes(batch),
             }
             if self.recompute:
-                at |= {"before again": self.again_start, "call again": self.again_peak[j] if self.again_peak else 0.0}
+                at |= {"before again": again_start, "call again": again_peak}
                 if is_whole:  # It is gathered first, and then runs again.
-                    at["unshard"] = self.again_start
+                    at["unshard"] = again_start
             if kept is not None:
-                grown = kept.saved[j] - taken[j] - kept.calls[0].forward_start_bytes(batch) + self.again_start
+                grown = kept.saved[j] - taken[j] - kept.calls[0].forward_start_bytes(batch) + again_start
                 at["gather again"] = grown + kept.calls[j].forward_start_bytes(batch)
-                inside = 2 if j == len(self.calls) - 1 else 3  # what follows the block does not run again
+                inside = 2 if j == len(calls) - 1 else 3  # what follows the block does not run again
                 at["call again"] = grown + max(kept.calls[j].forward_parts(batch)[:inside])
             found |= {(name, j): bytes_alive for name, bytes_alive in at.items()}
         return found

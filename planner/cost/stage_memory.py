@@ -25,7 +25,7 @@ U and G of open spanning units.  RSI is the input of the last reduction, of whic
 - A block that is one unit is wrapped whole, and its tail is code around blocks; recomputed, it is unsharded before it
   runs again, with nothing but its input saved, and its forward keeps no more than what is still to be read.
 - A unit that runs several times is gathered for each, and what it keeps is there to the backward of the last; G waits
-  for the first.
+  for the first.  The backward of each frees RSI.
 - A recomputed block of several units is gathered when what follows the block has run back.
 - Units without differentiable inputs (embeddings) keep U and G and are reduced after all backward.
 - `owner`: U is there until its gradients are copied and no gradient is after that; it leaves the AG and RSI
@@ -173,8 +173,13 @@ class StagedUnit:
 
     @property
     def replaces_reduction(self) -> bool:
-        """Whether its reduction frees the buffer of the one before and leaves its own."""
-        return self.rests and not self.reduced_after_backward and not self.stalls
+        """Whether its backward frees the buffer of the last reduction, and leaves its own if it is reduced."""
+        return (self.own or self.rests) and not self.reduced_after_backward and not self.stalls
+
+    @property
+    def left_reduce_input(self) -> int:
+        """The buffer that it leaves: a run of several, before the last to run back, reduces nothing."""
+        return self.bytes.reduce_input if self.rests else 0
 
     @property
     def prefetch_temporary(self) -> int:
@@ -296,7 +301,8 @@ class StageMemoryWalk:
             return
         *others, top = sorted(self.own, key=lambda unit: unit.last)
         block = self.frame.stage.block
-        again_in_tail = block is not None and self.frame.model.graph.blocks[block].runs_again(self.recompute).in_tail
+        blocks = self.frame.model.graph.blocks
+        again_in_tail = block is not None and blocks[block].runs_again(self.recompute, is_whole=False).in_tail
         target = next((unit for unit in reversed(others) if not unit.stalls), None)
         self.note_before_recomputation(others, top, target, held)
         # The others come with their forward; what has been prefetched is there until then.
@@ -374,9 +380,9 @@ class StageMemoryWalk:
                     around = prefetched + (reduce_input if unit.stalls else 0)
                     seen = Neighbours(above and unit.stalls, below)
                     self.note_reduction(unit, call.operator, unsharded, waiting, around, ("reduction", j), seen)
-                    if unit.replaces_reduction:
-                        reduce_input, above = unit.bytes.reduce_input, False
                     reduced += 0 if self.accumulates else unit.bytes.gradients
+                if unit.first == j and unit.replaces_reduction:
+                    reduce_input, above = unit.left_reduce_input, False
 
         if self.frame.is_bottom:
             self.note_reductions_after(reduced_after, done, reduced, waiting_unsharded)

@@ -118,6 +118,8 @@ class StageCandidate:
     segments: tuple[Segment, ...]
     optimizer_s: float
 
+    held: float = 0.0
+    """The part of `saved` that moments of the forward of stages above have, as the model's forward holds it."""
     shared: float = 0.0
     """The part of `saved` that is not there if no stage is recomputed that takes from `block`."""
     block: int | None = None
@@ -154,6 +156,10 @@ class StageCandidate:
     def rest(self) -> int:
         """Bytes that it holds throughout."""
         return self.parameters + self.optimizer + self.window
+
+    def kept_for(self, in_forward: bool) -> float:
+        """Return what it keeps until its backward, as moments in forward or backward of stages above count it."""
+        return self.saved + self.kept - (self.held if in_forward else 0.0)
 
     def bytes_at(self, moment: Moment) -> float:
         """Return what is held at one of its moments, spanning operators included."""
@@ -253,6 +259,7 @@ class StageOption:
         return StageCandidate(
             recompute=self.recompute,
             saved=costs.saved_bytes(self.recompute),
+            held=costs.memory(self.recompute).held[-1],
             shared=costs.memory(self.recompute).shared,
             moments=highest_moments(self.notes, costs.activations(self.recompute, self.is_whole)),
             segments=tuple(run.at(costs) for run in self.runs),
@@ -288,7 +295,7 @@ def make_option(
     gathering = [unit for unit in walk.units if not unit.stalls]
     entered = max((unit for unit in gathering if unit.opens), key=lambda unit: unit.first, default=None)
     closed = max((unit for unit in gathering if unit.closes), key=lambda unit: unit.last, default=None)
-    reducing = min((unit for unit in opened if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
+    reducing = min((unit for unit in walk.units if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
     waiting = [unit for unit in own if unit.reduced_after_backward]
     gradients, stepped = (sum(getattr(unit.bytes, held) for unit in opened) for held in ("gradients", "stepped"))
     # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
@@ -314,7 +321,7 @@ def make_option(
         "prefetched": closed.prefetched if closed else 0,
         "prefetches": closed is not None,
         "prefetch_temporary": closed.prefetch_temporary if closed else 0,
-        "reduce_input": reducing.bytes.reduce_input if reducing else 0,
+        "reduce_input": reducing.left_reduce_input if reducing else 0,
         "reduces": reducing is not None,
         "optimizer_s": load.optimizer_s(stepped, sum(unit.bytes.offloaded for unit in opened), tensors),
         "syncs_each_microbatch": any(unit.traffic.syncs_each_microbatch for unit in walk.units),

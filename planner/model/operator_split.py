@@ -17,7 +17,7 @@ putting together are read and written once.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -47,7 +47,7 @@ def slice_operators(graph: ModelGraph, counts: Mapping[int, int]) -> tuple[Model
     calls, places = list[Call](), [0]
     for call in graph.calls:
         operator, count = graph.operators[call.operator], counts.get(call.operator, 1)
-        parts = [*_calls(operator, call, count, graph.precision)] if count > 1 else [call]
+        parts = [*_calls(operator, _apart(call), count, graph.precision)] if count > 1 else [call]
         whole = (call_key(graph, call), call) if count > 1 else None
         first = starts[call.operator]
         calls += [replace(part, operator=index, slice_of=whole) for index, part in enumerate(parts, first)]
@@ -108,6 +108,14 @@ def _calls(operator: Operator, whole: Call, count: int, precision: str) -> Itera
             # Handed on: input and sum so far.
             output_bytes=whole.output_bytes if last else held["handed"] if runs_back else memory["forward_peak_bytes"],
         )
+
+
+def _apart(call: Call) -> Call:
+    """Return a call whose block is not one unit: each slice is one."""
+    if call.apart is None:
+        return call
+    memories = {field.name: getattr(call.apart, field.name) for field in fields(call.apart)}
+    return replace(call, **memories, apart=None)
 
 
 def _beyond(one: Affine, other: Affine) -> Affine:

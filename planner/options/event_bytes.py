@@ -26,16 +26,18 @@ class EventBytes:
         self._far = {1: options.rest + options.gradients + options.late, 0: always, -1: always + options.saved}
         self.options = options
 
-    def at(self, relation: int, sees: Sees | None) -> Array:
+    def at(self, relation: int, sees: Sees | None, in_forward: bool = False) -> Array:
         """Return what each option adds at a moment of a stage so many stages below (negative: above) its own.
 
         `sees` is what the moment sees, None if the stage is not a neighbour; `relation` is `OPTIMIZER` in the optimizer
-        step.
+        step, `in_forward` whether it is one of a forward.
         """
         options = self.options
         if relation == OPTIMIZER:
             return options.rest + options.stepping
         held: Array = self._far[(relation > 0) - (relation < 0)]
+        if in_forward and relation < 0:
+            held = held - options.held
         if sees is None:
             return held
         in_forward, neighbours = sees

@@ -36,6 +36,7 @@ class OptionColumns:
     """`reduced_after_backward`."""
     saved: Array
     """`saved` and `kept`."""
+    held: Array
     shared: Array
     gather_output: Array
     prefetched: Array
@@ -56,7 +57,8 @@ class OptionColumns:
         """Return the numbers of some options; `syncs` as in `overlap_terms`."""
         rows = [
             (
-                *(o.rest, o.gradients, o.stepped + o.updates, o.reduced_after_backward, o.saved + o.kept, o.shared),
+                *(o.rest, o.gradients, o.stepped + o.updates, o.reduced_after_backward),
+                *(o.saved + o.kept, o.held, o.shared),
                 *(o.gather_output, o.prefetched, o.prefetch_temporary, o.reduce_input),
                 *(o.gathers, o.prefetches, o.reduces, bool(o.takes)),
             )

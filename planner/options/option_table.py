@@ -100,10 +100,11 @@ class OptionTable:
         return tuple(choice for choice, _ in found), options
 
     def _columns(self, costs: Mapping[Counts, StageCosts], load: Workload, syncs: bool) -> OptionColumns:
-        saved, shared, live = [], [], list[float]()
+        saved, by_forward, shared, live = [], [], [], list[float]()
         for (counts, recompute, is_whole), places in zip(self._forms, self._places, strict=True):
             activations = costs[counts].activations(recompute, is_whole)
             saved.append(costs[counts].saved_bytes(recompute))
+            by_forward.append(costs[counts].memory(recompute).held[-1])
             shared.append(costs[counts].memory(recompute).shared)
             live += [activations[name] for name in places]
         held = np.full((len(self._sees), len(self.options)), -np.inf)
@@ -114,6 +115,7 @@ class OptionTable:
             stepping=known["stepped"] + known["updates"],
             late=known["reduced_after_backward"],
             saved=np.array(saved)[self._form_of] + known["kept"],
+            held=np.array(by_forward)[self._form_of],
             shared=np.array(shared)[self._form_of],
             takes=self._takes,
             terms=self._terms(costs, load, syncs),

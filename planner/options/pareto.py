@@ -64,6 +64,7 @@ def _memory(options: OptionColumns) -> Array:
             options.stepping,
             options.gradients + options.late,
             options.saved,
+            options.saved - options.held,
             options.gather_output,
             options.prefetched,
             options.prefetched + options.prefetch_temporary,

@@ -164,7 +164,7 @@ class CountingProgram:
         def held(q: int, option: StageCandidate) -> float:
             is_reduced = q > r and not forward
             total = float(option.rest)
-            total += option.saved + option.kept if q < r else 0.0
+            total += option.kept_for(forward) if q < r else 0.0
             total += option.gradients if self.load.accumulation > 1 or is_reduced else 0.0
             return total + (option.reduced_after_backward if is_reduced else 0.0)
 
@@ -213,7 +213,7 @@ class CountingProgram:
             above = position < place or (other == k and not first)
             reduced = 0.0 if accumulates or forward else float(option.gradients)
             reduced += 0.0 if forward else option.reduced_after_backward
-            held = reduced if above else option.saved + option.kept
+            held = reduced if above else option.kept_for(forward)
             _add(terms, {n: held}, 1)
             if other == k:
                 _add(terms, {self.used[r][k]: own - held}, 1)

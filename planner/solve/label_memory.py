@@ -3,7 +3,7 @@
 With stages placed from the top down to j, every moment seen so far grows by the same amount for each stage below: what
 rests there, is saved there and is kept there, R + saved + kept.  So a few columns are all that the rest of the chain
 can tell of the memory above (`planner.cost.peak_memory` has the equations; R is what rests, with M > 1 the gradients
-too)
+too; what a model's forward holds of `saved` is counted in forward too here, from above, as HIGHEST is of both)
 
     HIGHEST     the highest moment so far of those for which nothing is missing
     BELOW, GATHERING, FORWARD_BELOW

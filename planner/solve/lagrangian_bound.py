@@ -69,8 +69,8 @@ class ChainBound:
             return edges_s(faces[stage_class], upward, downward, load)
 
         @cache
-        def held(stage_class: int, relation: int, sees: Sees | None) -> Array:
-            return of_class(stage_class).at(relation, sees)
+        def held(stage_class: int, relation: int, sees: Sees | None, in_forward: bool) -> Array:
+            return of_class(stage_class).at(relation, sees, in_forward)
 
         of_class = cache(lambda stage_class: EventBytes(columns[stage_class], load))
         self.table, self._held = table, held
@@ -108,7 +108,8 @@ class ChainBound:
         for index, stage_class in enumerate(self.candidates.stage_classes):
             # For stages further away only the side counts.
             relation = OPTIMIZER if event.stage is None else max(-2, min(2, index - event.stage))
-            rows.append(self._held(stage_class, relation, event.sees if abs(relation) < 2 else None))
+            in_forward = event.sees is not None and event.sees[0]
+            rows.append(self._held(stage_class, relation, event.sees if abs(relation) < 2 else None, in_forward))
         return rows
 
     def least(self, memory: Sequence[Array], prices: Array) -> Array:

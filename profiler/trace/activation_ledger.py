@@ -21,6 +21,10 @@ holds it either way: the code around blocks, or a block that saves its own input
 there is nobody, it is charged to the call that saves it where its block is kept, and to the block that takes it where
 that is recomputed.  Several blocks that take it, as they take a mask, hold it once: the first is
 charged if any of them is recomputed, itself or not.
+
+A model that makes a list of what it hands to blocks holds that through its forward, whether they are recomputed or not.
+That is in the events of the forward, not in K_j, and in R_j, as it is there in backward; so of R_j it is *held*, and
+in forward events are taken less R_j without it.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -60,9 +64,10 @@ class Tally:
         """The sum of all that is measured."""
         return self.flops + self.matmul_bytes + self.other_bytes + sum(self.events)
 
-    def rebase(self, before: Charge) -> None:
+    def rebase(self, before: Charge, *, in_forward: bool = False) -> None:
         """Take what is charged to earlier calls off live bytes."""
-        self.events = [event - before.bytes for event in self.events]
+        charged = before.bytes - (before.held if in_forward else 0)
+        self.events = [event - charged for event in self.events]
         self.waste = max(0, self.waste - before.waste)
 
 
@@ -73,9 +78,11 @@ class Charge:
     bytes: int = 0
     waste: int = 0
     """Rounding of those."""
+    held: int = 0
+    """The part of `bytes` that the code around blocks holds on to until the forward is over, and not after."""
 
     def __add__(self, other: Charge) -> Charge:
-        return Charge(self.bytes + other.bytes, self.waste + other.waste)
+        return Charge(self.bytes + other.bytes, self.waste + other.waste, self.held + other.held)
 
 
 @dataclass(slots=True)
@@ -123,11 +130,13 @@ class CallRecord:
 class LiveStorage(weakref.ref[torch.UntypedStorage]):
     """A storage that the step allocated; calls back when it dies."""
 
-    __slots__ = ("bytes", "handed", "kept_by", "key", "producer", "savers", "taken_by", "waste")
+    __slots__ = ("bytes", "died_at", "handed", "kept_by", "key", "producer", "savers", "taken_by", "waste")
 
     bytes: int
     waste: int
     """Rounding of those."""
+    died_at: int | None
+    """How many events came before it died, None if it lives."""
     key: int
     producer: int
     kept_by: int
@@ -184,7 +193,7 @@ class Ledger:
         self._starts = [next_number()]
         self._saves: list[tuple[LiveStorage, int, int | None]] = []
         self._pins: list[torch.UntypedStorage] = []
-        self._bytes = self._waste = 0
+        self._bytes = self._waste = self._marks = 0
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -245,8 +254,9 @@ class Ledger:
                     self.calls[index].sharers |= {*takers}
                 else:
                     self.calls[index].saved += storage.charge
+            is_held = not kept and storage.died_at in (None, self._marks)
             for index in again:
-                self.calls[index].recomputed += storage.charge
+                self.calls[index].recomputed += replace(storage.charge, held=storage.bytes if is_held else 0)
             if storage.kept_by != NOBODY and None not in storage.savers and not storage.taken_by:
                 self.calls[storage.kept_by].kept += storage.charge
 
@@ -259,7 +269,7 @@ class Ledger:
         before = [*accumulate(charges, initial=Charge())]
         first = {call.block: index for index, call in reversed(list(enumerate(self.calls)))}
         for base, call in zip(before, self.calls, strict=False):
-            call.forward.rebase(base)
+            call.forward.rebase(base, in_forward=True)
             call.backward.rebase(base)
             for end in (call.module_end, call.block_end):
                 end.arrived = None if end.arrived is None else end.arrived - base.bytes
@@ -318,6 +328,7 @@ class Ledger:
 
     def mark(self) -> None:
         """Take an event."""
+        self._marks += 1
         self.tally.events.append(self._bytes)
         self.tally.waste = max(self.tally.waste, self._waste)
 
@@ -384,7 +395,7 @@ class Ledger:
         storage.waste = -storage.bytes % ALLOCATION_BYTES
         storage.producer, storage.kept_by = producer, NOBODY
         storage.savers, storage.taken_by = {}, []
-        storage.handed = False
+        storage.handed, storage.died_at = False, None
         self.live[storage.key] = storage
         self._bytes += storage.bytes
         self._waste += storage.waste
@@ -392,6 +403,7 @@ class Ledger:
     def _release(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(storage, LiveStorage)
         storage.savers.clear()
+        storage.died_at = self._marks
         del self.live[storage.key]
         self._bytes -= storage.bytes
         self._waste -= storage.waste

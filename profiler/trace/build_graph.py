@@ -13,7 +13,19 @@ from torch import nn
 from profiler.byte_sizes import allocated_bytes, format_bytes
 from profiler.errors import OsdpError
 from profiler.mixed_precision import RestingDtype
-from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Rerun, Work
+from profiler.model_graph import (
+    Affine,
+    Block,
+    Call,
+    CallMemories,
+    CallMemory,
+    ModelGraph,
+    Operator,
+    Parameter,
+    Recompute,
+    Rerun,
+    Work,
+)
 from profiler.model_source import ModelSource
 from profiler.opaque_parameters import is_opaque, tensors_of
 from profiler.trace.activation_ledger import NOBODY, CallRecord, Charge, Ending, Tally
@@ -23,6 +35,8 @@ from profiler.trace.metered_pass import Pass, trains
 
 _WORK = ("flops", "matmul_bytes", "other_bytes")
 """What a tally counts of the device's work, in the order of `Work`."""
+_KINDS = Recompute.NOTHING, Recompute.EVERYTHING, Recompute.SELECTIVE
+"""What is recomputed in the passes of a graph, in the order of the fields that hold what was measured."""
 _BACKWARD_BYTES = tuple(field.name for field in fields(CallMemory) if "backward_" in field.name)
 """Lines of a call that count the live bytes of its backward."""
 
@@ -36,10 +50,12 @@ def assemble(
     passes: Mapping[int, Pass],
     recomputed: Mapping[int, Pass],
     selective: Mapping[int, Pass],
+    apart: Mapping[Recompute, Mapping[int, Pass]],
 ) -> ModelGraph:
     """Return the graph of the passes, by their micro-batches (`affine_fit.Sizes`); that at `SINGLE` is optional.
 
-    Those in which every block was `recomputed`, or so with a `selective` choice of operations, may be fewer, or none.
+    Those in which every block was `recomputed`, or so with a `selective` choice of operations, may be fewer, or none,
+    and those of all three kinds in which gradients leave blocks one by one (`apart`) too.
     """
     first = next(iter(passes.values()))
     if first.calls[0].operator == NOBODY:
@@ -47,10 +63,12 @@ def assemble(
     if SINGLE in passes and _order(passes[SINGLE]) != _order(first):
         passes = {size: one for size, one in passes.items() if size != SINGLE}
     _check_alike(source.name, groups, passes)
-    recomputed, selective = (
+    recomputed, selective, *apart_passes = (
         {size: one for size, one in runs.items() if size in passes and _order(one) == _order(first)}
-        for runs in (recomputed, selective)
+        for runs in (recomputed, selective, *(apart.get(how, {}) for how in _KINDS))
     )
+    if [*map(len, apart_passes)] != [*map(len, (passes, recomputed, selective))]:
+        apart_passes = [{}, {}, {}]
     sizes = tuple(passes)
     order = list(dict.fromkeys(call.operator for call in first.calls))
     unused = sorted(set(range(len(groups))) - set(order))
@@ -60,22 +78,23 @@ def assemble(
     found, fitted = [], dict[tuple[int, ...], Call]()
     for index, (record, *others) in enumerate(zip(*(one.calls for one in passes.values()), strict=True)):
         block = None if record.block is None else block_of[record.block]
-        again, selected = (
+        again, selected, *apart_runs = (
             {size: one.calls[index] for size, one in runs.items()} if block is not None else {}
-            for runs in (recomputed, selective)
+            for runs in (recomputed, selective, *apart_passes)
         )
-        records = [record, *others, *again.values(), *selected.values()]
+        records = [record, *others, *(one for runs in (again, selected, *apart_runs) for one in runs.values())]
         same = tuple(id(one.forward) for one in records)  # replayed calls share it
         if same not in fitted:
             call = _call([record, *others], sizes, groups[record.operator].modules[0])
             inputs = {size: one.calls[index].recomputed for size, one in passes.items()}
-            fitted[same] = replace(call, recomputed=_rerun(again, inputs), selective=_rerun(selected, inputs))
+            call = replace(call, recomputed=_rerun(again, inputs), selective=_rerun(selected, inputs))
+            fitted[same] = replace(call, apart=_apart(call, apart_runs, inputs))
         sharers = tuple(sorted(block_of[one] for one in record.sharers))
         found.append(replace(fitted[same], operator=position[record.operator], block=block, sharers=sharers))
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found)
     waiting = _waiting_bytes(module, operators, found)
     calls = tuple(map(_without_waiting, found, waiting))
-    blocks = _blocks(module, operators, calls, passes, (recomputed, selective), run, waiting)
+    blocks = _blocks(module, operators, calls, passes, (recomputed, selective, *apart_passes[1:]), run, waiting)
     named = dict(module.named_parameters())
     return ModelGraph(
         name=source.name,
@@ -136,7 +155,7 @@ def _call(records: Sequence[CallRecord], sizes: Sizes, name: str) -> Call:
     exact_line([one.bytes for one in saved], f"what `{name}` saves for backward", sizes)
     memory = _memory(records, saved, sizes)
     return Call(
-        **{field.name: getattr(memory, field.name) for field in fields(memory)},
+        **_fields(memory),
         operator=NOBODY,
         block=None,
         forward=_work([record.forward for record in records], f"the forward of `{name}`", sizes),
@@ -148,6 +167,24 @@ def _call(records: Sequence[CallRecord], sizes: Sizes, name: str) -> Call:
     )
 
 
+def _apart(call: Call, runs: Sequence[Mapping[int, CallRecord]], inputs: Mapping[int, Charge]) -> CallMemories | None:
+    """Return a call's activations if gradients leave its block one by one, None if they are those of the call.
+
+    The runs are in the order of `_KINDS`.
+    """
+    kept, again, selected = runs
+    if not kept:
+        return None
+    memory = _memory([*kept.values()], [one.saved for one in kept.values()], tuple(kept))
+    found = CallMemories(**_fields(memory), recomputed=_rerun(again, inputs), selective=_rerun(selected, inputs))
+    return None if all(getattr(call, name) == one for name, one in _fields(found).items()) else found
+
+
+def _fields(one: CallMemory) -> dict[str, Any]:
+    """Return the fields of a call's activations, those of one that is more among them."""
+    return {field.name: getattr(one, field.name) for field in fields(one)}
+
+
 def _rerun(records: Mapping[int, CallRecord], inputs: Mapping[int, Charge]) -> CallMemory | None:
     """Return the activations of a call whose block runs again, given what is charged for the inputs of blocks."""
     charges = [inputs[size] + one.kept for size, one in records.items()]
@@ -157,6 +194,10 @@ def _rerun(records: Mapping[int, CallRecord], inputs: Mapping[int, Charge]) -> C
 def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Sizes) -> CallMemory:
     """Return a call's activations, given what is charged to it at each size."""
     saved = line([one.bytes for one in charges], sizes, add_bytes=max(one.waste for one in charges))
+    held = [one.held for one in charges]
+    held_bytes = line(held, sizes)
+    if any(held_bytes(size) != size_bytes for size, size_bytes in zip(sizes, held, strict=True)):
+        held_bytes = Affine()  # what is left out must not be bounded from above
     always = [slice(None) for _ in records]
     ends = [(record.module_end, record.block_end) for record in records]
     forward, backward = [record.forward for record in records], [record.backward for record in records]
@@ -167,6 +208,7 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
 
     return CallMemory(
         saved_bytes=saved,
+        held_bytes=held_bytes,
         forward_start_bytes=_instant([tally.events[0] if tally.events else None for tally in forward], forward, sizes)
         or Affine(),
         forward_peak_bytes=_peak(forward, always, sizes),
@@ -288,10 +330,16 @@ def _without_waiting(call: Call, waiting_bytes: int) -> Call:
     """
     if not waiting_bytes or call.backward_peak_bytes == call.saved_bytes:
         return call
+    apart = call.apart and replace(call.apart, **_lower_all(call.apart, waiting_bytes))
+    return replace(call, **_lower_all(call, waiting_bytes), apart=apart)
+
+
+def _lower_all(memories: CallMemories, waiting_bytes: int) -> dict[str, Any]:
     recomputed, selective = (
-        memory and replace(memory, **_lower(memory, waiting_bytes)) for memory in (call.recomputed, call.selective)
+        memory and replace(memory, **_lower(memory, waiting_bytes))
+        for memory in (memories.recomputed, memories.selective)
     )
-    return replace(call, **_lower(call, waiting_bytes), recomputed=recomputed, selective=selective)
+    return {**_lower(memories, waiting_bytes), "recomputed": recomputed, "selective": selective}
 
 
 def _lower(memory: CallMemory, waiting_bytes: int) -> dict[str, Any]:
@@ -323,7 +371,9 @@ def _blocks(
         path = runs[0].path
         waste = max(sum(storage.waste for storage in run.inputs) for run in runs)
         inputs = line([sum(storage.bytes for storage in run.inputs) for run in runs], sizes, add_bytes=waste)
-        again = [_block_rerun(one, execution, waiting[inside[-1]]) for one in reruns]
+        rerun, selective, *apart = [_block_rerun(one, execution, waiting[inside[-1]]) for one in reruns]
+        apart = [None if one == other else one for one, other in zip(apart, (rerun, selective), strict=True)]
+        again = [rerun, selective, *apart]
         module_class = type(module.get_submodule(path)).__name__
         alike = tuple(_likeness(calls[index], operators, path) for index in inside)
         likeness = (module_class, inputs, *again, alike)

@@ -51,6 +51,10 @@ _CLOSED = {aten.add, aten.sub, aten.mul, aten.neg, aten.abs, aten.remainder, ate
 }
 # Elementwise ops that do not always keep the layout or the type of their operands.
 _IRREGULAR = {aten.mvlgamma, aten.rrelu, aten.float_power}
+# Elementwise ops that ask their operands for a layout in another order than that of the arguments.
+_REORDERED = {aten.threshold_backward, aten.native_dropout_backward, aten.logit_backward} | {
+    getattr(aten, name) for name in ("xlogy", "special_xlog1py", "copysign")
+}
 
 
 def predict_elementwise(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout | None:
@@ -63,6 +67,8 @@ def predict_elementwise(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: 
         return None
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not tensors or any(isinstance(arg, (list, tuple, complex)) for arg in args):
+        return None
+    if op.overloadpacket in _REORDERED and len({tensor.stride() for tensor in tensors}) > 1:
         return None
     dtypes = {tensor.dtype for tensor in tensors}
     if op in _TO_BOOL:

@@ -10,12 +10,14 @@ keeps the same of them and of its outputs until its backward, and makes outputs 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from profiler.trace.elementwise import Layout
@@ -85,12 +87,20 @@ class Handover:
     """Of what needs them; None for those that get none."""
     are_dense: bool = True
     """Whether the gradients have storages of their own size."""
+    is_shared: bool = False
+    """Whether something that needs a gradient is used by others than the block too."""
 
-    def hand(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of the block as it gets them."""
+    def hand(self, args: Any, kwargs: Any, bounded: Handover | None = None) -> tuple[Any, Any]:
+        """Return the arguments of the block as it gets them.
+
+        There is no boundary if the same handover has been seen `bounded`.
+        """
         leaves, structure = tree_flatten((args, kwargs))
         trained = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
-        if trained and torch.is_grad_enabled():
+        if bounded is not None:
+            # What leaves the block in all: stand-ins hand it on together, of which others see nothing.
+            self.trained, self.gradients, self.are_dense = (*trained.values(),), bounded.gradients, bounded.are_dense
+        elif trained and torch.is_grad_enabled():
             handed = _Boundary.apply(self, *trained.values())  # type: ignore[no-untyped-call]
             given = dict(zip(trained, handed, strict=True))
             leaves = [given.get(id(leaf), leaf) for leaf in leaves]
@@ -172,6 +182,23 @@ class _Boundary(torch.autograd.Function):
         )
         ctx.handover.gradients = tuple(layouts)
         return (None, *gradients)
+
+
+def note_shared(loss: Tensor) -> None:
+    """Note of everything that was handed over on the way to a loss whether others use it too."""
+    # As long as a node of C++ is referred to, it is the same object in Python.
+    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen, uses = {*nodes}, Counter[tuple[Node | None, int]]()
+    for node in nodes:
+        uses.update(node.next_functions)
+        for made, _ in node.next_functions:
+            if made is not None and made not in seen:
+                seen.add(made)
+                nodes.append(made)
+    for node in nodes:
+        handover = getattr(node, "handover", None)
+        if isinstance(handover, Handover):
+            handover.is_shared = any(uses[edge] > 1 for edge in node.next_functions if edge[0] is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from profiler.trace.activation_ledger import CallRecord, Charge, Execution
 from profiler.trace.compiler_import import without_compiler
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
-from profiler.trace.handover import NO_STAND_INS, StandIns, UnlikeError
+from profiler.trace.handover import NO_STAND_INS, StandIns, UnlikeError, note_shared
 from profiler.trace.op_meter import Memo, Meter
 from profiler.trace.trace_errors import explain_trace
 
@@ -88,13 +88,15 @@ def run_pass(
     stand_ins: StandIns = NO_STAND_INS,
     recompute: Recompute = Recompute.NOTHING,
     repeated: Container[str] = (),
+    bounded: Sequence[Execution] = (),
 ) -> Pass:
     """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError.
 
     Every block is recomputed as `recompute` says; if it is, `kept` is what calls are charged whose blocks keep nothing
     but their inputs.  Executions that have `stand_ins`
     have one call each (`profiler.trace.replay`); raises UnlikeError if they cannot.  Blocks in `repeated` run several
-    times.
+    times.  Given the executions of the same pass with blocks `bounded`, they have no boundary: gradients of what they
+    are handed leave them one by one.
     """
     synthesize = device.synthesize
     meter = Meter(
@@ -107,6 +109,7 @@ def run_pass(
         recompute=recompute,
         stand_ins=stand_ins,
         repeated=repeated,
+        bounded=bounded,
     )
     ledger = meter.ledger
     for tensor in tree_leaves(inputs):
@@ -121,6 +124,7 @@ def run_pass(
             if loss is None:
                 ledger.end_forward()
             else:
+                note_shared(loss)
                 ledger.turn(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
             ledger.finish(kept)

@@ -59,12 +59,14 @@ class Meter(UncompiledMode):
         recompute: Recompute = Recompute.NOTHING,
         stand_ins: StandIns = NO_STAND_INS,
         repeated: Container[str] = (),
+        bounded: Sequence[Execution] = (),
     ) -> None:
         """`memo` caches the results for ops across meters; `data` answers what depends on data.
 
         With `synthesize`, tensors are on the meta device and outputs of known layout are made without running the op.
         Backward recomputes every block as `recompute` says.  Of some executions of blocks, only `stand_ins` run.
-        The blocks in `repeated` run several times, so that they are no units and have no boundary.
+        The blocks in `repeated` run several times, so that they are no units and have no boundary.  No block has one if
+        their executions have been seen `bounded`.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
@@ -82,7 +84,7 @@ class Meter(UncompiledMode):
         self._recompute = recompute
         self._kept: KeptOutputs | None = None
         """Of the block that runs, or runs again, if that is recomputed selectively."""
-        self._stand_ins, self._repeated = stand_ins, repeated
+        self._stand_ins, self._repeated, self._bounded = stand_ins, repeated, bounded
         self._ops: dict[OpOverload, Op] = {}
         self._entered: tuple[int, int] | None = None
         self._running: Counter[int] = Counter()
@@ -132,8 +134,9 @@ class Meter(UncompiledMode):
         run = functools.partial(self._checkpointed, inner, execution) if self._recompute else inner
         if path in self._repeated:
             return run(*args, **kwargs)
-        args, kwargs = execution.handover.hand(args, kwargs)
         assert self.ledger.block is not None
+        bounded = self._bounded[self.ledger.block].handover if self._bounded else None
+        args, kwargs = execution.handover.hand(args, kwargs, bounded)
         if (replayed := self._stand_ins.executions.get(self.ledger.block)) is not None:
             return self._stand_in(execution, replayed)
         out = run(*args, **kwargs)

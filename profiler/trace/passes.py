@@ -35,6 +35,8 @@ class Runs:
     """The same with every block recomputed, of fewer micro-batches; none if that failed."""
     selective: Mapping[int, Pass]
     """The same with every block recomputed selectively."""
+    apart: Mapping[Recompute, Mapping[int, Pass]]
+    """All of these with gradients that leave blocks one by one; none if it makes no difference, or failed."""
     samples: int
     """How many samples each pass counts as one."""
     left_out: set[str]
@@ -71,12 +73,19 @@ def run_sizes(
             except ModelError as error:
                 failures[how] = error.got or error.what
                 break
+    apart = dict[Recompute, dict[int, Pass]]()
+    if any(execution.handover.is_shared for execution in passes[first].executions):
+        with suppress(ModelError):  # all or none, as they are compared
+            apart = {
+                how: {size: runner.run(size, passes[size] if how else None, how, one) for size, one in bounded.items()}
+                for how, bounded in ((Recompute.NOTHING, passes), *again.items())
+            }
     skipped: set[str] = set()
     if device.data.assumptions:
         with suppress(ModelError):
             skipped = runner.names(passes[first]) - runner.names(runner.run_alike(first))
     recomputed, selective = again.values()
-    return Runs(runner.groups, passes, recomputed, selective, runner.finer, skipped, failures)
+    return Runs(runner.groups, passes, recomputed, selective, apart, runner.finer, skipped, failures)
 
 
 class _Runner:
@@ -114,13 +123,17 @@ class _Runner:
             found, self._replay = confirmed, replay
         return found
 
-    def run(self, size: int, kept: Pass | None = None, how: Recompute = Recompute.NOTHING) -> Pass:
-        """Run a pass; given that in which blocks are `kept`, all are recomputed.  Raises OsdpError."""
+    def run(
+        self, size: int, kept: Pass | None = None, how: Recompute = Recompute.NOTHING, bounded: Pass | None = None
+    ) -> Pass:
+        """Run a pass; given that in which blocks are `kept`, all are recomputed; given the same `bounded`, blocks have
+        no boundary.  Raises OsdpError.
+        """
         if self._replay is not None:
-            if found := self._run_short(self._replay, self._replay.expanded, size, kept, how):
+            if found := self._run_short(self._replay, self._replay.expanded, size, kept, how, bounded):
                 return found
             self._replay = None
-        return self._run(size, kept, how=how)
+        return self._run(size, kept, how=how, bounded=bounded)
 
     def _run_short(
         self,
@@ -129,13 +142,14 @@ class _Runner:
         size: int,
         kept: Pass | None = None,
         how: Recompute = Recompute.NOTHING,
+        bounded: Pass | None = None,
     ) -> Pass | None:
         """Run a pass with stand-ins; return it complete, or None, with nothing assumed, where blocks are not alike."""
         assumed = {**self._device.data.assumptions}
         try:
-            short = self._run(size, kept, replay, how)
+            short = self._run(size, kept, replay, how, bounded)
             if not short.settled:  # as where recomputing is first used; see `run_sizes`
-                short = self._run(size, kept, replay, how)
+                short = self._run(size, kept, replay, how, bounded)
             return complete(short)
         except (OsdpError, UnlikeError):
             self._device.data.assumptions = assumed
@@ -155,6 +169,7 @@ class _Runner:
         kept: Pass | None = None,
         replay: Replay | None = None,
         how: Recompute = Recompute.NOTHING,
+        bounded: Pass | None = None,
         *,
         alike: bool = False,
     ) -> Pass:
@@ -177,6 +192,7 @@ class _Runner:
             stand_ins,
             how,
             self._repeated,
+            () if bounded is None else bounded.executions,
         )
 
     def _reads_in_hooks(self, operator: int) -> bool:

@@ -112,9 +112,8 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
         with mode, outputs_aliased(module), inputs_cast(module, precision):
             run = run_sizes(module, source, found, device, sizes)
-    graph: ModelGraph = _per_sample(
-        assemble(source, precision, module, rested, run.groups, run.passes, run.recomputed, run.selective), run.samples
-    )
+    passes = run.passes, run.recomputed, run.selective, run.apart
+    graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes = list(device.data.assumptions)
     for how, failure in run.failures.items():

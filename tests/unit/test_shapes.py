@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -73,15 +74,17 @@ def arguments(op: torch._ops.OpOverload, make: Callable[[], Tensor]) -> list[Any
         elif kind == "Tensor":
             arguments.append(make())
         elif kind in numbers:
-            arguments.append(numbers[kind])
+            arguments.append(numbers[kind]())
         else:
             return None
     return arguments
 
 
-@pytest.mark.parametrize("kind", ["float", "transposed", "integer", "boolean"])
+@pytest.mark.parametrize("kind", ["float", "transposed", "mixed", "integer", "boolean"])
 def test_every_elementwise_op_of_torch(kind: str) -> None:
+    turns = cycle([lambda: torch.rand(4, 3).t(), lambda: torch.rand(3, 4)])
     make: dict[str, Callable[[], Tensor]] = {
+        "mixed": lambda: next(turns)(),  # of two operands one and then the other is transposed
         "float": lambda: torch.rand(3, 4),
         "transposed": lambda: torch.rand(4, 3).t(),
         "integer": lambda: torch.randint(1, 3, (3, 4)),
@@ -102,7 +105,7 @@ def test_every_elementwise_op_of_torch(kind: str) -> None:
             wrong.append(str(op))
     assert wrong == []
     # The rules are worth having only if they cover most ops.
-    assert sure >= {"float": 120, "transposed": 120, "integer": 15, "boolean": 15}[kind]
+    assert sure >= {"float": 120, "transposed": 120, "mixed": 120, "integer": 15, "boolean": 15}[kind]
 
 
 def norm_arguments(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
