@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
@@ -120,15 +121,24 @@ class Compared:
         return (predicted - tracked) / tracked
 
 
-def compare(plan: Plan, model: ModelSource, graph: ModelGraph, machine: Cluster, rank: int | None = None) -> Compared:
+def compare(
+    plan: Plan,
+    model: ModelSource,
+    graph: ModelGraph,
+    machine: Cluster,
+    rank: int | None = None,
+    *,
+    with_data: bool = False,
+) -> Compared:
     """Predict a plan's memory and run it dry on a rank (None: the fullest)."""
     view = open_plan(plan, graph, machine)
     predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != "reserve"}
     named = model.build, model.example_inputs, lambda out: find_loss(out)[0]
-    script = Script(*named, plan.optimizer, plan.micro_batch, lambda: answering(DataDependent(1.0)))
+    answers = nullcontext if with_data else lambda: answering(DataDependent(1.0))
+    script = Script(*named, plan.optimizer, plan.micro_batch, answers)
     if rank is None:
         rank = view.decided.fullest(view.space, view.load)[0]
-    found = dry_run(script, compile_plan(plan, graph, machine), rank)
+    found = dry_run(script, compile_plan(plan, graph, machine), rank, with_data=with_data)
     assert found.peak.total_bytes == sum(found.peak.categories.values())
     return Compared(predicted, found.peak.categories, view.prediction.peak_phase, found.peak.phase, found.rest_bytes)
 

@@ -24,7 +24,10 @@ charged if any of them is recomputed, itself or not.
 
 A model that makes a list of what it hands to blocks holds that through its forward, whether they are recomputed or not.
 That is in the events of the forward, not in K_j, and in R_j, as it is there in backward; so of R_j it is *held*, and
-in forward events are taken less R_j without it.
+in forward events are taken less R_j without it.  The other way round, what a block returns may be in K_j, as the block
+saves it, and not in R_j.  If the model's forward holds that on, events of calls after the last block lack it where that
+is recomputed: what is released only after the highest of them, in passes that recompute more than in the others, counts
+negatively as held.
 """
 
 from __future__ import annotations
@@ -79,7 +82,8 @@ class Charge:
     waste: int = 0
     """Rounding of those."""
     held: int = 0
-    """The part of `bytes` that the code around blocks holds on to until the forward is over, and not after."""
+    """The part of `bytes` that the code around blocks holds on to until the forward is over, and not after; negative:
+    what it holds then that is no part of `bytes`."""
 
     def __add__(self, other: Charge) -> Charge:
         return Charge(self.bytes + other.bytes, self.waste + other.waste, self.held + other.held)
@@ -110,7 +114,7 @@ class CallRecord:
     recomputed: Charge = Charge()
     """What it keeps if its block is recomputed."""
     kept: Charge = Charge()
-    """What it keeps beside `recomputed` if its block is recomputed selectively; of other passes, nothing."""
+    """What it keeps beside `recomputed` if its block is recomputed selectively; of other passes, no bytes."""
     shared: Charge = Charge()
     """What it keeps beside `saved` if any of `sharers` is recomputed: a mask, which it is the first of them to hold."""
     sharers: frozenset[int] = frozenset()
@@ -193,6 +197,10 @@ class Ledger:
         self._starts = [next_number()]
         self._saves: list[tuple[LiveStorage, int, int | None]] = []
         self._pins: list[torch.UntypedStorage] = []
+        self._tail: list[tuple[int, int]] = []
+        """Numbers of the events after the last block, and the live bytes of each."""
+        self._released: list[LiveStorage] = []
+        """What has died after the last block."""
         self._bytes = self._waste = self._marks = 0
 
     # --- calls ------------------------------------------------------------------------------------
@@ -259,6 +267,12 @@ class Ledger:
                 self.calls[index].recomputed += replace(storage.charge, held=storage.bytes if is_held else 0)
             if storage.kept_by != NOBODY and None not in storage.savers and not storage.taken_by:
                 self.calls[storage.kept_by].kept += storage.charge
+        _, peak = max(((size, mark) for mark, size in self._tail), default=(0, 0))
+        for storage in self._released:
+            call, died_at = self.calls[storage.producer], storage.died_at
+            if died_at is not None and died_at >= peak and call.block is not None and not storage.taken_by:
+                call.recomputed += Charge(held=storage.bytes)
+                call.kept += Charge(held=-storage.bytes)
 
     def finish(self, recomputed: Sequence[Charge] | None = None) -> None:
         """Take off every event what is charged to earlier calls: given what they keep if blocks are `recomputed`."""
@@ -329,6 +343,11 @@ class Ledger:
     def mark(self) -> None:
         """Take an event."""
         self._marks += 1
+        if self.block is not None:
+            self._tail.clear()
+            self._released.clear()
+        elif not self.in_backward:
+            self._tail.append((self._marks, self._bytes))
         self.tally.events.append(self._bytes)
         self.tally.waste = max(self.tally.waste, self._waste)
 
@@ -404,6 +423,8 @@ class Ledger:
         assert isinstance(storage, LiveStorage)
         storage.savers.clear()
         storage.died_at = self._marks
+        if not self.in_backward and storage.producer != NOBODY:
+            self._released.append(storage)
         del self.live[storage.key]
         self._bytes -= storage.bytes
         self._waste -= storage.waste

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from profiler.loss_storage import with_kept_storage
 from profiler.model_graph import Recompute
 from profiler.selective_recomputation import KeptOutputs, is_kept
 from profiler.trace.activation_ledger import NOBODY, Execution, Ledger, LiveStorage
@@ -271,9 +272,9 @@ class Meter(UncompiledMode):
         known = self._memo.get(key)
         layouts = known.layouts if known else predict(func, args, kwargs) if self._synthesize else None
         if layouts is not None:
-            out = make(layouts)
+            out = with_kept_storage(func, args, make(layouts))
         else:
-            out = args[0] if op.in_place and self._synthesize else func(*args, **kwargs)
+            out = args[0] if op.in_place and self._synthesize else with_kept_storage(func, args, func(*args, **kwargs))
         self._data.follow(func, args, kwargs, tensors, out)
         outputs = _outputs(out)
         fresh = self.ledger.produce(outputs)

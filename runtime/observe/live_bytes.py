@@ -41,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.byte_sizes import allocated_bytes
+from profiler.loss_storage import with_kept_storage
 from runtime.torch_compat import held_tensor
 
 ACTIVATIONS = "activations"
@@ -215,7 +216,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args)
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # DTensor and its like unwrap themselves; their inner ops come back here
-        out = func(*args, **kwargs or {})
+        out = with_kept_storage(func, args, func(*args, **kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
                 self._count(leaf.untyped_storage(), str(func))

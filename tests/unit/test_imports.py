@@ -33,6 +33,7 @@ SHARED = frozenset(
     for name in (
         "alias_outputs",
         "garbage_collection",
+        "loss_storage",
         "mixed_precision",
         "opaque_parameters",
         "selective_recomputation",
