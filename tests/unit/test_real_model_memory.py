@@ -1,0 +1,38 @@
+"""Predicted memory of small models as people have them (`small_models.py`), against steps that compute.
+
+With data: nothing is taken from PyTorch's word for what kernels leave.  Models are of one or two MiB, of which the
+rounding of tensors to 512 bytes, priced from above, is half a per cent.
+"""
+
+from __future__ import annotations
+
+import pytest
+from rehearsals import compare, plan_of
+from small_models import MODELS, model
+from synthetic import cluster
+from thoroughness import some
+
+from profiler.trace.trace import trace_model
+
+TOO_LOW = {
+    "Detr, without matching": "2.3 % at its peak, the forward of the backbone: cause not known",
+    "ResNetForImageClassification": "1.9 %: copies of the statistics that recomputed blocks change are not counted",
+}
+
+
+def named(name: str) -> object:
+    """Return a parameter of the test, marked if its model is known to hold more."""
+    reason = TOO_LOW.get(name)
+    return pytest.param(name, marks=[pytest.mark.xfail(reason=reason)] if reason else [])
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("strategy", some(["shard", "replicate"], 2))
+@pytest.mark.parametrize("name", map(named, some([*MODELS], 9, 5)))
+def test_no_step_holds_more_than_is_predicted(name: str, strategy: str, recomputes: bool) -> None:
+    source = model(name)
+    graph = trace_model(source)
+    again = [block.name for block in graph.blocks] if recomputes else []
+    choices = {operator.name: strategy for operator in graph.operators}
+    plan = plan_of(graph, cluster(1, 4), choices, again, micro_batch=16)
+    assert compare(plan, source, graph, cluster(1, 4), with_data=True).error >= -0.005
