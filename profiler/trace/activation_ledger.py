@@ -164,6 +164,8 @@ class Execution:
     """Module path of the block."""
     inputs: tuple[LiveStorage, ...]
     """The storages passed in."""
+    changed: Charge = Charge()
+    """The buffers that it changes, of which it holds copies if it is recomputed, so that they change once."""
     saves: bool = False
     """Whether it saves anything for backward; if not, recomputation does not hold its inputs either."""
     again: Tally = field(default_factory=Tally)
@@ -267,6 +269,9 @@ class Ledger:
                 self.calls[index].recomputed += replace(storage.charge, held=storage.bytes if is_held else 0)
             if storage.kept_by != NOBODY and None not in storage.savers and not storage.taken_by:
                 self.calls[storage.kept_by].kept += storage.charge
+        for number, execution in enumerate(self.executions):
+            if execution.saves and number in first:
+                self.calls[first[number]].recomputed += execution.changed
         _, peak = max(((size, mark) for mark, size in self._tail), default=(0, 0))
         for storage in self._released:
             call, died_at = self.calls[storage.producer], storage.died_at

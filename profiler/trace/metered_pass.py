@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from profiler.trace.compiler_import import without_compiler
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
 from profiler.trace.handover import NO_STAND_INS, StandIns, UnlikeError, note_shared
-from profiler.trace.op_meter import Memo, Meter
+from profiler.trace.op_meter import BufferSite, Memo, Meter
 from profiler.trace.trace_errors import explain_trace
 
 
@@ -37,6 +38,8 @@ class Pass:
     """By operator whose parameters were read while none of their modules ran: paths of the modules that ran."""
     kept_bytes: int
     """Bytes that the model holds on to after the step and did not before."""
+    changed: Mapping[str, Sequence[BufferSite]]
+    """By path of a block: its buffers that its forward changes, where nothing is recomputed."""
     settled: bool
     """Whether nothing of the step outlived it, be it kept or garbage in reference cycles.
 
@@ -89,6 +92,7 @@ def run_pass(
     recompute: Recompute = Recompute.NOTHING,
     repeated: Container[str] = (),
     bounded: Sequence[Execution] = (),
+    changed: Mapping[str, Sequence[BufferSite]] = MappingProxyType({}),
 ) -> Pass:
     """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError.
 
@@ -96,7 +100,7 @@ def run_pass(
     but their inputs.  Executions that have `stand_ins`
     have one call each (`profiler.trace.replay`); raises UnlikeError if they cannot.  Blocks in `repeated` run several
     times.  Given the executions of the same pass with blocks `bounded`, they have no boundary: gradients of what they
-    are handed leave them one by one.
+    are handed leave them one by one.  Recomputed blocks hold copies of the buffers that they have `changed`.
     """
     synthesize = device.synthesize
     meter = Meter(
@@ -110,6 +114,7 @@ def run_pass(
         stand_ins=stand_ins,
         repeated=repeated,
         bounded=bounded,
+        changed=changed,
     )
     ledger = meter.ledger
     for tensor in tree_leaves(inputs):
@@ -149,6 +154,7 @@ def run_pass(
         ran=meter.ran,
         read_outside=meter.read_outside,
         kept_bytes=ledger.kept_bytes(),
+        changed=meter.changed,
         settled=settled,
         summed_outputs=summed,
     )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from profiler.byte_sizes import ALLOCATION_BYTES
 from profiler.loss_storage import with_kept_storage
 from profiler.model_graph import Recompute
 from profiler.selective_recomputation import KeptOutputs, is_kept
-from profiler.trace.activation_ledger import NOBODY, Execution, Ledger, LiveStorage
+from profiler.trace.activation_ledger import NOBODY, Charge, Execution, Ledger, LiveStorage
 from profiler.trace.autograd_order import next_number, running_number
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.elementwise import Layout
@@ -45,6 +47,43 @@ Memo = dict[tuple[Any, ...], Known]
 """By op and description of its arguments (`_read`)."""
 
 
+BufferSite = tuple[nn.Module, str]
+"""A module, and the name of a buffer of its own."""
+
+_RUNNING_STATISTICS = {
+    torch.ops.aten.native_batch_norm.default: 3,
+    torch.ops.aten.cudnn_batch_norm.default: 3,
+    torch.ops.aten.miopen_batch_norm.default: 3,
+}
+"""Ops that change arguments of which their schemas do not say so, and where a running mean, a running variance and
+whether they change follow each other among the arguments."""
+
+
+def _states(block: nn.Module) -> dict[BufferSite, tuple[int, int, int, int]]:
+    """Return of each buffer which tensor and storage it is, how often it was changed, and its bytes."""
+    return {
+        (module, name): (id(buffer), buffer.untyped_storage()._cdata, buffer._version, buffer.nbytes)
+        for module in block.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+
+
+class _Again(AbstractContextManager[None]):
+    """Surrounds a block's forward that runs again, with its buffers as they were; lives as long as its graph."""
+
+    def __init__(self, around: Callable[[], AbstractContextManager[None]], copies: Mapping[BufferSite, Tensor]) -> None:
+        self.around, self.copies, self.stack = around, copies, ExitStack()
+
+    def __enter__(self) -> None:
+        self.stack.enter_context(self.around())
+        for (module, name), old in self.copies.items():
+            self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
+            module._buffers[name] = old.clone()
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
+
+
 class Meter(UncompiledMode):
     """Meters what runs under it into `ledger`. Use once: a forward, `turn`, its backward, `finish`."""
 
@@ -61,13 +100,15 @@ class Meter(UncompiledMode):
         stand_ins: StandIns = NO_STAND_INS,
         repeated: Container[str] = (),
         bounded: Sequence[Execution] = (),
+        changed: Mapping[str, Sequence[BufferSite]] = MappingProxyType({}),
     ) -> None:
         """`memo` caches the results for ops across meters; `data` answers what depends on data.
 
         With `synthesize`, tensors are on the meta device and outputs of known layout are made without running the op.
         Backward recomputes every block as `recompute` says.  Of some executions of blocks, only `stand_ins` run.
         The blocks in `repeated` run several times, so that they are no units and have no boundary.  No block has one if
-        their executions have been seen `bounded`.
+        their executions have been seen `bounded`.  A recomputed block holds copies of the buffers that it
+        has `changed`.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
@@ -86,6 +127,11 @@ class Meter(UncompiledMode):
         self._kept: KeptOutputs | None = None
         """Of the block that runs, or runs again, if that is recomputed selectively."""
         self._stand_ins, self._repeated, self._bounded = stand_ins, repeated, bounded
+        self._module, self._known_changes = module, changed
+        self.changed: dict[str, tuple[BufferSite, ...]] = {}
+        """By block: its buffers that its forward changes, as seen where nothing is recomputed."""
+        self._normalized = set[int]()
+        """Keys of storages of running statistics that kernels have changed, which their schemas do not say."""
         self._ops: dict[OpOverload, Op] = {}
         self._entered: tuple[int, int] | None = None
         self._running: Counter[int] = Counter()
@@ -132,7 +178,7 @@ class Meter(UncompiledMode):
     def _run_block(self, path: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, or a stand-in."""
         execution = self.ledger.enter_block(path, _tensors((args, kwargs)))
-        run = functools.partial(self._checkpointed, inner, execution) if self._recompute else inner
+        run = functools.partial(self._checkpointed if self._recompute else self._watching_buffers, inner, execution)
         if path in self._repeated:
             return run(*args, **kwargs)
         assert self.ledger.block is not None
@@ -178,9 +224,23 @@ class Meter(UncompiledMode):
     def _checkpointed(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, to be run again in backward as the runtime does."""
         kept = KeptOutputs() if self._recompute is Recompute.SELECTIVE else None
-        contexts: Any = self._keeping(kept), self._running_again(execution, kept)
+        copies = {site: site[0].get_buffer(site[1]).clone() for site in self._known_changes.get(execution.path, ())}
+        contexts: Any = self._keeping(kept), _Again(functools.partial(self._running_again, execution, kept), copies)
         settings: Any = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
         return checkpoint(inner, *args, context_fn=lambda: contexts, **settings, **kwargs)
+
+    def _watching_buffers(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
+        """Run a block's forward, and note which of its buffers it changes."""
+        block = self._module.get_submodule(execution.path)
+        before = _states(block)
+        output = inner(*args, **kwargs)
+        now = _states(block)
+        sites = {site for site in before if before[site] != now.get(site) or before[site][1] in self._normalized}
+        for module, name in sites:
+            size = before[module, name][3]
+            execution.changed += Charge(size, -size % ALLOCATION_BYTES)
+        self.changed[execution.path] = tuple(sites.union(self.changed.get(execution.path, ())))
+        return output
 
     @contextmanager
     def _keeping(self, kept: KeptOutputs | None) -> Iterator[None]:
@@ -230,6 +290,9 @@ class Meter(UncompiledMode):
                     return self._keep(self._kept, func, op, args, kwargs or {})
                 if not self.ledger.is_running_again:
                     self._kept.note_changes(func, args, kwargs or {})
+            first = _RUNNING_STATISTICS.get(func)
+            if first is not None and args[first] is not None and args[first + 2]:
+                self._normalized.update(one.untyped_storage()._cdata for one in args[first : first + 2])
             return self._measure(func, op, args, kwargs or {})
         except BaseException as error:
             # Noted on the exception: holding it would hold its frames, and with them tensors.

@@ -18,7 +18,7 @@ from profiler.trace.dataless_device import DatalessDevice, feed
 from profiler.trace.find_operators import Group, find_blocks, merge_read_outside
 from profiler.trace.handover import NO_STAND_INS, UnlikeError
 from profiler.trace.metered_pass import Pass, run_pass, trains
-from profiler.trace.op_meter import Memo
+from profiler.trace.op_meter import BufferSite, Memo
 from profiler.trace.replay import Replay, find_replay, state_of
 from profiler.trace.trace_errors import ModelError, explained_inputs
 
@@ -102,6 +102,8 @@ class _Runner:
         self._replay: Replay | None = None
         self._repeated = frozenset[str]()
         """Blocks that run several times."""
+        self._changed: Mapping[str, Sequence[BufferSite]] = {}
+        """By block: its buffers that its forward changes."""
 
     def run_first(self, size: int, *, can_be_finer: bool) -> Pass:
         """Run a pass of the operators that it finds, in which everything runs, and find what need not run again."""
@@ -118,6 +120,7 @@ class _Runner:
             self.groups, self._repeated, before = merged, repeated, state_of(self._module)
             found = self._run(size)
             found.kept_bytes = max(found.kept_bytes, trial.kept_bytes)
+        self._changed = found.changed
         replay = find_replay(self._module, found) if before == state_of(self._module) else None
         if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):
             found, self._replay = confirmed, replay
@@ -193,6 +196,7 @@ class _Runner:
             how,
             self._repeated,
             () if bounded is None else bounded.executions,
+            self._changed,
         )
 
     def _reads_in_hooks(self, operator: int) -> bool:

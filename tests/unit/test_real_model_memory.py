@@ -14,10 +14,7 @@ from thoroughness import some
 
 from profiler.trace.trace import trace_model
 
-TOO_LOW = {
-    "Detr, without matching": "2.3 % at its peak, the forward of the backbone: cause not known",
-    "ResNetForImageClassification": "1.9 %: copies of the statistics that recomputed blocks change are not counted",
-}
+TOO_LOW = {"Detr, without matching": "2.3 % at its peak, the forward of the backbone: cause not known"}
 
 
 def named(name: str) -> object:
