@@ -71,11 +71,11 @@ def _states(block: nn.Module) -> dict[BufferSite, tuple[int, int, int, int]]:
 class _Again(AbstractContextManager[None]):
     """Surrounds a block's forward that runs again, with its buffers as they were; lives as long as its graph."""
 
-    def __init__(self, around: Callable[[], AbstractContextManager[None]], copies: Mapping[BufferSite, Tensor]) -> None:
+    def __init__(self, around: AbstractContextManager[None], copies: Mapping[BufferSite, Tensor]) -> None:
         self.around, self.copies, self.stack = around, copies, ExitStack()
 
     def __enter__(self) -> None:
-        self.stack.enter_context(self.around())
+        self.stack.enter_context(self.around)
         for (module, name), old in self.copies.items():
             self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
             module._buffers[name] = old.clone()
@@ -225,7 +225,7 @@ class Meter(UncompiledMode):
         """Run a block's forward, to be run again in backward as the runtime does."""
         kept = KeptOutputs() if self._recompute is Recompute.SELECTIVE else None
         copies = {site: site[0].get_buffer(site[1]).clone() for site in self._known_changes.get(execution.path, ())}
-        contexts: Any = self._keeping(kept), _Again(functools.partial(self._running_again, execution, kept), copies)
+        contexts: Any = self._keeping(kept), _Again(self._running_again(execution, kept), copies)
         settings: Any = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
         return checkpoint(inner, *args, context_fn=lambda: contexts, **settings, **kwargs)
 
@@ -235,11 +235,11 @@ class Meter(UncompiledMode):
         before = _states(block)
         output = inner(*args, **kwargs)
         now = _states(block)
-        sites = {site for site in before if before[site] != now.get(site) or before[site][1] in self._normalized}
-        for module, name in sites:
-            size = before[module, name][3]
+        sites = [site for site in before if before[site] != now.get(site) or before[site][1] in self._normalized]
+        for site in sites:
+            size = before[site][3]
             execution.changed += Charge(size, -size % ALLOCATION_BYTES)
-        self.changed[execution.path] = tuple(sites.union(self.changed.get(execution.path, ())))
+        self.changed[execution.path] = tuple(dict.fromkeys([*self.changed.get(execution.path, ()), *sites]))
         return output
 
     @contextmanager
