@@ -134,7 +134,7 @@ class CallRecord:
 class LiveStorage(weakref.ref[torch.UntypedStorage]):
     """A storage that the step allocated; calls back when it dies."""
 
-    __slots__ = ("bytes", "died_at", "handed", "kept_by", "key", "producer", "savers", "taken_by", "waste")
+    __slots__ = ("bytes", "died_at", "handed", "is_read", "kept_by", "key", "producer", "savers", "taken_by", "waste")
 
     bytes: int
     waste: int
@@ -146,6 +146,8 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
     kept_by: int
     """The call whose block keeps it, recomputed selectively, or NOBODY."""
     handed: bool
+    is_read: bool
+    """Whether any op read it."""
     savers: dict[int | None, int]
     """By block execution, None for the code around blocks: the first call that saves it there."""
     taken_by: list[int]
@@ -199,6 +201,8 @@ class Ledger:
         self._starts = [next_number()]
         self._saves: list[tuple[LiveStorage, int, int | None]] = []
         self._pins: list[torch.UntypedStorage] = []
+        self._held = set[int]()
+        """Keys of the storages that earlier steps left."""
         self._tail: list[tuple[int, int]] = []
         """Numbers of the events after the last block, and the live bytes of each."""
         self._released: list[LiveStorage] = []
@@ -368,11 +372,20 @@ class Ledger:
     def adopt(self, tensor: Tensor) -> None:
         """Count a tensor made before the step as live until it dies (an input of the model)."""
         if tensor.untyped_storage()._cdata not in self.live:
-            self._allocate(tensor, NOBODY)
+            self._allocate(tensor.untyped_storage(), NOBODY)
+
+    def hold(self, kept: Iterable[LiveStorage]) -> None:
+        """Count what an earlier step left, as a cache does, as live until it dies."""
+        for one in kept:
+            storage = one()
+            if storage is not None and storage._cdata not in self.resident and storage._cdata not in self.live:
+                self._allocate(storage, NOBODY)
+                self._held.add(storage._cdata)
 
     def use(self, storages: Sequence[LiveStorage]) -> None:
         """Note that the current call reads the storages."""
         for storage in storages:
+            storage.is_read = True
             if storage.producer not in (self.index, NOBODY):
                 self.edges.add((storage.producer, self.index))
                 if self.block is not None and storage.taken_by[-1:] == [self.block]:
@@ -391,7 +404,7 @@ class Ledger:
                 if not self.in_backward:
                     storage.producer, storage.handed = self.index, False
             elif key not in self.resident:
-                self._allocate(tensor, self.index)
+                self._allocate(tensor.untyped_storage(), self.index)
                 fresh = True
         if fresh:
             self.mark()
@@ -407,19 +420,23 @@ class Ledger:
         keys = dict.fromkeys(tensor.untyped_storage()._cdata for tensor in tensors)
         return tuple(self.live[key] for key in keys if key in self.live)
 
-    def kept_bytes(self) -> int:
-        """Return the bytes of what the step made that is still alive."""
-        return sum(storage.bytes for storage in self.live.values() if storage.producer != NOBODY)
+    def made(self) -> tuple[LiveStorage, ...]:
+        """Return what the step made that is still alive."""
+        return tuple(storage for storage in self.live.values() if storage.producer != NOBODY)
 
-    def _allocate(self, tensor: Tensor, producer: int) -> None:
-        untyped = tensor.untyped_storage()
+    def kept(self) -> tuple[LiveStorage, ...]:
+        """Return what the model holds on to that the step made or read; it may hold more, of steps of other sizes."""
+        read = [one for one in self.live.values() if one.producer == NOBODY and one.key in self._held and one.is_read]
+        return (*self.made(), *read)
+
+    def _allocate(self, untyped: torch.UntypedStorage, producer: int) -> None:
         storage = LiveStorage(untyped, self._release)
         storage.key = untyped._cdata
         storage.bytes = untyped.nbytes()
         storage.waste = -storage.bytes % ALLOCATION_BYTES
         storage.producer, storage.kept_by = producer, NOBODY
         storage.savers, storage.taken_by = {}, []
-        storage.handed, storage.died_at = False, None
+        storage.handed, storage.is_read, storage.died_at = False, False, None
         self.live[storage.key] = storage
         self._bytes += storage.bytes
         self._waste += storage.waste

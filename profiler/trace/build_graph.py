@@ -428,8 +428,8 @@ def _notes(
     if first.read_outside:
         names = ", ".join(groups[index].modules[0] for index in sorted(first.read_outside))
         notes.append(f"parameters read outside their own module's forward: {names}")
-    if first.kept_bytes:
-        notes.append(f"not counted: {first.kept_bytes} bytes of tensors that the model keeps between steps")
+    if first.growth_bytes > 0:
+        notes.append(f"not counted: {first.growth_bytes} bytes of tensors more that the model keeps after each step")
     opaque = {name: tensors_of(name, one) for name, one in module.named_parameters() if is_opaque(one)}
     if opaque:
         size_bytes = sum(allocated_bytes(tensor.nbytes) for tensors in opaque.values() for tensor in tensors)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from profiler.errors import OsdpError
 from profiler.model_graph import Recompute
 from profiler.model_source import Inputs, ModelSource
-from profiler.trace.activation_ledger import CallRecord, Charge, Execution
+from profiler.trace.activation_ledger import CallRecord, Charge, Execution, LiveStorage
 from profiler.trace.compiler_import import without_compiler
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
@@ -36,8 +36,10 @@ class Pass:
     """Paths of the modules whose forward ran."""
     read_outside: Mapping[int, set[str]]
     """By operator whose parameters were read while none of their modules ran: paths of the modules that ran."""
-    kept_bytes: int
-    """Bytes that the model holds on to after the step and did not before."""
+    kept: tuple[LiveStorage, ...]
+    """What the model holds on to after the step and made or read in it."""
+    growth_bytes: int
+    """How much more the model holds on to than before it, in whatever place."""
     changed: Mapping[str, Sequence[BufferSite]]
     """By path of a block: its buffers that its forward changes, where nothing is recomputed."""
     settled: bool
@@ -93,6 +95,7 @@ def run_pass(
     repeated: Container[str] = (),
     bounded: Sequence[Execution] = (),
     changed: Mapping[str, Sequence[BufferSite]] = MappingProxyType({}),
+    left: Sequence[LiveStorage] = (),
 ) -> Pass:
     """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError.
 
@@ -100,7 +103,8 @@ def run_pass(
     but their inputs.  Executions that have `stand_ins`
     have one call each (`profiler.trace.replay`); raises UnlikeError if they cannot.  Blocks in `repeated` run several
     times.  Given the executions of the same pass with blocks `bounded`, they have no boundary: gradients of what they
-    are handed leave them one by one.  Recomputed blocks hold copies of the buffers that they have `changed`.
+    are handed leave them one by one.  Recomputed blocks hold copies of the buffers that they have `changed`.  What
+    earlier steps have `left` is live until the model lets go of it.
     """
     synthesize = device.synthesize
     meter = Meter(
@@ -120,6 +124,7 @@ def run_pass(
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
             ledger.adopt(tensor)
+    ledger.hold(left)
     try:
         with device.running(), without_compiler(), meter, replaced_forwards(module, meter.watched):
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
@@ -144,16 +149,19 @@ def run_pass(
     finally:
         meter.finish()
     del output, loss
-    settled = not ledger.kept_bytes()
+    settled = not ledger.made()
     if not settled:
         gc.collect()  # what only a reference cycle holds is not kept
+    still, before = ledger.kept(), {one.key for one in left}
+    fresh_bytes = sum(one.bytes for one in still if one.key not in before)
     return Pass(
         calls=ledger.calls,
         edges=ledger.edges,
         executions=ledger.executions,
         ran=meter.ran,
         read_outside=meter.read_outside,
-        kept_bytes=ledger.kept_bytes(),
+        kept=still,
+        growth_bytes=fresh_bytes - sum(one.bytes for one in left if one() is None),
         changed=meter.changed,
         settled=settled,
         summed_outputs=summed,

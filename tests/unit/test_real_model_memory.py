@@ -14,18 +14,10 @@ from thoroughness import some
 
 from profiler.trace.trace import trace_model
 
-TOO_LOW = {"Detr, without matching": "2.3 % at its peak, the forward of the backbone: cause not known"}
-
-
-def named(name: str) -> object:
-    """Return a parameter of the test, marked if its model is known to hold more."""
-    reason = TOO_LOW.get(name)
-    return pytest.param(name, marks=[pytest.mark.xfail(reason=reason)] if reason else [])
-
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("strategy", some(["shard", "replicate"], 2))
-@pytest.mark.parametrize("name", map(named, some([*MODELS], 9, 5)))
+@pytest.mark.parametrize("name", some([*MODELS], 9, 5))
 def test_no_step_holds_more_than_is_predicted(name: str, strategy: str, recomputes: bool) -> None:
     source = model(name)
     graph = trace_model(source)

@@ -82,7 +82,7 @@ def test_constants_in_the_model_do_not_count() -> None:
     assert [call.backward_peak_bytes for call in graph.calls] == [call.backward_peak_bytes for call in bare.calls]
 
 
-def test_what_the_first_step_makes_and_keeps_is_not_counted_but_noted() -> None:
+def test_what_the_first_step_makes_and_keeps_is_live_in_every_call() -> None:
     class Model(MLP):
         cached: Tensor | None = None
 
@@ -102,8 +102,11 @@ def test_what_the_first_step_makes_and_keeps_is_not_counted_but_noted() -> None:
             return super().forward(x @ self.mask)
 
     graph, bare = trace_model(source(lambda: Model(64, 64, 64), (8, 64))), trace_model(source(Bare, (8, 64)))
-    assert graph.calls == bare.calls
-    assert any(str(4 * 64 * 64) in note for note in graph.notes)
+    for call, other in zip(graph.calls, bare.calls, strict=True):
+        for name in ("forward_peak_bytes", "backward_peak_bytes"):
+            with_cache, without = getattr(call, name), getattr(other, name)
+            assert (with_cache.fixed, with_cache.per_sample) == (without.fixed + 4 * 64 * 64, without.per_sample)
+        assert (call.forward, call.backward, call.saved_bytes) == (other.forward, other.backward, other.saved_bytes)
 
 
 @pytest.mark.parametrize(
