@@ -68,6 +68,13 @@ def _states(block: nn.Module) -> dict[BufferSite, tuple[int, int, int, int]]:
     }
 
 
+def _modules_around(path: str) -> Iterator[str]:
+    """Yield the paths of the modules that a module is in, the root's last."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
 class _Again(AbstractContextManager[None]):
     """Surrounds a block's forward that runs again, with its buffers as they were; lives as long as its graph."""
 
@@ -119,6 +126,8 @@ class Meter(UncompiledMode):
         named = dict(module.named_parameters())
         self._parameters = [[named[name] for name in group.parameters] for group in groups]
         self._operators = {path: index for index, group in enumerate(groups) for path in group.modules}
+        self._around = {around for path in self._operators if path for around in _modules_around(path)}
+        """Paths of the modules that have operators inside."""
         self._blocks = blocks
         self._memo = memo
         self._data = data
@@ -155,8 +164,10 @@ class Meter(UncompiledMode):
             self.ran[path] = None
             outer, outside, run = ledger.block, self._data.module, inner
             self._data.module = path
+            if operator is not None and path in self._around and not ledger.in_backward:
+                run = functools.partial(self._run_around, operator, run)
             if is_block and not ledger.in_backward:
-                run = functools.partial(self._run_block, path, inner)
+                run = functools.partial(self._run_block, path, run)
             if operator is not None:
                 self._running[operator] += 1
                 if not ledger.in_backward:
@@ -188,6 +199,20 @@ class Meter(UncompiledMode):
             return self._stand_in(execution, replayed)
         out = run(*args, **kwargs)
         execution.made = self.ledger.storages_of(execution.handover.returned(out, self._is_made))
+        return out
+
+    def _run_around(self, operator: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of an operator that is around others, from a call of it to a call of it.
+
+        The runtime gathers its parameters before that forward, and shards them after it, whoever reads them between.
+        """
+        ledger = self.ledger
+        if not ledger.in_backward:
+            ledger.begin(operator, next_number())
+            self._entered = None
+        out = inner(*args, **kwargs)
+        if not ledger.in_backward and ledger.call.operator != operator:
+            ledger.begin(operator, next_number())
         return out
 
     def _is_made(self, tensor: Tensor) -> bool:
