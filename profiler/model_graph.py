@@ -280,6 +280,9 @@ class Call(CallMemories):
     apart: CallMemories | None = None
     """Its activations if gradients of what its block is handed leave that one by one, and not together, as they do if
     the block is not wrapped as one unit; None if they are the same."""
+    reads_parameters: bool = True
+    """Whether it computes with parameters of its operator, and its backward makes gradients of them.  Not so where a
+    module that is around others begins or ends, for which its parameters are gathered."""
     slice_of: tuple[str, Call] | None = None
     """Of a slice, the call that it is a part of, with its key (`profiler.cluster.measurements.call_key`)."""
 

@@ -143,19 +143,19 @@ class ReplicatedParameters:
         in_order = buckets(graph)
         self.buckets = sum(allocated_bytes(bucket.size_bytes) for bucket in in_order)
         """B: bytes of the buckets that they lie in."""
-        calls = list(enumerate(graph.calls))
+        calls = [(index, call) for index, call in enumerate(graph.calls) if call.reads_parameters]
         self.first = {call.operator: index for index, call in reversed(calls)}
-        self.waiting = [0] * len(calls)
+        self.waiting = [0] * len(graph.calls)
         """For every call, bytes of gradients of tied parameters that wait during its backward for another call."""
         for operator, last in {call.operator: index for index, call in calls}.items():
             for index in range(self.first[operator], last):
                 self.waiting[index] += self.bytes[operator].full_gradients
-        made = [0] * len(calls)
+        made = [0] * len(graph.calls)
         for operator, index in self.first.items():
             made[index] = self.bytes[operator].full_gradients
         self.done = [*accumulate(reversed(made), initial=0)][-2::-1]
         """For every call, bytes of gradients that calls after it have made in backward."""
-        self.filled_s = [0.0] * len(calls)
+        self.filled_s = [0.0] * len(graph.calls)
         """For every call, seconds of the all-reduces of buckets that its backward fills."""
         for bucket in in_order:
             # A bucket of operators that are never called is reduced with the rest when backward ends.

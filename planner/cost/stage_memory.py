@@ -247,7 +247,7 @@ class StageMemoryWalk:
         self.whole = own[0] if frame.stage.block is not None and len(own) == 1 else None
         self.accumulates = frame.load.accumulation > 1
         self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning if not unit.own)
-        self.waiting = [unit for unit in self.units if not unit.ends]
+        self.waiting = [unit for unit in self.units if unit.operators[0] in frame.stage.waits and not unit.ends]
         self.noted: dict[Sees, dict[Live, Note]] = {}
 
     @property
@@ -367,7 +367,8 @@ class StageMemoryWalk:
                         prefetched, below, _ = self.next_prefetch(j)
             seen, buffers = Neighbours(above, below), prefetched + reduce_input
             self.note("backward", call.operator, unsharded, gradients, buffers, (at, j), seen)
-            done.add(call.operator)
+            if call.reads_parameters:
+                done.add(call.operator)
             for unit in self.units:
                 if unit.rests and unit.first == j and unit.reduced_after_backward:
                     reduced_after.append(unit)

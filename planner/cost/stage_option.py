@@ -345,5 +345,5 @@ def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], un
         is_open, often = index < last, runs_often(model.graph, operator)
         forward += unit.unsharded if is_open and not often else kept
         backward += kept if not is_open else 0 if often else unit.unsharded
-        gradients += unit.full_gradients if is_open else 0
+        gradients += unit.full_gradients if operator in model.stages[index].waits else 0
     return Ambient(forward, backward, gradients)

@@ -45,6 +45,8 @@ class Stage:
     """Spanning operators whose first call is here."""
     closes: tuple[int, ...]
     """Spanning operators whose last call is here."""
+    waits: tuple[int, ...] = ()
+    """Spanning operators that later stages compute with, so that gradients of them wait while this one runs back."""
     takes: tuple[int, ...] = ()
     """Blocks that keep something for it if it is recomputed, as several take it (`Call.shared_bytes`)."""
 
@@ -155,6 +157,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
     spanning = _spanning(graph, wholes)
     last = {call.operator: index for index, call in enumerate(graph.calls)}
     first = {call.operator: index for index, call in reversed(list(enumerate(graph.calls)))}
+    last_read = {call.operator: index for index, call in enumerate(graph.calls) if call.reads_parameters}
     idle = tuple(o for o in range(len(graph.operators)) if o not in first)
     classes: dict[object, int] = {}
     stages = []
@@ -163,12 +166,13 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         operators = tuple(dict.fromkeys(c.operator for c in calls if c.operator not in spanning))
         # Whether each spanning operator is yet to come, open, or over: it holds memory accordingly.
         around = tuple((first[o] < stop, last[o] < start) for o in sorted(spanning))
+        waits = tuple(o for o in sorted(spanning) if last_read[o] >= stop)
         key: object = (start,)
         holds_idle = bool(idle) and start == 0
         takes = () if block is None else taken.get(block, ())
         if block is not None and not holds_idle and not any(c.operator in spanning for c in calls):
             shapes = tuple(tuple(replace(p, name="") for p in graph.operators[o].parameters) for o in operators)
-            key = (graph.blocks[block].block_class, shapes, around, takes)
+            key = (graph.blocks[block].block_class, shapes, around, waits, takes)
         name = graph.blocks[block].name if block is not None else graph.operators[calls[0].operator].name
         stages.append(
             Stage(
@@ -181,6 +185,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
                 start=start,
                 opens=tuple(o for o in sorted(spanning) if start <= first[o] < stop),
                 closes=tuple(o for o in sorted(spanning) if start <= last[o] < stop),
+                waits=waits,
                 takes=takes,
             )
         )

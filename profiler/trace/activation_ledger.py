@@ -129,6 +129,8 @@ class CallRecord:
     """Bytes as of an event when the backward was over, None if there was none."""
     output: int = 0
     """Bytes that this call wrote and later calls read."""
+    reads_parameters: bool = False
+    """Whether any op of it read parameters of its operator."""
 
 
 class LiveStorage(weakref.ref[torch.UntypedStorage]):

@@ -91,6 +91,9 @@ def assemble(
             fitted[same] = replace(call, apart=_apart(call, apart_runs, inputs))
         sharers = tuple(sorted(block_of[one] for one in record.sharers))
         found.append(replace(fitted[same], operator=position[record.operator], block=block, sharers=sharers))
+    readers = {call.operator for call in found if call.reads_parameters}
+    # Read in calls of others alone: all of its calls stand for that.
+    found = [call if call.operator in readers else replace(call, reads_parameters=True) for call in found]
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found)
     waiting = _waiting_bytes(module, operators, found)
     calls = tuple(map(_without_waiting, found, waiting))
@@ -161,6 +164,7 @@ def _call(records: Sequence[CallRecord], sizes: Sizes, name: str) -> Call:
         forward=_work([record.forward for record in records], f"the forward of `{name}`", sizes),
         backward=_work([record.backward for record in records], f"the backward of `{name}`", sizes),
         output_bytes=line([record.output for record in records], sizes),
+        reads_parameters=any(record.reads_parameters for record in records),
         shared_bytes=line(
             [record.shared.bytes for record in records], sizes, add_bytes=max(one.shared.waste for one in records)
         ),
@@ -311,8 +315,9 @@ def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequ
     """
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     named = dict(module.named_parameters())
-    first = {call.operator: index for index, call in reversed(list(enumerate(calls)))}
-    last = {call.operator: index for index, call in enumerate(calls)}
+    reading = [(index, call.operator) for index, call in enumerate(calls) if call.reads_parameters]
+    first = {operator: index for index, operator in reversed(reading)}
+    last = {operator: index for index, operator in reading}
     waiting = [0] * len(calls)
     for operator, end in last.items():
         trained = [named[parameter.name] for parameter in operators[operator].parameters if parameter.trainable]

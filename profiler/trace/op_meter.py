@@ -437,19 +437,22 @@ class Meter(UncompiledMode):
             made = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             self.ledger.begin(reads[0], next_number() - made)
             self._entered = None
+        self.ledger.call.reads_parameters |= self.ledger.call.operator in reads
         for operator in reads:
             if not self._running[operator]:
                 self.read_outside.setdefault(operator, set()).add(self._data.module)
 
     def _follow_backward(self) -> None:
-        """Go to the call whose forward made the running node; parameter gradients of the last are done."""
+        """Go to the call whose forward made the running node; parameter gradients of calls after it are done."""
         number = running_number()
         if number is None:  # outside of any node: the gradient of the loss itself, or two gradients are added
             return
         index = self.ledger.call_of(number)
         if index is not None and index != self.ledger.index:
-            for parameter in self._parameters[self.ledger.call.operator]:
-                parameter.grad = None
+            # Of calls between, too: of a sum with a parameter no op runs back.
+            for call in self.ledger.calls[self.ledger.index : index : -1] or (self.ledger.call,):
+                for parameter in self._parameters[call.operator]:
+                    parameter.grad = None
             self.ledger.go_back_to(index)
         self.ledger.arrive(number)
 

@@ -150,7 +150,7 @@ def _measured(call: CallRecord) -> tuple[Any, ...]:
     """Return what was measured of a call."""
     charges = call.saved, call.recomputed, call.kept, call.shared, call.sharers
     instants = *_instants(call.module_end), *_instants(call.block_end), call.ended
-    return _tallied(call.forward), _tallied(call.backward), charges, instants, call.output
+    return _tallied(call.forward), _tallied(call.backward), charges, instants, call.output, call.reads_parameters
 
 
 def _instants(end: Ending) -> tuple[int | None, ...]:
