@@ -7,6 +7,7 @@ Models are of some hundred KiB, where the rounding of tensors to 512 bytes is no
 from __future__ import annotations
 
 import random
+from itertools import product
 from statistics import mean
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from rehearsals import Compared, compare, plan_of
 from stacks import source_of
 from synthetic import cluster
-from thoroughness import THOROUGH
+from thoroughness import THOROUGH, some
 from torch import nn
 from trace_models import source
 
@@ -154,26 +155,28 @@ class Revisited(nn.Module):
         return x.square().mean()
 
 
+TWICE = [
+    ("shard", False, 2),
+    ("shard", True, 2),
+    ("shard", True, 128),
+    ("group_shard:2", False, 2),
+    ("shard_grad", False, 2),
+    ("shard_grad", True, 2),
+    ("secondary_shard:2", False, 2),
+    ("secondary_shard:2", True, 128),
+]
+"""Strategy, whether blocks are recomputed, micro-batch."""
+
+
 @pytest.mark.parametrize("turns", [False, True])
-@pytest.mark.parametrize(
-    ("strategy", "recomputes", "micro_batch"),
-    [
-        ("shard", False, 2),
-        ("shard", True, 2),
-        ("shard", True, 128),
-        ("group_shard:2", False, 2),
-        ("shard_grad", False, 2),
-        ("shard_grad", True, 2),
-        ("secondary_shard:2", False, 2),
-        ("secondary_shard:2", True, 128),
-    ],
-)
-def test_what_runs_twice_is_gathered_twice(strategy: str, recomputes: bool, micro_batch: int, turns: bool) -> None:
+@pytest.mark.parametrize("case", some(TWICE, 2), ids=str)
+def test_what_runs_twice_is_gathered_twice(case: tuple[str, bool, int], turns: bool) -> None:
     """Were it to stay from the first time to the last, all of the model would: 1.5 MiB of 3.2 and more.
 
     What is kept for backward is so for that of the last time.  With large activations most is there as the loss runs
     back, before a block that is recomputed is gathered: 0.5 MiB of 24.
     """
+    strategy, recomputes, micro_batch = case
     model = source(lambda: Revisited(turns=turns), (16, 256))
     graph = trace_model(model)
     choices = {operator.name: strategy for operator in graph.operators}
@@ -323,8 +326,7 @@ HIDDEN = 4 * 64 * 32
 """Bytes of what blocks of `Rejoined` hand on, of one sample."""
 
 
-@pytest.mark.parametrize("block", [Kept, Added])
-@pytest.mark.parametrize("residual", ["none", "plain", "product"])
+@pytest.mark.parametrize(("block", "residual"), some([*product([Kept, Added], ["none", "plain", "product"])], 2))
 def test_gradients_of_what_a_block_shares_leave_it_together_only_if_it_is_one_unit(
     block: type[nn.Module], residual: str
 ) -> None:

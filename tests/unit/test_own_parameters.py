@@ -5,6 +5,8 @@ FSDP2 gathers them before the module's forward and shards them after it, whateve
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from rehearsals import compare, plan_of
@@ -58,11 +60,18 @@ class Stack(nn.Module):
         return (x @ matrix.t()).sum() if self.use == "late" else x.sum()
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("strategy", some(["shard", "shard_grad", "replicate"], 1))
-@pytest.mark.parametrize("has_own", [False, True])
-@pytest.mark.parametrize("use", ["early", "late", "blocks"])
-@pytest.mark.parametrize("place", ["root", "table"])
+CASES = [
+    *product(
+        ["root", "table"],
+        ["early", "late", "blocks"],
+        [False, True],
+        ["shard", "shard_grad", "replicate"],
+        [False, True],
+    )
+]
+
+
+@pytest.mark.parametrize(("place", "use", "has_own", "strategy", "recomputes"), some(CASES, 5))
 def test_a_module_holds_its_own_parameters_from_its_begin_to_its_end(
     place: str, use: str, has_own: bool, strategy: str, recomputes: bool
 ) -> None:
