@@ -41,7 +41,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.cost.stage_costs import NO_ACTIVATIONS, Live, StageFrame, UnitCosts
+from planner.cost.stage_costs import Live, StageFrame, UnitCosts
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.strategies.spec import Strategy
@@ -205,10 +205,13 @@ def make_unit(
     unit, traffic = units(operators, strategy, elsewhere)
     calls = [j for j, call in enumerate(frame.stage.calls) if call.operator in operators]
     spec, repeats, graph = strategy.spec, frame.load.accumulation, frame.model.graph
-    # Token ids have no gradient, and neither has what goes into the first call of all (or its slices);
-    # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.
+    # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.  Token ids have none, and neither
+    # has what goes into the first call of all (or its slices), or into another input's first layer.
     parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
     this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
+    block, is_whole = frame.stage.block, own and operators == frame.stage.operators
+    late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[calls[0]].late
+    late = late and any(parameter.trainable for parameter in parameters)  # else nothing of it runs back
     rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
     own = own or runs_often(graph, operators[0])
     return StagedUnit(
@@ -222,7 +225,7 @@ def make_unit(
         closes=own or ends,
         rests=rests,
         ends=ends,
-        reduced_after_backward="Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
+        reduced_after_backward=late or "Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
         own=own,
         kept=unit.unsharded if strategy.keeps_unsharded else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,
@@ -419,7 +422,8 @@ class StageMemoryWalk:
             done -= set(unit.operators)
             self.waiting = [other for other in self.waiting if other is not unit]
             waiting = reduced + self.held(done)
-            self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, NO_ACTIVATIONS, ALONE)
+            live = "reduction", 0  # what is fed and what is returned
+            self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, live, ALONE)
             unsharded -= unit.bytes.unsharded
             reduced += 0 if self.accumulates else unit.bytes.gradients
 
