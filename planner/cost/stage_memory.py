@@ -11,6 +11,7 @@ execution order and i+1 the one after; `saved` are the activations that calls be
     forward, a call of i       U_i + AG_i + forward peak of the call
     forward, tail of i         AG_i + forward peak of what follows its last module
     backward, tail of i        AG_i + RSI + backward peak of what follows its last module
+    backward, gather of m      AG_m + AGX_m + what is alive then; m runs back first, nothing has prefetched it
     backward, unshard of i     U_i + H_i + AG_i + RSI + what is alive as the backward gets there
     backward, gather of i-1    U_i + AG_(i-1) + AGX_(i-1) + RSI + the same
     backward, a call of i      U_i + AG_(i-1) + RSI + G of i's calls already done + backward peak of the call
@@ -366,6 +367,8 @@ class StageMemoryWalk:
                     self.note("backward", call.operator, sharded, gradients, buffers, tail, seen)
                     at = "backward of module"
                     if not unit.stalls:
+                        if self.frame.is_top and not (prefetched or below):
+                            self.note_first_gather(unit, j, unsharded, gradients, reduce_input)
                         self.note_gather(unit, j, unsharded, gradients, reduce_input, above)
                         prefetched, below, _ = self.next_prefetch(j)
             seen, buffers = Neighbours(above, below), prefetched + reduce_input
@@ -390,6 +393,14 @@ class StageMemoryWalk:
 
         if self.frame.is_bottom:
             self.note_reductions_after(reduced_after, done, reduced, waiting_unsharded)
+
+    def note_first_gather(
+        self, unit: StagedUnit, j: int, unsharded: float, gradients: float, reduce_input: int
+    ) -> None:
+        """Note the gather of the unit that runs back first, which nothing has prefetched."""
+        buffers = unit.prefetched + unit.prefetch_temporary + reduce_input
+        sharded = unsharded - unit.bytes.unsharded + unit.still_kept
+        self.note("backward", self.frame.stage.calls[j].operator, sharded, gradients, buffers, ("unshard", j), ALONE)
 
     def note_gather(
         self, unit: StagedUnit, j: int, unsharded: float, gradients: float, reduce_input: int, above: bool
