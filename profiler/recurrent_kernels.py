@@ -55,7 +55,7 @@ def lstm(
             weights = [*parameters[index * each : (index + 1) * each]]
             if not has_biases:
                 weights += [weights[0].new_zeros(4 * width)] * 2
-            shape = bool(direction), [], _LSTM, width, layers, has_biases, bidirectional, batch_first, train
+            shape: Any = bool(direction), [], _LSTM, width, layers, has_biases, bidirectional, batch_first, train
             out, last, last_cell, _ = aten.mkldnn_rnn_layer(x, *weights, hidden[index], cell[index], *shape)
             outputs.append(out)
             hiddens.append(last)
@@ -96,10 +96,10 @@ def _asked(steps: int, samples: int, inputs: int, width: int, dtype: torch.dtype
 
 
 def _kept(steps: int, samples: int, inputs: int, width: int, dtype: torch.dtype) -> int:
-    with _disable_current_modes(), torch.enable_grad():  # type: ignore[no-untyped-call]  # without: none
+    with _disable_current_modes(), torch.enable_grad():  # without, it keeps none
         x = torch.zeros(steps, samples, inputs, dtype=dtype)
         weights = [x.new_zeros(4 * width, size) for size in (inputs, width)] + [x.new_zeros(4 * width)] * 2
         states = [x.new_zeros(samples, width)] * 2
-        shape = False, [], _LSTM, width, 1, True, False, False, True
+        shape: Any = False, [], _LSTM, width, 1, True, False, False, True
         workspace: Tensor = aten.mkldnn_rnn_layer(x, *weights, *states, *shape)[3]
         return workspace.nbytes

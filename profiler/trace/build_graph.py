@@ -379,7 +379,7 @@ def _blocks(
         inputs = line([sum(storage.bytes for storage in run.inputs) for run in runs], sizes, add_bytes=waste)
         rerun, selective, *apart = [_block_rerun(one, execution, waiting[inside[-1]]) for one in reruns]
         apart = [None if one == other else one for one, other in zip(apart, (rerun, selective), strict=True)]
-        again = [rerun, selective, *apart]
+        again = rerun, selective, apart[0], apart[1]
         module_class = type(module.get_submodule(path)).__name__
         alike = tuple(_likeness(calls[index], operators, path) for index in inside)
         likeness = (module_class, inputs, *again, alike, runs[0].late)

@@ -7,8 +7,8 @@ trace stands for:
 - attention: fused (nothing of size length^2 is kept) where that device has such a kernel, else the
   plain products and softmax.  The fused CPU op stands in for the CUDA ones: same inputs, same
   outputs, same things saved.  CPUs have no fused attention with dropout.
-- LSTM: a CPU runs a layer as one operation, which keeps a workspace (`profiler.recurrent_kernels`).  What cuDNN keeps is
-  not known: the trace has the plain products of every step.
+- LSTM: a CPU runs a layer as one operation, which keeps a workspace (`profiler.recurrent_kernels`).
+  What cuDNN keeps is not known: for CUDA the trace has the plain products of every step.
 - dropout: CUDA keeps a mask of one byte an element, a CPU a factor of the activation's type.
 """
 
