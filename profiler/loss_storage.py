@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiler.recurrent_kernels import with_workspace
+
 aten = torch.ops.aten
 
 _KEEPING = {
@@ -27,6 +29,8 @@ def with_kept_storage(op: torch._ops.OpOverload, args: Sequence[Any], out: Any) 
 
     To be called below autograd, in a dispatch mode.
     """
+    if op is aten.mkldnn_rnn_layer.default:
+        return with_workspace(args, out)
     if op not in _KEEPING or out.dim():
         return out
     shape: torch.Size = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]

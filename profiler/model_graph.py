@@ -283,6 +283,9 @@ class Call(CallMemories):
     reads_parameters: bool = True
     """Whether it computes with parameters of its operator, and its backward makes gradients of them.  Not so where a
     module that is around others begins or ends, for which its parameters are gathered."""
+    late: bool = False
+    """Whether its module is handed nothing that needs a gradient, so that no gradient tells when its backward is over:
+    FSDP2 keeps its parameters and their gradients until all backward is."""
     slice_of: tuple[str, Call] | None = None
     """Of a slice, the call that it is a part of, with its key (`profiler.cluster.measurements.call_key`)."""
 
@@ -333,6 +336,8 @@ class Block:
     """`rerun` if it is not wrapped as one unit (`Call.apart`); None if that is the same."""
     apart_selective_rerun: Rerun | None = None
     """The same of `selective_rerun`."""
+    late: bool = False
+    """Whether it is handed nothing that needs a gradient (`Call.late`)."""
 
     def runs_again(self, recompute: Recompute, *, is_whole: bool) -> Rerun:
         """Return its forward as it runs again, given whether it is wrapped as one unit; `UNSEEN_RERUN` if it was not

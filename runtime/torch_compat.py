@@ -161,6 +161,20 @@ def keep_after_forward(module: FSDPModule) -> Iterator[None]:
             kept = patch.multiple(group, reshard=lambda: None, _record_post_forward=lambda: None)
             stack.enter_context(kept)
         yield
+    _free_last_gather(module)
+
+
+def _free_last_gather(module: FSDPModule) -> None:
+    """Free the buffer of the last gather of a forward, as FSDP2 does where the unit that began the forward ends.
+
+    In a backward that unit may be one that has been gathered for it, of which FSDP2 sees no end.
+    """
+    state = cast(Any, module)._get_fsdp_state()
+    if (gathered := state._comm_ctx.all_gather_state) is not None:
+        for stream in (state._comm_ctx.all_gather_copy_in_stream, state._comm_ctx.all_gather_stream):
+            stream.wait_event(gathered.event)
+        state._comm_ctx.all_gather_state = None
+    state._state_ctx.iter_forward_root = None
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:

@@ -11,6 +11,7 @@ execution order and i+1 the one after; `saved` are the activations that calls be
     forward, a call of i       U_i + AG_i + forward peak of the call
     forward, tail of i         AG_i + forward peak of what follows its last module
     backward, tail of i        AG_i + RSI + backward peak of what follows its last module
+    backward, gather of m      AG_m + AGX_m + what is alive then; m runs back first, nothing has prefetched it
     backward, unshard of i     U_i + H_i + AG_i + RSI + what is alive as the backward gets there
     backward, gather of i-1    U_i + AG_(i-1) + AGX_(i-1) + RSI + the same
     backward, a call of i      U_i + AG_(i-1) + RSI + G of i's calls already done + backward peak of the call
@@ -41,7 +42,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.cost.stage_costs import NO_ACTIVATIONS, Live, StageFrame, UnitCosts
+from planner.cost.stage_costs import Live, StageFrame, UnitCosts
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.strategies.spec import Strategy
@@ -205,10 +206,13 @@ def make_unit(
     unit, traffic = units(operators, strategy, elsewhere)
     calls = [j for j, call in enumerate(frame.stage.calls) if call.operator in operators]
     spec, repeats, graph = strategy.spec, frame.load.accumulation, frame.model.graph
-    # Token ids have no gradient, and neither has what goes into the first call of all (or its slices);
-    # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.
+    # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.  Token ids have none, and neither
+    # has what goes into the first call of all (or its slices), or into another input's first layer.
     parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
     this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
+    block, is_whole = frame.stage.block, own and operators == frame.stage.operators
+    late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[calls[0]].late
+    late = late and any(parameter.trainable for parameter in parameters)  # else nothing of it runs back
     rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
     own = own or runs_often(graph, operators[0])
     return StagedUnit(
@@ -222,7 +226,7 @@ def make_unit(
         closes=own or ends,
         rests=rests,
         ends=ends,
-        reduced_after_backward="Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
+        reduced_after_backward=late or "Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
         own=own,
         kept=unit.unsharded if strategy.keeps_unsharded else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,
@@ -363,6 +367,8 @@ class StageMemoryWalk:
                     self.note("backward", call.operator, sharded, gradients, buffers, tail, seen)
                     at = "backward of module"
                     if not unit.stalls:
+                        if self.frame.is_top and not (prefetched or below):
+                            self.note_first_gather(unit, j, unsharded, gradients, reduce_input)
                         self.note_gather(unit, j, unsharded, gradients, reduce_input, above)
                         prefetched, below, _ = self.next_prefetch(j)
             seen, buffers = Neighbours(above, below), prefetched + reduce_input
@@ -387,6 +393,14 @@ class StageMemoryWalk:
 
         if self.frame.is_bottom:
             self.note_reductions_after(reduced_after, done, reduced, waiting_unsharded)
+
+    def note_first_gather(
+        self, unit: StagedUnit, j: int, unsharded: float, gradients: float, reduce_input: int
+    ) -> None:
+        """Note the gather of the unit that runs back first, which nothing has prefetched."""
+        buffers = unit.prefetched + unit.prefetch_temporary + reduce_input
+        sharded = unsharded - unit.bytes.unsharded + unit.still_kept
+        self.note("backward", self.frame.stage.calls[j].operator, sharded, gradients, buffers, ("unshard", j), ALONE)
 
     def note_gather(
         self, unit: StagedUnit, j: int, unsharded: float, gradients: float, reduce_input: int, above: bool
@@ -419,7 +433,8 @@ class StageMemoryWalk:
             done -= set(unit.operators)
             self.waiting = [other for other in self.waiting if other is not unit]
             waiting = reduced + self.held(done)
-            self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, NO_ACTIVATIONS, ALONE)
+            live = "reduction", 0  # what is fed and what is returned
+            self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, live, ALONE)
             unsharded -= unit.bytes.unsharded
             reduced += 0 if self.accumulates else unit.bytes.gradients
 

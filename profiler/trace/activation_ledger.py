@@ -131,6 +131,8 @@ class CallRecord:
     """Bytes that this call wrote and later calls read."""
     reads_parameters: bool = False
     """Whether any op of it read parameters of its operator."""
+    late: bool = False
+    """Whether its module was handed nothing that needs a gradient."""
 
 
 class LiveStorage(weakref.ref[torch.UntypedStorage]):
@@ -168,6 +170,8 @@ class Execution:
     """Module path of the block."""
     inputs: tuple[LiveStorage, ...]
     """The storages passed in."""
+    late: bool = False
+    """Whether nothing that it is handed needs a gradient."""
     changed: Charge = Charge()
     """The buffers that it changes, of which it holds copies if it is recomputed, so that they change once."""
     saves: bool = False
@@ -183,6 +187,11 @@ class Execution:
     handover: Handover = field(default_factory=Handover)
 
 
+def needs_gradient(tensors: Iterable[Tensor]) -> bool:
+    """Return whether what is computed of the tensors now gets gradients for one of them."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 class Ledger:
     """The record that the meter fills: first a forward, then, after `turn`, its backward."""
 
@@ -196,6 +205,8 @@ class Ledger:
         self.executions: list[Execution] = []
         self.block: int | None = None
         """The block execution that runs now."""
+        self.late = set[int]()
+        """Operators whose module, as it last began, was handed nothing that needs a gradient."""
         self.edges: set[tuple[int, int]] = set()
         self.live: dict[int, LiveStorage] = {}
         self.resident: dict[int, int] = {}
@@ -216,9 +227,9 @@ class Ledger:
     def begin(self, operator: int, number: int) -> None:
         """Begin a call; its autograd nodes have numbers from `number` on."""
         if self.call.operator == NOBODY:
-            self.call.operator, self.call.block = operator, self.block
+            self.call.operator, self.call.block, self.call.late = operator, self.block, operator in self.late
             return
-        self.call = CallRecord(operator, self.block)
+        self.call = CallRecord(operator, self.block, late=operator in self.late)
         self.tally = self.call.forward
         self.index = len(self.calls)
         self.calls.append(self.call)
@@ -236,7 +247,7 @@ class Ledger:
     def enter_block(self, path: str, inputs: Sequence[Tensor]) -> Execution:
         """Begin an execution of a block."""
         self.block = len(self.executions)
-        self.executions.append(Execution(path, self.storages_of(inputs)))
+        self.executions.append(Execution(path, self.storages_of(inputs), late=not needs_gradient(inputs)))
         for storage in self.executions[-1].inputs:
             storage.taken_by.append(self.block)
         return self.executions[-1]
@@ -288,6 +299,7 @@ class Ledger:
     def finish(self, recomputed: Sequence[Charge] | None = None) -> None:
         """Take off every event what is charged to earlier calls: given what they keep if blocks are `recomputed`."""
         self._end()
+        self.calls[0].ended = self._bytes  # when all backward is over, if that of others is over later
         charges = [call.saved for call in self.calls]
         if recomputed is not None:
             charges = [one + call.kept for one, call in zip(recomputed, self.calls, strict=False)]

@@ -165,6 +165,7 @@ def _call(records: Sequence[CallRecord], sizes: Sizes, name: str) -> Call:
         backward=_work([record.backward for record in records], f"the backward of `{name}`", sizes),
         output_bytes=line([record.output for record in records], sizes),
         reads_parameters=any(record.reads_parameters for record in records),
+        late=records[0].late,
         shared_bytes=line(
             [record.shared.bytes for record in records], sizes, add_bytes=max(one.shared.waste for one in records)
         ),
@@ -378,12 +379,12 @@ def _blocks(
         inputs = line([sum(storage.bytes for storage in run.inputs) for run in runs], sizes, add_bytes=waste)
         rerun, selective, *apart = [_block_rerun(one, execution, waiting[inside[-1]]) for one in reruns]
         apart = [None if one == other else one for one, other in zip(apart, (rerun, selective), strict=True)]
-        again = [rerun, selective, *apart]
+        again = rerun, selective, apart[0], apart[1]
         module_class = type(module.get_submodule(path)).__name__
         alike = tuple(_likeness(calls[index], operators, path) for index in inside)
-        likeness = (module_class, inputs, *again, alike)
+        likeness = (module_class, inputs, *again, alike, runs[0].late)
         number = classes.setdefault(likeness, len(classes))
-        blocks.append(Block(path, module_class, inside[0], inside[-1] + 1, inputs, number, *again))
+        blocks.append(Block(path, module_class, inside[0], inside[-1] + 1, inputs, number, *again, late=runs[0].late))
     return tuple(blocks)
 
 

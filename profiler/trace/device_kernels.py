@@ -7,6 +7,8 @@ trace stands for:
 - attention: fused (nothing of size length^2 is kept) where that device has such a kernel, else the
   plain products and softmax.  The fused CPU op stands in for the CUDA ones: same inputs, same
   outputs, same things saved.  CPUs have no fused attention with dropout.
+- LSTM: a CPU runs a layer as one operation, which keeps a workspace (`profiler.recurrent_kernels`).
+  What cuDNN keeps is not known: for CUDA the trace has the plain products of every step.
 - dropout: CUDA keeps a mask of one byte an element, a CPU a factor of the activation's type.
 """
 
@@ -15,9 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from profiler.recurrent_kernels import lstm, runs_on_onednn
 
 aten = torch.ops.aten
 
@@ -29,9 +34,11 @@ def device_kernels(device_type: str, traced_on: str) -> Iterator[None]:
     The registration is process-wide and ends with the context.
     """
     key = {"meta": "AutogradMeta", "cpu": "AutogradCPU"}[traced_on]
-    chosen: dict[str, Callable[..., Tensor]] = {}
+    chosen: dict[str, Callable[..., Any]] = {}
     if device_type == "cuda" or traced_on == "meta":
         chosen["scaled_dot_product_attention"] = partial(_attention, fused_dropout=device_type == "cuda")
+    if device_type == "cpu" and traced_on == "meta":  # on CPU fakes torch chooses so itself
+        chosen["lstm.input"] = _lstm
     if device_type == "cuda":
         chosen["dropout"] = _masked_dropout
     with torch.library._scoped_library("aten", "IMPL") as library:
@@ -73,6 +80,15 @@ def _attention(
     plain, options = aten._scaled_dot_product_attention_math, {"scale": scale, "enable_gqa": enable_gqa}
     out = plain(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
     return out
+
+
+def _lstm(x: Tensor, states: Any, parameters: Any, *shape: Any) -> Any:
+    """`torch.lstm`; projections have no such kernel."""
+    plain = all(one.dtype == x.dtype for one in parameters) and states[0].shape[2] == states[1].shape[2]
+    if plain and runs_on_onednn(x.dtype) and x.numel():
+        return lstm(x, states, parameters, *shape)
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradMeta)):
+        return aten.lstm.input(x, states, parameters, *shape)
 
 
 def _masked_dropout(x: Tensor, p: float, train: bool) -> Tensor:

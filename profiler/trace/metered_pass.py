@@ -137,6 +137,7 @@ def run_pass(
                 note_shared(loss)
                 ledger.turn(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
+            meter.finish()
             ledger.finish(kept)
     except (OsdpError, UnlikeError):
         raise

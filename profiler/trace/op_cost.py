@@ -141,6 +141,15 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
     return 2 * batch * heads * rows * key.shape[2] * (3 * width + 2 * value.shape[3])
 
 
+def _recurrent(x: Tensor, weight: Tensor, recurrent: Tensor, *rest: Any, **options: Any) -> int:
+    """A step's input and state times the weights of all gates; (steps, samples, inputs)."""
+    return 2 * x.shape[0] * x.shape[1] * (weight.numel() + recurrent.numel())
+
+
+def _recurrent_backward(*args: Any, **options: Any) -> int:
+    return 2 * _recurrent(*args)
+
+
 # The most frequent, which torch's registry counts alike but slowly, and those that it lacks.
 _FORMULAS: dict[torch._ops.OpOverload, Formula] = {
     aten.mm.default: _product,
@@ -151,4 +160,6 @@ _FORMULAS: dict[torch._ops.OpOverload, Formula] = {
     aten.mv.default: _matrix_vector,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    aten.mkldnn_rnn_layer.default: _recurrent,
+    aten.mkldnn_rnn_layer_backward.default: _recurrent_backward,
 }

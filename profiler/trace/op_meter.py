@@ -23,7 +23,7 @@ from profiler.byte_sizes import ALLOCATION_BYTES
 from profiler.loss_storage import with_kept_storage
 from profiler.model_graph import Recompute
 from profiler.selective_recomputation import KeptOutputs, is_kept
-from profiler.trace.activation_ledger import NOBODY, Charge, Execution, Ledger, LiveStorage
+from profiler.trace.activation_ledger import NOBODY, Charge, Execution, Ledger, LiveStorage, needs_gradient
 from profiler.trace.autograd_order import next_number, running_number
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.elementwise import Layout
@@ -171,6 +171,7 @@ class Meter(UncompiledMode):
             if operator is not None:
                 self._running[operator] += 1
                 if not ledger.in_backward:
+                    (ledger.late.discard if needs_gradient(_tensors((args, kwargs))) else ledger.late.add)(operator)
                     self._entered = (operator, next_number())  # the next op starts a call of it
             try:
                 return run(*args, **kwargs)
