@@ -45,7 +45,9 @@ PROGRAMS = 4
 """So many points at most get the integer program, all but the first only while no plan is known.  Elsewhere labels that
 are cut off at its plan take less time than another program, and find the same plans."""
 CLOSE_ENOUGH = 5e-4
-"""A point whose bound is within this of the best plan is not worth more work."""
+"""A point whose bound is within this of the best plan is not worth more work ..."""
+MANY_MADE = 100_000
+"""... nor is a plan that gains no more, once so many labels were made."""
 UNPROVEN = 2e-3
 """A plan that may be this much slower than the best is looked for again with fewer choices."""
 FEWER_MADE = 200_000
@@ -276,6 +278,7 @@ class _Sweep:
             most = MOST_MADE if self.labels and point.bound > speed * (1 + MUCH) else self.labels
             spent = left_s < 0 or (incumbent is not None and made >= most > 0)
             floor = max(speed, self.enough)
+            wanted = max(speed * (1 + (CLOSE_ENOUGH if made >= MANY_MADE else 0.0)), self.enough)
             close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
             if spent or point.bound <= max(close, floor):
                 return incumbent, max(top, point.bound)
@@ -297,7 +300,7 @@ class _Sweep:
                 programmed_points += programs
                 most_made = int(min(most - made, left_s * LABELS_PER_S))
                 advanced, plan, more = point.advanced(
-                    space, self.limit_bytes, floor, most_made, programs=programs, labels=self.labels > 0
+                    space, self.limit_bytes, wanted, most_made, programs=programs, labels=self.labels > 0
                 )
                 solved += 1
                 made += more

@@ -104,6 +104,8 @@ class _SimpleSearch:
         """Stages whose recomputation is not pinned, from the bottom."""
         modes = sorted(set[Recompute]().union(*(space.model.stages[index].recomputations for index in self._open)))
         self._modes = modes
+        self._known: dict[tuple[object, ...], PricedPlan] = {}
+        """Plans that were priced, by all that they depend on."""
         self._too_large: dict[tuple[Strategy, Strategy, bool], int] = {}
         """Micro-batches from which on the plan of most recomputation does not fit, with and without accumulation."""
 
@@ -174,6 +176,14 @@ class _SimpleSearch:
 
     def _plan(self, form: _Form, count: int) -> PricedPlan:
         """Return a form with so many blocks recomputed more."""
+        above, below = (form.above, form.below) if count else (form.above, form.above)
+        above = below if count == len(self._open) else above
+        key = form.load, form.inside, form.outside, above, below, count if above != below else 0
+        if key not in self._known:
+            self._known[key] = self._made(form, count)
+        return self._known[key]
+
+    def _made(self, form: _Form, count: int) -> PricedPlan:
         space, recomputed = self.space, dict.fromkeys(self._open, form.above)
         recomputed |= dict.fromkeys(self._open[:count], form.below) | self._pinned
         pinned = {operator: slices[0] for operator, slices in space.pins.strategies.items()}

@@ -12,7 +12,7 @@ least priced seconds of stages 0 to i with downward face d below a stage with up
 
 `bytes` are, for moments that are already seen (HIGHEST), what each stage adds to them; for a moment in the backward of
 a stage below (BACKWARD) or in the optimizer's step (OPTIMIZER), what each stage holds then.  Each is priced at a few
-prices; the bound is the highest.
+prices; the bound is the highest.  Where these are far off, `planner.solve.room_tables` has others beside them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solve.label_memory import BACKWARD, HIGHEST, OPTIMIZER, REDUCTION, StageMemory, peaks
-from planner.solve.lagrangian_bound import ChainBound, MemoryEvent
+from planner.solve.lagrangian_bound import ChainBound, MemoryEvent, highest_event
 from planner.solve.overlap_states import OverlapStates
+from planner.solve.room_tables import RoomTable
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -34,6 +35,8 @@ SEEN_PRICES = (0.0, 0.4, 0.7, 0.88, 1.0, 1.13, 1.4, 2.2, 5.0)
 """Multiples of the best price at which moments that are already seen are priced."""
 EVENT_PRICES = (0.7, 1.0, 1.4)
 """The same for moments further down."""
+LOWEST = 2
+"""Stages of whose backward the highest moment may be a resource."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,11 @@ class CompletionBounds:
         room_bytes: float,
     ) -> None:
         """`memory` is of every stage; `price` is the price of a byte that gives the best bound of whole plans."""
-        self.room_bytes, self.states = room_bytes, states
+        self.room_bytes, self.states, self.chain, self.memory, self.price = room_bytes, states, chain, memory, price
+        self.tables: list[tuple[int, dict[int, float], RoomTable]] = []
+        """Moments that are not priced, by their column; the prices of others; and the table."""
+        self.seen_from = 0
+        """The lowest stage whose labels have not seen one of those moments."""
         self.priced = [self._table(None, [m.passing for m in memory], price * np.array(SEEN_PRICES))]
         for event in events:
             self.priced.append(self._table(event, chain.memory(event), price * np.array(EVENT_PRICES)))
@@ -76,6 +83,37 @@ class CompletionBounds:
             # The stage's own moments lie on top of what is saved below; moments further down are on top of its sums.
             own = columns.backward_peak.min() + self.least_passing[j]
             self.least_peak.append(max(own, self.least_peak[-1] + columns.backward.min()))
+
+    def tighten(self) -> None:
+        """Add tables in which memory at one moment is not priced, for chains where bounds at prices are far off."""
+        if self.tables:
+            return
+        rows, whole = self._binding_rows()
+        prices = dict(zip(rows, self.chain.joint_prices(whole, self.price, self.room_bytes), strict=True))
+        priced = [column for column, price in prices.items() if price] or [HIGHEST]
+        for column in priced:
+            others = {other: prices[other] for other in priced if other != column}
+            known = dict[tuple[int, ...], Array]()  # alike stages share theirs
+            paid_s = list[Array]()
+            for own, *rest in zip(rows[column], *(rows[other] for other in others), strict=True):
+                paid = sum((price * row for price, row in zip(others.values(), rest, strict=True)), np.zeros(len(own)))
+                paid_s.append(known.setdefault((id(own), *map(id, rest)), paid))
+            self.tables.append((column, others, RoomTable(self.states, rows[column], paid_s, self.room_bytes)))
+
+    def _binding_rows(self) -> tuple[dict[int, list[Array]], list[list[Array]]]:
+        """Return the bytes of every stage's options at the moments that mostly bind, by the labels' column: those that
+        are seen, the optimizer's, one in the backward of the lowest stages; and the same for whole plans."""
+        chain, candidates, count = self.chain, self.chain.candidates, len(self.states)
+        rows = {HIGHEST: [m.passing for m in self.memory], OPTIMIZER: [m.optimizer for m in self.memory]}
+        top = highest_event(candidates, count - 1)
+        whole = [chain.memory(top[0]) if top else rows[HIGHEST], rows[OPTIMIZER]]
+        lowest = [event for stage in range(min(LOWEST, count - 1)) for event in highest_event(candidates, stage)]
+        if lowest:
+            event = max(lowest, key=chain.least_bytes)
+            rows[BACKWARD] = chain.memory(event)
+            whole.append(rows[BACKWARD])
+            self.seen_from = (event.stage or 0) + 1
+        return rows, whole
 
     def _table(self, event: MemoryEvent | None, rows: Sequence[Array], prices: Array) -> _Priced:
         """Return the table of one moment; None: of those that are already seen."""
@@ -107,6 +145,11 @@ class CompletionBounds:
             excess = bytes_held - self.room_bytes
             for price, rest in zip(priced.prices, priced.least_s[index], strict=True):
                 np.maximum(found, rest[state] + price * excess, out=found)
+        for column, prices, table in self.tables if index >= self.seen_from else ():
+            seconds = table.seconds(index, state, _at(held, column))
+            for other, price in prices.items():
+                seconds += price * (_at(held, other) - self.room_bytes)
+            np.maximum(found, seconds, out=found)
         return found
 
     def seen(self, index: int, number: int) -> tuple[float, Array]:
@@ -120,6 +163,11 @@ class CompletionBounds:
         fits: NDArray[np.bool_] = peaks(held) + self.least_passing[index] <= room
         fits &= (held[:, BACKWARD] + self.least_peak[index] <= room) & (held[:, OPTIMIZER] <= room)
         return fits
+
+
+def _at(held: Array, column: int) -> Array:
+    found: Array = peaks(held) if column == HIGHEST else held[:, column]
+    return found
 
 
 def _sums_below(values: Sequence[float]) -> list[float]:

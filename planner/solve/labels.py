@@ -56,6 +56,8 @@ Picks = tuple[int, ...]
 
 LEAST_MADE, LEAST_KEPT = 4000, 200
 """Labels of a stage that are compared with each other, and of those that go on, whatever the run may make."""
+LONG = 200
+"""Stages from which on those numbers are smaller, so that they are as many over all stages as of so many."""
 MADE_PER_LABEL = 4
 """Of more that are made, one of so many goes on at most; dominance leaves fewer, as a rule."""
 CHUNK = 1 << 20
@@ -127,13 +129,21 @@ class LabelSetting:
         price = price or LITTLE * chain.free_s / self.room_bytes
         self.bounds = CompletionBounds(chain, self.states, self.memory, events, price, self.room_bytes)
 
+    def tightened_s(self) -> float:
+        """Return seconds that no plan is below, after the bounds were made tighter; it takes as long as some runs."""
+        self.bounds.tighten()
+        labels, _ = self._extended(_empty(), len(self.states) - 1, np.inf)
+        return float(labels.least_s.min(initial=np.inf)) * (1 - ROUNDING)
+
     def run(self, cut_s: float, grain_bytes: float = 0.0, most_made: int = 1_000_000) -> Run:
         """Find plans that take less than `cut_s`, with memory rounded down to multiples of the grain (0: not).
 
         `most_made` is how many labels may be made, over all stages; with 0 it is a beam search.
         """
-        share = most_made // len(self.states)
-        most_of_stage, most_kept = max(LEAST_MADE, share), max(LEAST_KEPT, share // MADE_PER_LABEL)
+        count = len(self.states)
+        share, least = most_made // count, min(1.0, LONG / count)
+        most_of_stage = max(int(LEAST_MADE * least), share)
+        most_kept = max(int(LEAST_KEPT * least), share // MADE_PER_LABEL)
         labels, left_s, lost_s, made, passed = _empty(), np.inf, np.inf, 0, list[Labels]()
         for index in reversed(range(len(self.states))):
             labels, over_s = self._extended(labels, index, cut_s)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ Place = tuple[int | None, int, int | None]
 
 TOLERANCE = 1e-5
 """Relative loss of the bound that is accepted for stopping within a run of equal stages."""
+JOINT_PRICES = (-1.0, -0.6, -0.3, 0.0, 0.4, 1.2), (-0.15, 0.0, 0.15)
+"""Steps by which prices at several moments are changed together, in one good price, and then again."""
 ROUNDS = 4
 """Grids of prices, each three times finer than the one before."""
 
@@ -120,11 +123,16 @@ class ChainBound:
         V_i >= V_(i+1) + c everywhere then V_(i-n) >= V_i + n c, as minima and sums preserve the order.  The result is a
         lower bound, and off by at most `TOLERANCE`.
         """
+        known: dict[int, Array] = {}
+        return self._least_priced([known.setdefault(id(row), prices[:, None] * row[None]) for row in memory])
+
+    def _least_priced(self, seconds: Sequence[Array]) -> Array:
+        """Return `least`, given what each stage's options pay for memory, shape (prices, options)."""
         value: Array | None = None
-        index, alike = len(self.candidates.stage_classes) - 1, self._alike_below(memory)
+        index, alike = len(self.candidates.stage_classes) - 1, self._alike_below(seconds)
         while index >= 0:
             before, states = value, self.states[index]
-            cost = self._costs(index, value, memory, prices)
+            cost = self._costs(index, value, seconds[index])
             value = states.least_by_face(states.least_by_state(cost))
             index -= 1
             rest = alike[index + 1]
@@ -147,11 +155,11 @@ class ChainBound:
             found.append(found[-1] + 1 if index and rule == rules[index - 1] else 0)
         return found
 
-    def _costs(self, index: int, value: Array | None, memory: Sequence[Array], prices: Array) -> Array:
+    def _costs(self, index: int, value: Array | None, seconds: Array) -> Array:
         """Return the least cost of this stage and all above but for what the face below adds, shape (prices, options,
-        faces above); `value` is V of the stage above."""
+        faces above); `value` is V of the stage above, `seconds` what options pay for memory."""
         states = self.states[index]
-        cost: Array = states.base_s[None] + (prices[:, None] * memory[index][None])[:, :, None]
+        cost: Array = states.base_s[None] + seconds[:, :, None]
         return cost if value is None else cost + value[:, :, states.downward_of].transpose(0, 2, 1)
 
     def sequence(self, memory: Sequence[Array], price: float) -> tuple[int, ...]:
@@ -159,7 +167,7 @@ class ChainBound:
         value: Array | None = None
         costs, least = dict[int, Array](), dict[int, Array]()
         for index in reversed(range(len(self.states))):
-            cost = self._costs(index, value, memory, np.array([price]))
+            cost = self._costs(index, value, price * memory[index][None])
             of_state = self.states[index].least_by_state(cost)
             value, costs[index], least[index] = self.states[index].least_by_face(of_state), cost[0], of_state[0]
         picks, seen, below = list[int](), None, 0  # the upward face that the pick below is priced with, and its face
@@ -177,6 +185,19 @@ class ChainBound:
         rows = self.memory(event)
         least = {id(row): float(row.min()) for row in {id(row): row for row in rows}.values()}
         return sum(least[id(row)] for row in rows) + self.load.fixed_bytes
+
+    def joint_prices(self, memory: Sequence[Sequence[Array]], price: float, room_bytes: float) -> list[float]:
+        """Return prices of a byte at several moments that together give a good bound, the first near `price`."""
+        best = np.array([price] + [0.0] * (len(memory) - 1))
+        for grid in JOINT_PRICES:
+            tried = [np.unique(at + price * np.array(grid)) for at in best]
+            prices = np.array([each for each in product(*tried) if min(each) >= 0])
+            known: dict[tuple[int, ...], Array] = {}
+            seconds = [
+                known.setdefault(tuple(map(id, rows)), prices @ np.array(rows)) for rows in zip(*memory, strict=True)
+            ]
+            best = prices[np.argmax(self._least_priced(seconds) - room_bytes * prices.sum(axis=1))]
+        return [float(at) for at in best]
 
     def dual(self, limit_bytes: float, event: MemoryEvent, rounds: int = ROUNDS) -> tuple[float, float]:
         """Return the bound at one moment, and the price of a byte that gives it."""

@@ -31,6 +31,10 @@ WIDER, SLIGHTLY_WIDER, FEW_MADE = 2.0, 1.4, 1000
 """Factors from one run's distance to the next's: the second after runs that made more labels than the third."""
 MANY_MADE = 20_000
 """After a run that made so many labels without a plan, a beam search comes: with a good plan the others cost less."""
+HARD_MADE = 5000
+"""After a run that made so many labels, bounds are made tighter."""
+MOST_TIGHTENED = 128
+"""Stages of chains for which they are."""
 MOST_MADE = 700_000
 """Labels that one run makes."""
 MOST_CAPPED = 1
@@ -90,6 +94,8 @@ class Widening:
         self.width, self.finer, self.capped = FIRST_WIDTH, 0, 0
         self.was_searched, self.is_searching = False, False
         """Whether a beam search was made, and whether the next run is one."""
+        self.is_hard, self.was_tightened = False, False
+        """Whether a run made many labels without a plan, and whether bounds were made tighter for that."""
         self.is_over = False
         """Whether another run is of no use."""
         self.pricing = 0
@@ -100,6 +106,14 @@ class Widening:
 
         Plans that are priced as a whole count as `PRICING` labels for each rank that owns something.
         """
+        if self.is_hard and not self.was_tightened:
+            self.was_tightened = True
+            self.least_s = max(self.least_s, self.labels.tightened_s())
+            if self.least_s >= enough_s:
+                self.is_over = True
+                return None, 0
+            if self.least_s > self.start_s * (1 + self.width):
+                self.start_s, self.width = self.least_s, FIRST_WIDTH
         while self.start_s * (1 + self.width) <= self.least_s:
             self.width *= WIDER
         beam, self.is_searching = self.is_searching, False
@@ -110,6 +124,7 @@ class Widening:
         pricing = self.pricing
         plan = self._fastest([picks for picks in (first, *others) if picks])
         self.least_s = max(self.least_s, run.least_s)
+        self.is_hard |= run.made >= HARD_MADE and len(self.candidates.stage_classes) <= MOST_TIGHTENED
         if not beam:
             self._decide(
                 run,

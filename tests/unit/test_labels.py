@@ -104,7 +104,9 @@ def test_labels_equal_brute_force(
     best_s = min(seconds for peak, seconds, _ in plans if peak <= limit)
     labels, bound_s = label_setting(candidates, limit)
     assert bound_s <= best_s * (1 + 1e-9)
-    for width in (1e-6, 0.5):
+    for width, tightened in ((1e-6, False), (0.5, False), (1e-6, True), (0.5, True)):
+        if tightened:
+            assert labels.tightened_s() <= best_s * (1 + 1e-9)
         run = labels.run(best_s * (1 + width))
         fitting = [picks for picks in run.plans if peak_memory(candidates.picked(picks), load).total_bytes <= limit]
         assert step_time(candidates.picked(fitting[0]), load).total_s == pytest.approx(best_s, rel=1e-9)
