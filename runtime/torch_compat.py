@@ -22,6 +22,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     gathers                      no public name tells which parameters a forward has gathered
     held_tensor                  `to_local` is an operation, which gradients under odc refuse before they are complete
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
+    on_local_tensors             optimizers step DTensors one by one, and lists of them are dispatched slowly
     before_backward              no public hook sees what `torch.autograd.grad` is asked for
     is_fake                      no public name tells whether a tensor has data
     no_modes                     no public name leaves dispatch modes
@@ -304,6 +305,22 @@ def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTenso
 def held_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor that a DTensor holds on this rank, without an operation; a plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def on_local_tensors(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return an optimizer's class that steps on what DTensors hold on this rank; its states are laid out as before.
+
+    For `torch.optim` classes whose `_init_group` lists a group's parameters, gradients and states for the step (the
+    same in 2.11 and 2.13, run), and that replace no state in a step.
+    """
+
+    def _init_group(self: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
+        found = cast(Any, kind)._init_group(self, group, *lists)
+        for tensors in lists:
+            tensors[:] = [held_tensor(tensor) for tensor in tensors]
+        return found
+
+    return type(kind.__name__, (kind,), {"_init_group": _init_group, "__doc__": kind.__doc__})
 
 
 def before_backward(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
