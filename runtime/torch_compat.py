@@ -9,6 +9,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     complete_reduction           FSDP2 all-reduces only in a backward
     share_secondary_mesh         `reshard_after_forward=K` makes a new mesh, and so new process groups,
                                  for every call; here all units with equal K get one
+    containers_with_forward      2.11 refuses lists of modules that have a forward, such as parametrizations
     reset_iteration              2.13 has it, but leaves unsharded gradients for the next backward to add to
     communication_of             what `set_custom_all_gather` and `set_custom_reduce_scatter` have set
     compute_dtypes               the mixed precision policy of a unit
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -146,12 +147,27 @@ def complete_reduction(module: FSDPModule) -> None:
             group.post_backward()
         group.finalize_backward()
         group._training_state = TrainingState.IDLE
-        group.comm_ctx.reduce_scatter_states.clear()  # what it held is ordered before what comes now
+        # What it held is ordered before what comes now.
+        if hasattr(group.comm_ctx, "reduce_scatter_states"):
+            group.comm_ctx.reduce_scatter_states.clear()
+        else:  # until 2.12 it holds one
+            group.comm_ctx.reduce_scatter_state = None
 
 
 def share_secondary_mesh(mesh: DeviceMesh) -> AbstractContextManager[object]:
     """Let `fully_shard(reshard_after_forward=K)` use `mesh`, of shape (N / K, K), instead of a new one."""
     return patch.object(_fsdp_init, "DeviceMesh", lambda device_type, ranks: mesh)
+
+
+def containers_with_forward() -> AbstractContextManager[object]:
+    """Let `fully_shard` take lists and dicts of modules that have a forward of their own, as from 2.13 on."""
+    check = cast(Any, _fully_shard)._validate_module
+
+    def validate(module: Any, func_name: str) -> None:
+        if getattr(type(module), "forward", None) is nn.Module.forward:  # of several modules it is given the list
+            check(module, func_name)
+
+    return patch.object(_fully_shard, "_validate_module", validate)
 
 
 @contextmanager

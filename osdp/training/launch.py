@@ -83,9 +83,9 @@ def launch(
     from torch.distributed.launcher.api import elastic_launch
 
     os.environ[LAUNCHED] = "1"
-    if device == "cpu":
-        # As many threads as there are cores, all ranks together; torchrun gives every rank one.
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    # As many threads as there are cores, all ranks together: they compute on CPUs, and step there what is offloaded.
+    # torchrun gives every rank one.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     # The agent's own words about a failure would stand around ours.
     logging.disable(logging.NOTSET if os.environ.get("LOGLEVEL") else logging.CRITICAL)
     try:
