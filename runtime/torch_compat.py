@@ -1,6 +1,6 @@
 """What differs between PyTorch versions, and the private parts of FSDP2 that have no replacement.
 
-Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.12 lies in between.
+Run on torch 2.13.0 and 2.11.0. 2.12 lies in between.
 
     all_gather, reduce_scatter   2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`
     default_timeout              no public name gives it
@@ -323,7 +323,7 @@ def held_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def on_local_tensors(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+def on_local_tensors(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """Return an optimizer's class that steps on what DTensors hold on this rank; its states are laid out as before.
 
     For `torch.optim` classes whose `_init_group` lists a group's parameters, gradients and states for the step (the
