@@ -12,23 +12,25 @@
 // for all peers r, in the rotated order rank + 1, rank + 2, ..., rank (see gather.cu), with offset
 // and count in elements.  Everything begins at any element.
 //
-// Two ways to accumulate, with the same kernels:
+// Two ways to accumulate:
 //
 //   fast           one accumulator per owner, at the same offset for all ranks.  Sums are taken in
 //                  order of arrival, so the last bits differ from run to run.
 //   reproducible   `peers` slots of `stride` elements per owner; rank k adds into slot k, by giving
 //                  offset + k * stride.  A slot has one writer, whose launches follow one another on
 //                  its stream, so a slot's sum is bitwise the same in every run; take_gradient adds
-//                  the slots in rank order, so the gradient is too.
+//                  the slots in rank order, so the gradient is too.  The kernels are those with
+//                  `alone` in their names: they load, add and store.
 //
 // Slots rather than turns: with a flag for whose turn it is, every rank would wait for the slowest
 // at every micro-batch, which ODC is there to avoid; ranks that do fewer micro-batches would have to
 // be known beforehand; and ranks that share a GPU could wait for one that cannot be scheduled.
 // Without waiting there is no deadlock.  The price is memory: `peers` accumulators in place of one.
 //
-// Adds are system-scope `red`, so that ranks on several GPUs, and kernels of several processes on
-// one, may add at once.  Between GPUs that needs links with native atomics (NVLink), which the pair's
-// cudaDevP2PAttrNativeAtomicSupported tells.  On sm_90 and later four adds go in one instruction.
+// Adds of the fast way are system-scope `red`, so that ranks on several GPUs, and kernels of several
+// processes on one, may add at once.  Between GPUs that needs links with native atomics (NVLink),
+// which the pair's cudaDevP2PAttrNativeAtomicSupported tells; the reproducible way goes over any.  On
+// sm_90 and later four adds go in one instruction.
 // By the PTX ISA `red.add.f32` takes and leaves subnormal numbers as zero in global memory.
 //
 // References: PTX ISA, `red` (vectors: ISA 8.1, sm_90) and the memory consistency model; CUDA C++
@@ -90,6 +92,22 @@ static __device__ void add_system(float4* target, float4 value) {
 #define VECTOR_ADDS true
 #endif
 
+// Adds where no other thread adds to the same place.  Another GPU reads and zeroes it between two
+// meetings, so L1 is bypassed (`cg`).
+static __device__ float plus(float a, float b) { return a + b; }
+static __device__ float4 plus(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+template <typename Wide> static __device__ void add_alone(Wide* target, Wide value) {
+    __stcg(target, plus(__ldcg((const Wide*)target), value));
+}
+
+template <bool ALONE, typename Wide> static __device__ void add(Wide* target, Wide value) {
+    if constexpr (ALONE)
+        add_alone(target, value);
+    else
+        add_system(target, value);
+}
+
 // Gradients are read once, so they are streamed past the caches (`cs`).
 static __device__ float widen(float value) { return value; }
 static __device__ float widen(unsigned short value) { return __uint_as_float((unsigned int)value << 16); }
@@ -110,51 +128,61 @@ static __device__ float4 load_four(const unsigned short* source) {
 
 // Add one shard with all threads along x: four at a time from the target's first 16-byte boundary
 // on, whatever the source's alignment, because the adds cost more than the loads.
-template <typename T> __device__ void add_shard(const T* source, float* target, Size count) {
+template <bool ALONE, typename T> __device__ void add_shard(const T* source, float* target, Size count) {
+    constexpr bool VECTORS = ALONE || VECTOR_ADDS;
     const Size first = (Size)blockIdx.x * blockDim.x + threadIdx.x;
     const Size stride = (Size)gridDim.x * blockDim.x;
 
     Size head = (16 - (Size)target % 16) % 16 / sizeof(float);
-    if (head > count || !VECTOR_ADDS) head = count;
+    if (head > count || !VECTORS) head = count;
     const Size fours = (count - head) / 4;
-    if constexpr (VECTOR_ADDS)
+    if constexpr (VECTORS)
         for (Size i = first; i < fours; i += stride)
-            add_system((float4*)(target + head) + i, load_four(source + head + 4 * i));
+            add<ALONE>((float4*)(target + head) + i, load_four(source + head + 4 * i));
 
     // One at a time before and behind.
     for (Size i = first; i < count - 4 * fours; i += stride) {
         const Size at = i < head ? i : i + 4 * fours;
-        add_system(target + at, widen(__ldcs(source + at)));
+        add<ALONE>(target + at, widen(__ldcs(source + at)));
     }
 }
 
-template <typename T>
+template <bool ALONE, typename T>
 __device__ void scatter_accumulate(const T* gradient, float* const* accumulators, Size offset, Size count,
                                    Size peers, Size rank) {
     for (Size turn = blockIdx.y; turn < peers; turn += gridDim.y) {
         const Size peer = (rank + 1 + turn) % peers;
-        add_shard(gradient + peer * count, accumulators[peer] + offset, count);
+        add_shard<ALONE>(gradient + peer * count, accumulators[peer] + offset, count);
     }
 }
 
 // Launch: as gather.cu, with grid x = ceil(count / 1024) at most.  No shared memory, no includes
-// under NVRTC, C++17.  Time is bound by bytes: 4 (fp32) or 2 (bf16) read and 4 added per element.  The
-// accumulators are zero at first; take_gradient leaves them so.
+// under NVRTC, C++17.  Time is bound by bytes: 4 (fp32) or 2 (bf16) read and 4 added per element,
+// which `alone` reads and writes.  The accumulators are zero at first; take_gradient leaves them so.
 
 extern "C" __global__ void __launch_bounds__(256)
     scatter_accumulate_fp32(const float* gradient, float* const* accumulators, Size offset, Size count,
                             Size peers, Size rank) {
-    scatter_accumulate(gradient, accumulators, offset, count, peers, rank);
+    scatter_accumulate<false>(gradient, accumulators, offset, count, peers, rank);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
     scatter_accumulate_bf16(const unsigned short* gradient, float* const* accumulators, Size offset,
                             Size count, Size peers, Size rank) {
-    scatter_accumulate(gradient, accumulators, offset, count, peers, rank);
+    scatter_accumulate<false>(gradient, accumulators, offset, count, peers, rank);
 }
 
-static __device__ float plus(float a, float b) { return a + b; }
-static __device__ float4 plus(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+extern "C" __global__ void __launch_bounds__(256)
+    scatter_accumulate_alone_fp32(const float* gradient, float* const* accumulators, Size offset, Size count,
+                                  Size peers, Size rank) {
+    scatter_accumulate<true>(gradient, accumulators, offset, count, peers, rank);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    scatter_accumulate_alone_bf16(const unsigned short* gradient, float* const* accumulators, Size offset,
+                                  Size count, Size peers, Size rank) {
+    scatter_accumulate<true>(gradient, accumulators, offset, count, peers, rank);
+}
 
 // Sum the slots in order, zero them, and store the sum.  Peers wrote them, so L1 is bypassed (`cg`).
 template <typename Wide> __device__ void take(float* slot, Size stride, Size number, float* gradient) {

@@ -31,8 +31,8 @@ if options.trace and options.steps < TRACE_STEP:
 
 backend, device = "gloo", torch.device("cpu")
 if torch.cuda.is_available():
-    backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", torch.cuda.current_device())
 dist.init_process_group(backend)
 
 torch.manual_seed(0)

@@ -23,8 +23,8 @@ MICRO_BATCHES = 2  # of a step on average; a rank may do fewer or more
 
 backend, device = "gloo", torch.device("cpu")
 if torch.cuda.is_available():
-    backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", torch.cuda.current_device())
 dist.init_process_group(backend)
 odc.init(accumulation=MICRO_BATCHES)  # 1. gradients become the mean over all micro-batches
 

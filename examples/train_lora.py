@@ -23,8 +23,8 @@ options = parser.parse_args()
 
 backend, device = "gloo", torch.device("cpu")
 if torch.cuda.is_available():
-    backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", torch.cuda.current_device())
 dist.init_process_group(backend)
 
 sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -30,7 +30,7 @@ class Description:
     dtype that they have, gradients are reduced in fp32."""
     master_weights: Literal["fp32"] | None = None
     """`fp32`: trained parameters of fewer bits (a bf16 checkpoint's) rest in fp32, and so do their optimizer states."""
-    optimizer: Literal["adam", "adamw", "sgd"] | None = None
+    optimizer: Literal["adam", "adamw", "sgd", "fused_adam", "fused_adamw", "fused_sgd"] | None = None
     """None: Adam, unless `optimizer_bytes_per_parameter` is given."""
     optimizer_bytes_per_parameter: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """What any other optimizer keeps between steps per trained parameter."""

@@ -23,7 +23,7 @@ class Optimizer:
     has_step_counter: bool
     """Whether it keeps one scalar tensor per parameter tensor."""
     temporaries: int
-    """Tensors of the parameter's size that live while it steps (foreach implementation)."""
+    """Tensors of the parameter's size that live while it steps."""
     touched: float
     """Tensors of the parameter's size that a step reads and writes."""
     other_bytes: float = 0.0
@@ -36,15 +36,20 @@ class Optimizer:
         return self.moments * allocated_bytes(element_bytes * numel) + other + counter
 
 
+_FUSED_ADAM = Optimizer(moments=2, has_step_counter=True, temporaries=0, touched=7)
 OPTIMIZERS = {
     "adam": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=18),
     "adamw": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=20),
     "sgd": Optimizer(moments=0, has_step_counter=False, temporaries=0, touched=3),
+    "fused_adam": _FUSED_ADAM,
+    "fused_adamw": _FUSED_ADAM,
+    "fused_sgd": Optimizer(moments=0, has_step_counter=False, temporaries=0, touched=3),
 }
-"""`torch.optim` with default arguments: SGD without momentum, Adam in its foreach form.
+"""`torch.optim` with default arguments: SGD without momentum; Adam in its foreach form, and with `fused=True`.
 
 `touched`, from `torch/optim/adam.py` of torch 2.13: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
-addcdiv 4, and for AdamW's decay mul 2; SGD: add 3."""
+addcdiv 4, and for AdamW's decay mul 2; SGD: add 3.  Fused: parameters and moments read and written, gradients read."""
+_FUSED = "fused_"
 
 _OTHER = re.compile(r"states of (\S+) bytes per parameter")
 
@@ -61,6 +66,16 @@ def optimizer_of(name: str) -> Optimizer:
         return OPTIMIZERS[name]
     kept_bytes = _checked(other[1])
     return Optimizer(0, False, temporaries=1, touched=5 + 2 * kept_bytes / FP32_BYTES, other_bytes=kept_bytes)
+
+
+def fused_name(name: str) -> str:
+    """Return the name of an optimizer's form that steps with one kernel, or the name itself where none is known."""
+    return _FUSED + name if _FUSED + name in OPTIMIZERS else name
+
+
+def plain_name(name: str) -> str:
+    """Return the name that an optimizer has in `torch.optim`, fused or not."""
+    return name.removeprefix(_FUSED)
 
 
 BY_BYTES_ADVICE = "of any other give what it keeps, as in --optimizer-bytes-per-parameter 8"

@@ -11,7 +11,6 @@ Units are wrapped from the inside out, as `fully_shard` demands.  A file in `run
     substitute(schedule, meshes)   returns the schedule with other units for those unsupported here  (optional)
 """
 
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
@@ -29,6 +28,7 @@ from profiler.mixed_precision import cast_inputs
 from profiler.opaque_parameters import is_wrapper
 from runtime.local_shards import LocalShard, Origin, whole
 from runtime.meshes import Meshes
+from runtime.own_gpu import own_gpu
 from runtime.parameter_places import registered_buffers
 from runtime.schedule import Schedule, ScheduledUnit
 from runtime.sharded_model import ShardedModel, WrappedUnit
@@ -46,7 +46,7 @@ def default_device() -> torch.device:
     # `get_backend` names no backend if init_process_group was called without one.
     backends = dist.get_backend_config() if dist.is_initialized() else ""
     if "nccl" in backends and torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        return own_gpu()
     return torch.device("cpu")
 
 

@@ -1,4 +1,8 @@
-"""The optimizers that plans name, in PyTorch."""
+"""The optimizers that plans name, in PyTorch.
+
+What FSDP2 shards are DTensors, which `torch.optim` steps one by one unless it is told to fuse, and whose dispatch takes
+longer than the step.  `osdp train` steps fused on what they hold on the rank.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -10,18 +14,38 @@ from torch import Tensor
 
 from planner import optimizers
 from runtime.local_shards import local_data
+from runtime.torch_compat import on_local_tensors
 
+_Adam, _AdamW = on_local_tensors(torch.optim.Adam), on_local_tensors(torch.optim.AdamW)
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
+    "fused_adam": partial(_Adam, fused=True),
+    "fused_adamw": partial(_AdamW, fused=True),
+    "fused_sgd": partial(on_local_tensors(torch.optim.SGD), fused=True),
 }
 """Takes parameters, and settings by name; without settings they are what the planner counts with."""
+
+_PRICED = {"adam": partial(_Adam, foreach=True), "adamw": partial(_AdamW, foreach=True)}
 
 
 def optimizer_of(name: str) -> Callable[..., torch.optim.Optimizer]:
     """Return what makes a plan's optimizer: a stand-in for one that is known by the bytes that it keeps."""
     return OPTIMIZERS.get(name) or partial(StandIn, optimizers.optimizer_of(name).other_bytes)
+
+
+def as_priced(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """Return what makes a plan's optimizer in the form that its memory is counted of, all tensors together.
+
+    One that a user makes of DTensors steps one by one, and holds two tensors of the size of one.
+    """
+    return _PRICED.get(name) or optimizer_of(name)
+
+
+def can_fuse(parameters: Iterable[Tensor]) -> bool:
+    """Whether an optimizer of these can be fused, which takes real numbers of floating point."""
+    return all(parameter.is_floating_point() for parameter in parameters if parameter.requires_grad)
 
 
 class StandIn(torch.optim.Optimizer):

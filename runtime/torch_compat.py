@@ -1,6 +1,6 @@
 """What differs between PyTorch versions, and the private parts of FSDP2 that have no replacement.
 
-Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.12 lies in between.
+Run on torch 2.13.0 and 2.11.0. 2.12 lies in between.
 
     all_gather, reduce_scatter   2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`
     default_timeout              no public name gives it
@@ -9,6 +9,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     complete_reduction           FSDP2 all-reduces only in a backward
     share_secondary_mesh         `reshard_after_forward=K` makes a new mesh, and so new process groups,
                                  for every call; here all units with equal K get one
+    containers_with_forward      2.11 refuses lists of modules that have a forward, such as parametrizations
     reset_iteration              2.13 has it, but leaves unsharded gradients for the next backward to add to
     communication_of             what `set_custom_all_gather` and `set_custom_reduce_scatter` have set
     compute_dtypes               the mixed precision policy of a unit
@@ -22,6 +23,7 @@ Run on torch 2.13.0; the sources of 2.11.0 were read and have the same names. 2.
     gathers                      no public name tells which parameters a forward has gathered
     held_tensor                  `to_local` is an operation, which gradients under odc refuse before they are complete
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
+    on_local_tensors             optimizers step DTensors one by one, and lists of them are dispatched slowly
     before_backward              no public hook sees what `torch.autograd.grad` is asked for
     is_fake                      no public name tells whether a tensor has data
     no_modes                     no public name leaves dispatch modes
@@ -42,7 +44,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -145,12 +147,27 @@ def complete_reduction(module: FSDPModule) -> None:
             group.post_backward()
         group.finalize_backward()
         group._training_state = TrainingState.IDLE
-        group.comm_ctx.reduce_scatter_states.clear()  # what it held is ordered before what comes now
+        # What it held is ordered before what comes now.
+        if hasattr(group.comm_ctx, "reduce_scatter_states"):
+            group.comm_ctx.reduce_scatter_states.clear()
+        else:  # until 2.12 it holds one
+            group.comm_ctx.reduce_scatter_state = None
 
 
 def share_secondary_mesh(mesh: DeviceMesh) -> AbstractContextManager[object]:
     """Let `fully_shard(reshard_after_forward=K)` use `mesh`, of shape (N / K, K), instead of a new one."""
     return patch.object(_fsdp_init, "DeviceMesh", lambda device_type, ranks: mesh)
+
+
+def containers_with_forward() -> AbstractContextManager[object]:
+    """Let `fully_shard` take lists and dicts of modules that have a forward of their own, as from 2.13 on."""
+    check = cast(Any, _fully_shard)._validate_module
+
+    def validate(module: Any, func_name: str) -> None:
+        if getattr(type(module), "forward", None) is nn.Module.forward:  # of several modules it is given the list
+            check(module, func_name)
+
+    return patch.object(_fully_shard, "_validate_module", validate)
 
 
 @contextmanager
@@ -318,6 +335,22 @@ def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTenso
 def held_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor that a DTensor holds on this rank, without an operation; a plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def on_local_tensors(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """Return an optimizer's class that steps on what DTensors hold on this rank; its states are laid out as before.
+
+    For `torch.optim` classes whose `_init_group` lists a group's parameters, gradients and states for the step (the
+    same in 2.11 and 2.13, run), and that replace no state in a step.
+    """
+
+    def _init_group(self: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
+        found = cast(Any, kind)._init_group(self, group, *lists)
+        for tensors in lists:
+            tensors[:] = [held_tensor(tensor) for tensor in tensors]
+        return found
+
+    return type(kind.__name__, (kind,), {"_init_group": _init_group, "__doc__": kind.__doc__})
 
 
 def before_backward(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:

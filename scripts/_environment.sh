@@ -8,6 +8,12 @@
 
 venv=${root:?}/.venv
 
+# use_torch X.Y: work in an environment beside .venv, with the newest PyTorch X.Y.Z in place of the pinned one.
+torch=''
+use_torch() {
+    torch=$1 venv=$root/.venv-torch-$1
+}
+
 # Progress goes to stderr: stdout belongs to the command that comes after.
 say() {
     printf 'osdp: %s\n' "$*" >&2
@@ -159,7 +165,12 @@ ensure_environment() {
     say 'installing OSDP and what it needs, PyTorch included; the first time this takes minutes'
     [ -z "$no_cupy" ] || say "going on without CuPy: $no_cupy"
     extras=$1${1:+${cupy:+,}}$cupy
-    pip_install -c "$root/constraints.txt" -e "$root${extras:+[$extras]}"
+    constraints=$root/constraints.txt
+    if [ -n "$torch" ]; then
+        constraints=$venv/constraints.txt
+        sed "s/^torch==.*/torch==$torch.*/" "$root/constraints.txt" >"$constraints"
+    fi
+    pip_install -c "$constraints" -e "$root${extras:+[$extras]}"
     stamp_for "$(version_of "$venv/bin/python")" "$extras" >"$venv/osdp-stamp"
     say "ready: $venv"
 }

@@ -2,8 +2,10 @@
 # Lint, type check and tests: exit status 1 if anything fails. What is badly formed is not tested.
 #
 #     sh scripts/test.sh [OPTION OF pytest]...
+#     sh scripts/test.sh --torch X.Y [OPTION OF pytest]...
 #
-# Makes .venv on the first run, as quickstart.sh does, with the tools of the tests.
+# Makes .venv on the first run, as quickstart.sh does, with the tools of the tests.  With --torch, runs what depends most
+# on PyTorch's insides, the tests of ranks and of memory, on the newest PyTorch X.Y.Z, in an environment of its own.
 set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
@@ -17,12 +19,24 @@ stage() {
     exit 1
 }
 
+if [ "${1:-}" = --torch ]; then
+    case ${2:-} in
+    [0-9]*.[0-9]*) use_torch "$2" ;;
+    *) fail "--torch takes a version of PyTorch, not '${2:-}'" 'sh scripts/test.sh --torch 2.11' ;;
+    esac
+    shift 2
+fi
 ensure_environment test
 cd "$root"
 # Tests start hundreds of processes: where Python is told not to write bytecode, each would compile what it imports.
 unset PYTHONDONTWRITEBYTECODE
 # Small tensors come and go by the million: glibc keeps the memory of those that went, which takes a tenth less time.
 export MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TOP_PAD_=16777216
+if [ -n "$torch" ]; then
+    stage pytest -n auto --dist loadfile --no-loadscope-reorder --durations=50 tests/gloo tests/unit/test_memory*.py \
+        tests/unit/test_torch_tracker.py tests/unit/test_verify_command.py tests/unit/test_training_launch.py "$@"
+    exit
+fi
 stage ruff check
 stage ruff format --check
 # mypy keeps one core busy for most of a minute, so tests run beside it.

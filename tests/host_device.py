@@ -113,7 +113,7 @@ class HostDevice:
         """What is allocated or open."""
         return len(self._maps)
 
-    def obstacle(self, identity: str) -> str:
+    def obstacle(self, identity: str, needs_atomics: bool) -> str:
         return "" if identity == self.identity or self._refuses != "peers" else f"cannot reach {identity}"
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, arguments: Sequence[int]) -> None:

@@ -64,7 +64,7 @@ ExpertImbalanceOfPlan = Annotated[float | None, Option(min=1, help=EXPERT_IMBALA
 SequenceLength = Annotated[int | None, Option(min=1, help="Tokens per sample. Default: the model's.")]
 Precision = Annotated[str, Option(help=PRECISION_HELP)]
 MasterWeights = Annotated[str | None, Option(help=MASTER_WEIGHTS_HELP)]
-OptimizerName = Annotated[str | None, Option(help="adam, adamw or sgd. Default: adam.")]
+OptimizerName = Annotated[str | None, Option(help="adam, adamw, sgd, or fused_adam and the like. Default: adam.")]
 OptimizerBytes = Annotated[float | None, Option("--optimizer-bytes-per-parameter", help=OPTIMIZER_BYTES_HELP)]
 Simple = Annotated[bool, Option("--simple", help=SIMPLE_HELP)]
 Best = Annotated[bool, Option("--best", help="The fastest plan, however many parts it has, to the last per cent.")]

@@ -35,7 +35,7 @@ from runtime.compile_plan import compile_plan
 from runtime.observe.allocation_trace import AllocationTrace
 from runtime.observe.allocator_replay import least_limit_bytes, replay
 from runtime.observe.dry_run import DryRun, Script, dry_run
-from runtime.optimizers import optimizer_of
+from runtime.optimizers import as_priced
 
 MOST_TOO_LOW = 0.01
 """A plan that holds so much more than predicted does not pass: it may run out of memory."""
@@ -225,7 +225,7 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
         dist.init_process_group("cpu:gloo,cuda:nccl", **ranks)
     model = OSDP(source.build, plan, view.load.cluster, example_inputs=source.example_inputs)
     device = model.sharded.device
-    optimizer = optimizer_of(plan.optimizer)(model.parameters())
+    optimizer = as_priced(plan.optimizer)(model.parameters())
     for step in range(MEASURED_STEPS):
         if step == 1:
             torch.cuda.reset_peak_memory_stats(device)

@@ -14,6 +14,7 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 from osdp.planning.rank_grid import grid
 from osdp.profile.fsdp_overhead import UnitTimes, measure_units
@@ -30,6 +31,7 @@ from profiler.timing.optimizer_times import optimizer_times
 from profiler.timing.overlap import Overlap, measure_overlap, meet
 from profiler.trace.trace import trace_model
 from runtime.failures.rank_agreement import Agreement
+from runtime.meshes import Meshes
 from runtime.optimizers import OPTIMIZERS
 
 COMMUNICATION_SHARE = 0.6
@@ -176,7 +178,10 @@ def measure_model(
     trained = [parameter for operator in graph.operators for parameter in operator.parameters if parameter.trainable]
     shapes = [padded_rows(parameter, dist.get_world_size()) for parameter in trained]
     size_bytes = sum(4 * rows * rest for rows, rest in shapes)
-    steps = optimizer_times(shapes, OPTIMIZERS, device, repetitions, barrier)
+    # As FSDP2 holds them; optimizers that step on local tensors unwrap them.
+    mesh = Meshes(device.type, *grid()).mesh(dist.get_world_size())
+    held = partial(DTensor.from_local, device_mesh=mesh, placements=[Shard(0)], run_check=False)
+    steps = optimizer_times(shapes, OPTIMIZERS, device, repetitions, barrier, held=held)
     everyone = Agreement.all().gather("measure the model", lambda: (mine, steps))
     by_optimizer = zip(*(steps for _, steps in everyone), strict=True)
     slowest = [max(of_ranks, key=lambda one: one.step_s(len(shapes), size_bytes)) for of_ranks in by_optimizer]

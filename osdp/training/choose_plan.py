@@ -52,7 +52,7 @@ def _planned(job: Job) -> Plan:
     limit_bytes = memory_limit(cluster, None if config.mem is None else parse_bytes(config.mem))
     masters, batches = config.master_weights or "", (config.batch, config.global_batch)
     free = default_headroom(cluster)
-    request = Request(limit_bytes, config.precision, config.optimizer, *batches, free, master_weights=masters)
+    request = Request(limit_bytes, config.precision, job.optimizer, *batches, free, master_weights=masters)
     if config.fsdp_type == "OSDP":
         return plan_model(job.source, cluster, request).plan
     if config.batch is None:

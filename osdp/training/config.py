@@ -12,7 +12,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from osdp.compat.seed_groups import SETTINGS
 from osdp.resources import file_of
-from planner.optimizers import OPTIMIZERS
 from profiler.byte_sizes import parse_bytes
 from profiler.errors import OsdpError
 from profiler.yaml_files import Problem, read_yaml, validate
@@ -21,7 +20,7 @@ DEFAULT = "gpt2"
 
 CHOICES = {
     "task": ("addition", "bytes", "sentences"),
-    "optimizer": tuple(OPTIMIZERS),
+    "optimizer": ("adam", "adamw", "sgd"),
     "schedule": ("constant", "cosine"),
     "precision": ("fp32", "bf16"),
     "master_weights": (None, "fp32"),

@@ -21,6 +21,7 @@ from osdp.training.launch import CPU_RANKS
 from osdp.training.sentence_pairs import MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import Addition, Bytes, Task
 from osdp.zoo import load_model
+from planner.optimizers import fused_name, plain_name
 from planner.plan import Plan
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
@@ -44,6 +45,14 @@ class Job:
     device: str
     resume: Path | None
     """Checkpoint to continue from; None: from the start."""
+
+    @property
+    def optimizer(self) -> str:
+        """The configured optimizer in the form that is stepped with: fused where it can be."""
+        from runtime.optimizers import can_fuse
+
+        name = self.config.optimizer
+        return fused_name(name) if can_fuse(self.without_data.parameters()) else name
 
 
 def prepare(config: TrainConfig) -> Job:
@@ -113,7 +122,7 @@ def _plan(config: TrainConfig, path: Path) -> Plan:
     plan = read_plan(path)
     samples = plan.micro_batch * plan.accumulation * plan.cluster.nodes * plan.cluster.gpus_per_node
     of_model = {"precision": plan.model.precision, "master_weights": plan.model.master_weights or "none"}
-    fixed = {"optimizer": plan.optimizer, **of_model, "batch": plan.micro_batch}
+    fixed = {"optimizer": plain_name(plan.optimizer), **of_model, "batch": plan.micro_batch}
     for name, planned in (fixed | {"global_batch": samples}).items():
         wanted = getattr(config, name)
         if wanted is not None and wanted != planned:

@@ -36,7 +36,7 @@ LAUNCHED = "OSDP_LAUNCHED"
 _BAD_INPUT, _BROKEN_PIPE = 2, 128 + signal.SIGPIPE
 """Exit status of a rank that was asked for what cannot be, and of one whose stdout was closed."""
 _SHUTDOWN_S = 10
-"""How long ranks have to end before they are killed."""
+"""How long ranks have to end before they are killed; torch 2.11 and 2.12 always give them 30."""
 
 
 class RankError(Exception):
@@ -83,9 +83,9 @@ def launch(
     from torch.distributed.launcher.api import elastic_launch
 
     os.environ[LAUNCHED] = "1"
-    if device == "cpu":
-        # As many threads as there are cores, all ranks together; torchrun gives every rank one.
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    # As many threads as there are cores, all ranks together: they compute on CPUs, and step there what is offloaded.
+    # torchrun gives every rank one.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     # The agent's own words about a failure would stand around ours.
     logging.disable(logging.NOTSET if os.environ.get("LOGLEVEL") else logging.CRITICAL)
     try:
@@ -132,7 +132,9 @@ def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[None]:
 def _settings(ranks: int, nodes: Nodes, timeout_s: float) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
-    found = LaunchConfig(nodes.count, nodes.count, ranks, run_id="osdp", max_restarts=0, shutdown_timeout=_SHUTDOWN_S)
+    found = LaunchConfig(nodes.count, nodes.count, ranks, run_id="osdp", max_restarts=0)
+    if hasattr(found, "shutdown_timeout"):
+        found.shutdown_timeout = _SHUTDOWN_S
     found.rdzv_configs = {"timeout": round(timeout_s)}
     if nodes.count == 1:  # Any free port will do.
         found.rdzv_backend, found.rdzv_endpoint, found.local_addr = "c10d", "localhost:0", "localhost"

@@ -1,7 +1,6 @@
 """The process group of a run: who this rank is, on which device, and when it gives up waiting."""
 
 import gc
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from osdp.training.tasks import Sample
+from runtime.own_gpu import barrier, own_gpu, raise_lost_ranks, refuse_shared_gpus
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,17 @@ def joined(device: str, timeout_s: float) -> Iterator[Ranks]:
     """
     here, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
-        here, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
+        here, backend = own_gpu(), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(here)
+        raise_lost_ranks()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
+        if device == "cuda":
+            refuse_shared_gpus(here)
         yield Ranks(dist.get_rank(), dist.get_world_size(), here)
         # What holds the group must be gone before it: DistributedDataParallel's reducer would join gloo's
         # thread under Python's lock, which that thread may be waiting for (seen with torch 2.13).
         gc.collect()
-        dist.barrier()  # Nobody leaves while another still needs its answer.
+        barrier(here)  # Nobody leaves while another still needs its answer.
     finally:
         dist.destroy_process_group()

@@ -40,7 +40,7 @@ def _trainer(job: Job, plan: Plan, ranks: Ranks, report: Report) -> Trainer:
     source, config = job.source, job.config
     torch.manual_seed(config.seed)
     model = OSDP(source.build, plan, example_inputs=lambda batch: source.example_inputs(job.without_data, batch))
-    optimizer = OPTIMIZERS[config.optimizer](model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    optimizer = OPTIMIZERS[job.optimizer](model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     trainer = Trainer(job, model, optimizer, ranks, report)
     if job.resume is not None:
         trainer.resume(job.resume)

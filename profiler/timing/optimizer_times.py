@@ -6,6 +6,7 @@ With T tensors of B bytes together, and a step's seconds t over them and t_1 ove
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from statistics import median
 
 import torch
@@ -29,17 +30,20 @@ def optimizer_times(
     barrier: Callable[[], None] = lambda: None,
     *,
     clock: Clock | None = None,
+    held: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> tuple[OptimizerTimes, ...]:
     """Time a step of each optimizer over tensors of these shapes, which are what one rank holds.
+
+    `held` returns a tensor as parameters and gradients are, such as a DTensor of which it is this rank's part.
 
     `barrier` is called before each step, so that all ranks take theirs at once.  The optimizers have
     torch's defaults but no weight decay, as `osdp train` makes them.  Raises OsdpError.
     """
-    parameters, single = _parameters(shapes, device), _parameters([(1,)] * len(shapes), device)
-    size_bytes = sum(parameter.nbytes for parameter in parameters)
+    size_bytes = sum(torch.float32.itemsize * prod(shape) for shape in shapes)
     if not size_bytes or repetitions < 1:
         got = f"{size_bytes} bytes, {repetitions} repetitions"
         raise OsdpError("no optimizer step to measure", got=got, expected="at least one of each")
+    parameters, single = (_parameters(each, device, held) for each in (shapes, [(1,)] * len(shapes)))
     source = f"measured: median of {repetitions} steps over {len(shapes)} tensors of {size_bytes} bytes together"
     of_tensors = f"measured: median of {repetitions} steps over {len(shapes)} tensors of one element"
     found = []
@@ -52,11 +56,17 @@ def optimizer_times(
     return tuple(found)
 
 
-def _parameters(shapes: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+def _parameters(
+    shapes: Sequence[Sequence[int]], device: torch.device, held: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
     """Return tensors with gradients."""
-    parameters = [torch.randn(tuple(shape), device=device).requires_grad_() for shape in shapes]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
+
+    def tensor(shape: Sequence[int]) -> Tensor:
+        return held(torch.randn(tuple(shape), device=device))
+
+    parameters = [tensor(shape).requires_grad_() for shape in shapes]
+    for parameter, shape in zip(parameters, shapes, strict=True):
+        parameter.grad = tensor(shape)
     return parameters
 
 

@@ -27,7 +27,7 @@ from profiler.garbage_collection import without_garbage_collection
 from runtime.apply_schedule import apply_schedule
 from runtime.observe.allocation_trace import AllocationRecorder, AllocationTrace
 from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
-from runtime.optimizers import optimizer_of
+from runtime.optimizers import as_priced
 from runtime.schedule import Schedule
 from runtime.step.gradient_accumulation import Accumulation
 from runtime.strategies import ring_reduce_scatter
@@ -140,8 +140,7 @@ class _Optimizer:
     def __init__(self, name: str, parameters: Sequence[Tensor], home: str) -> None:
         self._home = home
         self._shards = {parameter: nn.Parameter(held_tensor(parameter).detach()) for parameter in parameters}
-        # On a GPU optimizers step through all tensors together unless told not to, and so they do here.
-        self._optimizer = optimizer_of(name)(self._shards.values(), foreach=True)
+        self._optimizer = as_priced(name)(self._shards.values())
 
     def step(self, live: LiveBytes) -> None:
         """Update the parameters that have gradients."""

@@ -25,6 +25,8 @@ from runtime.odc.windows import Transport, WindowSpec
 
 TRIAL_NUMEL = 1000
 """Elements of a shard that is tried out."""
+TRIAL_PUSHES = 20
+"""Of whole numbers up to 127, whose sum over thousands of ranks is exact in fp32."""
 TRIAL_S = 60.0
 """How long ranks wait for each other in a trial."""
 LOST = "another rank did not take part"
@@ -46,27 +48,27 @@ def open_transport(
     return DeviceTransport(group, specs, device, timeout_s, ordered)
 
 
-def why_none(group: dist.ProcessGroup, device_type: str) -> str:
+def why_none(group: dist.ProcessGroup, device_type: str, ordered: bool = False) -> str:
     """Return why ranks of a group cannot have windows, the same on all of them; empty if they can. Collective."""
     if is_dry_run():
         return ""
     reason = can_share(group)
-    return reason if reason or device_type == "cpu" else why_no_windows(group, CupyDevice)
+    return reason if reason or device_type == "cpu" else why_no_windows(group, CupyDevice, ordered)
 
 
-def why_none_anywhere(groups: Sequence[dist.ProcessGroup], device_type: str) -> str:
+def why_none_anywhere(groups: Sequence[tuple[dist.ProcessGroup, bool]], device_type: str) -> str:
     """Return why this rank's groups or those of other ranks cannot have windows; empty if all can.
 
-    A collective call of all ranks, with the same answer on all.
+    Groups come with whether their windows are ordered.  A collective call of all ranks, with the same answer on all.
     """
 
     def look() -> str:
-        return next(filter(None, [why_none(group, device_type) for group in groups]), "")
+        return next(filter(None, [why_none(group, device_type, ordered) for group, ordered in groups]), "")
 
     return next(filter(None, Agreement.all().gather("look for windows", look)), "")
 
 
-def why_no_windows(group: dist.ProcessGroup, find: Callable[[], CupyDevice]) -> str:
+def why_no_windows(group: dist.ProcessGroup, find: Callable[[], CupyDevice], ordered: bool = False) -> str:
     """Return why GPUs of one machine cannot have windows, the same on all ranks; empty if they can. Collective.
 
     `find` returns this rank's GPU or raises OsdpError.
@@ -91,27 +93,32 @@ def why_no_windows(group: dist.ProcessGroup, find: Callable[[], CupyDevice]) -> 
         return reason
     device = found[0]
     others = agreement.gather("name its GPU", lambda: device.identity)
-    if reason := agreed("look at the other GPUs", lambda: next(filter(None, map(device.obstacle, others)), "")):
+    obstacles = (device.obstacle(other, needs_atomics=not ordered) for other in others)
+    if reason := agreed("look at the other GPUs", lambda: next(filter(None, obstacles), "")):
         return reason
-    return agreed("try windows", partial(_trial, group, device))
+    return agreed("try windows", partial(_trial, group, device, ordered))
 
 
-def _trial(group: dist.ProcessGroup, device: CupyDevice) -> str:
-    """Publish, pull, push and take once; return what went wrong. Collective."""
+def _trial(group: dist.ProcessGroup, device: CupyDevice, ordered: bool) -> str:
+    """Publish, pull, push and take; return what went wrong. Collective.
+
+    All push at once and often, so that adds get lost where a link that could not be asked has no atomics.
+    """
     specs = [WindowSpec("trial", TRIAL_NUMEL, torch.bfloat16)]
     numbers = torch.arange(TRIAL_NUMEL * group.size(), device=device.torch_device).float() % 128
     try:
-        with DeviceTransport(group, specs, device, TRIAL_S) as transport:
+        with DeviceTransport(group, specs, device, TRIAL_S, ordered) as transport:
             (window,) = transport.windows
             own = numbers.view(group.size(), -1)[group.rank()]
             window.publish(own)
             transport.barrier()
             pulled = torch.empty(numbers.numel(), dtype=torch.bfloat16, device=device.torch_device)
             window.pull(pulled)
-            window.push(numbers)
+            for _ in range(TRIAL_PUSHES):
+                window.push(numbers)
             transport.barrier()
             taken = window.take_gradient()
-            if torch.equal(pulled, numbers.bfloat16()) and torch.equal(taken, group.size() * own):
+            if torch.equal(pulled, numbers.bfloat16()) and torch.equal(taken, TRIAL_PUSHES * group.size() * own):
                 return ""
             return "a trial window returned other values than were sent"
     except PeerLost:

@@ -114,19 +114,23 @@ class CupyDevice:
         with suppress(self._runtime.CUDARuntimeError), self._here():
             self._runtime.ipcCloseMemHandle(address)
 
-    def obstacle(self, identity: str) -> str:
-        """Return why kernels here cannot add into the memory of another GPU of the machine; empty if they can."""
+    def obstacle(self, identity: str, needs_atomics: bool) -> str:
+        """Return why kernels here cannot add into the memory of another GPU of the machine; empty if none is known.
+
+        Of a GPU that this process does not see, as where Slurm shows each rank its own, nothing can be asked; CUDA IPC
+        may reach it.
+        """
         if identity == self.identity:
             return ""
         try:
             other = self._runtime.deviceGetByPCIBusId(identity)
         except self._runtime.CUDARuntimeError:
-            return f"does not see GPU {identity} (CUDA_VISIBLE_DEVICES?)"
+            return ""
         here = self.torch_device.index
         if not self._runtime.deviceCanAccessPeer(here, other):
             return f"has no peer access from GPU {self.identity} to {identity}"
-        if not native_atomics(here, other):
-            return f"has no native atomics from GPU {self.identity} on {identity} (NVLink has)"
+        if needs_atomics and not native_atomics(here, other):
+            return f"has no native atomics from GPU {self.identity} on {identity} (NVLink has; odc_ordered needs none)"
         return ""
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, arguments: Sequence[int]) -> None:

@@ -117,7 +117,9 @@ class DeviceTransport(Transport):
             return
         offset = region.accumulators // FP32_BYTES + (self.rank * region.stride_numel if self.ordered else 0)
         grid = grid_for(count, 4 * THREADS, ranks, self._device.room)
-        kernel, table = f"scatter_accumulate_{KERNEL_DTYPES[full.dtype]}", self._table.data_ptr()
+        # A slot has one writer, so that adding into it need not be atomic, which not every link between GPUs can.
+        how = "scatter_accumulate_alone" if self.ordered else "scatter_accumulate"
+        kernel, table = f"{how}_{KERNEL_DTYPES[full.dtype]}", self._table.data_ptr()
         self._launch(kernel, grid, full.data_ptr(), table, offset, count, ranks, self.rank)
 
     def take_gradient(self, index: int) -> Tensor:

@@ -10,6 +10,8 @@ SOURCES = {
     "gather": "gather.cu",
     "scatter_accumulate_bf16": "scatter_accumulate.cu",
     "scatter_accumulate_fp32": "scatter_accumulate.cu",
+    "scatter_accumulate_alone_bf16": "scatter_accumulate.cu",
+    "scatter_accumulate_alone_fp32": "scatter_accumulate.cu",
     "take_gradient": "scatter_accumulate.cu",
     "barrier": "barrier.cu",
 }

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from profiler.errors import OsdpError
@@ -213,12 +214,20 @@ def _write(path: Path, state: _State, ranks: Agreement) -> None:
 
 def _write_tensors(folder: Path, tensors: dict[str, GlobalTensor], ranks: Agreement) -> Metadata:
     """Have DCP write the tensors, each part by one of the ranks that hold it."""
-    writer, group = FileSystemWriter(folder), ranks.group
+    writer, group = _Writer(folder), ranks.group
     with _dcp_errors(f"write to {folder}"):
         metadata: Metadata = save_tensors(
             tensors, storage_writer=writer, planner=GlobalSavePlanner(), process_group=group, no_dist=group is None
         )
     return metadata
+
+
+class _Writer(FileSystemWriter):
+    """DCP's, which in torch 2.11 notes in a copy of the metadata where tensors are, and not in what it returns."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        metadata.storage_data = {one.index: one.storage_data for of_rank in results for one in of_rank}
 
 
 def _describe(folder: Path, rank: int) -> dict[str, StoredFile]:

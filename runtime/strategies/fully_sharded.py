@@ -14,6 +14,7 @@ from runtime.strategies.ring_reduce_scatter import RingReduceScatter
 from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import (
     complete_reduction,
+    containers_with_forward,
     free_secondary_shards,
     gather_for_every_backward,
     gathers,
@@ -79,7 +80,7 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
     secondary = context.meshes.mesh(strategy.secondary) if strategy.secondary else mesh
     pinned = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
     try:
-        with share_secondary_mesh(secondary):
+        with share_secondary_mesh(secondary), containers_with_forward():
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,

@@ -65,8 +65,8 @@ def substitute(schedule: Schedule, meshes: Meshes) -> Schedule:
     mine = [unit for unit in schedule.units if isinstance(unit.strategy.spec, OneSided)]
     if is_dry_run():
         return schedule
-    groups = sorted({unit.strategy.group for unit in mine})
-    reason = why_none_anywhere([meshes.group(group) for group in groups], meshes.device_type)
+    groups = sorted({(unit.strategy.group, unit.strategy.spec.ordered) for unit in mine})
+    reason = why_none_anywhere([(meshes.group(size), ordered) for size, ordered in groups], meshes.device_type)
     if not reason:
         return schedule
     others = {unit.name: _with_collectives(unit, schedule.world_size) for unit in mine}

@@ -8,11 +8,13 @@ For shards of each size, the windows of all peers in this GPU's memory:
 
     push        the kernel of `cuda/scatter_accumulate.cu`, all parts of a gradient in one launch
     adds        a loop of `Tensor.add_`, one for each part; not atomic, so fit for one rank at a time only
+    add         one `Tensor.add_` of as many bytes
 
 A round times a few calls of each by CUDA events, every second round backwards.  Buffers take turns from round to
 round, more of them than fit into any cache.  GB/s count the bytes of the shards once; a copy reads and writes them, an
-addition reads twice and writes.  Shares are of one round's times: the median of all rounds, and the quartiles.  The
-kernels' target is 90 % of a copy, for shards of 8 MB and more.  Exits with 2 where there is no GPU or no CuPy.
+addition reads twice and writes, and so does a push.  Shares are of one round's times, of gathers those of the copy and
+of pushes those of `add`, which move as many bytes: the median of all rounds, and the quartiles.  The kernels' target
+is 90 %, for shards of 8 MB and more.  Exits with 2 where there is no GPU or no CuPy.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from runtime.odc.cupy_device import CupyDevice
 from runtime.odc.kernels import THREADS, grid_for
 
 FP32_BYTES = 4
-BASIS = "copy"
-"""What shares are of."""
+BASIS = {"gather": "copy", "copies": "copy", "copy": "copy", "push": "add", "adds": "add", "add": "add"}
+"""What each contestant's shares are of: what moves as many bytes, in one call of torch."""
 CALLS = 10
 """Of a contestant in a round."""
 SLEEP_CYCLES = 10_000_000
@@ -72,7 +74,7 @@ class Result:
     gb_per_s: float
     """Median over rounds, 1e9 bytes of shards in a second."""
     share: tuple[float, float, float]
-    """Quartiles of the copy's time over this one's, round by round."""
+    """Quartiles of the time of its `BASIS` over this one's, round by round."""
 
 
 def contestants(device: CupyDevice, sets: Sequence[Buffers]) -> dict[str, Contestant]:
@@ -102,7 +104,10 @@ def contestants(device: CupyDevice, sets: Sequence[Buffers]) -> dict[str, Contes
     def copy(index: int) -> None:
         sets[index].full.copy_(sets[index].windows)
 
-    return {"gather": gather, "copies": copies, BASIS: copy, "push": push, "adds": adds}
+    def add(index: int) -> None:
+        sets[index].windows.add_(sets[index].full)
+
+    return {"gather": gather, "copies": copies, "copy": copy, "push": push, "adds": adds, "add": add}
 
 
 def seconds_of(run: Contestant, first: int, sets: int) -> float:
@@ -128,7 +133,7 @@ def measure(device: CupyDevice, peers: int, shard_bytes: int, rounds: int, cache
     taken = dict(zip(running, zip(*took_s[2:], strict=True), strict=True))
     results = []
     for name, times in taken.items():
-        low, middle, high = quantiles([basis / own for basis, own in zip(taken[BASIS], times, strict=True)], n=4)
+        low, middle, high = quantiles([basis / own for basis, own in zip(taken[BASIS[name]], times, strict=True)], n=4)
         results.append(Result(name, shard_bytes, peers, size_bytes / median(times) / 1e9, (low, middle, high)))
     return results
 
@@ -159,7 +164,7 @@ def main() -> int:
         return 0
     rounds = f"{options.peers} peers, {options.rounds} rounds of {CALLS} calls"
     print(f"{properties.name}, torch {torch.__version__}, {rounds}")
-    print(f"{'shard':>8}  {'':<8}{'GB/s':>8}   share of a copy (quartiles)")
+    print(f"{'shard':>8}  {'':<8}{'GB/s':>8}   share of a copy, or of add_ (quartiles)")
     for one in results:
         low, middle, high = one.share
         share = f"{middle:.1%} ({low:.1%} to {high:.1%})"

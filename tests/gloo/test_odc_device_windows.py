@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -94,15 +95,9 @@ def _as_collectives(rank: int, ranks: int, library: Path, prefix: str, ordered: 
 
 @pytest.mark.parametrize(("ranks", "ordered"), [(1, False), (2, False), (3, True)])
 def test_windows_do_what_collectives_do(ranks: int, ordered: bool, library: Path, prefix: str) -> None:
-    kernels = {
-        "pack_cast_bf16",
-        "pack_cast_fp32",
-        "gather",
-        "scatter_accumulate_bf16",
-        "scatter_accumulate_fp32",
-        "take_gradient",
-        "barrier",
-    }
+    """Adds are atomic where several ranks add to the same place."""
+    push = "scatter_accumulate_alone" if ordered else "scatter_accumulate"
+    kernels = {"pack_cast_bf16", "pack_cast_fp32", "gather", f"{push}_bf16", f"{push}_fp32", "take_gradient", "barrier"}
     assert run_ranks(_as_collectives, ranks, ranks, library, prefix, ordered) == [(0, 1, kernels)] * ranks
     assert left(prefix) == []
 
@@ -248,6 +243,41 @@ def _without_cupy(rank: int) -> tuple[str, str]:
 def test_one_rank_without_cupy_stops_all() -> None:
     told = ("rank 1: CuPy cannot be loaded (No module named 'cupy')", "CuPy cannot be loaded")
     assert run_ranks(_without_cupy, 2) == [told] * 2
+
+
+class WithoutAtomics(HostDevice):
+    """A GPU that loses what others add at once, and says so or, where it is not seen, cannot be asked."""
+
+    def __init__(self, library: Path, prefix: str, *, seen: bool) -> None:
+        super().__init__(library, prefix, f"gpu {dist.get_rank()}")
+        self.seen = seen
+
+    def obstacle(self, identity: str, needs_atomics: bool) -> str:
+        return "has no native atomics" if self.seen and needs_atomics else ""
+
+    def launch(self, kernel: str, grid: tuple[int, int], threads: int, arguments: Sequence[int]) -> None:
+        if kernel == "scatter_accumulate_fp32" and self.launched[kernel] == 5:
+            arguments = (*arguments[:3], 0, *arguments[4:])  # adds nothing
+        super().launch(kernel, grid, threads, arguments)
+
+
+def _asks_without_atomics(rank: int, library: Path, prefix: str) -> list[str]:
+    """Ask about GPUs without atomics between them: seen and not seen, for one accumulator and for ordered ones."""
+    group = dist.group.WORLD
+    assert group is not None
+    return [
+        why_no_windows(group, partial(WithoutAtomics, library, prefix, seen=seen), ordered)
+        for seen in (True, False)
+        for ordered in (False, True)
+    ]
+
+
+def test_ordered_windows_need_no_atomics(library: Path, prefix: str) -> None:
+    """And what cannot be asked is found out by a trial."""
+    wrong = "rank 0: a trial window returned other values than were sent"
+    wanted = ["rank 0: has no native atomics", "", wrong, ""]
+    assert run_ranks(_asks_without_atomics, 2, library, prefix) == [wanted] * 2
+    assert left(prefix) == []
 
 
 def _asks(rank: int, library: Path, prefix: str) -> list[str]:

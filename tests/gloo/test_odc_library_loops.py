@@ -169,7 +169,7 @@ def test_a_model_stops_and_begins_anew() -> None:
 
 def _falls_back(rank: int) -> None:
     """Have FSDP's own collectives where ranks cannot have windows, with one warning."""
-    choose_transport.why_none = lambda group, device_type: "rank 1 is on another machine than rank 0"
+    choose_transport.why_none = lambda group, device_type, ordered: "rank 1 is on another machine than rank 0"
     for way in BOTH:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

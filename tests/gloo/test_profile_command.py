@@ -29,6 +29,7 @@ from profiler.cluster.read_cluster import read_cluster
 from profiler.model_graph import Recompute
 from profiler.trace.trace import trace_model
 from profiler.yaml_files import write_yaml
+from runtime.optimizers import OPTIMIZERS
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
@@ -76,7 +77,7 @@ def test_everything_is_measured(profiled: tuple[Path, str]) -> None:
     assert {one.key for one in measured.calls} == {call_key(graph, call) for call in graph.calls}
     assert all(one.micro_batches == (1, 2) for one in measured.calls)
     assert all(seconds > 0 for one in measured.calls for seconds in (*one.forward_s, *one.backward_s))
-    assert {one.name for one in measured.optimizers} == {"adam", "adamw", "sgd"}
+    assert {one.name for one in measured.optimizers} == OPTIMIZERS.keys()
     assert 1e8 < cluster.device.matmul_flops_per_s["fp32"].value < 1e13
     assert 2**27 < cluster.reserve_bytes < 2**31 < cluster.device.memory_bytes.value
     assert all(figure.source.startswith("measured: ") for figure in cluster.device.matmul_flops_per_s.values())

@@ -44,6 +44,8 @@ extern "C" void reference_##name(const T* gradient, float* const* accumulators, 
     Size peers) { scatter_accumulate_reference(gradient, accumulators, offset, count, peers); }
 FACE(fp32, float)
 FACE(bf16, unsigned short)
+FACE(alone_fp32, float)
+FACE(alone_bf16, unsigned short)
 extern "C" void run_take(unsigned gx, unsigned bx, float* slots, Size stride, Size number, Size count,
                          float* gradient) {
     launch({gx, 1}, {bx}, [=] { take_gradient(slots, stride, number, count, gradient); });
@@ -53,6 +55,8 @@ extern "C" void reference_take(float* slots, Size stride, Size number, Size coun
 }
 """
 NAMES = ["fp32", "bf16"]
+ALONE = [f"alone_{name}" for name in NAMES]
+"""Kernels that add into a place of their own."""
 GUARD = -7.0
 """What is beside the accumulators and must stay."""
 
@@ -74,8 +78,9 @@ def sizes(*values: int) -> list[ctypes.c_ulonglong]:
 
 def stored(values: Array, name: str, skip: int = 0) -> Array:
     """Return fp32 values, or their bf16 bits by PyTorch's rounding, from `skip` elements after a boundary."""
-    result = aligned(values.size, np.float32 if name == "fp32" else np.uint16, skip)
-    if name == "fp32":
+    is_fp32 = name.endswith("fp32")
+    result = aligned(values.size, np.float32 if is_fp32 else np.uint16, skip)
+    if is_fp32:
         result[:] = values.reshape(-1)
     else:
         result[:] = torch.from_numpy(values.reshape(-1)).to(torch.bfloat16).view(torch.uint16).numpy()
@@ -84,7 +89,7 @@ def stored(values: Array, name: str, skip: int = 0) -> Array:
 
 def rounded(values: Array, name: str) -> Array:
     """Return the values that `stored` stands for, in fp32."""
-    return values if name == "fp32" else torch.from_numpy(values).to(torch.bfloat16).float().numpy()
+    return values if name.endswith("fp32") else torch.from_numpy(values).to(torch.bfloat16).float().numpy()
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,7 @@ def ordered_sum(values: Sequence[Array]) -> Array:
     return total
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *ALONE])
 @pytest.mark.parametrize("peers", [1, 2, 3, 8])
 def test_slots_sum_to_the_same_bits_in_every_run(library: ctypes.CDLL, name: str, peers: int) -> None:
     count, stride = 37, 40
@@ -262,6 +267,29 @@ def test_slots_sum_to_the_same_bits_in_every_run(library: ctypes.CDLL, name: str
             library.run_take(2, 4, address(window[2:]), *sizes(stride, peers, count), address(gradient))
             assert gradient.tobytes() == expected[owner].tobytes()
             assert np.array_equal(window, [GUARD] * 2 + [0.0] * (peers * stride) + [GUARD] * 2)
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("count", [0, 1, 2, 29])
+@pytest.mark.parametrize("gradient_skip", range(4))
+@pytest.mark.parametrize("window_skip", range(4))
+def test_adds_alone_load_and_store(
+    library: ctypes.CDLL, name: str, count: int, gradient_skip: int, window_skip: int
+) -> None:
+    """Every element once and not atomically, four at a time from the first boundary on; what is beside stays."""
+    values = np.arange(1.0, 1 + 3 * count, dtype=np.float32).reshape(3, count)
+    gradients = [stored(values, name, gradient_skip) for _ in range(3)]
+    stride = count + 3
+    slots = guarded(3, 3 * stride, window_skip)
+    did = Launch(offset=2, slot_stride=stride).run(library, name, gradients, slots, count)
+    for owner, window in enumerate(slots):
+        assert np.array_equal(window[2:-2].reshape(3, stride)[:, :count], [values[owner]] * 3)
+        assert not window[2:-2].reshape(3, stride)[:, count:].any()
+        assert np.array_equal(window[[0, 1, -2, -1]], [GUARD] * 4)
+    assert (did.adds, did.vector_adds, did.misaligned) == (0, 0, 0)
+    assert did.stored_bytes == 4 * 9 * count
+    heads = [min(-(window_skip + 2 + rank * stride) % 4, count) for rank in range(3)]
+    assert did.wide_stores == 3 * sum((count - head) // 4 for head in heads)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
@@ -304,11 +332,15 @@ def test_taking_the_gradient_adds_in_order_and_zeroes(
 def test_adds_are_reductions_of_system_scope(architecture: str, vectors: bool) -> None:
     ptx, _ = find_nvrtc().compile((CUDA / "scatter_accumulate.cu").read_text(), architecture)
     kernels = {kernel.split("(")[0].strip(): kernel for kernel in ptx.split(".entry ")[1:]}
-    assert set(kernels) == {"scatter_accumulate_fp32", "scatter_accumulate_bf16", "take_gradient"}
+    assert set(kernels) == {*(f"scatter_accumulate_{name}" for name in (*NAMES, *ALONE)), "take_gradient"}
     for name in NAMES:
         kernel = kernels[f"scatter_accumulate_{name}"]
         assert "red.relaxed.sys.global.add.f32" in kernel
         assert ("red.relaxed.sys.global.add.v4.f32" in kernel) == vectors
         assert "atom." not in kernel
         assert "st.global" not in kernel
+        alone = kernels[f"scatter_accumulate_alone_{name}"]
+        assert not any(word in alone for word in ("red.", "atom."))
+        assert "ld.global.cg.v4.f32" in alone
+        assert "st.global.cg.v4.f32" in alone
     assert "ld.global.cg.v4" in kernels["take_gradient"]

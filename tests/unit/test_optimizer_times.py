@@ -18,11 +18,27 @@ CPU = torch.device("cpu")
 def test_optimizer_steps_are_per_byte_with_a_barrier_before_each() -> None:
     barriers: list[None] = []
     found = optimizer_times([(3, 5), (7,)], OPTIMIZERS, CPU, 4, lambda: barriers.append(None), clock=CountingClock())
-    assert [one.name for one in found] == ["adam", "adamw", "sgd"]
+    assert [one.name for one in found] == ["adam", "adamw", "sgd", "fused_adam", "fused_adamw", "fused_sgd"]
     # A step takes one tick whatever its tensors are: half a tick for each of two, and nothing for their bytes.
-    assert [one.s_per_tensor.value for one in found] == pytest.approx([1 / 2] * 3)
-    assert [one.s_per_byte.value for one in found] == [0.0] * 3
-    assert len(barriers) == 3 * 2 * (WARM_UP_STEPS + 4)
+    assert [one.s_per_tensor.value for one in found] == pytest.approx([1 / 2] * 6)
+    assert [one.s_per_byte.value for one in found] == [0.0] * 6
+    assert len(barriers) == 6 * 2 * (WARM_UP_STEPS + 4)
+
+
+def test_steps_are_of_tensors_as_they_are_held() -> None:
+    """As DTensors, say, whose dispatch takes longer than their steps."""
+    stepped: list[torch.Tensor] = []
+
+    class Held(torch.Tensor):
+        """What parameters are."""
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            stepped.extend(one for group in self.param_groups for one in (*group["params"], group["params"][0].grad))
+
+    found = optimizer_times([(3, 5)], {"sgd": Noting}, CPU, 1, held=lambda tensor: tensor.as_subclass(Held))
+    assert [one.name for one in found] == ["sgd"]
+    assert {type(tensor) for tensor in stepped} == {Held}
 
 
 def test_a_step_is_so_much_per_tensor_and_per_byte() -> None:

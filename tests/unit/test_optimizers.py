@@ -14,12 +14,26 @@ from osdp.description import Description, read_description
 from osdp.planning.plan_file import read_plan
 from osdp.zoo import load_model
 from planner.optimizers import OPTIMIZERS as COUNTED
+from planner.optimizers import fused_name, plain_name
 from profiler.errors import OsdpError
-from runtime.optimizers import OPTIMIZERS
+from runtime.observe.live_bytes import LiveBytes
+from runtime.optimizers import OPTIMIZERS, as_priced, can_fuse
 
 
 def test_both_know_the_same() -> None:
     assert OPTIMIZERS.keys() == COUNTED.keys()
+
+
+def test_fused_names() -> None:
+    assert [fused_name(name) for name in ("adam", "adamw", "sgd")] == ["fused_adam", "fused_adamw", "fused_sgd"]
+    assert fused_name("states of 2 bytes per parameter") == "states of 2 bytes per parameter"
+    assert [plain_name(fused_name(name)) for name in ("adam", "adamw", "sgd")] == ["adam", "adamw", "sgd"]
+    assert plain_name("adam") == "adam"
+
+
+def test_complex_numbers_are_not_fused() -> None:
+    assert can_fuse([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)])
+    assert not can_fuse([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.complex64))])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -33,6 +47,40 @@ def test_states_are_those_that_are_counted(name: str) -> None:
     assert len(moments) == COUNTED[name].moments
     assert all(state.dtype == torch.float32 for state in moments)
     assert len(states) - len(moments) == COUNTED[name].has_step_counter
+
+
+def test_a_fused_optimizer_holds_nothing_while_it_steps(cli: Cli) -> None:
+    """And one that a user makes is priced with an update of every tensor."""
+    asked = ("--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--pin", "*=shard", "--batch", "1")
+    told = {}
+    for name in ("adamw", "fused_adamw", "fused_sgd"):
+        assert cli("plan", *asked, "--optimizer", name, "-o", f"{name}.yaml")[0] == 0
+        told[name] = cli.json("verify", f"{name}.yaml")
+        assert told[name]["predicted_peak_bytes"] == told[name]["tracked_peak_bytes"]
+        assert told[name]["predicted"].get("optimizer_temporaries", 0) == told[name]["tracked"].get(
+            "optimizer_temporaries", 0
+        )
+    plans = {name: read_plan(Path(f"{name}.yaml")) for name in told}
+    # Of 18 or 20 passes over the shards 7 are left.
+    step_s = {name: plan.predicted.time_by_term["optimizer_s"] for name, plan in plans.items()}
+    assert step_s["fused_adamw"] == pytest.approx(7 / 20 * step_s["adamw"])
+    assert step_s["fused_sgd"] == pytest.approx(3 / 20 * step_s["adamw"])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_made_as_a_step_runs(name: str) -> None:
+    """In the form that plans are priced for: as many tensors of the parameters' size as the planner counts."""
+    parameters = [nn.Parameter(torch.ones(1000)) for _ in range(5)]
+    optimizer = as_priced(name)(parameters)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones(1000)
+        with LiveBytes() as live:
+            live.hold([*parameters, *(one.grad for one in parameters if one.grad is not None)])
+            live.hold_states(optimizer)
+            before = live.total_bytes
+            optimizer.step()
+    assert live.peak_bytes - before == COUNTED[name].temporaries * 5 * 4096
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 2.25, 40])

@@ -341,3 +341,28 @@ def test_what_fails_is_named_and_nothing_badly_formed_is_tested(sandbox: Sandbox
     assert result.returncode == 1
     assert len(result.stdout.splitlines()) == ran
     assert result.stderr.splitlines()[-1].startswith(f"osdp: failed: {fails}")
+
+
+def test_another_torch_has_an_environment_of_its_own(sandbox: Sandbox) -> None:
+    """And the tests of ranks and of memory run in it, with neither lint nor types."""
+    sandbox.add_python("python3")
+    sandbox.run("test.sh")
+    result = sandbox.run("test.sh", "--torch", "2.11", "-k", "one and two")
+    assert result.returncode == 0
+    (ran,) = result.stdout.splitlines()
+    assert ran.startswith("ran -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=50 tests/gloo ")
+    assert ran.endswith(" -k one and two")
+    venv = sandbox.root / ".venv-torch-2.11"
+    first, second = sandbox.calls("-m pip install")
+    assert "/.venv/" not in second
+    assert second.endswith(f" -c {venv}/constraints.txt -e {sandbox.root}[test]")
+    pinned = (sandbox.root / "constraints.txt").read_text()
+    assert (venv / "constraints.txt").read_text() == pinned.replace("torch==2.13.0", "torch==2.11.*")
+    for arguments in ((), ("--torch", "2.11")):
+        assert sandbox.run("test.sh", *arguments).returncode == 0
+    assert sandbox.calls("-m pip install") == [first, second]
+
+
+@pytest.mark.parametrize("version", ["", "newest", "-k"])
+def test_a_torch_that_is_no_version(sandbox: Sandbox, version: str) -> None:
+    assert_refused(sandbox.run("test.sh", "--torch", version), "a version of PyTorch", "--torch 2.11")

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import api
 
 from osdp.planning.plan_file import write_plan
 from osdp.planning.request import Request, plan_model
 from osdp.training.allocator_settings import NAMES, use_expandable_segments
 from osdp.training.config import load_config
 from osdp.training.job import check_ranks, prepare
-from osdp.training.launch import Nodes, RankError, _cause, leave_error
+from osdp.training.launch import LAUNCHED, Nodes, RankError, _cause, _settings, launch, leave_error
 from osdp.zoo import load_cluster, load_model
 from profiler.errors import OsdpError
 
@@ -80,6 +81,35 @@ def test_the_error_file_is_in_the_agents_form(failed: Any, tmp_path: Path) -> No
 def test_nodes_that_cannot_be(count: int, index: int, endpoint: str) -> None:
     with pytest.raises(OsdpError):
         Nodes(count, index, endpoint)
+
+
+def test_settings_of_a_torch_without_a_timeout_for_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 has it."""
+    fields = [
+        (field.name, field.type, dataclasses.field(default=field.default, default_factory=field.default_factory))
+        for field in dataclasses.fields(api.LaunchConfig)
+        if field.name != "shutdown_timeout"
+    ]
+    monkeypatch.setattr(api, "LaunchConfig", dataclasses.make_dataclass("LaunchConfig", fields))
+    for nodes in (Nodes(), Nodes(2, 1, "host:1")):
+        found = _settings(3, nodes, 60.0)
+        assert (found.min_nodes, found.max_nodes, found.nproc_per_node) == (nodes.count, nodes.count, 3)
+        assert not hasattr(found, "shutdown_timeout")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("given", "threads"), [(None, "3"), ("1", "1")])
+def test_ranks_share_the_cores(device: str, given: str | None, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on GPUs too: what is offloaded is stepped on the host."""
+    for name in ("OMP_NUM_THREADS", LAUNCHED):
+        monkeypatch.setenv(name, given or "")  # so that it is put back afterwards
+        if given is None:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "cpu_count", lambda: 13)
+    seen: list[str] = []
+    monkeypatch.setattr(api, "elastic_launch", lambda *_: lambda *_: seen.append(os.environ["OMP_NUM_THREADS"]))
+    launch(["train"], 4, Nodes(), device, 60.0)
+    assert seen == [threads]
 
 
 @pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": ""}])

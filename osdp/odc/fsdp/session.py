@@ -165,7 +165,7 @@ def _open(wrapped: Wrapped, options: Options) -> Exchange | None:
     try:
         if meshes.world_size == 1:
             return None
-        if reason := why_none_anywhere([meshes.group(wrapped.shards)], wrapped.device.type):
+        if reason := why_none_anywhere([(meshes.group(wrapped.shards), options.ordered)], wrapped.device.type):
             if dist.get_rank() == 0:
                 message = "FSDP's own collectives give the same, and need equal numbers of micro-batches on all ranks"
                 warnings.warn(f"{wrapped.face}: no on-demand communication, since {reason}. {message}", stacklevel=4)

@@ -1,0 +1,95 @@
+"""Which GPU a rank takes, and how it joins the others there, by stand-ins for torch.cuda and NCCL."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from osdp.training import process_group
+from osdp.training.process_group import joined
+from profiler.errors import OsdpError
+from runtime import own_gpu
+from runtime.failures.rank_agreement import Agreement
+
+
+class Gpus:
+    """`torch.cuda` with GPUs, and a process group that takes notes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: self.calls.append(("set_device", gpu.index)))
+        properties = lambda gpu: SimpleNamespace(uuid=f"GPU-{gpu.index}")  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        monkeypatch.setattr(dist, "init_process_group", self._note("init"))
+        monkeypatch.setattr(dist, "barrier", self._note("barrier"))
+        monkeypatch.setattr(dist, "destroy_process_group", self._note("destroy"))
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+
+    def _note(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.calls.append((name, *args, kwargs))
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "index"), [("3", 8, 3), ("3", 1, 0), ("5", 4, 1), (None, 1, 0), (None, 4, 0)]
+)
+def test_the_gpu_of_the_local_rank_among_those_that_are_seen(
+    local_rank: str | None, visible: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of four ranks of a machine may see one GPU alone, which is then its number 0."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank or "")
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK")
+    gpus = Gpus(monkeypatch, visible)
+    with joined("cuda", 60.0) as ranks:
+        assert ranks.device == torch.device("cuda", index)
+    names = [call[0] for call in gpus.calls]
+    assert names == ["set_device", "init", "barrier", "destroy"]
+    assert gpus.calls[0] == ("set_device", index)
+    assert gpus.calls[1][1] == "cpu:gloo,cuda:nccl"
+    assert gpus.calls[2] == ("barrier", {"device_ids": [index]})
+
+
+def test_cpu_ranks_name_no_gpu_at_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch, 0)
+    with joined("cpu", 60.0):
+        pass
+    assert gpus.calls[1] == ("barrier", {"device_ids": None})
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_a_lost_rank_is_to_raise_unless_the_user_says_otherwise(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Gpus(monkeypatch, 1)
+    monkeypatch.setenv(own_gpu.NCCL_ERRORS, given or "")  # so that it is put back afterwards
+    if given is None:
+        monkeypatch.delenv(own_gpu.NCCL_ERRORS)
+    seen: list[str | None] = []
+    monkeypatch.setattr(
+        process_group.dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(own_gpu.NCCL_ERRORS))
+    )
+    with joined("cuda", 60.0):
+        pass
+    assert seen == [given or "2"]
+
+
+@pytest.mark.parametrize(
+    ("names", "got"),
+    [(("a", "b", "c"), ""), (("a", "b", "a"), "ranks 0, 2 on one"), (("a", "a", "b"), "ranks 0, 1 on one")],
+)
+def test_ranks_that_share_a_gpu_are_named(names: tuple[str, ...], got: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would say that it is an invalid usage."""
+    monkeypatch.setattr(Agreement, "gather", lambda self, doing, action: list(names))
+    if not got:
+        own_gpu.refuse_shared_gpus(torch.device("cuda", 0))
+        return
+    with pytest.raises(OsdpError, match="ranks share a GPU") as caught:
+        own_gpu.refuse_shared_gpus(torch.device("cuda", 0))
+    assert caught.value.got == got
