@@ -31,8 +31,8 @@ WIDER, SLIGHTLY_WIDER, FEW_MADE = 2.0, 1.4, 1000
 """Factors from one run's distance to the next's: the second after runs that made more labels than the third."""
 MANY_MADE = 20_000
 """After a run that made so many labels without a plan, a beam search comes: with a good plan the others cost less."""
-HARD_MADE = 5000
-"""After a run that made so many labels, bounds are made tighter."""
+HARD_MADE = 30_000
+"""After a run that made so many labels, bounds are made tighter, which takes as long as several such runs."""
 MOST_TIGHTENED = 128
 """Stages of chains for which they are."""
 MOST_MADE = 700_000
