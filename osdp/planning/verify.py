@@ -4,8 +4,9 @@
 
 A dry run (`runtime.observe.dry_run`) runs anywhere, in one process, at the plan's own number of ranks.  On
 GPUs, with as many ranks as the plan has, real steps are run and the allocator is asked; there what it
-reserved of the device has to be within the limit too.  What is no tensor (the reserve: context,
-communicators, workspaces) is on neither side of the error.
+reserved of the device has to be within the limit too, beyond which it gets nothing.  What is no tensor (the reserve:
+context, communicators, workspaces) is on neither side of the error, but on GPUs cuBLAS's workspaces, which the
+allocator hands out, are on both.
 
 What a dry run allocates is replayed through a model of CUDA's caching allocator, with its default
 settings and with `expandable_segments:True`, which `osdp train` sets: so set, it has to serve every
@@ -36,6 +37,7 @@ from runtime.observe.allocation_trace import AllocationTrace
 from runtime.observe.allocator_replay import least_limit_bytes, replay
 from runtime.observe.dry_run import DryRun, Script, dry_run
 from runtime.optimizers import as_priced
+from runtime.own_gpu import keep_within, own_gpu
 
 MOST_TOO_LOW = 0.01
 """A plan that holds so much more than predicted does not pass: it may run out of memory."""
@@ -49,6 +51,8 @@ RESERVED = "reserved"
 """Category of a measurement that is not part of the peak: what the allocator had of the device."""
 DEFAULT, EXPANDABLE = "default", "expandable_segments"
 """Settings of PyTorch's allocator."""
+WORKSPACES = "cublas_workspaces"
+"""Category of a prediction on GPUs: the allocator hands them out, so that they are measured there."""
 MEASURED_STEPS = 3
 """Steps on GPUs; the first makes optimizer states and is not counted."""
 
@@ -133,6 +137,7 @@ def verify(
         on_gpus = torch.cuda.is_available() and _ranks() == view.load.cluster.world_size
     if on_gpus:
         _check_ranks(view)
+        predicted[WORKSPACES] = sum(workspaces_bytes(view.load.cluster))
     started = time.perf_counter()
     held = (
         _measure(view, source) if on_gpus else _dry_run(view, source, expert_imbalance or plan.asked.expert_imbalance)
@@ -217,7 +222,7 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
 
     plan = view.plan
     if not dist.is_initialized():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(own_gpu())
         # One rank may have been started by hand, without torchrun's addresses.
         ranks: dict[str, Any] = {}
         if "RANK" not in os.environ:
@@ -225,6 +230,7 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
         dist.init_process_group("cpu:gloo,cuda:nccl", **ranks)
     model = OSDP(source.build, plan, view.load.cluster, example_inputs=source.example_inputs)
     device = model.sharded.device
+    keep_within(allocatable_bytes(view.load.cluster, plan.limit_bytes), device)
     optimizer = as_priced(plan.optimizer)(model.parameters())
     for step in range(MEASURED_STEPS):
         if step == 1:

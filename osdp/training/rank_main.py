@@ -15,6 +15,7 @@ from osdp.training.reporters import Event, Report, Reporter, Start, Summary
 from planner.plan import Plan
 from runtime.failures.rank_agreement import from_rank_0
 from runtime.optimizers import OPTIMIZERS
+from runtime.own_gpu import keep_within
 
 
 def run_rank(job: Job, *reporters: Reporter) -> None:
@@ -27,9 +28,7 @@ def run_rank(job: Job, *reporters: Reporter) -> None:
 
         plan, planned_s = from_rank_0("plan", lambda: choose_plan(job))
         if job.device == "cuda" and job.config.fsdp_type == "OSDP":
-            limit_bytes = allocatable_bytes(cluster_of_plan(plan, None), plan.limit_bytes)
-            total_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), ranks.device)
+            keep_within(allocatable_bytes(cluster_of_plan(plan, None), plan.limit_bytes), ranks.device)
         trainer = _trainer(job, plan, ranks, report)
         report(Start(plan, job.config, planned_s, job.device, trainer.position.step, job.resume))
         report(_summary(trainer, trainer.run()))
