@@ -6,7 +6,7 @@ A dry run (`runtime.observe.dry_run`) runs anywhere, in one process, at the plan
 GPUs, with as many ranks as the plan has, real steps are run and the allocator is asked; there what it
 reserved of the device has to be within the limit too, beyond which it gets nothing.  What is no tensor (the reserve:
 context, communicators, workspaces) is on neither side of the error, but on GPUs cuBLAS's workspaces, which the
-allocator hands out, are on both.
+allocator hands out, are on both, and windows of one-sided communication count as if they came out of it.
 
 What a dry run allocates is replayed through a model of CUDA's caching allocator, with its default
 settings and with `expandable_segments:True`, which `osdp train` sets: so set, it has to serve every
@@ -230,7 +230,8 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
         dist.init_process_group("cpu:gloo,cuda:nccl", **ranks)
     model = OSDP(source.build, plan, view.load.cluster, example_inputs=source.example_inputs)
     device = model.sharded.device
-    keep_within(allocatable_bytes(view.load.cluster, plan.limit_bytes), device)
+    windows_bytes = sum(unit.bytes_beside_allocator for unit in model.sharded.units)
+    keep_within(allocatable_bytes(view.load.cluster, plan.limit_bytes) - windows_bytes, device)
     optimizer = as_priced(plan.optimizer)(model.parameters())
     for step in range(MEASURED_STEPS):
         if step == 1:
@@ -244,7 +245,7 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
             del output
         optimizer.step()
         optimizer.zero_grad()
-    own = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
+    own = [found + windows_bytes for found in (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())]
     every = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(every, torch.tensor(own, dtype=torch.int64, device=device))
     rank = max(range(len(every)), key=lambda index: int(every[index][0]))
