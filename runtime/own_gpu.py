@@ -25,6 +25,12 @@ def own_gpu() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def keep_within(limit_bytes: int, gpu: torch.device) -> None:
+    """Have PyTorch's allocator reserve no more of a GPU than this."""
+    total_bytes = torch.cuda.get_device_properties(gpu).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), gpu)
+
+
 def raise_lost_ranks() -> None:
     """Have a lost rank raise an error in the others, unless the user says otherwise; before there is a group."""
     os.environ.setdefault(NCCL_ERRORS, ABORT_COLLECTIVES)

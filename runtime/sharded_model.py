@@ -78,6 +78,11 @@ class WrappedUnit:
         """Return whether its modules had this in place of a parameter that rests, to discard it within the step."""
         return False
 
+    @property
+    def bytes_beside_allocator(self) -> int:
+        """What it has of the GPU's memory that PyTorch's allocator knows nothing of."""
+        return 0
+
     def communication_tensors(self) -> Sequence[Tensor]:
         """Return what a dry run holds from step to step in order to communicate."""
         return ()

@@ -4,8 +4,9 @@
 
 A dry run (`runtime.observe.dry_run`) runs anywhere, in one process, at the plan's own number of ranks.  On
 GPUs, with as many ranks as the plan has, real steps are run and the allocator is asked; there what it
-reserved of the device has to be within the limit too.  What is no tensor (the reserve: context,
-communicators, workspaces) is on neither side of the error.
+reserved of the device has to be within the limit too, beyond which it gets nothing.  What is no tensor (the reserve:
+context, communicators, workspaces) is on neither side of the error, but on GPUs cuBLAS's workspaces, which the
+allocator hands out, are on both, and windows of one-sided communication count as if they came out of it.
 
 What a dry run allocates is replayed through a model of CUDA's caching allocator, with its default
 settings and with `expandable_segments:True`, which `osdp train` sets: so set, it has to serve every
@@ -36,6 +37,7 @@ from runtime.observe.allocation_trace import AllocationTrace
 from runtime.observe.allocator_replay import least_limit_bytes, replay
 from runtime.observe.dry_run import DryRun, Script, dry_run
 from runtime.optimizers import as_priced
+from runtime.own_gpu import keep_within, own_gpu
 
 MOST_TOO_LOW = 0.01
 """A plan that holds so much more than predicted does not pass: it may run out of memory."""
@@ -49,6 +51,8 @@ RESERVED = "reserved"
 """Category of a measurement that is not part of the peak: what the allocator had of the device."""
 DEFAULT, EXPANDABLE = "default", "expandable_segments"
 """Settings of PyTorch's allocator."""
+WORKSPACES = "cublas_workspaces"
+"""Category of a prediction on GPUs: the allocator hands them out, so that they are measured there."""
 MEASURED_STEPS = 3
 """Steps on GPUs; the first makes optimizer states and is not counted."""
 
@@ -133,6 +137,7 @@ def verify(
         on_gpus = torch.cuda.is_available() and _ranks() == view.load.cluster.world_size
     if on_gpus:
         _check_ranks(view)
+        predicted[WORKSPACES] = sum(workspaces_bytes(view.load.cluster))
     started = time.perf_counter()
     held = (
         _measure(view, source) if on_gpus else _dry_run(view, source, expert_imbalance or plan.asked.expert_imbalance)
@@ -217,7 +222,7 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
 
     plan = view.plan
     if not dist.is_initialized():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(own_gpu())
         # One rank may have been started by hand, without torchrun's addresses.
         ranks: dict[str, Any] = {}
         if "RANK" not in os.environ:
@@ -225,6 +230,8 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
         dist.init_process_group("cpu:gloo,cuda:nccl", **ranks)
     model = OSDP(source.build, plan, view.load.cluster, example_inputs=source.example_inputs)
     device = model.sharded.device
+    windows_bytes = sum(unit.bytes_beside_allocator for unit in model.sharded.units)
+    keep_within(allocatable_bytes(view.load.cluster, plan.limit_bytes) - windows_bytes, device)
     optimizer = as_priced(plan.optimizer)(model.parameters())
     for step in range(MEASURED_STEPS):
         if step == 1:
@@ -238,7 +245,7 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
             del output
         optimizer.step()
         optimizer.zero_grad()
-    own = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
+    own = [found + windows_bytes for found in (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())]
     every = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(every, torch.tensor(own, dtype=torch.int64, device=device))
     rank = max(range(len(every)), key=lambda index: int(every[index][0]))

@@ -15,6 +15,7 @@ from osdp.training.reporters import Event, Report, Reporter, Start, Summary
 from planner.plan import Plan
 from runtime.failures.rank_agreement import from_rank_0
 from runtime.optimizers import OPTIMIZERS
+from runtime.own_gpu import keep_within
 
 
 def run_rank(job: Job, *reporters: Reporter) -> None:
@@ -26,11 +27,14 @@ def run_rank(job: Job, *reporters: Reporter) -> None:
                 reporter.report(event)
 
         plan, planned_s = from_rank_0("plan", lambda: choose_plan(job))
+        limit_bytes = None
         if job.device == "cuda" and job.config.fsdp_type == "OSDP":
             limit_bytes = allocatable_bytes(cluster_of_plan(plan, None), plan.limit_bytes)
-            total_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), ranks.device)
+            keep_within(limit_bytes, ranks.device)
         trainer = _trainer(job, plan, ranks, report)
+        if limit_bytes is not None:
+            beside_bytes = sum(unit.bytes_beside_allocator for unit in trainer.model.sharded.units)
+            keep_within(limit_bytes - beside_bytes, ranks.device)
         report(Start(plan, job.config, planned_s, job.device, trainer.position.step, job.resume))
         report(_summary(trainer, trainer.run()))
 

@@ -63,7 +63,8 @@ class Tracer:
     @contextmanager
     def _trace(self, path: Path) -> Iterator[None]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs when it starts and stops, on every rank
-        with profile() as profiled:  # of the CPU, and of a GPU if there is one
+        # Of the CPU, and of a GPU if there is one.  Without `acc_events` torch 2.11 warns of other cycles.
+        with profile(acc_events=True) as profiled:
             yield
         whole = path.with_suffix(f".{os.getpid()}.tmp.json")
         profiled.export_chrome_trace(str(whole))

@@ -67,6 +67,7 @@ class DeviceTransport(Transport):
         self._seen: Tensor
         """Barriers at which the GPUs of the others were seen, and the status of the last."""
         self._open_all(size_bytes)
+        self.device_bytes = size_bytes
 
     def _open_all(self, size_bytes: int) -> None:
         """Fill `_starts`, or leave nothing behind."""

@@ -334,6 +334,10 @@ class Exchange(WrappedUnit):
                 group.transport.give_up()
             raise
 
+    @property
+    def bytes_beside_allocator(self) -> int:
+        return sum(group.transport.device_bytes for group in self.groups)
+
     def communication_tensors(self) -> list[Tensor]:
         dry = [group.transport for group in self.groups if isinstance(group.transport, DryRunTransport)]
         return [tensor for transport in dry for tensor in (*transport.published, *transport.sums)]

@@ -172,6 +172,8 @@ class Transport(ABC):
 
     device_type: str
     """Device type of the tensors that it takes."""
+    device_bytes: int = 0
+    """What a rank has of a GPU's memory for it, beside PyTorch's allocator."""
     _place: Rendezvous | None = None
     """Where its ranks synchronize; nowhere in a dry run."""
 

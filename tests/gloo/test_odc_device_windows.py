@@ -67,6 +67,7 @@ def _as_collectives(rank: int, ranks: int, library: Path, prefix: str, ordered: 
     device = HostDevice(library, prefix)
     with open_windows(device, SPECS + FROZEN, ordered=ordered) as transport:
         assert device.opened == ranks
+        assert transport.device_bytes == sum(path.stat().st_size for path in FOLDER.glob(f"{prefix}-{os.getpid()}-*"))
         for step in range(2):
             shards = [
                 [

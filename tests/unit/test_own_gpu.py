@@ -93,3 +93,13 @@ def test_ranks_that_share_a_gpu_are_named(names: tuple[str, ...], got: str, monk
     with pytest.raises(OsdpError, match="ranks share a GPU") as caught:
         own_gpu.refuse_shared_gpus(torch.device("cuda", 0))
     assert caught.value.got == got
+
+
+def test_the_allocator_is_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a limit beyond what the driver has is all of that."""
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, gpu: fractions.append(part))
+    for limit_bytes in (250, 1000, 1001):
+        own_gpu.keep_within(limit_bytes, torch.device("cuda", 0))
+    assert fractions == [0.25, 1.0, 1.0]
