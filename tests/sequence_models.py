@@ -46,7 +46,8 @@ class Recurrent(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, WIDTH)
         self.layer = layer(WIDTH, WIDTH, num_layers=2, batch_first=True, **options)
-        self.head = nn.Linear(2 * WIDTH if options.get("bidirectional") else WIDTH, TOKENS)
+        width = options.get("proj_size", WIDTH)
+        self.head = nn.Linear(2 * width if options.get("bidirectional") else width, TOKENS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, LENGTH) -> a loss."""
@@ -469,6 +470,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]
     "seq2seq": (Seq2Seq, two),
     "LSTM": (lambda: Recurrent(nn.LSTM), one),
     "LSTM, both ways": (lambda: Recurrent(nn.LSTM, bidirectional=True, dropout=0.1), one),
+    "LSTM, projected": (lambda: Recurrent(nn.LSTM, proj_size=32), one),
     "GRU": (lambda: Recurrent(nn.GRU), one),
     "RNN": (lambda: Recurrent(nn.RNN), one),
     "MultiheadAttention, masks": (Masked, one),

@@ -87,8 +87,7 @@ def _lstm(x: Tensor, states: Any, parameters: Any, *shape: Any) -> Any:
     plain = all(one.dtype == x.dtype for one in parameters) and states[0].shape[2] == states[1].shape[2]
     if plain and runs_on_onednn(x.dtype) and x.numel():
         return lstm(x, states, parameters, *shape)
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradMeta)):
-        return aten.lstm.input(x, states, parameters, *shape)
+    return aten.lstm.input.decompose(x, states, parameters, *shape)
 
 
 def _masked_dropout(x: Tensor, p: float, train: bool) -> Tensor:

@@ -119,7 +119,9 @@ def test_head_tied_in_use_belongs_to_the_module_that_reads_it() -> None:
         assert mine.module_forward_peak_bytes == mine.forward_peak_bytes
         assert mine.module_backward_peak_bytes == mine.backward_peak_bytes
         assert mine.tail_forward_peak_bytes == mine.tail_backward_peak_bytes == Affine()
-        assert replace(mine, **{name: getattr(modules, name) for name in parts}) == modules
+        assert replace(mine, **{name: getattr(modules, name) for name in parts}, late=modules.late) == modules
+    assert used.calls[-1].late  # what the root is handed
+    assert not tied.calls[-1].late  # what the head is handed
     assert used.notes == tied.notes == ()
 
 
