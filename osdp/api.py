@@ -105,12 +105,14 @@ class OSDP(nn.Module):
         self._accumulation.discard(set_to_none)
         super().zero_grad(set_to_none)  # of what rests, whatever a forward has gathered
 
-    def settle_gradients(self) -> None:
+    def finish_gradients(self) -> None:
         """Complete this step's gradients, to read `.grad` before the optimizer steps. A collective call.
 
         Needed under `odc` only, whose ranks synchronize in the optimizer's step; `clip_grad_norm_` does it by itself.
         """
         self._accumulation.finish_gradients()
+
+    settle_gradients = finish_gradients  # its name before, in scripts of users
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`; return the norm before.

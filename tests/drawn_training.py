@@ -158,7 +158,7 @@ class Loop:
 
     def compare_gradients(self) -> None:
         """Complete gradients and compare rank 0's, and which parameters have none."""
-        self.model.settle_gradients()
+        self.model.finish_gradients()
         for shard in self.model.sharded.local_shards if self.alone is not None else ():
             wanted, got = self.alone.models[0].get_parameter(shard.name).grad, shard.parameter.grad
             if shard.numel:
@@ -173,7 +173,7 @@ class Loop:
             if side is self.sharded and not by_torch:
                 norm = self.model.clip_grad_norm_(max_norm, norm_type)
             else:
-                self.model.settle_gradients() if side is self.sharded else None
+                self.model.finish_gradients() if side is self.sharded else None
                 norm = nn.utils.clip_grad_norm_(side.models[0].parameters(), max_norm, norm_type)
             norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double())
         self.compare(norms, "norm")

@@ -97,8 +97,8 @@ class _UserModel:
                 with making(FakeCpu()):
                     args, kwargs = self.example_inputs(self.build(), 1)
             except OsdpError as second:
-                told = more_telling(error, second)
-                raise told from told.__cause__
+                clearer = more_telling(error, second)
+                raise clearer from clearer.__cause__
         return ModelSource(self.spec, self.build, self.example_inputs, _length_of((*args, *kwargs.values())))
 
 

@@ -86,8 +86,8 @@ def _trace(source: ModelSource, settings: _Settings, expert_imbalance: float, si
             try:
                 return _traced(source, settings, FakeCpu(expert_imbalance), sizes)
             except ModelError as second:
-                told = more_telling(error, second)
-                raise told from told.__cause__
+                clearer = more_telling(error, second)
+                raise clearer from clearer.__cause__
             except OsdpError:  # what the builder says of fake tensors; without them it had no complaint
                 raise error from None
 

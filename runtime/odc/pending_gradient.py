@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
 
-ADVICE = "call model.settle_gradients() on all ranks after the last backward, before anything that uses .grad"
+ADVICE = "call model.finish_gradients() on all ranks after the last backward, before anything that uses .grad"
 
 
 class PendingGradient(DTensor):
@@ -46,7 +46,7 @@ class PendingGradient(DTensor):
         raise _refusal(".data")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PendingGradient(shape={tuple(self.shape)}, complete after model.settle_gradients())"
+        return f"PendingGradient(shape={tuple(self.shape)}, complete after model.finish_gradients())"
 
 
 def suspend(gradient: Tensor) -> None:

@@ -186,7 +186,7 @@ def clip_by_habit(rank: int) -> list[str]:
             loss_of(model(*args, **kwargs)).backward()
             if model.sharded.finishes_in_optimizer_step:
                 said.append(refusal(lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
-                model.settle_gradients()
+                model.finish_gradients()
             got = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
             got = got.full_tensor() if isinstance(got, DTensor) else got
             assert got.item() == pytest.approx(norm.item(), rel=1e-4), (name, norm_type)

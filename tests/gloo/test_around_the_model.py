@@ -57,7 +57,7 @@ def ask_for_gradients(rank: int) -> list[str]:
             each = sum(loss_on(alone, one, number) for one in range(4)) / 4
             ((each + penalty(alone)) / 2).backward()
             ((loss_on(model, rank, number) + penalty(model)) / 2).backward()
-        model.settle_gradients()
+        model.finish_gradients()
         for shard in model.sharded.local_shards:
             if shard.numel:
                 wanted = alone.get_parameter(shard.name).grad[shard.slices]

@@ -275,7 +275,7 @@ def change_gradients(rank: int, habit: Callable[[Any, torch.optim.Optimizer], No
                 if one is model:
                     if "odc" in strategy:
                         said = refusal(lambda: habit(model, optimizer))  # noqa: B023  # called at once
-                    model.settle_gradients()
+                    model.finish_gradients()
                 habit(one, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -293,7 +293,7 @@ def change_gradients(rank: int, habit: Callable[[Any, torch.optim.Optimizer], No
 def test_gradients_may_be_changed_once_they_are_complete(habit: Callable[[Any, torch.optim.Optimizer], None]) -> None:
     for said in run_ranks(partial(change_gradients, habit=habit), 2):
         assert "under odc a gradient is not complete" in said
-        assert "model.settle_gradients() on all ranks" in said
+        assert "model.finish_gradients() on all ranks" in said
 
 
 def replace_gradients(rank: int) -> list[str]:

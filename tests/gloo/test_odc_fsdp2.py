@@ -111,7 +111,7 @@ def _both(rank: int) -> list[str]:
             model = OSDP(seeded(build), plan_in(build(), choice, precision, recomputes))
             windows = [unit.spec.dtype for group in model.sharded.units[-1].groups for unit in group.units]
             assert set(windows) == {torch.bfloat16 if precision == "bf16" else torch.float32}
-            got = run(model, rank, model.settle_gradients)
+            got = run(model, rank, model.finish_gradients)
             # Of the first step, gradients differ by the order of three additions in fp32; later, weights may be
             # rounded to another bf16, which has 8 bits of mantissa.
             assert list(got[0][0]) == list(wanted[0][0])

@@ -270,7 +270,7 @@ def _reads(rank: int) -> None:
         args, kwargs = batch_of(SAMPLE, rank, micro_batch)
         loss_of(model(*args, **kwargs)).backward()
         mean_loss(reference, batches_at(micro_batch, 2)).backward()
-        model.settle_gradients()
+        model.finish_gradients()
         wanted = [parameter.grad for parameter in reference.parameters()]
         assert all(gradient is not None for gradient in wanted)
         got = [parameter.grad.full_tensor() for parameter in model.parameters()]

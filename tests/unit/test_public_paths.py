@@ -24,3 +24,8 @@ import pytest
 def test_public_paths_stay(module: str, names: str) -> None:
     found = import_module(module)
     assert [name for name in names.split() if not hasattr(found, name)] == []
+
+
+def test_methods_that_have_new_names_keep_the_old() -> None:
+    model = import_module("osdp").OSDP
+    assert model.settle_gradients is model.finish_gradients
