@@ -24,6 +24,7 @@ def collect(arguments: Sequence[str]) -> None:
     """Import test files as pytest does: workers find them imported, their assertions rewritten."""
     path = list(sys.path)
     pytest.main(["--collect-only", "-qq", "--capture=no", *arguments])
+    sys.stdout.flush()  # else every fork would write it again, to what it is asked to speak to
     sys.path[:] = path
     importlib.import_module("warm_graphs")
     for name in ("transformers.modeling_utils", "peft"):  # 2 s in each of a dozen processes
