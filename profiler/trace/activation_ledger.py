@@ -244,7 +244,8 @@ class Ledger:
                     self.calls[index].sharers |= {*takers}
                 else:
                     self.calls[index].saved += storage.charge
-                    self.calls[index].retaken += storage.charge if storage.is_product else NO_CHARGE
+                    if storage.is_product and self.calls[storage.producer].block == self.calls[index].block:
+                        self.calls[index].retaken += storage.charge
             is_held = not kept and storage.died_at in (None, self._marks)
             for index in again:
                 self.calls[index].recomputed += replace(storage.charge, held=storage.bytes if is_held else 0)

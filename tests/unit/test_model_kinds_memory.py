@@ -7,12 +7,14 @@ A step must never hold more than is predicted.  Models are of some MiB; what is 
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from itertools import cycle
 from statistics import mean
 
 import image_models
 import pytest
 import sequence_models
+from experts import InTurn
 from rehearsals import Compared, compare, plan_of
 from synthetic import cluster
 from thoroughness import THOROUGH, some
@@ -25,7 +27,7 @@ STRATEGIES = ("shard", "shard", "shard_grad", "replicate", "group_shard:2", "hie
 ROUNDING = 4096
 """Bytes of tensors that are rounded up one by one, and priced as one."""
 ROUTED = "experts, index_put"
-"""How many tokens each expert gets is assumed (`tests/unit/test_data_dependent.py` deals them so), and drawn here."""
+"""How many tokens each expert gets is assumed, so they are dealt in turn here, as notes of plans say."""
 MENDED = {
     # An LSTM keeps the workspace of its kernel.
     ("LSTM", "shard", "keep", "fp32"): 1,
@@ -40,6 +42,9 @@ MENDED = {
     ("recommender", "owner", "whole", "fp32"): 1,
     ("recommender", "shard", "whole", "fp32"): 1,
     ("recommender", "replicate", "whole", "fp32"): 1,
+    # The first layer of an input that is read late is reduced at the end, which takes more than its backward.
+    ("fused", "owner", "keep", "fp32"): 1,
+    ("fused", "shard", "keep", "bf16"): 1,
     # What the model itself recomputes runs back in a node from before its calls, before gradients of theirs are there.
     ("own checkpoints, reentrant", "replicate", "selective", "fp32"): 2,
     # The unit that runs back first gathers itself.
@@ -71,7 +76,8 @@ def compared(name: str, strategy: str, how: str, precision: str, accumulation: i
         micro_batch=16,
         accumulation=accumulation,
     )
-    return compare(plan, source, graph, cluster(2, 4), with_data=True)
+    with InTurn() if name == ROUTED else nullcontext():
+        return compare(plan, source, graph, cluster(2, 4), with_data=True)
 
 
 def drawn(name: str, number: int) -> Compared:
@@ -91,7 +97,7 @@ def check(one: Compared) -> None:
     assert tracked - sum(one.predicted.values()) <= max(0.005 * tracked, ROUNDING), one
 
 
-@pytest.mark.parametrize("name", some([name for name in KINDS if name != ROUTED], 18, 7))
+@pytest.mark.parametrize("name", some([*KINDS], 18, 7))
 def test_no_kind_of_model_holds_more_than_is_predicted(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = [drawn(name, number) for number in range(PLANS)]
     errors = [one.error for one in found]
