@@ -273,6 +273,9 @@ class Call(CallMemories):
     """Device work of the backward (without recomputation)."""
     output_bytes: Affine
     """Bytes of the activation handed to the next call (its gradient is as large)."""
+    retaken_bytes: Affine = Affine()
+    """The part of `saved_bytes` that its block keeps where it is recomputed selectively, and takes up as it runs
+    again."""
     shared_bytes: Affine = Affine()
     """What it keeps beside `saved_bytes` if its block is kept and another of `sharers` recomputed."""
     sharers: tuple[int, ...] = ()

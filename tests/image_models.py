@@ -275,6 +275,21 @@ class Mixer(nn.Module):
         return F.cross_entropy(self.head(self.norm(x).mean(1)), labels)
 
 
+class Fused(nn.Module):
+    """Blocks over patches, and after them features, whose first layer is larger than all else and gets no gradient."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 32, 8, 8)
+        self.blocks = nn.Sequential(*(MixerBlock(4, 32) for _ in range(2)))
+        self.wide, self.narrow, self.head = nn.Linear(features, 256), nn.Linear(256, 32), nn.Linear(32, CLASSES)
+
+    def forward(self, images: Tensor, features: Tensor, labels: Tensor) -> Tensor:
+        """(batch, 3, SIDE, SIDE), (batch, features), (batch,) -> a loss."""
+        x = self.blocks(self.patches(images).flatten(2).transpose(1, 2)).mean(1)
+        return F.cross_entropy(self.head(x + self.narrow(F.gelu(self.wide(features)))), labels)
+
+
 class Attention(nn.Module):
     """One product for queries, keys and values."""
 
@@ -395,6 +410,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]
     "discriminator": (Discriminator, lambda b: (images(b), images(b))),
     "generator": (Generator, lambda b: (torch.randn(b, 32),)),
     "VAE, dataclass": (lambda: VAE(returns="dataclass"), lambda b: (images(b),)),
+    "fused": (lambda: Fused(2048), lambda b: (images(b), torch.randn(b, 2048), labels(b))),
     "VAE, tuple": (lambda: VAE(returns="tuple"), lambda b: (images(b),)),
     "Mixer": (Mixer, lambda b: (images(b), labels(b))),
     "ViT": (ViT, lambda b: (images(b),)),

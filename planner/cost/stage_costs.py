@@ -129,15 +129,6 @@ class StageActivations:
         memories = [call.memories(is_whole=is_whole) for call in self.frame.stage.calls]
         return [one.memory(self.recompute) or one for one in memories]
 
-    def saved_beside_inputs(self) -> list[float]:
-        """Return what calls before each keep of a selectively recomputed block beside the inputs of blocks."""
-        plain = [call.recomputed or call for call in self.frame.stage.calls]
-        kept = [
-            one.saved_bytes(self.batch) - two.saved_bytes(self.batch)
-            for one, two in zip(self.calls, plain, strict=True)
-        ]
-        return [*accumulate(kept, initial=0.0)]
-
     def _at(self, is_whole: bool) -> Mapping[Live, float]:
         batch, found, block = self.batch, {NO_ACTIVATIONS: 0.0}, self.frame.stage.block
         calls, again_start, again_peak = self._calls(is_whole=is_whole), 0.0, 0.0
@@ -147,8 +138,10 @@ class StageActivations:
         # As a block of several units runs again, each is gathered; nothing of it has been freed then.
         runs_on = bool(self.recompute) and not is_whole
         kept = StageActivations(self.frame, batch, Recompute.NOTHING) if runs_on else None
-        # What it has kept, it takes up again as it goes; that is a part of `kept` from then on.
-        taken = self.saved_beside_inputs() if kept is not None else []
+        # What it has kept and saves, it takes up again as it goes; that is a part of `kept` from then on.
+        selective = self.recompute is Recompute.SELECTIVE
+        taken = [call.retaken_bytes(batch) if selective else 0.0 for call in self.frame.stage.calls]
+        taken = [*accumulate(taken, initial=0.0)]
         # Parts of a call before its unit ends: with the block, or with its last module.  What runs again has been
         # gathered for the rest of its block too.
         ends = 2 if is_whole else 1

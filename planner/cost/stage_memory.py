@@ -178,6 +178,15 @@ class StagedUnit:
         return (self.own or self.rests) and not self.reduced_after_backward and not self.stalls
 
     @property
+    def late_reduction(self) -> int:
+        """What its reduction takes beside U and G that wait for it, where that is after all backward."""
+        own = self.bytes
+        copied = own.reduce_input - self.freed
+        left = own.gradients + (0 if self.stalls else own.last_gradient) - own.full_gradients
+        reduced = copied + own.reduce_temporary + left - (own.unsharded if self.stalls else 0)
+        return max(0, copied, reduced)
+
+    @property
     def left_reduce_input(self) -> int:
         """The buffer that it leaves: a run of several, before the last to run back, reduces nothing."""
         return self.bytes.reduce_input if self.rests else 0

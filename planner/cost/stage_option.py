@@ -127,8 +127,10 @@ class StageCandidate:
     takes: tuple[int, ...] = ()
     """Blocks that keep their `shared` if it is recomputed."""
     reduced_after_backward: int = 0
-    """U + G - SG (accumulating: U + G) of units that are reduced only when all backward is over, and gradients beside
-    `gradients` that are there from the reduction to the end of backward."""
+    """U + G - SG (accumulating: U + G) of units that are reduced only when all backward is over, what the largest of
+    those reductions takes beside that, and gradients beside `gradients` that are there from the reduction to the end of
+    backward.  Stages below have all that throughout their backward: an upper bound, as the end of backward is no moment
+    of its own."""
     kept: int = 0
     """Unsharded parameters kept from forward to backward."""
     gather_output: int = 0
@@ -313,6 +315,7 @@ def make_option(
         "stepped": stepped,
         "updates": sum(unit.bytes.updates for unit in opened),
         "reduced_after_backward": sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
+        + max((unit.late_reduction for unit in waiting), default=0)
         - (0 if walk.accumulates else sum(unit.bytes.gradients for unit in waiting))
         + sum(held),
         "kept": sum(unit.kept for unit in own),

@@ -43,11 +43,9 @@ import torch
 from torch import Tensor
 
 from profiler.byte_sizes import ALLOCATION_BYTES
-from profiler.trace.autograd_order import next_number, running_number
+from profiler.trace.autograd_order import is_in_function, next_number, running_number
 from profiler.trace.handover import Handover
-
-NOBODY = -1
-"""Operator of the call before the first operator, owner of buffers, producer of inputs."""
+from profiler.trace.live_storage import NO_CHARGE, NOBODY, Charge, LiveStorage
 
 
 @dataclass(slots=True)
@@ -74,21 +72,6 @@ class Tally:
         self.waste = max(0, self.waste - before.waste)
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """What is kept from forward to backward."""
-
-    bytes: int = 0
-    waste: int = 0
-    """Rounding of those."""
-    held: int = 0
-    """The part of `bytes` that the code around blocks holds on to until the forward is over, and not after; negative:
-    what it holds then that is no part of `bytes`."""
-
-    def __add__(self, other: Charge) -> Charge:
-        return Charge(self.bytes + other.bytes, self.waste + other.waste, self.held + other.held)
-
-
 @dataclass(slots=True)
 class Ending:
     """Where the forward of a call's module, or of its block, ended, and when the backward came back to it."""
@@ -109,13 +92,15 @@ class CallRecord:
 
     operator: int
     block: int | None
-    saved: Charge = Charge()
+    saved: Charge = NO_CHARGE
     """What the call keeps if its block does."""
-    recomputed: Charge = Charge()
+    recomputed: Charge = NO_CHARGE
     """What it keeps if its block is recomputed."""
-    kept: Charge = Charge()
+    kept: Charge = NO_CHARGE
     """What it keeps beside `recomputed` if its block is recomputed selectively; of other passes, no bytes."""
-    shared: Charge = Charge()
+    retaken: Charge = NO_CHARGE
+    """The part of `saved` that its block keeps if it is recomputed selectively, and takes up as it runs again."""
+    shared: Charge = NO_CHARGE
     """What it keeps beside `saved` if any of `sharers` is recomputed: a mask, which it is the first of them to hold."""
     sharers: frozenset[int] = frozenset()
     """Block executions that take that."""
@@ -135,33 +120,6 @@ class CallRecord:
     """Whether its module was handed nothing that needs a gradient."""
 
 
-class LiveStorage(weakref.ref[torch.UntypedStorage]):
-    """A storage that the step allocated; calls back when it dies."""
-
-    __slots__ = ("bytes", "died_at", "handed", "is_read", "kept_by", "key", "producer", "savers", "taken_by", "waste")
-
-    bytes: int
-    waste: int
-    """Rounding of those."""
-    died_at: int | None
-    """How many events came before it died, None if it lives."""
-    key: int
-    producer: int
-    kept_by: int
-    """The call whose block keeps it, recomputed selectively, or NOBODY."""
-    handed: bool
-    is_read: bool
-    """Whether any op read it."""
-    savers: dict[int | None, int]
-    """By block execution, None for the code around blocks: the first call that saves it there."""
-    taken_by: list[int]
-    """Block executions to which it is passed."""
-
-    @property
-    def charge(self) -> Charge:
-        return Charge(self.bytes, self.waste)
-
-
 @dataclass(slots=True)
 class Execution:
     """One run of a block's forward."""
@@ -172,7 +130,7 @@ class Execution:
     """The storages passed in."""
     late: bool = False
     """Whether nothing that it is handed needs a gradient."""
-    changed: Charge = Charge()
+    changed: Charge = NO_CHARGE
     """The buffers that it changes, of which it holds copies if it is recomputed, so that they change once."""
     saves: bool = False
     """Whether it saves anything for backward; if not, recomputation does not hold its inputs either."""
@@ -225,7 +183,12 @@ class Ledger:
     # --- calls ------------------------------------------------------------------------------------
 
     def begin(self, operator: int, number: int) -> None:
-        """Begin a call; its autograd nodes have numbers from `number` on."""
+        """Begin a call; its autograd nodes have numbers from `number` on.
+
+        In the forward of an autograd function, as that of a reentrant checkpoint, the function's own node was made just
+        before, and its backward is that of all calls in there: of the last of them.
+        """
+        number -= is_in_function()
         if self.call.operator == NOBODY:
             self.call.operator, self.call.block, self.call.late = operator, self.block, operator in self.late
             return
@@ -281,6 +244,8 @@ class Ledger:
                     self.calls[index].sharers |= {*takers}
                 else:
                     self.calls[index].saved += storage.charge
+                    if storage.is_product and self.calls[storage.producer].block == self.calls[index].block:
+                        self.calls[index].retaken += storage.charge
             is_held = not kept and storage.died_at in (None, self._marks)
             for index in again:
                 self.calls[index].recomputed += replace(storage.charge, held=storage.bytes if is_held else 0)
@@ -303,7 +268,7 @@ class Ledger:
         charges = [call.saved for call in self.calls]
         if recomputed is not None:
             charges = [one + call.kept for one, call in zip(recomputed, self.calls, strict=False)]
-        before = [*accumulate(charges, initial=Charge())]
+        before = [*accumulate(charges, initial=NO_CHARGE)]
         first = {call.block: index for index, call in reversed(list(enumerate(self.calls)))}
         for base, call in zip(before, self.calls, strict=False):
             call.forward.rebase(base, in_forward=True)
@@ -416,7 +381,7 @@ class Ledger:
             storage = self.live.get(key)
             if storage is not None:
                 if not self.in_backward:
-                    storage.producer, storage.handed = self.index, False
+                    storage.producer, storage.handed, storage.is_product = self.index, False, False
             elif key not in self.resident:
                 self._allocate(tensor.untyped_storage(), self.index)
                 fresh = True
@@ -424,10 +389,11 @@ class Ledger:
             self.mark()
         return fresh
 
-    def keep(self, outputs: Sequence[Tensor]) -> None:
-        """Note that the block that runs keeps the outputs of an op until it has run again."""
+    def keep(self, outputs: Sequence[Tensor], *, kept: bool) -> None:
+        """Note that an op made what the block that runs keeps, if `kept`, or would keep, until it has run again."""
         for storage in self.storages_of(outputs):
-            storage.kept_by = self.index
+            storage.is_product = True
+            storage.kept_by = self.index if kept else NOBODY
 
     def storages_of(self, tensors: Sequence[Tensor]) -> tuple[LiveStorage, ...]:
         """Return the tensors' live storages, each once."""
@@ -450,7 +416,7 @@ class Ledger:
         storage.waste = -storage.bytes % ALLOCATION_BYTES
         storage.producer, storage.kept_by = producer, NOBODY
         storage.savers, storage.taken_by = {}, []
-        storage.handed, storage.is_read, storage.died_at = False, False, None
+        storage.handed, storage.is_read, storage.is_product, storage.died_at = False, False, False, None
         self.live[storage.key] = storage
         self._bytes += storage.bytes
         self._waste += storage.waste

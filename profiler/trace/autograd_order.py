@@ -25,3 +25,8 @@ def running_number() -> int | None:
     """Return the number of the node whose backward runs in this thread, or None outside of any."""
     node = torch._C._current_autograd_node()
     return None if node is None else number_of(node)
+
+
+def is_in_function() -> bool:
+    """Return whether the forward of a `torch.autograd.Function` runs: alone there, both kinds of gradients are off."""
+    return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled())

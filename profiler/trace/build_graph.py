@@ -28,9 +28,10 @@ from profiler.model_graph import (
 )
 from profiler.model_source import ModelSource
 from profiler.opaque_parameters import is_opaque, tensors_of
-from profiler.trace.activation_ledger import NOBODY, CallRecord, Charge, Ending, Tally
+from profiler.trace.activation_ledger import CallRecord, Ending, Tally
 from profiler.trace.affine_fit import SINGLE, Sizes, StepsError, envelope, exact_line, line
 from profiler.trace.find_operators import Group, held_whole
+from profiler.trace.live_storage import NOBODY, Charge
 from profiler.trace.metered_pass import Pass, trains
 
 _WORK = ("flops", "matmul_bytes", "other_bytes")
@@ -166,6 +167,7 @@ def _call(records: Sequence[CallRecord], sizes: Sizes, name: str) -> Call:
         output_bytes=line([record.output for record in records], sizes),
         reads_parameters=any(record.reads_parameters for record in records),
         late=records[0].late,
+        retaken_bytes=_left_out([record.retaken.bytes for record in records], sizes),
         shared_bytes=line(
             [record.shared.bytes for record in records], sizes, add_bytes=max(one.shared.waste for one in records)
         ),
@@ -199,10 +201,7 @@ def _rerun(records: Mapping[int, CallRecord], inputs: Mapping[int, Charge]) -> C
 def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Sizes) -> CallMemory:
     """Return a call's activations, given what is charged to it at each size."""
     saved = line([one.bytes for one in charges], sizes, add_bytes=max(one.waste for one in charges))
-    held = [one.held for one in charges]
-    held_bytes = line(held, sizes)
-    if any(held_bytes(size) != size_bytes for size, size_bytes in zip(sizes, held, strict=True)):
-        held_bytes = Affine()  # what is left out must not be bounded from above
+    held_bytes = _left_out([one.held for one in charges], sizes)
     always = [slice(None) for _ in records]
     ends = [(record.module_end, record.block_end) for record in records]
     forward, backward = [record.forward for record in records], [record.backward for record in records]
@@ -233,6 +232,12 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
         module_backward_start_bytes=start([module.arrived for module, _ in ends], backward),
         backward_end_bytes=_instant([record.ended for record in records], backward, sizes) or Affine(),
     )
+
+
+def _left_out(values: Sequence[int], sizes: Sizes) -> Affine:
+    """Return a line of what others leave out, which must not be bounded from above: nothing if there is none."""
+    found = line(values, sizes)
+    return found if all(found(size) == value for size, value in zip(sizes, values, strict=True)) else Affine()
 
 
 def _between(end: Ending, other: Ending | None = None) -> slice:

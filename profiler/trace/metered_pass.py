@@ -16,12 +16,14 @@ from torch.utils._pytree import tree_leaves
 from profiler.errors import OsdpError
 from profiler.model_graph import Recompute
 from profiler.model_source import Inputs, ModelSource
-from profiler.trace.activation_ledger import CallRecord, Charge, Execution, LiveStorage
+from profiler.trace.activation_ledger import CallRecord, Execution
+from profiler.trace.changed_buffers import BufferSite
 from profiler.trace.compiler_import import without_compiler
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
 from profiler.trace.handover import NO_STAND_INS, StandIns, UnlikeError, note_shared
-from profiler.trace.op_meter import BufferSite, Memo, Meter
+from profiler.trace.live_storage import Charge, LiveStorage
+from profiler.trace.op_meter import Memo, Meter
 from profiler.trace.trace_errors import explain_trace
 
 

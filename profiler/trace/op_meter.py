@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,19 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from profiler.byte_sizes import ALLOCATION_BYTES
 from profiler.loss_storage import with_kept_storage
 from profiler.model_graph import Recompute
 from profiler.selective_recomputation import KeptOutputs, is_kept
-from profiler.trace.activation_ledger import NOBODY, Charge, Execution, Ledger, LiveStorage, needs_gradient
+from profiler.trace.activation_ledger import Execution, Ledger, needs_gradient
 from profiler.trace.autograd_order import next_number, running_number
+from profiler.trace.changed_buffers import BufferSite, WithBuffers, buffer_states
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.elementwise import Layout
 from profiler.trace.find_operators import Group
 from profiler.trace.handover import NO_STAND_INS, Replayed, StandIn, StandIns, UnlikeError, dense_layout
 from profiler.trace.known_values import has_data
+from profiler.trace.live_storage import NOBODY, Charge, LiveStorage
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.shapes import META, Layouts, make, predict
 from profiler.trace.uncompiled_mode import UncompiledMode
@@ -47,9 +49,6 @@ Memo = dict[tuple[Any, ...], Known]
 """By op and description of its arguments (`_read`)."""
 
 
-BufferSite = tuple[nn.Module, str]
-"""A module, and the name of a buffer of its own."""
-
 _RUNNING_STATISTICS = {
     torch.ops.aten.native_batch_norm.default: 3,
     torch.ops.aten.cudnn_batch_norm.default: 3,
@@ -59,36 +58,11 @@ _RUNNING_STATISTICS = {
 whether they change follow each other among the arguments."""
 
 
-def _states(block: nn.Module) -> dict[BufferSite, tuple[int, int, int, int]]:
-    """Return of each buffer which tensor and storage it is, how often it was changed, and its bytes."""
-    return {
-        (module, name): (id(buffer), buffer.untyped_storage()._cdata, buffer._version, buffer.nbytes)
-        for module in block.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    }
-
-
 def _modules_around(path: str) -> Iterator[str]:
     """Yield the paths of the modules that a module is in, the root's last."""
     while path:
         path = path.rpartition(".")[0]
         yield path
-
-
-class _Again(AbstractContextManager[None]):
-    """Surrounds a block's forward that runs again, with its buffers as they were; lives as long as its graph."""
-
-    def __init__(self, around: AbstractContextManager[None], copies: Mapping[BufferSite, Tensor]) -> None:
-        self.around, self.copies, self.stack = around, copies, ExitStack()
-
-    def __enter__(self) -> None:
-        self.stack.enter_context(self.around)
-        for (module, name), old in self.copies.items():
-            self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
-            module._buffers[name] = old.clone()
-
-    def __exit__(self, *error: Any) -> None:
-        self.stack.__exit__(*error)
 
 
 class Meter(UncompiledMode):
@@ -251,16 +225,17 @@ class Meter(UncompiledMode):
         """Run a block's forward, to be run again in backward as the runtime does."""
         kept = KeptOutputs() if self._recompute is Recompute.SELECTIVE else None
         copies = {site: site[0].get_buffer(site[1]).clone() for site in self._known_changes.get(execution.path, ())}
-        contexts: Any = self._keeping(kept), _Again(self._running_again(execution, kept), copies)
+        contexts: Any = self._keeping(kept), WithBuffers(self._running_again(execution, kept), copies)
         settings: Any = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-        return checkpoint(inner, *args, context_fn=lambda: contexts, **settings, **kwargs)
+        with set_checkpoint_early_stop(execution.path not in self._repeated):  # the runtime stops units early
+            return checkpoint(inner, *args, context_fn=lambda: contexts, **settings, **kwargs)
 
     def _watching_buffers(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, and note which of its buffers it changes."""
         block = self._module.get_submodule(execution.path)
-        before = _states(block)
+        before = buffer_states(block)
         output = inner(*args, **kwargs)
-        now = _states(block)
+        now = buffer_states(block)
         sites = [site for site in before if before[site] != now.get(site) or before[site][1] in self._normalized]
         for site in sites:
             size = before[site][3]
@@ -332,7 +307,7 @@ class Meter(UncompiledMode):
             return before
         out = self._measure(func, op, args, kwargs)
         if not again:
-            self.ledger.keep(_outputs(out))
+            self.ledger.keep(_outputs(out), kept=True)
             kept.add(func, out)
         return out
 
@@ -367,6 +342,8 @@ class Meter(UncompiledMode):
         self._data.follow(func, args, kwargs, tensors, out)
         outputs = _outputs(out)
         fresh = self.ledger.produce(outputs)
+        if fresh and not self._recompute and self.ledger.block is not None and is_kept(func, args, kwargs):
+            self.ledger.keep(outputs, kept=False)
         if known is None:
             if layouts is None and self._synthesize and fresh and not op.in_place:
                 layouts = _layouts(out)

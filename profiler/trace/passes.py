@@ -13,13 +13,14 @@ from profiler.errors import OsdpError
 from profiler.mixed_precision import inputs_cast
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
-from profiler.trace.activation_ledger import LiveStorage
 from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES
+from profiler.trace.changed_buffers import BufferSite
 from profiler.trace.dataless_device import DatalessDevice, feed
 from profiler.trace.find_operators import Group, find_blocks, merge_read_outside
 from profiler.trace.handover import NO_STAND_INS, UnlikeError
+from profiler.trace.live_storage import LiveStorage
 from profiler.trace.metered_pass import Pass, run_pass, trains
-from profiler.trace.op_meter import BufferSite, Memo
+from profiler.trace.op_meter import Memo
 from profiler.trace.replay import Replay, find_replay, state_of
 from profiler.trace.trace_errors import ModelError, explained_inputs
 

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from profiler.trace.activation_ledger import CallRecord, Charge, Ending, Execution, Tally
+from profiler.trace.activation_ledger import CallRecord, Ending, Execution, Tally
 from profiler.trace.handover import Replayed, StandIns, UnlikeError
 from profiler.trace.likeness import python_state, structures
+from profiler.trace.live_storage import Charge
 from profiler.trace.metered_pass import Pass
 
 MOST_RUN = 3
@@ -148,7 +149,7 @@ def _calls_by_block(calls: Sequence[CallRecord]) -> dict[int, list[CallRecord]]:
 
 def _measured(call: CallRecord) -> tuple[Any, ...]:
     """Return what was measured of a call."""
-    charges = call.saved, call.recomputed, call.kept, call.shared, call.sharers
+    charges = call.saved, call.recomputed, call.kept, call.retaken, call.shared, call.sharers
     instants = *_instants(call.module_end), *_instants(call.block_end), call.ended
     return _tallied(call.forward), _tallied(call.backward), charges, instants, call.output, call.reads_parameters
 

@@ -7,11 +7,14 @@ A step must never hold more than is predicted.  Models are of some MiB; what is 
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from itertools import cycle
 from statistics import mean
 
 import image_models
 import pytest
 import sequence_models
+from experts import InTurn
 from rehearsals import Compared, compare, plan_of
 from synthetic import cluster
 from thoroughness import THOROUGH, some
@@ -24,16 +27,42 @@ STRATEGIES = ("shard", "shard", "shard_grad", "replicate", "group_shard:2", "hie
 ROUNDING = 4096
 """Bytes of tensors that are rounded up one by one, and priced as one."""
 ROUTED = "experts, index_put"
-"""How many tokens each expert gets is assumed (`tests/unit/test_data_dependent.py` deals them so), and drawn here."""
-NOT_SELECTIVE = ("Perceiver, one block", "own checkpoints, reentrant")
-"""Known to be predicted up to 2 % too low where they are recomputed selectively: a block that runs several times, and
-one that the model recomputes itself."""
-PLANS = 4 if THOROUGH else 2
+"""How many tokens each expert gets is assumed, so they are dealt in turn here, as notes of plans say."""
+MENDED = {
+    # An LSTM keeps the workspace of its kernel.
+    ("LSTM", "shard", "keep", "fp32"): 1,
+    ("LSTM, projected", "shard", "keep", "fp32"): 1,
+    ("LSTM, both ways", "shard", "keep", "fp32"): 1,
+    # The first layer of every input is reduced late,
+    ("two towers", "owner", "whole", "fp32"): 1,
+    ("two towers", "shard", "whole", "fp32"): 1,
+    # with inputs and outputs there.
+    ("VAE, tuple", "shard", "keep", "bf16"): 1,
+    ("two towers", "replicate", "whole", "fp32"): 1,
+    ("recommender", "owner", "whole", "fp32"): 1,
+    ("recommender", "shard", "whole", "fp32"): 1,
+    ("recommender", "replicate", "whole", "fp32"): 1,
+    # The first layer of an input that is read late is reduced at the end, which takes more than its backward.
+    ("fused", "owner", "keep", "fp32"): 1,
+    ("fused", "shard", "keep", "bf16"): 1,
+    # What the model itself recomputes runs back in a node from before its calls, before gradients of theirs are there.
+    ("own checkpoints, reentrant", "replicate", "selective", "fp32"): 2,
+    # The unit that runs back first gathers itself.
+    ("VAE, dataclass", "hierarchical", "keep", "fp32"): 1,
+    # A block that runs again leaves no gathered buffer.
+    ("MobileNet", "shard", "whole", "bf16"): 1,
+    # A block of several units runs again to its end, where only what it had kept and saves now is counted once.
+    ("Perceiver, one block", "shard", "selective", "fp32"): 1,
+    ("Perceiver", "shard,shard_grad", "selective", "fp32"): 1,
+    ("Transformer, masks", "shard,shard_grad", "selective", "fp32"): 1,
+}
+"""What was predicted too low before, and in how many micro-batches: (kind, strategies, what is recomputed, dtype)."""
+PLANS = 4 if THOROUGH else 1
 """Drawn for each model."""
 
 
 def compared(name: str, strategy: str, how: str, precision: str, accumulation: int = 1) -> Compared:
-    """Compare the peak of a model under a plan with one strategy, with data."""
+    """Compare the peak of a model under a plan with data; operators take strategies by turns, written with commas."""
     build, inputs = KINDS[name]
     source = ModelSource(name, build, lambda module, batch: (inputs(batch), {}), 1)
     graph = trace_model(source, precision)
@@ -41,13 +70,14 @@ def compared(name: str, strategy: str, how: str, precision: str, accumulation: i
     plan = plan_of(
         graph,
         cluster(2, 4),
-        {operator.name: strategy for operator in graph.operators},
+        dict(zip((operator.name for operator in graph.operators), cycle(strategy.split(",")), strict=False)),
         {"whole": blocks, "half": blocks[::2]}.get(how, []),
         [block.name for block in graph.blocks if block.selective_rerun] if how == "selective" else [],
         micro_batch=16,
         accumulation=accumulation,
     )
-    return compare(plan, source, graph, cluster(2, 4), with_data=True)
+    with InTurn() if name == ROUTED else nullcontext():
+        return compare(plan, source, graph, cluster(2, 4), with_data=True)
 
 
 def drawn(name: str, number: int) -> Compared:
@@ -55,7 +85,6 @@ def drawn(name: str, number: int) -> Compared:
     draw = random.Random(f"{name} {number}")
     precision, strategy = draw.choice(["fp32", "fp32", "bf16"]), draw.choice(STRATEGIES)
     how = draw.choice(["keep", "whole", "half", "selective"])
-    how = "whole" if how == "selective" and name in NOT_SELECTIVE else how
     accumulation = draw.choice([1, 1, 2])
     found = compared(name, strategy, how, precision, accumulation)
     print(f"{name} {number}: {strategy} {how} {precision} {accumulation} {found.error:+.2%}")
@@ -68,7 +97,7 @@ def check(one: Compared) -> None:
     assert tracked - sum(one.predicted.values()) <= max(0.005 * tracked, ROUNDING), one
 
 
-@pytest.mark.parametrize("name", some([name for name in KINDS if name != ROUTED], 12, 7))
+@pytest.mark.parametrize("name", some([*KINDS], 18, 7))
 def test_no_kind_of_model_holds_more_than_is_predicted(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = [drawn(name, number) for number in range(PLANS)]
     errors = [one.error for one in found]
@@ -78,24 +107,7 @@ def test_no_kind_of_model_holds_more_than_is_predicted(name: str, capsys: pytest
         check(one)
 
 
-@pytest.mark.parametrize("strategy", some(["owner", "shard", "replicate"], 3))
-@pytest.mark.parametrize("name", some(["two towers", "recommender"], 2))
-def test_the_first_layer_of_every_input_is_reduced_late(name: str, strategy: str) -> None:
-    check(compared(name, strategy, "whole", "fp32"))
-
-
-def test_inputs_and_outputs_are_there_as_late_units_are_reduced() -> None:
-    check(compared("VAE, tuple", "shard", "keep", "bf16"))
-
-
-def test_the_unit_that_runs_back_first_gathers_itself() -> None:
-    check(compared("VAE, dataclass", "hierarchical", "keep", "fp32"))
-
-
-def test_a_block_that_runs_again_leaves_no_gathered_buffer() -> None:
-    check(compared("MobileNet", "shard", "whole", "bf16"))
-
-
-@pytest.mark.parametrize("name", some(["LSTM", "LSTM, projected", "LSTM, both ways"], 1))
-def test_an_lstm_keeps_the_workspace_of_its_kernel(name: str) -> None:
-    check(compared(name, "shard", "keep", "fp32"))
+@pytest.mark.parametrize("case", some([*MENDED], 5), ids=" ".join)
+def test_what_was_too_low_is_not_any_more(case: tuple[str, str, str, str]) -> None:
+    name, strategy, how, precision = case
+    check(compared(name, strategy, how, precision, MENDED[case]))
