@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from planner.cost.ddp import can_replicate
 from planner.cost.peak_memory import MemoryPeak, peak_memory
@@ -165,9 +165,8 @@ def as_run(
     options: Options, spanning: Spanning, idle: Idle, space: Space, load: Workload, limit_bytes: float
 ) -> Options:
     """Return a plan's options as the runtime runs it: by DistributedDataParallel if it can and that fits."""
-    taken = [strategy for option in options for strategy in option.strategies]
-    taken += space.spanning_choices(spanning).values()
-    taken += space.idle_strategies(load.cluster) if idle is None else idle
+    others = space.spanning_choices(spanning).values(), space.idle_strategies(load.cluster) if idle is None else idle
+    taken = chain((strategy for option in options for strategy in option.strategies), *others)
     if space.counts or not can_replicate(space.graph, taken, load.precision):
         return options
     replicated = space.replica(load).options([option.recompute for option in options])

@@ -15,12 +15,16 @@ moment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from planner.cost.option_runs import counted
 from planner.cost.stage_memory import Moment
 from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
+
+Runs = Sequence[tuple[StageCandidate, int]]
+"""Options in execution order, with how many stages each stands for (`counted`)."""
 
 
 @dataclass(frozen=True)
@@ -59,41 +63,34 @@ def beside(option: StageCandidate, is_above: bool) -> tuple[int, StageCandidate 
 
 def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak:
     """Return the peak of a plan, one option per stage in execution order."""
-    accumulates, sharing = load.accumulation > 1, shared_by(options)
-    resting = float(sum(option.rest for option in options))
-    gradients = float(sum(option.gradients for option in options))
-    best = optimizer_moment(options, load)
+    runs, accumulates = counted(options), load.accumulation > 1
+    sharing = shared_by(option for option, _ in runs)
+    resting = float(sum(times * option.rest for option, times in runs))
+    gradients = float(sum(times * option.gradients for option, times in runs))
+    best = _optimizer_moment(runs, load)
     highest = best.total_bytes - load.fixed_bytes - resting
     found: tuple[int, Moment, float, float] | None = None
-    reductions, gathers = _reductions_above(options), _gathers_below(options)
-    before, held, after, waiting = 0.0, 0.0, gradients, float(sum(option.reduced_after_backward for option in options))
-    for index, option in enumerate(options):
-        after -= option.gradients
-        waiting -= option.reduced_after_backward
-        for moment in () if _is_inside(options, index) else option.moments:
-            below = gathers[index][moment.phase == "forward"]
+    reductions, gathers = _reductions_above(runs), _gathers_below(runs)
+    before, held, after = 0.0, 0.0, gradients
+    waiting = float(sum(times * option.reduced_after_backward for option, times in runs))
+    for place, (option, times) in enumerate(runs):
+        after -= times * option.gradients
+        waiting -= times * option.reduced_after_backward
+        for moment in option.moments if times == 1 else ():  # inside a run it is no higher than at an end
+            below = gathers[place][moment.phase == "forward"]
             reduced = gradients if accumulates else 0.0 if moment.phase == "forward" else after
             reduced += 0.0 if moment.phase == "forward" else waiting
-            beside_it = neighbour_bytes(moment, reductions[index], below)
+            beside_it = neighbour_bytes(moment, reductions[place], below)
             kept = before - held if moment.phase == "forward" else before
             total = kept + reduced + option.bytes_at(moment) + beside_it
             if total > highest:
-                highest, found = total, (index, moment, reduced, beside_it)
-        before += _saved(option, sharing) + option.kept
-        held += option.held
-    return best if found is None else _peak_at(options, *found, load)
+                highest, found = total, (place, moment, reduced, beside_it)
+        before += times * (_saved(option, sharing) + option.kept)
+        held += times * option.held
+    return best if found is None else _peak_at(runs, *found, load)
 
 
-def _is_inside(options: Sequence[StageCandidate], index: int) -> bool:
-    """Return whether a stage is inside a run of the same option, so that its neighbours see the same as it does.
-
-    Along such a run what is held changes by as much from each stage to the next, so it is highest at an end.
-    """
-    option = options[index]
-    return 2 <= index < len(options) - 2 and all(options[index + step] is option for step in (-1, 1, -2, 2))
-
-
-def shared_by(options: Sequence[StageCandidate]) -> set[int]:
+def shared_by(options: Iterable[StageCandidate]) -> set[int]:
     """Return the blocks that keep what others take that are recomputed."""
     return {block for option in options for block in option.takes}
 
@@ -103,18 +100,18 @@ def _saved(option: StageCandidate, sharing: set[int]) -> float:
     return option.saved if option.block in sharing else option.saved - option.shared
 
 
-def _reductions_above(options: Sequence[StageCandidate]) -> list[int]:
+def _reductions_above(runs: Runs) -> list[int]:
     """Return, for each stage, the reduce-scatter input left by stages above."""
     found = [0]
-    for option in reversed(options[1:]):
+    for option, _ in reversed(runs[1:]):
         found.append(option.reduce_input if option.reduces else found[-1])
     return found[::-1]
 
 
-def _gathers_below(options: Sequence[StageCandidate]) -> list[tuple[StageCandidate | None, StageCandidate | None]]:
+def _gathers_below(runs: Runs) -> list[tuple[StageCandidate | None, StageCandidate | None]]:
     """Return, for each stage, the nearest below with gathers in backward and in forward, past strategy `owner`."""
     found: list[tuple[StageCandidate | None, StageCandidate | None]] = [(None, None)]
-    for option in options[:-1]:
+    for option, _ in runs[:-1]:
         in_backward, in_forward = found[-1]
         found.append((option if option.prefetches else in_backward, option if option.gathers else in_forward))
     return found
@@ -122,33 +119,36 @@ def _gathers_below(options: Sequence[StageCandidate]) -> list[tuple[StageCandida
 
 def optimizer_moment(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak:
     """Return the memory of the optimizer step."""
-    gradients = float(sum(option.stepped for option in options))
-    windows = float(sum(option.window for option in options))
+    return _optimizer_moment(counted(options), load)
+
+
+def _optimizer_moment(runs: Runs, load: Workload) -> MemoryPeak:
+    gradients = float(sum(times * option.stepped for option, times in runs))
+    windows = float(sum(times * option.window for option, times in runs))
     categories = {
-        "parameters": float(sum(option.parameters for option in options)) + load.outside_bytes,
-        "optimizer": float(sum(option.optimizer for option in options)),
+        "parameters": float(sum(times * option.parameters for option, times in runs)) + load.outside_bytes,
+        "optimizer": float(sum(times * option.optimizer for option, times in runs)),
         "gradients": gradients,
         **({"communication_buffers": windows} if windows else {}),
-        "optimizer_temporaries": float(sum(option.updates for option in options)),
+        "optimizer_temporaries": float(sum(times * option.updates for option, times in runs)),
         "reserve": load.cluster.reserve_bytes,
     }
     return MemoryPeak("optimizer", None, None, categories)
 
 
-def _peak_at(
-    options: Sequence[StageCandidate], index: int, moment: Moment, reduced: float, beside_it: float, load: Workload
-) -> MemoryPeak:
-    before, option, sharing = options[:index], options[index], shared_by(options)
+def _peak_at(runs: Runs, place: int, moment: Moment, reduced: float, beside_it: float, load: Workload) -> MemoryPeak:
+    before, (option, _), sharing = runs[:place], runs[place], shared_by(option for option, _ in runs)
     is_forward, around = moment.phase == "forward", option.ambient
+    saved = sum(times * (_saved(o, sharing) - (o.held if is_forward else 0.0)) for o, times in before)
     categories = {
-        "parameters": float(sum(option.parameters for option in options)) + load.outside_bytes,
-        "optimizer": float(sum(option.optimizer for option in options)),
+        "parameters": float(sum(times * o.parameters for o, times in runs)) + load.outside_bytes,
+        "optimizer": float(sum(times * o.optimizer for o, times in runs)),
         "gradients": reduced + moment.gradients + (0 if is_forward else around.gradients),
         "unsharded_parameters": moment.unsharded
         + (around.forward if is_forward else around.backward)
-        + sum(o.kept for o in before),
-        "communication_buffers": moment.buffers + beside_it + sum(o.window for o in options),
-        "activations": moment.activations + sum(_saved(o, sharing) - (o.held if is_forward else 0.0) for o in before),
+        + sum(times * o.kept for o, times in before),
+        "communication_buffers": moment.buffers + beside_it + sum(times * o.window for o, times in runs),
+        "activations": moment.activations + saved,
         "reserve": load.cluster.reserve_bytes,
     }
-    return MemoryPeak(moment.phase, index, moment.operator, categories)
+    return MemoryPeak(moment.phase, sum(times for _, times in before), moment.operator, categories)

@@ -36,8 +36,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.cost.option_runs import counted
 from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.workload import Workload
+
+Segments = Sequence[tuple[Segment, int]]
+"""Segments in execution order, with how many each stands for: inside a run of one option those of several stages."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +68,25 @@ class StepTime:
         return sum(terms)
 
 
-def forward_s(segments: Sequence[Segment], overlaps: bool) -> float:
+def forward_s(segments: Segments, overlaps: bool) -> float:
     """Return the seconds of a forward."""
     if not overlaps:
-        return sum(segment.forward_s + segment.forward_gather_s + segment.forward_stall_s for segment in segments)
-    gathers_s = [segment.forward_gather_s for segment in segments] + [segments[-1].backward_gather_s]
+        return sum(times * (s.forward_s + s.forward_gather_s + s.forward_stall_s) for s, times in segments)
+    gathers_s = [segment.forward_gather_s for segment, _ in segments] + [segments[-1][0].backward_gather_s]
     windows = zip(segments, gathers_s[1:], strict=True)
-    return gathers_s[0] + sum(max(this.forward_s + this.forward_stall_s, after_s) for this, after_s in windows)
+    inside_s = (times * max(this.forward_s + this.forward_stall_s, after_s) for (this, times), after_s in windows)
+    return gathers_s[0] + sum(inside_s)
 
 
-def backward_s(segments: Sequence[Segment], overlaps: bool, last: bool) -> float:
+def backward_s(segments: Segments, overlaps: bool, last: bool) -> float:
     """Return the seconds of a backward."""
     if not overlaps:
-        seconds = (s.backward_s + s.backward_stall_s + s.backward_gather_s + s.reduce_s for s in segments)
-        return sum(seconds) + (sum(s.step_reduce_s for s in segments) if last else 0.0)
-    total = segments[0].reduce_s + (segments[0].step_reduce_s if last else 0.0)
-    for below, this, above in zip([None, *segments], segments, [*segments[1:], None], strict=False):
-        total += window_s(this, below.backward_gather_s if below else 0.0, above, last)
+        seconds = (n * (s.backward_s + s.backward_stall_s + s.backward_gather_s + s.reduce_s) for s, n in segments)
+        return sum(seconds) + (sum(n * s.step_reduce_s for s, n in segments) if last else 0.0)
+    alone = [segment for segment, _ in segments]
+    total = alone[0].reduce_s + (alone[0].step_reduce_s if last else 0.0)
+    for below, (this, times), above in zip([None, *alone], segments, [*alone[1:], None], strict=False):
+        total += times * window_s(this, below.backward_gather_s if below else 0.0, above, last)
     return total
 
 
@@ -110,25 +116,29 @@ def waiting_s(option: StageCandidate, load: Workload, syncs: bool) -> float:
 
 def step_time(options: Sequence[StageCandidate], load: Workload) -> StepTime:
     """Return the predicted time of a step, one option per stage in execution order."""
-    segments = [segment for option in options for segment in option.segments]
+    runs = counted(options)
+    segments = [(segment, times) for option, times in runs for segment in option.segments]
     overlaps, repeats = load.cluster.overlaps, load.accumulation
-    recompute = repeats * sum(segment.recompute_s for segment in segments)
-    compute = repeats * sum(segment.forward_s + segment.backward_s for segment in segments) - recompute
+    recompute = repeats * sum(times * s.recompute_s for s, times in segments)
+    compute = repeats * sum(times * (s.forward_s + s.backward_s) for s, times in segments) - recompute
     communication = sum(
-        repeats * (s.forward_gather_s + s.backward_gather_s + s.reduce_s + s.forward_stall_s + s.backward_stall_s)
-        + s.step_reduce_s
-        for s in segments
+        times
+        * (
+            repeats * (s.forward_gather_s + s.backward_gather_s + s.reduce_s + s.forward_stall_s + s.backward_stall_s)
+            + s.step_reduce_s
+        )
+        for s, times in segments
     )
-    apart = sum(repeats * s.interference_s + s.step_exposed_s for s in segments)
+    apart = sum(times * (repeats * s.interference_s + s.step_exposed_s) for s, times in segments)
     elapsed = apart + repeats * forward_s(segments, overlaps) + backward_s(segments, overlaps, last=True)
     if repeats > 1:
         elapsed += (repeats - 1) * backward_s(segments, overlaps, last=False)
-    exposed, syncs = max(0.0, elapsed - compute - recompute), plan_syncs(options)
+    exposed, syncs = max(0.0, elapsed - compute - recompute), plan_syncs(option for option, _ in runs)
     return StepTime(
         compute_s=compute,
         recompute_s=recompute,
         exposed_communication_s=exposed,
-        waiting_s=sum(waiting_s(option, load, syncs) for option in options),
-        optimizer_s=sum(option.optimizer_s for option in options),
+        waiting_s=sum(times * waiting_s(option, load, syncs) for option, times in runs),
+        optimizer_s=sum(times * option.optimizer_s for option, times in runs),
         hidden_communication_s=max(0.0, communication + apart - exposed),
     )

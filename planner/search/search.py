@@ -48,8 +48,9 @@ CLOSE_ENOUGH = 5e-4
 """A point whose bound is within this of the best plan is not worth more work ..."""
 MANY_MADE = 100_000
 """... nor is a plan that gains no more, once so many labels were made."""
-UNPROVEN = 2e-3
-"""A plan that may be this much slower than the best is looked for again with fewer choices."""
+WORTH = 5e-3
+"""Where a plan may be slower than the best by more than this share, one that is faster by as much is looked for again,
+with fewer choices."""
 FEWER_MADE = 200_000
 """Labels of a search for a plan where the last per cents do not matter; such a search is not made twice either."""
 MUCH = 0.1
@@ -162,16 +163,25 @@ class _Point:
                 yield replace(child, bound=min(self.bound, child.bound), sharing=self.sharing)
 
     def advanced(
-        self, space: Space, limit_bytes: int, floor: float, most_made: int, *, programs: bool, labels: bool
+        self,
+        space: Space,
+        limit_bytes: int,
+        floor: float,
+        most_made: int,
+        ends_at: float,
+        *,
+        programs: bool,
+        labels: bool,
     ) -> tuple[_Point, PricedPlan | None, int]:
         """Return the point after a piece of work for plans faster than `floor`, a plan if one was found, and the
         labels that were made for it.
 
-        `programs` is whether it gets the integer program first, `labels` whether more than that.
+        `programs` is whether it gets the integer program first, which has until `ends_at`; `labels` whether more than
+        that.
         """
         samples, widening, made = self.chain.load.samples_per_step, self.widening, 0
         if widening is None:
-            plan = programmed(self.chain.candidates, space, limit_bytes) if programs else None
+            plan = programmed(self.chain.candidates, space, limit_bytes, ends_at) if programs else None
             if not labels:
                 return replace(self, is_over=True), plan, made
             start = samples / self.bound, self.price
@@ -215,7 +225,7 @@ def search(
     count = len(queue)
     sweep = _Sweep(task.limit_bytes, enough, started + effort.seconds, effort.labels, progress)
     plan, top = sweep.best_first(queue, space, known)
-    unproven = UNPROVEN if effort.labels >= MOST_MADE else MUCH
+    unproven = WORTH if effort.labels >= MOST_MADE else MUCH
     if effort.labels and plan is not None and top > max(enough, plan.samples_per_s * (1 + unproven)):
         plan = _with_fewer_choices(task, plan, sweep)
     if plan is None:
@@ -233,7 +243,9 @@ def search(
 def _with_fewer_choices(task: Task, known: PricedPlan, sweep: _Sweep) -> PricedPlan:
     """Return the best plan of a search that could not prove its own, after one without selective recomputation.
 
-    In a smaller space labels go further, and where memory hardly needs recomputation its best plan is as good.
+    In a smaller space labels go further, and where memory hardly needs recomputation its best plan is as good.  What
+    the first search could not rule out bounds what this one can gain, so it is made, and its labels are, only for plans
+    that are faster by `WORTH`.
     """
     graph = task.graph
     if Recompute.SELECTIVE in task.pins.recompute.values() or not any(call.selective for call in graph.calls):
@@ -241,6 +253,7 @@ def _with_fewer_choices(task: Task, known: PricedPlan, sweep: _Sweep) -> PricedP
     fewer = replace(task, graph=replace(graph, calls=tuple(replace(call, selective=None) for call in graph.calls)))
     space = Space(fewer.graph, pins=task.pins)
     queue = _sizes(space, loads_of(fewer, space), task.limit_bytes)
+    sweep = replace(sweep, enough=max(sweep.enough, known.samples_per_s * (1 + WORTH)))
     plan, _ = sweep.best_first(queue, space, known)
     return plan or known
 
@@ -300,7 +313,7 @@ class _Sweep:
                 programmed_points += programs
                 most_made = int(min(most - made, left_s * LABELS_PER_S))
                 advanced, plan, more = point.advanced(
-                    space, self.limit_bytes, wanted, most_made, programs=programs, labels=self.labels > 0
+                    space, self.limit_bytes, wanted, most_made, self.ends_at, programs=programs, labels=self.labels > 0
                 )
                 solved += 1
                 made += more

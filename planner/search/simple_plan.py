@@ -187,13 +187,14 @@ class _SimpleSearch:
         space, recomputed = self.space, dict.fromkeys(self._open, form.above)
         recomputed |= dict.fromkeys(self._open[:count], form.below) | self._pinned
         pinned = {operator: slices[0] for operator, slices in space.pins.strategies.items()}
-        choices = []
-        for index, stage in enumerate(space.model.stages):
-            own = form.outside if stage.block is None else form.inside
-            taken = (own,) * len(stage.operators)
-            if pinned:
+        made, choices = dict[tuple[int, Recompute], StageDecision](), list[StageDecision]()
+        for index, (stage_class, stage) in enumerate(zip(space.stage_classes, space.model.stages, strict=True)):
+            key = stage_class, recomputed.get(index, Recompute.NOTHING)
+            if key not in made:  # alike stages have one object, which `fullest` need not compare field by field
+                own = form.outside if stage.block is None else form.inside
                 taken = tuple(pinned.get(operator, own) for operator in stage.operators)
-            choices.append(StageDecision(taken, stage.allowed(recomputed.get(index, Recompute.NOTHING))))
+                made[key] = StageDecision(taken, stage.allowed(key[1]))
+            choices.append(made[key])
         spanning = tuple(pinned.get(operator, form.outside) for operator in space.model.spanning)
         plan = PricedPlan(form.load, space, spanning or None, fixed(space, form.load, choices, spanning or None))
         return plan.as_run(self.limit_bytes)

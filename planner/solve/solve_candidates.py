@@ -51,11 +51,14 @@ TRIED = 200
 """Complete labels of a run that are looked at for a plan that fits."""
 
 
-def programmed(candidates: CandidateSet, space: Space, limit_bytes: int) -> PricedPlan | None:
-    """Return the plan that the integer program finds within a limit, None if it finds none."""
+def programmed(
+    candidates: CandidateSet, space: Space, limit_bytes: int, ends_at: float = float("inf")
+) -> PricedPlan | None:
+    """Return the plan that the integer program finds within a limit, None if it finds none until `ends_at`, by
+    `time.perf_counter`."""
     limit = float(limit_bytes)
     for _ in range(ATTEMPTS):
-        solution = fastest(candidates, limit)
+        solution = fastest(candidates, limit, ends_at)
         if solution is None:
             break
         plan = priced(space, candidates.load, candidates.chosen(solution.picks), candidates.spanning)
@@ -64,7 +67,7 @@ def programmed(candidates: CandidateSet, space: Space, limit_bytes: int) -> Pric
             return plan.as_run(limit_bytes)
         limit -= excess
     rest = _without_owners(candidates)
-    return programmed(rest, space, limit_bytes) if rest else None
+    return programmed(rest, space, limit_bytes, ends_at) if rest else None
 
 
 def _without_owners(candidates: CandidateSet) -> CandidateSet | None:

@@ -48,7 +48,8 @@ class Pass:
     """Whether nothing of the step outlived it, be it kept or garbage in reference cycles.
 
     If not, a second pass is nearer to what every step does: caches are filled and modules that torch
-    imports on first use are there (importing leaves cycles that hold the frames above them).
+    imports on first use are there (importing leaves cycles that hold the frames above them; those of ops go at once:
+    `profiler.trace.ops_that_import`).
     """
     summed_outputs: bool
     """Whether the loss is the sum of all outputs, as none is a scalar."""
@@ -152,7 +153,7 @@ def run_pass(
     finally:
         meter.finish()
     del output, loss
-    settled = not ledger.made()
+    settled = not (ledger.made() or meter.ops.freed_others)
     if not settled:
         gc.collect()  # what only a reference cycle holds is not kept
     still, before = ledger.kept(), {one.key for one in left}

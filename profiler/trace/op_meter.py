@@ -33,6 +33,7 @@ from profiler.trace.handover import NO_STAND_INS, Replayed, StandIn, StandIns, U
 from profiler.trace.known_values import has_data
 from profiler.trace.live_storage import NOBODY, Charge, LiveStorage
 from profiler.trace.op_cost import Cost, Op, cost, describe
+from profiler.trace.ops_that_import import OpRunner
 from profiler.trace.shapes import META, Layouts, make, predict
 from profiler.trace.uncompiled_mode import UncompiledMode
 
@@ -93,6 +94,7 @@ class Meter(UncompiledMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
+        self.ops = OpRunner(self.ledger.live)
         self.ran: dict[str, None] = {}
         """Paths of the modules whose forward ran."""
         self.read_outside: dict[int, set[str]] = {}
@@ -337,8 +339,10 @@ class Meter(UncompiledMode):
         layouts = known.layouts if known else predict(func, args, kwargs) if self._synthesize else None
         if layouts is not None:
             out = with_kept_storage(func, args, make(layouts))
+        elif op.in_place and self._synthesize:
+            out = args[0]
         else:
-            out = args[0] if op.in_place and self._synthesize else with_kept_storage(func, args, func(*args, **kwargs))
+            out = with_kept_storage(func, args, self.ops.run(func, args, kwargs))
         self._data.follow(func, args, kwargs, tensors, out)
         outputs = _outputs(out)
         fresh = self.ledger.produce(outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from random import Random
 
@@ -10,6 +10,7 @@ import pytest
 from synthetic import cluster, transformer
 
 from planner.cost.peak_memory import peak_memory
+from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.options.candidates import StageDecision
 from planner.options.search_space import Space
@@ -19,7 +20,7 @@ from planner.strategies.registry import strategies_on
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_peak_of_a_run_of_alike_stages_is_at_one_of_its_ends(seed: int, accumulation: int) -> None:
+def test_runs_of_alike_stages_cost_what_their_stages_cost_one_by_one(seed: int, accumulation: int) -> None:
     draw, machine, graph = Random(seed), cluster(2, 2), transformer(9, 256, tied=seed % 2 == 1)
     space, load = Space(graph), Workload.of(graph, machine, "adam", 2, accumulation)
     offered = [[c for c in space.choices(stage_class, load) if not c.counts] for stage_class in space.stage_classes]
@@ -34,7 +35,10 @@ def test_the_peak_of_a_run_of_alike_stages_is_at_one_of_its_ends(seed: int, accu
         options = fixed(space, load, choices, spanning)
         found += any(one is other for one, other in pairwise(options))
         apart = [replace(option) for option in options]  # equal, but none is another: every moment is looked at
-        assert peak_memory(options, load).categories == pytest.approx(peak_memory(apart, load).categories)
+        peak, looked_at = peak_memory(options, load), peak_memory(apart, load)
+        assert peak.categories == pytest.approx(looked_at.categories)
+        assert (peak.stage, peak.phase, peak.operator) == (looked_at.stage, looked_at.phase, looked_at.operator)
+        assert asdict(step_time(options, load)) == pytest.approx(asdict(step_time(apart, load)), rel=1e-12, abs=1e-12)
     assert found
 
 

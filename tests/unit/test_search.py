@@ -8,6 +8,7 @@ from itertools import count, pairwise, product
 from unittest.mock import patch
 
 import numpy as np
+import pulp
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,10 +20,11 @@ from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.options.search_space import CandidateSet, Space
+from planner.pricing import PricedPlan
 from planner.problem import Task, micro_batches
 from planner.search.least_memory import smallest_plan
-from planner.search.search import Effort, search
-from planner.solve.counting_ilp import MANY_OPTIONS, CountingProgram, fastest, steady_s, supported
+from planner.search.search import WORTH, Effort, _Sweep, search
+from planner.solve.counting_ilp import MANY_OPTIONS, SECONDS, CountingProgram, fastest, make_solver, steady_s, supported
 from planner.solve.lagrangian_bound import ChainBound, events_near
 from planner.strategies.registry import strategies_on
 from profiler.byte_sizes import whole_mib
@@ -199,6 +201,44 @@ def test_a_time_limit_ends_the_search() -> None:
         looked = search(task, space=space, effort=Effort(seconds=1.0))
     assert looked.search_s <= 3.0  # in looks at the clock of a quarter of a second each
     assert looked.bound_samples_per_s > looked.samples_per_s
+
+
+def test_the_solver_has_no_longer_than_the_search() -> None:
+    graph, machine, given_s = transformer(4, 512), cluster(1, 4, intra=2e9), list[float]()
+    task = Task(graph, machine, int(1.2 * smallest_limit(graph, machine)), micro_batch=1)
+
+    def noted(gap: float, seconds: float) -> pulp.LpSolver:
+        given_s.append(seconds)
+        return make_solver(gap, seconds)
+
+    with patch("planner.solve.counting_ilp.make_solver", side_effect=noted):
+        search(task, effort=Effort(labels=0, seconds=9.0))
+        assert given_s
+        assert all(0.0 < seconds <= 9.0 for seconds in given_s)
+        given_s.clear()
+        search(task, effort=Effort(labels=0))
+        assert set(given_s) == {SECONDS}
+    space = Space(graph)
+    load = Workload.of(graph, machine, task.optimizer, 1)
+    candidates = space.candidates(load, space.spanning_offered(load)[0])
+    assert fastest(candidates, 1 << 40)
+    assert not fastest(candidates, 1 << 40, ends_at=0.0)
+
+
+@pytest.mark.parametrize(("top", "times"), [(1.004, 1), (1.006, 2)])
+def test_a_second_search_is_made_only_for_plans_that_are_worth_it(top: float, times: int) -> None:
+    graph, machine = transformer(4, 512, selective=0.5), cluster(1, 4, intra=2e9)
+    task = Task(graph, machine, int(1.2 * smallest_limit(graph, machine)), micro_batch=1)
+    known, floors = search(task), list[float]()
+
+    def noted(sweep: _Sweep, queue: object, space: Space, incumbent: PricedPlan | None) -> object:
+        plan = PricedPlan(known.load, known.space, known.spanning, known.options)
+        floors.append(sweep.enough / plan.samples_per_s)
+        return plan, plan.samples_per_s * top
+
+    with patch.object(_Sweep, "best_first", noted):
+        assert search(task).bound_samples_per_s == pytest.approx(known.samples_per_s * top)
+    assert floors == pytest.approx([0.0, 1.0 + WORTH][:times])
 
 
 @settings(SLOW, max_examples=draws(2))
