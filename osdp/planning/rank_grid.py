@@ -1,12 +1,13 @@
 """The cluster that the ranks of the default process group make up."""
 
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from osdp.planning.clusters import default_cluster, load_cluster, resized
+from osdp.planning.clusters import default_cluster, is_derived, load_cluster, resized
 from planner.plan import Plan
 from profiler.byte_sizes import MIB, parse_bytes
 from profiler.cluster.cluster import Cluster
@@ -77,7 +78,10 @@ def cluster_of_plan(plan: Plan, device_info: DeviceInfo) -> Cluster:
 def _at_hand(nodes: int, local: int) -> Cluster:
     if default_device().type == "cpu":
         return load_cluster(CPU_CLUSTER, nodes, local)
-    return default_cluster(nodes, local)[0]
+    cluster, why = default_cluster(nodes, local)
+    if is_derived(cluster) and dist.get_rank() == 0:
+        warnings.warn(f"the cluster is {why}", stacklevel=4)
+    return cluster
 
 
 def _with_memory(cluster: Cluster, limit_bytes: int) -> Cluster:

@@ -66,6 +66,11 @@ def sources_of(cluster: Cluster) -> str:
     return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
 
 
+def assumed_of(cluster: Cluster) -> list[str]:
+    """Return which of a cluster's figures are assumed."""
+    return [name for name, _, source in figures_of(cluster) if source_kind(source) == "assumed"]
+
+
 def rates(cluster: Cluster, precision: str) -> str:
     """Return the rates that the predicted times rest on, each with the kind of its source."""
     device = cluster.device
