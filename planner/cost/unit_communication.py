@@ -24,8 +24,8 @@ writing, with P what is gathered and the rest as in `planner.strategies.unit_col
 on the compute stream, which nothing hides (`UnitTraffic.copy_out_s`, `copy_in_s`).  A rank's own shard is copied, and
 cast, before a gather on a stream of its own, under the communication that is before it: that is not charged.
 
-On a cluster that was measured, each gather and each reduction that communicates takes
-`Measured.overhead_s` more, and has those copies in its own time.
+On several ranks that were measured, each gather and each reduction that communicates takes `Measured.overhead_s` more,
+and has those copies in its own time; one rank that was measured has no collectives that could have them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def unit_traffic(
         seconds[collective.phase] += strategy.spec.extra_s(collective, cluster)
     volume = volume_of(parameters, strategy.parts, precision)
     out_s = in_s = add_s = 0.0
-    if cluster.measured is not None:
+    if cluster.measured is not None and cluster.world_size > 1:
         for phase in ("forward", "backward", "reduce"):
             seconds[phase] += cluster.measured.overhead_s(strategy.spec.one_sided) if seconds[phase] else 0.0
     elif not is_plain(parameters, strategy, precision):
