@@ -143,7 +143,8 @@ def _visible_gpus() -> tuple[tuple[Gpu, ...], Connections]:
     import torch
 
     if torch.version.hip is not None:
-        what, advice = "there are no figures of AMD's GPUs", "--cluster and a file that `osdp profile` wrote"
+        what = "there are no figures of AMD's GPUs"
+        advice = "a file that `osdp profile` wrote: --cluster, or device_info of OSDP()"
         raise OsdpError(what, got=torch.cuda.get_device_name(0), expected="GPUs of NVIDIA", advice=advice)
     return visible_gpus()
 

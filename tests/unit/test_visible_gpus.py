@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +15,7 @@ from shown_gpus import Nvml, Shown, show_gpus
 
 from osdp.planning.clusters import cluster_names, default_cluster, load_cluster
 from osdp.planning.plan_file import read_plan, reopen
+from osdp.planning.rank_grid import cluster_at_hand
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cards import CARDS, GENERATIONS, card_of, generation_of, slice_of
 from profiler.cluster.cluster import Cluster
@@ -297,6 +299,18 @@ def test_gpus_of_amd_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(OsdpError, match="no figures of AMD's GPUs"):
         default_cluster()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_a_command_rank_0_warns(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    show_gpus(monkeypatch, [L40S] * 2)
+    monkeypatch.setattr("osdp.planning.rank_grid.default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert cluster_at_hand(1, 2).name == "visible-nvidia-l40s"
+    said = ["derived from the visible 2 x NVIDIA L40S" in str(one.message) for one in told]
+    assert said == ([True] if rank == 0 else [])
 
 
 def test_no_gpu_and_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
