@@ -47,7 +47,12 @@ def resource_file(kind: Kind, name: str, otherwise: str = "") -> Path:
 
 def file_of(kind: Kind, spec: str, otherwise: str) -> Path:
     """Return the file that `spec` is the path or, of one of OSDP's own, the name of; raises as `resource_file`."""
-    return Path(spec) if spec.endswith((".yaml", ".yml")) or "/" in spec else resource_file(kind, spec, otherwise)
+    return Path(spec) if is_path(spec) else resource_file(kind, spec, otherwise)
+
+
+def is_path(spec: str) -> bool:
+    """Whether `spec` is the path of a file, and not a name."""
+    return spec.endswith((".yaml", ".yml")) or "/" in spec
 
 
 def make_folder(path: Path) -> Path:

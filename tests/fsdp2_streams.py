@@ -36,6 +36,10 @@ class Unit:
     """The same before backward."""
     chunk_cat: float = 0.0
     """Gradients to the reduce-scatter's input."""
+    from_host: float = 0.0
+    """Offloaded shards to the device before forward, in a group of one rank: `wait_for_unshard` copies them there."""
+    from_host_again: float = 0.0
+    """The same before backward."""
 
 
 class Streams:
@@ -76,6 +80,7 @@ def _forward(streams: Streams, units: Sequence[Unit]) -> None:
             streams.wait(COPY_IN, before)
             streams.wait(GATHER, before)
         streams.wait(COMPUTE, gathered)
+        streams.run(COMPUTE, unit.from_host)
         before = streams.run(COMPUTE, unit.copy_out)
         streams.run(COMPUTE, unit.forward)
     assert before is not None
@@ -93,6 +98,7 @@ def _backward(streams: Streams, units: Sequence[Unit], last: bool) -> None:
         unit = units[index]
         if unit.gather_again is not None:
             streams.wait(COMPUTE, gathered)
+            streams.run(COMPUTE, unit.from_host_again)
             copied = streams.run(COMPUTE, unit.copy_out_again)
             streams.wait(COPY_IN, copied)
             streams.wait(GATHER, copied)

@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 MODEL_HELP = "A name from `osdp models`, path/to/model.yaml, package.module:factory or hf:path/to/config.json."
-CLUSTER_HELP = "A name from `osdp clusters` or path/to/cluster.yaml."
+CLUSTER_HELP = "A name from `osdp clusters`, path/to/cluster.yaml, or `visible`: derived from the visible GPUs."
 MEM_HELP = (
     "Memory limit per device; 8GB means 8 GiB (8192 MiB). A list (6GB,8GB) or a range start:stop:step "
     "(6GB:24GB:2GB) gives the frontier of memory and speed. Default: all of the device's memory."

@@ -1,12 +1,16 @@
-"""Clusters by name, or from a file of the same form as `configs/clusters/*.yaml`."""
+"""Clusters by name, or from a file of the same form as `configs/clusters/*.yaml`, or of the GPUs that torch sees."""
 
-import re
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 
-from osdp.resources import file_of, resource_names
+from osdp.resources import file_of, is_path, resource_names
 from profiler.byte_sizes import MIB, format_bytes
+from profiler.cluster.cards import card_of
 from profiler.cluster.cluster import Cluster, Device
 from profiler.cluster.read_cluster import read_cluster
+from profiler.cluster.visible_cluster import VISIBLE, visible_cluster
+from profiler.cluster.visible_gpus import Connections, Gpu, visible_gpus
 from profiler.errors import OsdpError
 
 WORKSPACE = "cublas_workspace"
@@ -16,11 +20,6 @@ ALLOCATED_RESERVES = (WORKSPACE, "allocator_rounding")
 DEFAULT_CLUSTER = "titan-rtx-8"
 """Planned for if the user names no cluster and no GPU is visible."""
 
-_VARIANT = re.compile(r"nvidia|sxm\d*|hbm\d\w*|\d+gb", re.IGNORECASE)
-"""Words of a device's name that its vendor and torch do not use alike."""
-_SAME_MEMORY = 0.1
-"""Relative difference up to which two sizes are the same card's: drivers keep a part."""
-
 
 def cluster_names() -> list[str]:
     """Return the names of the clusters that come with OSDP, sorted."""
@@ -28,8 +27,14 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(spec: str, nodes: int | None = None, gpus_per_node: int | None = None) -> Cluster:
-    """Return the cluster of the name or file `spec`, with another number of ranks if given; raises OsdpError."""
-    cluster = read_cluster(file_of("clusters", spec, "your own cluster: path/to/cluster.yaml"))
+    """Return the cluster of the name or file `spec`, with another number of ranks if given; raises OsdpError.
+
+    `visible` is that of the GPUs that torch sees.
+    """
+    if spec == VISIBLE or (spec.startswith(f"{VISIBLE}-") and not is_path(spec)):
+        cluster = _visible(spec)
+    else:
+        cluster = read_cluster(file_of("clusters", spec, "your own cluster: path/to/cluster.yaml"))
     nodes = cluster.nodes if nodes is None else nodes
     return resized(cluster, nodes, cluster.gpus_per_node if gpus_per_node is None else gpus_per_node)
 
@@ -42,7 +47,8 @@ def resized(cluster: Cluster, nodes: int, gpus_per_node: int) -> Cluster:
     if nodes > 1 and cluster.inter is None:
         linked = [name for name in cluster_names() if load_cluster(name).inter is not None]
         what = f"the cluster {cluster.name} has no link between nodes"
-        advice = f"a cluster that has it: {', '.join(linked)}; or copy the file and add `inter`"
+        own = "measure one with `osdp profile` on all nodes" if is_derived(cluster) else "copy the file and add `inter`"
+        advice = f"a cluster that has it: {', '.join(linked)}; or {own}"
         raise OsdpError(what, got=f"{nodes} nodes", expected="1 node, or a cluster with an `inter` link", advice=advice)
     found = cluster.with_ranks(nodes, gpus_per_node)
     if cluster.measured and not found.measured:
@@ -93,34 +99,61 @@ def choose_cluster(name: str | None, nodes: int | None, gpus_per_node: int | Non
 def default_cluster(nodes: int | None = None, gpus_per_node: int | None = None) -> tuple[Cluster, str]:
     """Return the cluster to plan for where the user names none, and why it was taken.
 
-    That is the preset of the GPUs that torch sees, with as many of them, or else `DEFAULT_CLUSTER`.
+    That is the preset of the GPUs that torch sees, with as many of them; or one that is derived from their properties,
+    where no preset describes them; or `DEFAULT_CLUSTER` without any GPU.
     """
     import torch
 
     if not torch.cuda.is_available():
         return load_cluster(DEFAULT_CLUSTER, nodes, gpus_per_node), "the default, as no GPU is visible"
-    name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
-    memory_bytes = torch.cuda.get_device_properties(0).total_memory
-    preset = _preset_of(name, memory_bytes)
-    if preset is None:
-        why = f"the default, as there is no preset for the visible {name}; --cluster takes your own file"
-        return load_cluster(DEFAULT_CLUSTER, nodes, gpus_per_node), why
-    cluster = load_cluster(preset, nodes or 1, gpus_per_node or count)
-    return cluster, f"the preset of the visible GPUs, {count} x {name}"
+    gpus, connections = _visible_gpus()
+    seen = " and ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in gpus).items())
+    nodes, gpus_per_node = nodes or 1, gpus_per_node or len(gpus)
+    preset = _preset_of(gpus)
+    if preset is not None:
+        return load_cluster(preset, nodes, gpus_per_node), f"the preset of the visible GPUs, {seen}"
+    cluster = visible_cluster(gpus, connections)
+    unlike = "" if len({gpu.name for gpu in gpus}) == 1 else ", each figure the least of these GPUs"
+    why = f"derived from the visible {seen}, which no preset describes{unlike}"
+    return resized(cluster, nodes, gpus_per_node), f"{why}; osdp clusters {VISIBLE} --sources lists what is assumed"
 
 
-def _preset_of(name: str, memory_bytes: int) -> str | None:
-    """Return the preset whose device has that name and memory, one of a single node if there is."""
-    presets = {preset: load_cluster(preset) for preset in cluster_names()}
-    for preset in sorted(presets, key=lambda preset: presets[preset].nodes):
-        device = presets[preset].device
-        known_bytes = device.memory_bytes.value
-        same_size = abs(memory_bytes - known_bytes) <= _SAME_MEMORY * known_bytes
-        if device.kind == "cuda" and same_size and _words(device.name) == _words(name):
-            return preset
-    return None
+def is_derived(cluster: Cluster) -> bool:
+    """Whether the figures of a cluster were derived from the visible GPUs."""
+    return cluster.name.startswith(f"{VISIBLE}-") and cluster.measured is None
 
 
-def _words(name: str) -> set[str]:
-    """Return the words of a device's name that tell it from another model."""
-    return {word for word in re.split(r"\W+", name.lower()) if word and not _VARIANT.fullmatch(word)}
+def _visible(spec: str) -> Cluster:
+    """Return the cluster of the visible GPUs; raises OsdpError if `spec` names others, or if there is none."""
+    import torch
+
+    advice = "a file that `osdp profile` wrote there, or the name of a preset"
+    if not torch.cuda.is_available():
+        what = f"the cluster {spec} is made of the GPUs that torch sees"
+        raise OsdpError(what, got="no GPU is visible", expected="one GPU or more", advice=advice)
+    cluster = visible_cluster(*_visible_gpus())
+    if spec not in (VISIBLE, cluster.name):
+        what = f"the GPUs of the cluster {spec} are not the visible ones"
+        raise OsdpError(what, got=cluster.description, expected=spec, advice=f"{advice}, or --cluster {VISIBLE}")
+    return cluster
+
+
+def _visible_gpus() -> tuple[tuple[Gpu, ...], Connections]:
+    """Return the visible GPUs; raises OsdpError for those of another vendor, whose capabilities mean something else."""
+    import torch
+
+    if torch.version.hip is not None:
+        what = "there are no figures of AMD's GPUs"
+        advice = "a file that `osdp profile` wrote: --cluster, or device_info of OSDP()"
+        raise OsdpError(what, got=torch.cuda.get_device_name(0), expected="GPUs of NVIDIA", advice=advice)
+    return visible_gpus()
+
+
+def _preset_of(gpus: Sequence[Gpu]) -> str | None:
+    """Return the preset whose device all of these are exactly; None: there is none."""
+    presets = set()
+    for gpu in gpus:
+        card = card_of(gpu.name, gpu.memory_bytes)
+        is_whole = card is not None and card.multiprocessors == gpu.multiprocessors
+        presets.add(card.preset if card is not None and is_whole else "")
+    return presets.pop() or None if len(presets) == 1 else None

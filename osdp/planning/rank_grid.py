@@ -1,12 +1,13 @@
 """The cluster that the ranks of the default process group make up."""
 
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from osdp.planning.clusters import default_cluster, load_cluster, resized
+from osdp.planning.clusters import default_cluster, is_derived, load_cluster, resized
 from planner.plan import Plan
 from profiler.byte_sizes import MIB, parse_bytes
 from profiler.cluster.cluster import Cluster
@@ -51,11 +52,11 @@ def cluster_of_ranks(device_info: DeviceInfo, emulated_nodes: int = 1) -> tuple[
     if isinstance(device_info, Cluster):
         return resized(device_info, nodes, local), None
     if device_info is None:
-        return _at_hand(nodes, local), None
+        return cluster_at_hand(nodes, local), None
     text = str(device_info)
     if isinstance(device_info, int) or text[:1].isdigit():
         limit_bytes = device_info * MIB if isinstance(device_info, int) else parse_bytes(text)
-        return _with_memory(_at_hand(nodes, local), limit_bytes), limit_bytes
+        return _with_memory(cluster_at_hand(nodes, local), limit_bytes), limit_bytes
     return load_cluster(text, nodes, local), None
 
 
@@ -70,14 +71,18 @@ def cluster_of_plan(plan: Plan, device_info: DeviceInfo) -> Cluster:
     try:
         cluster = load_cluster(plan.cluster.name, nodes, local)
     except OsdpError:
-        cluster = _at_hand(nodes, local)
+        cluster = cluster_at_hand(nodes, local)
     return replace(cluster, ring=plan.cluster.ring)
 
 
-def _at_hand(nodes: int, local: int) -> Cluster:
+def cluster_at_hand(nodes: int, local: int) -> Cluster:
+    """Return the cluster of this machine's devices, as far as their figures are known; raises OsdpError."""
     if default_device().type == "cpu":
         return load_cluster(CPU_CLUSTER, nodes, local)
-    return default_cluster(nodes, local)[0]
+    cluster, why = default_cluster(nodes, local)
+    if is_derived(cluster) and dist.get_rank() == 0:
+        warnings.warn(f"the cluster is {why}", stacklevel=4)
+    return cluster
 
 
 def _with_memory(cluster: Cluster, limit_bytes: int) -> Cluster:

@@ -6,8 +6,8 @@ t = latency + S slope
 
     alpha = latency / (n - 1)        beta = (n - 1) / n / slope
 
-`intra` comes from the groups of whole nodes.  `inter` comes from groups of one rank per node, which all work at
-once: beta is what one rank gets while all ranks of its node send.
+`intra` comes from the groups of whole nodes; of one rank alone, which has none, it is assumed.  `inter` comes from
+groups of one rank per node, which all work at once: beta is what one rank gets while all ranks of its node send.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,10 +60,9 @@ ALLOCATED = {
 
 def assemble(found: Findings, name: str) -> Cluster:
     """Return the cluster that was measured."""
-    intra, inter = derived_links(found.times, found.nodes, found.ranks_per_node)
+    intra, inter = (found.link, None) if found.link else derived_links(found.times, found.nodes, found.ranks_per_node)
     overlap = found.overlap
-    both = f"{overlap.both_s:.3g} s together, {overlap.computation_s:.3g} and {overlap.communication_s:.3g} s apart"
-    how = "the device has streams" if overlap.on_streams else "without streams FSDP2 waits for each collective at once"
+    overlaps, overlap_source = _overlap(found)
     return Cluster(
         schema=Cluster.SCHEMA,
         name=name,
@@ -73,8 +72,8 @@ def assemble(found: Findings, name: str) -> Cluster:
         device=_device(found),
         intra=intra,
         inter=inter,
-        overlaps=overlap.overlaps,
-        overlap_source=f"measured: an all-reduce and matrix products take {both}; {how}",
+        overlaps=overlaps,
+        overlap_source=overlap_source,
         ring=ring_rules(found.times),
         measured=Measured(
             date=date.today().isoformat(),
@@ -83,13 +82,24 @@ def assemble(found: Findings, name: str) -> Cluster:
             collectives=found.times,
             calls=found.model.calls,
             optimizers=found.model.optimizers,
-            overlapped_slowdown=overlap.slowdown,
-            asynchronous=overlap.asynchronous,
+            overlapped_slowdown=overlap.slowdown if overlap else 1.0,
+            asynchronous=overlap is not None and overlap.asynchronous,
             unit_overhead_s=found.unit.overhead_s,
             one_sided_overhead_s=found.unit.one_sided_overhead_s,
             notes=tuple(_notes(found)),
         ),
     )
+
+
+def _overlap(found: Findings) -> tuple[bool, str]:
+    """Return whether FSDP2's collectives run under computation, and the source of that."""
+    overlap, on_cuda = found.overlap, found.device_type == "cuda"
+    if overlap is None:
+        how = "NCCL has a stream of its own" if on_cuda else "collectives of gloo on CPU tensors block"
+        return on_cuda, f"assumed: {how}; one rank alone does not communicate"
+    both = f"{overlap.both_s:.3g} s together, {overlap.computation_s:.3g} and {overlap.communication_s:.3g} s apart"
+    how = "the device has streams" if overlap.on_streams else "without streams FSDP2 waits for each collective at once"
+    return overlap.overlaps, f"measured: an all-reduce and matrix products take {both}; {how}"
 
 
 def _device(found: Findings) -> Device:

@@ -2,6 +2,9 @@
 
     memory -> communication -> rates -> overlap -> units -> the model's calls and optimizers -> memory -> Findings
 
+One rank alone has no communication: overlap and units are not measured either, and its link is that of the cluster at
+hand, as an assumption.
+
 Times are those of the slowest rank, except of calls, where the ranks' medians are averaged: a collective waits for
 the rank that is slowest at that moment, which is another one each time.
 """
@@ -16,11 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from osdp.planning.rank_grid import grid
+from osdp.planning.clusters import DEFAULT_CLUSTER, load_cluster
+from osdp.planning.rank_grid import cluster_at_hand, grid
 from osdp.profile.fsdp_overhead import UnitTimes, measure_units
 from osdp.profile.time_collectives import SIZES_BYTES, Request, Timings, collective_times, measure_rounds
 from planner.problem import Progress
 from planner.strategies.unit_collectives import padded_rows
+from profiler.cluster.cluster import Link
+from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import CallTimes, CollectiveTimes, OptimizerTimes
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
@@ -82,18 +88,20 @@ class Findings:
     """Of collectives."""
     times: tuple[CollectiveTimes, ...]
     """The fits of these."""
-    overlap: Overlap
+    overlap: Overlap | None
+    """None: one rank alone, which has nothing to overlap."""
     unit: UnitTimes
     graph: ModelGraph | None
     """Of the model whose calls were measured."""
     model: ModelTimes
+    link: Link | None = None
+    """Of one rank alone, which has none to measure."""
 
 
 def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Findings:
     """Measure the machine, and the model if there is one. A collective call; raises OsdpError."""
-    if dist.get_world_size() < 2:
-        raise OsdpError("a profile needs two ranks or more", got="1", expected="for instance --ranks-per-node 2")
     nodes, ranks_per_node = grid()
+    is_alone = dist.get_world_size() == 1
     repetitions, budget_s = wanted.repetitions, COMMUNICATION_SHARE * wanted.budget_s
 
     def round_begins(done: int) -> None:
@@ -102,16 +110,20 @@ def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Finding
 
     progress("measuring memory", 0.0)
     memory = _least_memory(device, ranks_per_node)
-    progress("measuring communication: a first pass", 0.0)
-    request = Request(nodes, ranks_per_node, wanted.sizes_bytes, repetitions, budget_s)
-    timings = measure_rounds(request, device, round_begins)
+    timings: list[Timings] = []
+    if not is_alone:
+        progress("measuring communication: a first pass", 0.0)
+        request = Request(nodes, ranks_per_node, wanted.sizes_bytes, repetitions, budget_s)
+        timings = measure_rounds(request, device, round_begins)
     times = collective_times(timings)
     progress("measuring rates", COMMUNICATION_SHARE)
     rates = _mean_rates(device, repetitions)
-    progress("measuring overlap", 0.65)
-    overlap = measure_overlap(middle_size_bytes(times, dist.get_world_size()), repetitions, device)
-    progress("measuring units", 0.7)
-    unit = measure_units(times, nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
+    overlap, unit = None, UnitTimes(0.0)
+    if not is_alone:
+        progress("measuring overlap", 0.65)
+        overlap = measure_overlap(middle_size_bytes(times, dist.get_world_size()), repetitions, device)
+        progress("measuring units", 0.7)
+        unit = measure_units(times, nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
     source = wanted.model
     graph, model = (None, ModelTimes()) if source is None else measure_model(wanted, source, device, progress)
     backend = "NCCL" if wanted.device == "cuda" else "gloo"
@@ -129,7 +141,18 @@ def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Finding
         unit=unit,
         graph=graph,
         model=model,
+        link=_assumed_link() if is_alone else None,
     )
+
+
+def _assumed_link() -> Link:
+    """Return the link that ranks of this machine are assumed to have, if there were several."""
+    try:
+        known = cluster_at_hand(1, 1)
+    except OsdpError:  # GPUs of which nothing is known
+        known = load_cluster(DEFAULT_CLUSTER)
+    source = f"assumed: one rank alone has no link, so as of {known.name}"
+    return Link(Figure(known.intra.latency_s.value, source), Figure(known.intra.bytes_per_s.value, source))
 
 
 def _least_memory(device: torch.device, ranks_per_node: int) -> DeviceMemory:

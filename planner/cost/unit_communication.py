@@ -8,7 +8,10 @@ the rate of `Host.link_bytes_per_s`, as FSDP2 with `CPUOffloadPolicy` does (torc
     reduction, or once per step                                     SG
 
 (`StrategySpec.host_copies`; the strategies' files document exceptions).  Copies run in sequence with their
-collectives: FSDP2 copies to the device on a separate stream, so it can be faster than this.
+collectives: FSDP2 copies to the device on a separate stream, so it can be faster than this.  A group of one rank
+(`replicate`, and everything at world size 1) has no all-gather that FSDP2 could issue ahead: shards are copied to the
+device as their unit begins, on the compute stream (`FSDPParamGroup.wait_for_unshard`), and nothing hides that
+(`UnitTraffic.copy_out_s`).  The copy of the gradient back is on the stream of reductions there too.
 
 With several micro-batches a reduced shard is added to the one on the host.  That reads two tensors and writes one, at
 the host's rate, and the thread that launches the backward waits for it: such reductions do not overlap with
@@ -24,8 +27,8 @@ writing, with P what is gathered and the rest as in `planner.strategies.unit_col
 on the compute stream, which nothing hides (`UnitTraffic.copy_out_s`, `copy_in_s`).  A rank's own shard is copied, and
 cast, before a gather on a stream of its own, under the communication that is before it: that is not charged.
 
-On a cluster that was measured, each gather and each reduction that communicates takes
-`Measured.overhead_s` more, and has those copies in its own time.
+On several ranks that were measured, each gather and each reduction that communicates takes `Measured.overhead_s` more,
+and has those copies in its own time; one rank that was measured has no collectives that could have them.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ class UnitTraffic:
     add_s: float = 0.0
     """After its reduction in every micro-batch but the first: adding the gradient to the one on the host."""
     copy_out_s: float = 0.0
-    """Before its forward, on the compute stream: parameters out of what was gathered."""
+    """Before its forward, on the compute stream: parameters out of what was gathered, or in a group of one rank from
+    the host."""
     copy_out_again_s: float = 0.0
     """The same before its backward; 0 if kept unsharded."""
     copy_in_s: float = 0.0
@@ -79,8 +83,8 @@ def unit_traffic(
         syncs = syncs or (collective.phase != "step" and collective.operation not in ONE_SIDED)
         seconds[collective.phase] += strategy.spec.extra_s(collective, cluster)
     volume = volume_of(parameters, strategy.parts, precision)
-    out_s = in_s = add_s = 0.0
-    if cluster.measured is not None:
+    out_s = in_s = add_s = host_s = 0.0
+    if cluster.measured is not None and cluster.world_size > 1:
         for phase in ("forward", "backward", "reduce"):
             seconds[phase] += cluster.measured.overhead_s(strategy.spec.one_sided) if seconds[phase] else 0.0
     elif not is_plain(parameters, strategy, precision):
@@ -92,9 +96,14 @@ def unit_traffic(
         rested, reduced = volume.rested // strategy.parts, volume.reduced // strategy.parts
         copies = [copy for copy in strategy.spec.host_copies(strategy, cluster) if trains or copy[0] == "forward"]
         for phase, is_gradient in copies:
-            seconds[phase] += (reduced if is_gradient else rested) / cluster.host.link_bytes_per_s.value
+            copy_s = (reduced if is_gradient else rested) / cluster.host.link_bytes_per_s.value
+            if strategy.group == 1 and phase in ("forward", "backward"):
+                host_s = copy_s
+            else:
+                seconds[phase] += copy_s
         if ("reduce", True) in copies:
             add_s = ADD_TENSORS * reduced / cluster.host.memory_bytes_per_s.value
+    out_s += host_s
     again_s = out_s if trains and not strategy.keeps_unsharded else 0.0
     own_s = seconds["forward"], seconds["backward"], seconds["reduce"], seconds["step"]
     return UnitTraffic(*own_s, add_s, out_s, again_s, in_s, syncs)

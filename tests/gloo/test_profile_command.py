@@ -24,6 +24,7 @@ from planner.cost.workload import Workload
 from planner.options.search_space import Space
 from planner.search.baselines import uniform
 from planner.strategies.spec import Strategy
+from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import call_key
 from profiler.cluster.read_cluster import read_cluster
 from profiler.model_graph import Recompute
@@ -163,6 +164,34 @@ def test_two_profiles_side_by_side(profiled: tuple[Path, str]) -> None:
     assert "Links: preset.yaml against mine.yaml" in plain.stdout
 
 
+def test_one_rank_alone_is_profiled_and_planned_for(tmp_path: Path) -> None:
+    """A machine with one GPU, but on a CPU."""
+    asked = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--device", "cpu", "--ranks-per-node", "1")
+    done = osdp(tmp_path, "profile", *asked, "-o", "mine.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "measuring communication" not in done.stderr
+    assert "not measured, as there is one rank; a link of 300 MB/s is assumed" in " ".join(done.stdout.split())
+    cluster, graph = read_cluster(tmp_path / "mine.yaml"), trace_model(load_model("gpt2-tiny"))
+    measured = cluster.measured
+    assert measured is not None
+    assert (cluster.world_size, measured.collectives, cluster.ring, measured.notes) == (1, (), (), measured.notes)
+    assert {one.key for one in measured.calls} == {call_key(graph, call) for call in graph.calls}
+    assert {one.name for one in measured.optimizers} == OPTIMIZERS.keys()
+    assert cluster.intra.bytes_per_s == Figure(3e8, "assumed: one rank alone has no link, so as of cpu-gloo")
+    assert cluster.overlap_source.startswith("assumed: ")
+    plan = ("plan", "--model", "gpt2-tiny", "--cluster", "mine.yaml", "--batch", "2", "--optimizer", "sgd", "--json")
+    planned = osdp(tmp_path, *plan, "-o", "plan.yaml")
+    assert planned.returncode == 0, planned.stderr
+    terms = json.loads(planned.stdout)["predicted"]["time_by_term"]
+    by_key = {one.key: one for one in measured.calls}
+    calls = [by_key[call_key(graph, call)] for call in graph.calls]
+    assert terms["compute_s"] == pytest.approx(sum(one.forward_s[1] + one.backward_s[1] for one in calls))
+    assert terms["exposed_communication_s"] == 0
+    explained = osdp(tmp_path, "explain", "plan.yaml", "--cluster", "mine.yaml", "--no-what-if")
+    assert explained.returncode == 0, explained.stderr
+    assert osdp(tmp_path, "profile", "--compare", "mine.yaml", "mine.yaml").returncode == 0
+
+
 def test_an_interrupted_profile_leaves_no_file(tmp_path: Path) -> None:
     command = [python(), "-m", "osdp", "profile", *QUICK, "-o", "mine.yaml"]
     started = subprocess.Popen(command, env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
@@ -188,15 +217,18 @@ def measure_once(rank: int) -> Told:
     return told
 
 
-def test_progress_never_falls() -> None:
-    for told in run_ranks(measure_once, 2):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_progress_never_falls(ranks: int) -> None:
+    for told in run_ranks(measure_once, ranks):
         fractions = [fraction for _, fraction in told]
         assert fractions == sorted(fractions)
         assert fractions[0] == 0.0
         assert 0.75 <= fractions[-1] <= 1.0
         stages = ["memory", "communication", "rates", "overlap", "units", "model", "calls", "optimizers"]
+        if ranks == 1:
+            stages = [stage for stage in stages if stage not in ("communication", "overlap", "units")]
         expected = [f"measuring {stage}" for stage in stages]
-        expected.insert(5, "tracing gpt2-tiny")
+        expected.insert(stages.index("model"), "tracing gpt2-tiny")
         assert list(dict.fromkeys(what.partition(":")[0] for what, _ in told)) == expected
 
 
@@ -225,7 +257,6 @@ def test_torchrun_overwrites_nothing_of_the_users(tmp_path: Path) -> None:
         (("--precision", "fp8"), "unknown --precision"),
         (("--device", "tpu"), "unknown --device"),
         (("--model", "gpt9"), "no such model"),
-        (("--ranks-per-node", "1", "--device", "cpu"), "two ranks or more"),
         (("-o", "missing/profile.yaml"), "missing"),
         (("--compare", "a.yaml", "b.yaml"), "a.yaml"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import groupby
 
+import pytest
 from fsdp2_streams import Unit, replay_s
 from thoroughness import some
 
@@ -61,6 +62,10 @@ def times(
         opens = operators not in [others for others, _ in runs[:index]]
         again = operators not in [others for others, _ in runs[index + 1 :]] and not strategy.keeps_unsharded
         copy_out = ((reduced if group == 1 else computed) + computed) / memory
+        # In a group of one rank: shards in whole from the host, on the compute stream, and gradients back on that of
+        # reductions.
+        host_s = 4 * numel / cluster.host.link_bytes_per_s.value if strategy.offload and cluster.host else 0.0
+        assert not (strategy.offload and group > 1), "copied on another stream, which is not replayed"
         across = collective_s("all_reduce", reduced / group, cluster, cluster.world_size // group, group)
         units.append(
             Unit(
@@ -68,12 +73,14 @@ def times(
                 segment.backward_s,
                 gather if opens else 0.0,
                 gather if again else None,
-                collective_s("reduce_scatter", reduced, cluster, group) if opens else 0.0,
+                collective_s("reduce_scatter", reduced, cluster, group) + host_s if opens else 0.0,
                 across if opens else 0.0,
                 (2 * computed + (reduced + computed if bf16 else 0)) / group / memory if group > 1 else 0.0,
                 copy_out if opens else 0.0,
                 copy_out,
                 (computed + reduced) / memory if opens else 0.0,
+                host_s if opens else 0.0,
+                host_s,
             )
         )
     return closed.total_s, replay_s(units, accumulation) + closed.optimizer_s
@@ -84,6 +91,13 @@ def test_the_closed_form_is_near_the_replay() -> None:
     assert min(off) > -0.008
     assert max(off) < 0.025
     assert sum(map(abs, off)) / len(off) < 0.005
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 16, 64])
+def test_offloaded_copies_of_one_rank_hide_under_nothing(micro_batch: int) -> None:
+    """Where they were priced as hidden under computation, the step was up to 7 % too short."""
+    closed_s, replayed_s = times("bert-large", "fp32", "h200-1", "replicate+offload", micro_batch, 1)
+    assert abs(closed_s / replayed_s - 1) < 0.001
 
 
 def test_an_all_reduce_between_nodes_is_hidden() -> None:

@@ -57,7 +57,11 @@ class Rule:
 
 
 RULES = {
-    "profiler": Rule(frozenset(), frozenset({"annotated_types", "torch", "networkx", "numpy", "pydantic", "yaml"})),
+    "profiler": Rule(
+        frozenset(),
+        frozenset({"annotated_types", "torch", "networkx", "numpy", "pydantic", "yaml"}),
+        frozenset({"pynvml"}),
+    ),
     "planner": Rule(PLAIN_DATA, frozenset({"annotated_types", "networkx", "numpy", "pulp", "highspy"})),
     "runtime": Rule(PLAIN_DATA | PLANS | SHARED, frozenset({"torch", "numpy"}), frozenset({"cupy", "safetensors"})),
     "osdp": Rule(

@@ -226,6 +226,15 @@ def test_a_measured_optimizer() -> None:
     assert Workload(machine, "sgd", "fp32", 1).optimizer_s(1e6) == derived_s
 
 
+def test_one_rank_that_was_measured_is_charged_for_copies() -> None:
+    """No collective was measured there that could have them in its time."""
+    graph, machine, strategy = transformer(2, 64), cluster(1, 1), Strategy("replicate", 1)
+    parameters = [parameter for operator in graph.operators for parameter in operator.parameters]
+    derived = unit_traffic(parameters, strategy, "bf16", machine)
+    assert derived.copy_out_s > 0
+    assert unit_traffic(parameters, strategy, "bf16", measured(machine, unit_overhead_s=1e-3)) == derived
+
+
 # --- overlap ---------------------------------------------------------------------------------
 
 

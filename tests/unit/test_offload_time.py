@@ -11,6 +11,7 @@ from synthetic import chain, cluster
 
 from osdp.planning.clusters import cluster_names, load_cluster
 from osdp.resources import resource_file
+from planner.cost.simulator import simulated_s
 from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.unit_communication import unit_traffic
@@ -58,8 +59,13 @@ def test_copies_by_hand(name: str, forward: int, backward: int, reduction: int, 
     # fp32 under every precision; 300,000 parameters over 8, 4 or no ranks.
     parts = {"group_shard": 4, "odc": 4, "replicate": 1, "owner": 1}.get(strategy.name, 8)
     copy_s = 4 * 300_000 / parts / LINK
-    assert there.forward_gather_s - here.forward_gather_s == pytest.approx(forward * copy_s)
-    assert there.backward_gather_s - here.backward_gather_s == pytest.approx(backward * copy_s)
+    # In a group of one rank, as the unit begins, on the compute stream.
+    stalls = strategy.group == 1
+    gathers_s = there.forward_gather_s - here.forward_gather_s, there.backward_gather_s - here.backward_gather_s
+    stalls_s = there.copy_out_s - here.copy_out_s, there.copy_out_again_s - here.copy_out_again_s
+    expected_s = pytest.approx((forward * copy_s, backward * copy_s))
+    assert (stalls_s if stalls else gathers_s) == expected_s
+    assert (gathers_s if stalls else stalls_s) == pytest.approx((0, 0))
     assert there.reduce_s - here.reduce_s == pytest.approx(reduction * copy_s)
     assert there.step_reduce_s - here.step_reduce_s == pytest.approx(step * copy_s)
     # Two tensors read and one written, where the host adds.
@@ -109,6 +115,24 @@ def test_an_offloaded_stage_by_hand() -> None:
 def test_the_device_steps_at_its_own_rate() -> None:
     option, _ = stage(Strategy("shard", 4))
     assert option.optimizer_s == pytest.approx(18 * SHARD / 600e9)
+
+
+def test_one_rank_waits_for_its_shards() -> None:
+    """At world size 1: copies to the device are on the compute stream, those back are not."""
+    space = Space(chain([(2048, 1024)], gflops=[100], saved_mb=[1]))
+    load = Workload(hosted(1, 1), "adam", "fp32", 1)
+    (option,) = fixed(space, load, (StageDecision((Strategy("replicate", 1, offload=True),)),), None)
+    segment, whole_bytes = only(option), 4 * SHARD
+    copy_s = whole_bytes / LINK + COPY_S
+    assert (segment.forward_gather_s, segment.backward_gather_s) == (0, 0)
+    assert (segment.forward_stall_s, segment.backward_stall_s) == pytest.approx((copy_s, copy_s + COPY_S))
+    assert segment.reduce_s == pytest.approx(whole_bytes / LINK)
+    time = step_time([option], load)
+    # Forward 10 ms and backward 20 ms at 10 TFLOP/s, neither of which hides a copy to the device.
+    expected_s = 0.01 + copy_s + 0.02 + copy_s + COPY_S + whole_bytes / LINK + option.optimizer_s
+    assert time.total_s == pytest.approx(expected_s)
+    assert time.exposed_communication_s == pytest.approx(2 * copy_s + COPY_S + whole_bytes / LINK)
+    assert simulated_s([option], load) == pytest.approx(time.total_s)
 
 
 def test_sums_on_the_host_stall_the_backward() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from shown_gpus import Shown, show_gpus
 
 from osdp.planning.clusters import default_cluster, memory_limit
 from osdp.planning.plan_file import read_plan, reopen, write_plan
@@ -45,50 +45,45 @@ def test_what_cannot_be_asked_is_refused_before_the_trace() -> None:
 # --- the cluster where none is named ------------------------------------------------------------------------
 
 
-def show_gpus(monkeypatch: pytest.MonkeyPatch, name: str, count: int, memory_bytes: float) -> None:
-    class Properties:
-        total_memory = int(memory_bytes)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-
-
 @pytest.mark.parametrize(
-    ("name", "count", "memory_gib", "expected"),
+    ("gpu", "count", "expected"),
     [
-        ("NVIDIA TITAN RTX", 2, 23.65, ("titan-rtx-8", 1, 2)),
-        ("NVIDIA H100 80GB HBM3", 4, 79.1, ("h100-8", 1, 4)),
-        ("NVIDIA A100-SXM4-80GB", 8, 79.15, ("a100-80g-8", 1, 8)),
-        ("NVIDIA GeForce RTX 4090", 1, 23.5, ("rtx4090-2", 1, 1)),
-        ("NVIDIA H200", 1, 139.8, ("h200-1", 1, 1)),
+        (Shown("NVIDIA TITAN RTX", (7, 5), 23.65, 72), 2, ("titan-rtx-8", 1, 2)),
+        (Shown("TITAN RTX", (7, 5), 23.65, 72), 2, ("titan-rtx-8", 1, 2)),
+        (Shown("NVIDIA H100 80GB HBM3", (9, 0), 79.1, 132), 4, ("h100-8", 1, 4)),
+        (Shown("NVIDIA A100-SXM4-80GB", (8, 0), 79.15, 108), 8, ("a100-80g-8", 1, 8)),
+        (Shown("NVIDIA GeForce RTX 4090", (8, 9), 23.5, 128), 1, ("rtx4090-2", 1, 1)),
+        (Shown("NVIDIA H200", (9, 0), 139.8, 132), 1, ("h200-1", 1, 1)),
     ],
 )
 def test_visible_gpus_choose_their_preset(
-    monkeypatch: pytest.MonkeyPatch, name: str, count: int, memory_gib: float, expected: tuple[str, int, int]
+    monkeypatch: pytest.MonkeyPatch, gpu: Shown, count: int, expected: tuple[str, int, int]
 ) -> None:
-    show_gpus(monkeypatch, name, count, memory_gib * GIB)
+    show_gpus(monkeypatch, [gpu] * count)
     cluster, why = default_cluster()
     assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == expected
-    assert f"{count} x {name}" in why
+    assert f"{count} x {gpu.name}" in why
     assert default_cluster(gpus_per_node=3)[0].gpus_per_node == 3
 
 
 @pytest.mark.parametrize(
-    ("name", "memory_gib"),
+    "gpu",
     [
-        ("NVIDIA A100-SXM4-40GB", 39.4),  # half the memory of the preset
-        ("NVIDIA H100 PCIe", 79.1),  # slower, and on another link
-        ("NVIDIA GeForce RTX 3090", 23.6),
-        ("Tesla T4", 14.6),
+        Shown("NVIDIA A100-SXM4-40GB", (8, 0), 39.4, 108),  # half the memory of the preset
+        Shown("NVIDIA A100-SXM4-80GB", (8, 0), 79.15, 54),  # MPS gives it half of the multiprocessors
+        Shown("NVIDIA H100 PCIe", (9, 0), 79.1, 114),  # slower, and on another link
+        Shown("NVIDIA H100 80GB HBM2e", (9, 0), 79.1, 114),  # the same card, as older drivers name it
+        Shown("NVIDIA H100 80GB HBM3 MIG 7g.80gb", (9, 0), 79.1, 132),
+        Shown("NVIDIA GeForce RTX 3060", (8, 6), 11.6, 28),
+        Shown("Tesla T4", (7, 5), 14.6, 40),
     ],
 )
-def test_other_gpus_get_the_default_and_are_told(monkeypatch: pytest.MonkeyPatch, name: str, memory_gib: float) -> None:
-    show_gpus(monkeypatch, name, 2, memory_gib * GIB)
+def test_other_gpus_never_become_a_preset(monkeypatch: pytest.MonkeyPatch, gpu: Shown) -> None:
+    show_gpus(monkeypatch, [gpu, gpu])
     cluster, why = default_cluster()
-    assert cluster == load_cluster("titan-rtx-8")
-    assert f"there is no preset for the visible {name}" in why
+    assert (cluster.device.name, cluster.gpus_per_node) == (gpu.name, 2)
+    assert cluster.device.memory_bytes.value == gpu.total_memory
+    assert f"derived from the visible 2 x {gpu.name}, which no preset describes" in why
 
 
 def test_the_limit_is_the_device_unless_asked() -> None:

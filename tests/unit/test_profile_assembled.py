@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Cli
+from shown_gpus import Shown, show_gpus
 from synthetic import transformer
 
 from osdp.cli.reports.profile import print_profile
@@ -17,11 +18,15 @@ from osdp.profile import session
 from osdp.profile.cluster_from_timings import assemble
 from osdp.profile.session import Findings, ModelTimes, UnitTimes
 from osdp.profile.time_collectives import Line, Timings, collective_times
+from profiler.cluster.cluster import Link
+from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import CallTimes, call_key
+from profiler.cluster.read_cluster import read_cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.timing.device_rates import DeviceMemory, DeviceRates, device_memory
 from profiler.timing.overlap import Overlap
+from profiler.yaml_files import write_yaml
 
 MIB, GIB = 1 << 20, 1 << 30
 TIMINGS = tuple(
@@ -105,6 +110,43 @@ def test_a_limit_of_what_a_measured_card_is_sold_with_is_taken() -> None:
         memory_limit(cluster, 80 * GIB + MIB)
     whole = assemble(findings(memory=DeviceMemory("a rank", 12 * GIB, GIB)), "mine")
     assert whole.device.nominal_bytes.value == 12 * GIB
+
+
+def alone(kind: str, link: Link) -> Findings:
+    """One rank, which does not communicate."""
+    one = replace(findings(kind), ranks_per_node=1, timings=(), times=(), overlap=None, unit=UnitTimes(0.0))
+    return replace(one, link=link)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_one_rank_alone_is_a_cluster(kind: str, tmp_path: Path) -> None:
+    source = "assumed: as somewhere"
+    cluster = assemble(alone(kind, Link(Figure(1e-6, source), Figure(1e9, source))), "mine")
+    assert (cluster.world_size, cluster.overlaps, cluster.hides_buckets) == (1, kind == "cuda", kind == "cuda")
+    assert cluster.overlap_source.startswith("assumed: ")
+    assert cluster.intra.bytes_per_s == Figure(1e9, source)
+    assert notes(alone(kind, cluster.intra)) == ()
+    write_yaml(tmp_path / "mine.yaml", cluster)
+    assert read_cluster(tmp_path / "mine.yaml") == cluster
+
+
+def test_the_link_of_one_gpu_is_that_of_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    show_gpus(monkeypatch, [Shown("NVIDIA L40S", (8, 9), 44.4, 142)])
+    monkeypatch.setattr("osdp.planning.rank_grid.default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    link = session._assumed_link()
+    source = "assumed: one rank alone has no link, so as of visible-nvidia-l40s"
+    assert link.bytes_per_s == Figure(0.8 * 24e9, source)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert session._assumed_link().bytes_per_s.source == "assumed: one rank alone has no link, so as of titan-rtx-8"
+
+
+def test_ranks_that_would_share_a_gpu_are_not_started(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    show_gpus(monkeypatch, [Shown("NVIDIA L40S", (8, 9), 44.4, 142)])
+    message = cli.refused("profile", "--ranks-per-node", "2", "--device", "cuda")
+    assert "ranks would share a GPU" in message
+    assert "2 ranks, 1 visible" in message
+    assert "--ranks-per-node 1, or --device cpu" in message
 
 
 def test_sources_say_what_was_measured() -> None:

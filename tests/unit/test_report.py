@@ -245,6 +245,7 @@ def test_json_has_the_published_keys_and_sums(planned: Planned) -> None:
         "pins",
         "not_run_yet",
         "verdict",
+        "assumed_of_cluster",
         "simple_samples_per_s",
         "selectively_recomputed_blocks",
     ]

@@ -53,6 +53,7 @@ def profile(
 
     from osdp.planning.plan_file import check_output
     from osdp.training.launch import CPU_RANKS, Nodes, is_rank
+    from profiler.errors import OsdpError
 
     asked = model, batch, seq, precision, repetitions, budget_s, device
     if is_rank():
@@ -62,7 +63,12 @@ def profile(
     wanted = _wanted(*asked)
     if node_rank == 0:  # The file is written there.
         check_output(output, "cluster")
-    ranks = ranks_per_node or (torch.cuda.device_count() if wanted.device == "cuda" else CPU_RANKS)
+    gpus = torch.cuda.device_count()
+    ranks = ranks_per_node or (gpus if wanted.device == "cuda" else CPU_RANKS)
+    if wanted.device == "cuda" and ranks > gpus:
+        what, got = "ranks would share a GPU, where NCCL cannot connect them", f"{ranks} ranks, {gpus} visible"
+        advice = f"--ranks-per-node {gpus}, or --device cpu"
+        raise OsdpError(what, got=got, expected="a GPU for every rank", advice=advice)
     start_ranks(ranks, Nodes(nnodes, node_rank, rdzv_endpoint), wanted.device, timeout_s)
 
 

@@ -44,8 +44,9 @@ def _measured_figures(measured: Measured) -> Iterator[tuple[str, str, str]]:
         yield "times of collectives", f"{len(measured.collectives)} fits", f"{how}; within {worst:.0%}"
     if measured.calls:
         yield "times of operators", f"{len(measured.calls)} kinds", how
-    yield "overhead of an FSDP unit", format_seconds(measured.unit_overhead_s), how
-    yield "slowdown while communicating", f"{measured.overlapped_slowdown:.2f} x", how
+    if measured.collectives:
+        yield "overhead of an FSDP unit", format_seconds(measured.unit_overhead_s), how
+        yield "slowdown while communicating", f"{measured.overlapped_slowdown:.2f} x", how
     for one in measured.optimizers:
         yield f"{one.name}, 100 tensors, 1 GB", format_seconds(one.step_s(100, 1e9)), one.s_per_byte.source
 
@@ -64,6 +65,11 @@ def sources_of(cluster: Cluster) -> str:
     """Return how many of a cluster's figures have which kind of source."""
     counts = Counter(source_kind(source) for _, _, source in figures_of(cluster))
     return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
+
+
+def assumed_of(cluster: Cluster) -> list[str]:
+    """Return which of a cluster's figures are assumed."""
+    return [name for name, _, source in figures_of(cluster) if source_kind(source) == "assumed"]
 
 
 def rates(cluster: Cluster, precision: str) -> str:
@@ -86,7 +92,8 @@ def rates(cluster: Cluster, precision: str) -> str:
     overlap = "communication overlaps" if cluster.overlaps else "communication does not overlap"
     parts.append(f"{overlap} ({source_kind(cluster.overlap_source)})")
     if (found := cluster.measured) is not None:
-        parts.append(f"{len(found.collectives)} collectives and {len(found.calls)} kinds of operators timed (measured)")
+        collectives = f"{len(found.collectives)} collectives and " if found.collectives else ""
+        parts.append(f"{collectives}{len(found.calls)} kinds of operators timed (measured)")
     return ", ".join(parts)
 
 

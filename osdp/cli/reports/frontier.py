@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from osdp.cli.reports.figures import bar, format_count, rates
+from osdp.cli.reports.figures import assumed_of, bar, format_count, rates
 from osdp.cli.reports.plan import Circumstances, baseline_name
 from osdp.cli.reports.rows import choice_name
 from osdp.cli.terminal import make_table, print_section
+from osdp.planning.clusters import is_derived
 from osdp.planning.plan_questions import FrontierRow
 from osdp.planning.request import Planned
 from planner.analysis.plan_diff import compare
@@ -31,6 +32,8 @@ def print_frontier(console: Console, rows: Sequence[FrontierRow], around: Circum
         f"{cluster.device.name}{note}; {plan.model.precision}, {plan.optimizer}. All figures are predicted; "
         f"{rates(cluster, plan.model.precision)}."
     )
+    if is_derived(cluster):
+        console.print(f"Assumed: {', '.join(assumed_of(cluster))}.")
     console.print()
     print_section(console, "Predicted samples per second at each memory limit", _table(rows), *_taken_over(rows))
     changes = make_table("=limit", "change")

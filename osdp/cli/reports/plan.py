@@ -5,11 +5,20 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from osdp.cli.reports.figures import bar, format_count, format_parameters, format_seconds, name_phase, rates, sources_of
+from osdp.cli.reports.figures import (
+    assumed_of,
+    bar,
+    format_count,
+    format_parameters,
+    format_seconds,
+    name_phase,
+    rates,
+    sources_of,
+)
 from osdp.cli.reports.rows import RECOMPUTED, plan_rows, short_names
 from osdp.cli.reports.verdict import verdict
 from osdp.cli.terminal import make_table, print_section
-from osdp.planning.clusters import reserve_use
+from osdp.planning.clusters import is_derived, reserve_use
 from osdp.planning.request import Planned
 from planner.analysis.plan_diff import HIDDEN
 from planner.analysis.what_if import MATERIAL, WhatIf
@@ -82,6 +91,8 @@ def _header(planned: Planned, around: Circumstances) -> Table:
         table.add_row("pinned", ", ".join(plan.asked.pins))
     table.add_row("rates", rates(cluster, plan.model.precision))
     table.add_row("sources", f"cluster: {sources_of(cluster)}; model: counted while tracing it")
+    if is_derived(cluster):
+        table.add_row("assumed", ", ".join(assumed_of(cluster)))
     return table
 
 

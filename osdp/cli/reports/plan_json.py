@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from osdp.cli.reports.figures import assumed_of
 from osdp.cli.reports.verdict import verdict
 from osdp.planning.plan_questions import FrontierRow
 from osdp.planning.request import Planned
@@ -60,6 +61,7 @@ def plan_object(planned: Planned, total_s: float, more: WhatIf | None = None) ->
         "not_run_yet": [],  # a published key; every strategy that is planned runs
         **what_if,
         "verdict": verdict(planned),
+        "assumed_of_cluster": assumed_of(planned.cluster),
         "simple_samples_per_s": simple.samples_per_s if simple else None,
         "selectively_recomputed_blocks": plan.selectively_recomputed_blocks,
     }

@@ -29,8 +29,9 @@ def print_profile(console: Console, cluster: Cluster, graph: ModelGraph | None, 
     assert measured is not None, "`osdp profile` measures it"
     title = f"{cluster.nodes} x {cluster.gpus_per_node} ranks, measured on {measured.date}: {measured.versions}; "
     print_section(console, title + f"medians of {measured.repetitions}, all ranks at once", _rates(cluster))
-    headline = "Collectives, including the copies that FSDP2 makes before and after them"
-    print_section(console, headline, _collectives(measured), _rings(cluster))
+    if measured.collectives:
+        headline = "Collectives, including the copies that FSDP2 makes before and after them"
+        print_section(console, headline, _collectives(measured), _rings(cluster))
     if graph is not None:
         print_section(console, f"Operators of {graph.name}, {graph.precision}", _calls(cluster, graph))
     for note in measured.notes:
@@ -47,6 +48,10 @@ def _rates(cluster: Cluster) -> Table:
     table.add_row("memory-bound kernels", format_rate(device.memory_bytes_per_s.value, "B/s"), "")
     reserved = f"{format_bytes(cluster.reserve_bytes)} of it reserved for {reserve_use(device)}"
     table.add_row("memory per rank", format_bytes(device.memory_bytes.value), reserved)
+    if not measured.collectives:
+        link = format_rate(cluster.intra.bytes_per_s.value, "B/s")
+        table.add_row("communication", "", f"not measured, as there is one rank; a link of {link} is assumed")
+        return _with_optimizers(table, measured)
     longer = f"computation then takes {measured.overlapped_slowdown:.2f} times as long"
     table.add_row("communication overlaps computation", *(("yes", longer) if measured.asynchronous else ("no", "")))
     table.add_row("FSDP2 overlaps them", "yes" if cluster.overlaps else "no", "")
@@ -54,6 +59,10 @@ def _rates(cluster: Cluster) -> Table:
     table.add_row("overhead per collective of an FSDP unit", unit, "hook overhead and straggler wait")
     if measured.one_sided_overhead_s is not None:
         table.add_row("overhead per pull or push of an ODC unit", format_seconds(measured.one_sided_overhead_s), "")
+    return _with_optimizers(table, measured)
+
+
+def _with_optimizers(table: Table, measured: Measured) -> Table:
     for one in measured.optimizers:
         table.add_row(f"{one.name}, 100 tensors, 1 GB", format_seconds(one.step_s(100, 1e9)), "")
     return table
