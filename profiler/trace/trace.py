@@ -116,6 +116,12 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes = list(device.data.assumptions)
+    recurrent = [path for path, part in module.named_modules() if isinstance(part, nn.RNNBase)]
+    if recurrent and settings.device_type == "cuda":
+        notes.append(
+            f"not known: what cuDNN keeps for the backward of recurrent layers and of their weights; the products of "
+            f"every step are counted in its place, so memory may be too low: {', '.join(recurrent)}"
+        )
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
         notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")

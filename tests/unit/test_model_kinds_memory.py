@@ -111,3 +111,10 @@ def test_no_kind_of_model_holds_more_than_is_predicted(name: str, capsys: pytest
 def test_what_was_too_low_is_not_any_more(case: tuple[str, str, str, str]) -> None:
     name, strategy, how, precision = case
     check(compared(name, strategy, how, precision, MENDED[case]))
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_a_plan_says_that_memory_of_recurrent_layers_on_gpus_is_not_known(device_type: str) -> None:
+    build, inputs = KINDS["RNN"]
+    graph = trace_model(ModelSource("RNN", build, lambda _, batch: (inputs(batch), {}), 1), device_type=device_type)
+    assert any("cuDNN" in note and "layer" in note for note in graph.notes) == (device_type == "cuda")
