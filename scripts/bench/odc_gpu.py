@@ -32,7 +32,7 @@ from torch import Tensor
 
 from profiler.errors import OsdpError
 from runtime.odc.cupy_device import CupyDevice
-from runtime.odc.kernels import THREADS, grid_for
+from runtime.odc.kernels import THREADS, gather_grid, grid_for
 
 FP32_BYTES = 4
 BASIS = {"gather": "copy", "copies": "copy", "copy": "copy", "push": "add", "adds": "add", "add": "add"}
@@ -83,7 +83,7 @@ def contestants(device: CupyDevice, sets: Sequence[Buffers]) -> dict[str, Contes
 
     def gather(index: int) -> None:
         one = sets[index]
-        grid = grid_for(FP32_BYTES * shard, 16 * THREADS, peers, device.room)
+        grid = gather_grid(FP32_BYTES * shard, peers, device.room)
         arguments = one.table.data_ptr(), 0, FP32_BYTES * shard, peers, 0, one.full.data_ptr()
         device.launch("gather", grid, THREADS, arguments)
 
