@@ -1,8 +1,8 @@
 """Check and measure OSDP on this machine's GPUs: `python scripts/validate_gpu.py [--only N ...] [--long] [--cpu]`
 
 Each check runs in a process of its own and within its time.  After each, `validate-gpu.json` and `validate-gpu.md` are
-written anew to --output.  Exits with 1 if any check failed, with 2 if there is no GPU.  `--cpu` runs all of them without
-one: gloo ranks, small models, and kernels on CPU threads; then speeds are written down and not judged.
+written anew to --output.  Exits with 1 if any check failed, with 2 if there is no GPU.  `--cpu` runs all of them
+without one: gloo ranks, small models, and kernels on CPU threads; then speeds are written down and not judged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from validation.report import outcome, write_report  # noqa: E402
 def main() -> int:
     """Parse the command line and run the checks, or be one of them."""
     options = parse()
-    place = Place("cpu" if options.cpu else "cuda", options.long, Path(options.scratch or tempfile.mkdtemp()))
+    place = Place("cpu" if options.cpu else "cuda", options.long, options.scratch)
     by_number = {check.number: check for check in CHECKS}
     if options.as_check:
         write_finding(by_number[options.as_check].run(place), options.finding)
@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("."), metavar="FOLDER", help="of the report (default .)")
     parser.add_argument("--as-check", type=int, choices=numbers, help=argparse.SUPPRESS)
     parser.add_argument("--finding", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--scratch", help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, default=Path("."), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -50,7 +50,14 @@ def run_check(check: Check, place: Place) -> Finding:
     """Run a check in a process of its own."""
     path = place.scratch / f"check-{check.number}.json"
     command = [sys.executable, str(ROOT / "scripts" / "validate_gpu.py"), "--as-check", str(check.number)]
-    command += ["--finding", str(path), *(["--cpu"] if place.is_dry else []), *(["--long"] if place.is_long else [])]
+    command += [
+        "--finding",
+        str(path),
+        "--scratch",
+        str(place.scratch),
+        *(["--cpu"] if place.is_dry else []),
+        *(["--long"] if place.is_long else []),
+    ]
     limit_s = check.timeout_s * (5 if place.is_long else 1)
     started = time.perf_counter()
     status, output = command_output(command, limit_s)
