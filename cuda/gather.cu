@@ -30,6 +30,10 @@ inline void gather_reference(const char* const* windows, Size offset, Size bytes
 
 // ---- Kernel --------------------------------------------------------------------------------------
 
+// Loads that a thread has on their way before its first store: one alone would leave the links idle
+// for as long as another GPU's memory takes to answer.
+constexpr int AT_ONCE = 4;
+
 // Copy one shard with all threads along x, a Wide at a time.  Source and target are equally far
 // from a boundary of Wide.  What was gathered is left in L2 for the computation that waits for it.
 template <typename Wide> __device__ void copy_shard(const char* source, char* target, Size bytes) {
@@ -39,8 +43,15 @@ template <typename Wide> __device__ void copy_shard(const char* source, char* ta
     Size head = (sizeof(Wide) - (Size)target % sizeof(Wide)) % sizeof(Wide);
     if (head > bytes) head = bytes;
     const Size wides = (bytes - head) / sizeof(Wide);
-    for (Size i = first; i < wides; i += stride)
-        __stcg((Wide*)(target + head) + i, __ldcg((const Wide*)(source + head) + i));
+    const Wide* from = (const Wide*)(source + head);
+    Wide* to = (Wide*)(target + head);
+    Size next = first;
+    for (; next + (AT_ONCE - 1) * stride < wides; next += AT_ONCE * stride) {
+        Wide read[AT_ONCE];
+        for (int k = 0; k < AT_ONCE; ++k) read[k] = __ldcg(from + next + k * stride);
+        for (int k = 0; k < AT_ONCE; ++k) __stcg(to + next + k * stride, read[k]);
+    }
+    for (; next < wides; next += stride) __stcg(to + next, __ldcg(from + next));
 
     // Two bytes at a time before and behind.
     const Size wide_bytes = wides * sizeof(Wide);
@@ -51,14 +62,14 @@ template <typename Wide> __device__ void copy_shard(const char* source, char* ta
 }
 
 // Launch: any grid and any block along x are right, since every loop strides.  Fast: block
-// (256, 1); grid x = ceil(bytes / 4096), but no more than gives each multiprocessor its 8 blocks of
-// 256; grid y = 1 if that many blocks are to be had, so that all threads follow the rotated order,
+// (256, 1); grid x = ceil(bytes / 16384), but no more than gives each multiprocessor 4 blocks of 256,
+// for whose registers it has room; grid y = 1 if that many blocks are to be had, so that all threads follow the rotated order,
 // and up to `peers` for small shards, whose launch would otherwise leave multiprocessors idle.  No
 // shared memory, no includes under NVRTC.  Time is bound by bytes: each read once and written once.
 // Widths: 16 bytes where source and target are equally far from a 16-byte boundary, else 8, 4 or 2;
 // shards of a multiple of 16 bytes at a multiple of 16 always go the fast way.
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 4)
     gather(const char* const* windows, Size offset, Size bytes, Size peers, Size rank, char* out) {
     for (Size turn = blockIdx.y; turn < peers; turn += gridDim.y) {
         const Size peer = (rank + 1 + turn) % peers;

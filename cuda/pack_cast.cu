@@ -98,13 +98,13 @@ __device__ void pack(const float* const* sources, const Size* offsets, const Siz
 // gives each multiprocessor its 8 blocks of 256.  No shared memory, no includes under NVRTC.  Time
 // is bound by bytes: 4 read and 2 (bf16) or 4 (fp32) written per element.
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 8)
     pack_cast_bf16(const float* const* sources, const Size* offsets, const Size* counts, Size segments,
                    unsigned short* window) {
     pack(sources, offsets, counts, segments, window);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 8)
     pack_cast_fp32(const float* const* sources, const Size* offsets, const Size* counts, Size segments,
                    float* window) {
     pack(sources, offsets, counts, segments, window);

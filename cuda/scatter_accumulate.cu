@@ -160,34 +160,43 @@ __device__ void scatter_accumulate(const T* gradient, float* const* accumulators
 // under NVRTC, C++17.  Time is bound by bytes: 4 (fp32) or 2 (bf16) read and 4 added per element,
 // which `alone` reads and writes.  The accumulators are zero at first; take_gradient leaves them so.
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 8)
     scatter_accumulate_fp32(const float* gradient, float* const* accumulators, Size offset, Size count,
                             Size peers, Size rank) {
     scatter_accumulate<false>(gradient, accumulators, offset, count, peers, rank);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 8)
     scatter_accumulate_bf16(const unsigned short* gradient, float* const* accumulators, Size offset,
                             Size count, Size peers, Size rank) {
     scatter_accumulate<false>(gradient, accumulators, offset, count, peers, rank);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 8)
     scatter_accumulate_alone_fp32(const float* gradient, float* const* accumulators, Size offset, Size count,
                                   Size peers, Size rank) {
     scatter_accumulate<true>(gradient, accumulators, offset, count, peers, rank);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 8)
     scatter_accumulate_alone_bf16(const unsigned short* gradient, float* const* accumulators, Size offset,
                                   Size count, Size peers, Size rank) {
     scatter_accumulate<true>(gradient, accumulators, offset, count, peers, rank);
 }
 
+// For loops that the compiler would unroll into more registers than eight blocks of a
+// multiprocessor have.
+#ifdef __CUDACC_RTC__
+#define NOT_UNROLLED _Pragma("unroll 1")
+#else
+#define NOT_UNROLLED
+#endif
+
 // Sum the slots in order, zero them, and store the sum.  Peers wrote them, so L1 is bypassed (`cg`).
 template <typename Wide> __device__ void take(float* slot, Size stride, Size number, float* gradient) {
     Wide sum = __ldcg((const Wide*)slot);
     __stcg((Wide*)slot, Wide{});
+    NOT_UNROLLED
     for (Size k = 1; k < number; ++k) {
         slot += stride;
         sum = plus(sum, __ldcg((const Wide*)slot));
@@ -202,7 +211,7 @@ template <typename Wide> __device__ void take(float* slot, Size stride, Size num
 // Launch: any grid and any block along x are right.  Fast: block 256, grid x = ceil(count / 1024),
 // but no more than gives each multiprocessor its 8 blocks.  4 bytes read and 4 written per element
 // and slot, and 4 written.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 8)
     take_gradient(float* slots, Size stride, Size number, Size count, float* gradient) {
     const Size first = (Size)blockIdx.x * blockDim.x + threadIdx.x;
     const Size threads = (Size)gridDim.x * blockDim.x;
@@ -212,10 +221,12 @@ extern "C" __global__ void __launch_bounds__(256)
     const bool apart = (Size)(slots + head) % 16 != 0 || (number > 1 && stride % 4 != 0);
     if (head > count || apart) head = count;
     const Size fours = (count - head) / 4;
+    NOT_UNROLLED
     for (Size i = first; i < fours; i += threads)
         take<float4>(slots + head + 4 * i, stride, number, gradient + head + 4 * i);
 
     // One at a time before and behind.
+    NOT_UNROLLED
     for (Size i = first; i < count - 4 * fours; i += threads) {
         const Size at = i < head ? i : i + 4 * fours;
         take<float>(slots + at, stride, number, gradient + at);

@@ -1,14 +1,22 @@
-"""A GPU that is no GPU: the kernels of `cuda/` on CPU threads, and memory that other processes can map."""
+"""A GPU that is no GPU: the kernels of `cuda/` on CPU threads, streams, and memory that other processes can map.
+
+On the default stream a kernel is done when its launch returns, as PyTorch's operations on the CPU are, which stand for
+those of a GPU's default stream.  On other streams (`HostStream`) kernels run later, each after a random delay.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
+from random import Random
 
 import torch
 from host_kernels import build
@@ -16,6 +24,7 @@ from host_kernels import build
 from profiler.errors import OsdpError
 from runtime.odc.cupy_device import CupyDevice
 from runtime.odc.kernels import SOURCES
+from runtime.odc.launch_streams import LaunchStreams
 
 HARNESS = """
 #include "cuda_host_shim.h"
@@ -58,6 +67,55 @@ def build_kernels(folder: Path) -> Path:
     return folder / "harness.so"
 
 
+class DefaultStream:
+    """What is launched runs at once."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Launch work."""
+        work()
+
+    def wait_stream(self, stream: HostStream) -> None:
+        """Wait until what was launched on another stream so far is done."""
+        stream.synchronize()
+
+    def synchronize(self) -> None:
+        """All is done."""
+
+
+class HostStream:
+    """Work runs one after the other in a thread, each piece after a random delay."""
+
+    def __init__(self, seed: int, longest_delay_s: float = 2e-3) -> None:
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._delays, self._longest_delay_s = Random(seed), longest_delay_s
+        threading.Thread(target=self._go_on, daemon=True).start()
+
+    def _go_on(self) -> None:
+        while True:
+            self._work.get()()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Launch work; returns at once."""
+        delay_s = self._delays.random() * self._longest_delay_s
+        self._work.put(lambda: time.sleep(delay_s))
+        self._work.put(work)
+
+    def _record(self) -> threading.Event:
+        done = threading.Event()
+        self._work.put(done.set)
+        return done
+
+    def wait_stream(self, stream: DefaultStream | HostStream) -> None:
+        """Have later work wait for what was launched on another stream so far."""
+        if isinstance(stream, HostStream):
+            done = stream._record()
+            self._work.put(lambda: bool(done.wait()) and None)
+
+    def synchronize(self) -> None:
+        """Wait until all that was launched is done."""
+        self._record().wait()
+
+
 class HostDevice:
     """Memory in /dev/shm under a name of the test's, so that what is left behind can be seen."""
 
@@ -71,6 +129,9 @@ class HostDevice:
         self._library = ctypes.CDLL(str(library))
         self._library.run.restype = ctypes.c_ulonglong
         self._maps: dict[int, tuple[mmap.mmap, Path]] = {}
+        self._default: DefaultStream | HostStream = DefaultStream()
+        self._current = self._default
+        self._streams = LaunchStreams()
         self.launched: Counter[str] = Counter()
         self.frees = 0
         """How often memory was freed."""
@@ -116,24 +177,51 @@ class HostDevice:
     def obstacle(self, identity: str, needs_atomics: bool) -> str:
         return "" if identity == self.identity or self._refuses != "peers" else f"cannot reach {identity}"
 
-    def launch(self, kernel: str, grid: tuple[int, int], threads: int, arguments: Sequence[int]) -> None:
+    @contextmanager
+    def on(self, stream: HostStream) -> Iterator[None]:
+        """Launch on a stream in place of the default one, as `torch.cuda.stream` does."""
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def _run(self, subject: int | None, work: Callable[[], None]) -> None:
+        stream = self._current
+        self._streams.note(id(stream), stream)
+        if subject is not None:
+            self._streams.follow(subject, id(stream), stream)
+        stream.run(work)
+
+    def launch(
+        self, kernel: str, grid: tuple[int, int], threads: int, arguments: Sequence[int], subject: int | None = None
+    ) -> None:
         assert min(*grid, threads) > 0
         assert max(grid[1], 1) <= 65535
         words = (ctypes.c_ulonglong * len(arguments))(*arguments)
         x, y = (min(blocks, self.most[0]) for blocks in grid)
-        taken = self._library.run(
-            kernel.encode(), x, y, min(threads, self.most[1]), words, ctypes.c_ulonglong(len(arguments))
-        )
-        assert taken == len(arguments), f"{kernel} takes {taken} arguments, got {len(arguments)}"
+        name, number = kernel.encode(), ctypes.c_ulonglong(len(arguments))
+
+        def work() -> None:
+            taken = self._library.run(name, x, y, min(threads, self.most[1]), words, number)
+            assert taken == len(arguments), f"{kernel} takes {taken} arguments, got {len(arguments)}"
+
+        self._run(subject, work)
         self.launched[kernel] += 1
         if self._refuses == kernel:
             raise RuntimeError("an illegal memory access was encountered")
 
+    def copy(self, source: int, target: int, size_bytes: int) -> None:
+        self._run(None, lambda: ctypes.memmove(target, source, size_bytes) and None)
+        self.launched["copy"] += 1
+
     def join(self) -> None:
-        """Launches are done when they return."""
+        """Have the current stream wait for all others."""
+        self._streams.join(id(self._current), self._current)
 
     def synchronise(self) -> None:
-        """Launches are done when they return."""
+        """Wait until all that was launched is done."""
+        self._streams.synchronize()
 
 
 def no_device(*_: object) -> CupyDevice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import struct
 import subprocess
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -52,6 +53,33 @@ class Nvrtc:
         ptx, cubin = self.text(program, "PTX").decode(), self.text(program, "CUBIN")
         self.check(self.library.nvrtcDestroyProgram(ctypes.byref(program)))
         return ptx, cubin
+
+
+def registers(cubin: bytes) -> dict[str, tuple[int, int]]:
+    """Return the registers of a thread of each kernel, and the bytes for which it has none (its stack frame).
+
+    Read from the section `.nv.info` of the ELF file: attributes of 8 bytes, 0x2f for registers and 0x11 for the frame,
+    each of a symbol.
+    """
+    table, size, number, names = (*struct.unpack_from("<Q", cubin, 0x28), *struct.unpack_from("<HHH", cubin, 0x3A))
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + size * index) for index in range(number)]
+
+    def text(strings: int, at: int) -> str:
+        start = sections[strings][4] + at
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    named = {text(names, section[0]): section for section in sections}
+    symbols, info = named[".symtab"], named[".nv.info"]
+    found: dict[str, dict[int, int]] = {}
+    at = info[4]
+    while at < info[4] + info[5]:
+        form, attribute, length = struct.unpack_from("<BBH", cubin, at)
+        if form == 4 and attribute in (0x2F, 0x11):
+            symbol, value = struct.unpack_from("<II", cubin, at + 4)
+            name = text(symbols[6], struct.unpack_from("<I", cubin, symbols[4] + 24 * symbol)[0])
+            found.setdefault(name, {})[attribute] = value
+        at += 4 + (length if form == 4 else 0)
+    return {name: (values[0x2F], values.get(0x11, 0)) for name, values in found.items() if 0x2F in values}
 
 
 def find_nvrtc() -> Nvrtc:

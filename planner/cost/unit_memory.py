@@ -12,14 +12,15 @@ dimension d0 and `rest` elements per row padded to ceil(d0/parts) parts rows (FS
                                                                          `UnitBytes.updates`
     U    unsharded parameters                       e_p pad              `UnitBytes.unsharded`
     AG   all-gather output (none if parts = 1)      e_p pad              `UnitBytes.gathered`
-    RSI  reduce-scatter input                       e_r pad              `UnitBytes.reduce_input`
+    RSI  reduce-scatter input; if it is pushed one-sidedly, e_p pad
+                                                    e_r pad              `UnitBytes.reduce_input`
     G    unsharded gradients                        e_p numel            `UnitBytes.full_gradients`
     G1   the last of those, which FSDP2 holds on to as it reduces        `UnitBytes.last_gradient`
     H    secondary copy over K ranks                e_p pad/K            `UnitBytes.secondary`
     AGX  what only an all-gather holds as it runs: if they are cast, the shard that is sent, e_p pad/parts
                                                                          `UnitBytes.gather_temporary`
-    RSX  the same of a reduction: if e_s < e_r, the shard that was reduced, e_r pad/parts
-                                                                         `UnitBytes.reduce_temporary`
+    RSX  the same of a reduction: if e_s < e_r, the shard that was reduced, e_r pad/parts; if it is pushed
+         one-sidedly and e_p < e_s, e_p pad/parts                        `UnitBytes.reduce_temporary`
     W    window: published shard, A accumulators    (e_p + A e_r) pad/G  `UnitBytes.window`
 
 each tensor rounded up to 512 bytes (SG: the unit).  `UnitBytes.gradients` is what holds gradients from reduction to
@@ -92,7 +93,7 @@ def unit_bytes(
         return UnitBytes(parameters=sum(allocated_bytes(p.element_bytes * p.numel) for p in parameters))
     # Plain sums: a large search looks at a hundred thousand parameters.
     at_rest = states = unsharded = full_gradients = secondary = sent = gradients = last_gradient = counters = 0
-    updates = 0
+    updates = pushed = 0
     for parameter in parameters:
         rows, rest = padded_rows(parameter, parts)
         shard, compute = rows * rest, parameter.compute_bytes(precision)
@@ -102,6 +103,7 @@ def unit_bytes(
             counters += optimizer.state_bytes(0, parameter.element_bytes)
             states += optimizer.state_bytes(shard, parameter.element_bytes)
             updates += optimizer.temporaries * allocated_bytes(parameter.element_bytes * shard)
+            pushed += compute * shard * parts
             last_gradient = allocated_bytes(compute * parameter.numel)
             full_gradients += last_gradient
         at_rest += allocated_bytes(parameter.element_bytes * shard)
@@ -111,7 +113,13 @@ def unit_bytes(
     spec, volume = strategy.spec, volume_of(parameters, parts, precision)
     # The shard is reduced in reduce dtype: a copy, unless it rests in that dtype, or the buffer is one rank's anyway.
     reduced = allocated_bytes(volume.reduced // parts) if gradients < volume.reduced // parts else 0
-    reduced = 0 if spec.has_owner or spec.one_sided else reduced
+    if spec.has_owner:
+        reduced = 0
+    elif spec.one_sided:
+        # FSDP2 makes the sharded gradients out of zeros of the dtype that is pushed.
+        reduced = allocated_bytes(pushed // parts) if pushed // parts < gradients else 0
+    # Until the end of backward, where it is all-reduced over other groups in there.
+    held = strategy.group < ranks and not spec.one_sided
     # The shard is sent in compute dtype: a copy, unless it rests in that dtype (offloaded, the copy S is larger).
     copies = parts > 1 and not (strategy.offload or spec.one_sided)
     windows = (volume.gathered // parts, spec.accumulators(strategy) * volume.reduced // parts)
@@ -121,16 +129,15 @@ def unit_bytes(
         unsharded=unsharded,
         full_gradients=full_gradients,
         secondary=secondary,
-        gradients=allocated_bytes(gradients) + (reduced if strategy.group < ranks else 0),
+        gradients=allocated_bytes(gradients) + (reduced if held else 0),
         stepped=allocated_bytes(gradients),
         updates=updates,
         gathered=allocated_bytes(volume.gathered) if parts > 1 else 0,
-        reduce_input=allocated_bytes(volume.reduced),
+        reduce_input=allocated_bytes(pushed if spec.one_sided else volume.reduced),
         last_gradient=last_gradient if parts > 1 else 0,
         gather_temporary=sum(map(allocated_bytes, spec.temporaries(volume.gathered, node)))
         + (allocated_bytes(sent) if copies else 0),
-        reduce_temporary=sum(map(allocated_bytes, spec.temporaries(volume.reduced, node)))
-        + (0 if strategy.group < ranks else reduced),
+        reduce_temporary=sum(map(allocated_bytes, spec.temporaries(volume.reduced, node))) + (0 if held else reduced),
         window=sum(map(allocated_bytes, windows)) if spec.one_sided else 0,
     )
     # Optimizers count the steps of an empty shard too.

@@ -12,6 +12,7 @@ writes it in compute dtype, and reads, copies out and clears the accumulators.  
 so that the last bits of a sum differ from run to run (not so in `planner.strategies.odc_ordered`).
 
     W    (e_p P + A e_r T)/G, always there; of a unit that is never called there is none
+    RSI  is pushed as it was computed, e_p T: the accumulators are in fp32 all the same (a link carries fp32)
     SG   is copied out of the accumulator once per step; AG and RSI are what is pulled and pushed
 
 With `+offload`, windows stay on the device and are filled from the host: S and SG are copied once per step (not run

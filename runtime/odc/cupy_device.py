@@ -13,7 +13,6 @@ would be exported whole, from their start (CUDA C++ Programming Guide, interproc
 """
 
 import ctypes
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
@@ -24,13 +23,12 @@ import torch
 
 from profiler.byte_sizes import format_bytes
 from profiler.errors import OsdpError, first_line, install_advice
-from runtime.odc.kernels import SOURCES, source_of
+from runtime.odc.kernels import BLOCKS_AT_ONCE, SOURCES, source_of
+from runtime.odc.launch_streams import LaunchStreams
 
 BLOCK_BYTES = 2 << 20
 """What is exported is a multiple of it."""
 OPTIONS = ("--std=c++17",)
-BLOCKS_AT_ONCE = 8
-"""Of 256 threads, on a multiprocessor of an A100, H100 or B200, which have room for 2048 threads."""
 NATIVE_ATOMICS = 3
 """CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuda.h; CuPy has no call for it."""
 
@@ -48,8 +46,9 @@ class CupyDevice:
             raise OsdpError("PyTorch finds no GPU")
         index = torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        """Those on which something was launched since the last `join`, by their handles."""
+        self._streams = LaunchStreams()
+        self._faces: dict[int, Any] = {}
+        """CuPy's faces of streams, by handle."""
         try:
             # Tells it from the other GPUs of the machine; two ranks may have the same.
             self.identity: str = self._cupy.cuda.runtime.deviceGetPCIBusId(index)
@@ -133,34 +132,59 @@ class CupyDevice:
             return f"has no native atomics from GPU {self.identity} on {identity} (NVLink has; odc_ordered needs none)"
         return ""
 
-    def launch(self, kernel: str, grid: tuple[int, int], threads: int, arguments: Sequence[int]) -> None:
-        """Launch a kernel of `runtime.odc.kernels.SOURCES` on the current stream; all arguments are 8 bytes wide."""
-        stream = torch.cuda.current_stream(self.torch_device)
-        self._streams[stream.cuda_stream] = stream
+    def launch(
+        self, kernel: str, grid: tuple[int, int], threads: int, arguments: tuple[int, ...], subject: int | None = None
+    ) -> None:
+        """Launch a kernel of `runtime.odc.kernels.SOURCES` on the current stream; all arguments are 8 bytes wide.
+
+        It runs after what was launched before about the same subject, on whatever stream.
+        """
+        stream = self._current_stream(subject)
         with self._here(), self._on(stream):
-            self._kernels[kernel](grid, (threads,), tuple(map(np.uint64, arguments)))
+            self._kernels[kernel](grid, (threads,), _words(arguments))
+
+    def copy(self, source: int, target: int, size_bytes: int) -> None:
+        """Copy memory, of this GPU or of one that was opened, on the current stream and by a copy engine."""
+        stream = self._current_stream(None)
+        runtime = self._runtime
+        with self._here():
+            runtime.memcpyAsync(target, source, size_bytes, runtime.memcpyDefault, stream.cuda_stream)
+
+    def _current_stream(self, subject: int | None) -> torch.cuda.Stream:
+        stream = torch.cuda.current_stream(self.torch_device)
+        self._streams.note(stream.cuda_stream, stream)
+        if subject is not None:
+            self._streams.follow(subject, stream.cuda_stream, stream)
+        return stream
 
     def _on(self, stream: torch.cuda.Stream) -> Any:
         """Return CuPy's face of a stream: by the protocol that CuPy 14 and torch 2.13 have, or by its handle."""
-        streams = self._cupy.cuda
-        if hasattr(streams.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
-            return streams.Stream.from_external(stream)
-        return streams.ExternalStream(stream.cuda_stream, self.torch_device.index)
+        face = self._faces.get(stream.cuda_stream)
+        if face is None:
+            streams = self._cupy.cuda
+            if hasattr(streams.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
+                face = streams.Stream.from_external(stream)
+            else:
+                face = streams.ExternalStream(stream.cuda_stream, self.torch_device.index)
+            self._faces[stream.cuda_stream] = face
+        return face
 
     def join(self) -> None:
         """Have the current stream wait for all that was launched so far, on whatever stream."""
         current = torch.cuda.current_stream(self.torch_device)
-        for stream in self._streams.values():
-            current.wait_stream(stream)
-        self._streams.clear()
+        self._streams.join(current.cuda_stream, current)
 
     def synchronise(self) -> None:
         """Wait until all that was launched is done."""
         # After a fault every call fails, with an error that was raised already.
         with suppress(RuntimeError):
-            for stream in self._streams.values():
-                stream.synchronize()
-        self._streams.clear()
+            self._streams.synchronize()
+
+
+@lru_cache(maxsize=1 << 14)
+def _words(arguments: tuple[int, ...]) -> tuple[np.uint64, ...]:
+    """Return arguments as kernels take them. A model's launches have the same ones step after step."""
+    return tuple(map(np.uint64, arguments))
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,10 @@ notes and shows at once who died.  Then a kernel synchronizes the GPUs after all
 only for what GPUs have still to do, in slices, so that ranks that share a GPU get their turns and one that dies is
 seen.  The host waits for its outcome: what is launched later, on any stream, comes after the barrier.
 
+Shards of other GPUs are fetched by copy engines if they are large, and by few multiprocessors if they are small: a
+kernel on all of them would keep the matrix multiplications of the layer before from running.  For the same reason
+pushes into other GPUs take few of them.  That some 20 keep a link busy was not measured yet.
+
 Memory is freed when no peer has it open any more.  A peer that neither closes nor dies within `LEAVE_S` keeps it
 until this process ends.  If a process crashes, the driver frees what it had.
 """
@@ -26,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.odc.cupy_device import CupyDevice
-from runtime.odc.kernels import MOST_BLOCKS, THREADS, grid_for
+from runtime.odc.kernels import BLOCKS_AT_ONCE, MOST_BLOCKS, THREADS, gather_grid, grid_for
 from runtime.odc.rendezvous import Rendezvous
 from runtime.odc.windows import FP32_BYTES, Transport, WindowSpec
 
@@ -35,6 +39,10 @@ SLICE_S = 0.2
 """How long a barrier waits on the GPU before the host looks whether all ranks live."""
 LEAVE_S = 2.0
 """How long a rank that closes waits for the others to close its memory."""
+COPIED_BYTES = 256 << 10
+"""From this size on, shards of other GPUs are fetched by copy engines; starting one takes some microseconds."""
+REMOTE_MULTIPROCESSORS = 24
+"""Of a GPU, at most, which pull from others or push into them."""
 KERNEL_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """Parts of kernels' names."""
 
@@ -66,6 +74,8 @@ class DeviceTransport(Transport):
         """Those on the device."""
         self._seen: Tensor
         """Barriers at which the GPUs of the others were seen, and the status of the last."""
+        self._sources: dict[int, tuple[list[list[int]], Tensor]] = {}
+        """By window, where the shards were that it published last, and that table on the device."""
         self._open_all(size_bytes)
         self.device_bytes = size_bytes
 
@@ -73,15 +83,18 @@ class DeviceTransport(Transport):
         """Fill `_starts`, or leave nothing behind."""
         mine: list[int] = []
 
-        def make() -> bytes:
+        def make() -> tuple[bytes, str]:
             mine.append(self._device.allocate(size_bytes))
-            return self._device.export(mine[0])
+            return self._device.export(mine[0]), self._device.identity
 
         def attach() -> None:
-            for rank, handle in enumerate(handles):
+            for rank, (handle, _) in enumerate(handles):
                 self._starts.append(mine[0] if rank == self.rank else self._device.open(handle))
             self._table = torch.tensor(self._starts, device=self._device.torch_device)
             self._seen = torch.zeros(len(handles) + 1, dtype=torch.int64, device=self._device.torch_device)
+            self._is_remote = any(identity != self._device.identity for _, identity in handles)
+            room = self._device.room
+            self._room = min(room, REMOTE_MULTIPROCESSORS * BLOCKS_AT_ONCE) if self._is_remote else room
 
         try:
             handles = self.agreement.gather("make windows on its GPU", make)
@@ -96,17 +109,30 @@ class DeviceTransport(Transport):
         counts = [source.numel() for source in sources]
         offsets = [sum(counts[:position]) for position in range(len(counts))]
         rows = [[source.data_ptr() for source in sources], offsets, counts]
-        table = torch.tensor(rows, device=self._device.torch_device)
+        table = self._on_device(index, rows)
         blocks, _ = grid_for(max(counts), 4 * THREADS, 1, self._device.room)
         kernel = f"pack_cast_{KERNEL_DTYPES[self.windows[index].spec.dtype]}"
         window = self._starts[self.rank] + self._regions[index].published
         grid = blocks, min(len(counts), MOST_BLOCKS)
         self._launch(kernel, grid, *(row.data_ptr() for row in table), len(counts), window)
 
+    def _on_device(self, index: int, rows: list[list[int]]) -> Tensor:
+        """Return a table on the device: that of the last time, as a rule, since shards stay where they are."""
+        last, table = self._sources.get(index, ([], self._seen))
+        if last != rows:
+            pinned = torch.tensor(rows, pin_memory=self._device.torch_device.type == "cuda")
+            table = pinned.to(self._device.torch_device, non_blocking=True)
+            self._sources[index] = rows, table
+        return table
+
     def pull(self, index: int, out: Tensor) -> None:
         ranks, size_bytes = len(self.ranks), out.numel() * out.itemsize // len(self.ranks)
-        grid = grid_for(size_bytes, 16 * THREADS, ranks, self._device.room)
         table, offset = self._table.data_ptr(), self._regions[index].published
+        if self._is_remote and size_bytes >= COPIED_BYTES:
+            for rank in self._place.others_first():
+                self._device.copy(self._starts[rank] + offset, out.data_ptr() + rank * size_bytes, size_bytes)
+            return
+        grid = gather_grid(size_bytes, ranks, self._room)
         self._launch("gather", grid, table, offset, size_bytes, ranks, self.rank, out.data_ptr())
 
     def push(self, index: int, full: Tensor) -> None:
@@ -117,11 +143,13 @@ class DeviceTransport(Transport):
         if not count:
             return
         offset = region.accumulators // FP32_BYTES + (self.rank * region.stride_numel if self.ordered else 0)
-        grid = grid_for(count, 4 * THREADS, ranks, self._device.room)
+        grid = grid_for(count, 4 * THREADS, ranks, self._room)
         # A slot has one writer, so that adding into it need not be atomic, which not every link between GPUs can.
         how = "scatter_accumulate_alone" if self.ordered else "scatter_accumulate"
         kernel, table = f"{how}_{KERNEL_DTYPES[full.dtype]}", self._table.data_ptr()
-        self._launch(kernel, grid, full.data_ptr(), table, offset, count, ranks, self.rank)
+        arguments = full.data_ptr(), table, offset, count, ranks, self.rank
+        # Of pushes that are not atomic the next must find what the last has stored, whatever their streams.
+        self._device.launch(kernel, grid, THREADS, arguments, subject=index if self.ordered else None)
 
     def take_gradient(self, index: int) -> Tensor:
         region, count = self._regions[index], self.windows[index].spec.gradient_numel

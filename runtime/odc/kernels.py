@@ -20,6 +20,8 @@ FOLDERS = tuple(Path(__file__).resolve().parents[2] / folder for folder in ("cud
 """Of a checkout, and of an installation."""
 THREADS = 256
 """Of a block, as the launch notes of the sources have it."""
+BLOCKS_AT_ONCE = 8
+"""Of that size, on a multiprocessor of an A100, H100 or B200, which have room for 2048 threads."""
 MOST_BLOCKS = 65535
 """Along y."""
 
@@ -44,3 +46,8 @@ def grid_for(numel: int, per_block: int, rows: int, room: int) -> tuple[int, int
     """
     blocks = max(1, min(-(-numel // per_block), room))
     return blocks, max(1, min(rows, room // blocks))
+
+
+def gather_grid(size_bytes: int, peers: int, room: int) -> tuple[int, int]:
+    """Return the grid of a gather: its threads have four accesses of 16 bytes at once, and twice the registers."""
+    return grid_for(size_bytes, 4 * 16 * THREADS, peers, max(1, room // 2))

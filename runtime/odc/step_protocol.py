@@ -122,7 +122,8 @@ class Group:
         is_replaced = any(unit.is_replaced for unit in self.units)
         flags = [float(flag) for unit in self.units for flag in unit.pushed]
         numbers = [micro_batches, micro_batches**2, is_changed, is_replaced, *flags]
-        message = torch.tensor(numbers, device=self.transport.device_type)
+        kind = self.transport.device_type
+        message = torch.tensor(numbers, dtype=torch.float32, pin_memory=kind == "cuda").to(kind, non_blocking=True)
         self.summary.push(message.repeat(len(self.transport.ranks)))
 
     def received(self) -> list[float]:

@@ -42,7 +42,8 @@ class WrapContext:
         dtype, trained = self.compute_dtype(unit), [one for one in unit.parameters if one.trainable]
         raises = dtype is not None or any(one.element_bytes < torch.float32.itemsize for one in trained)
         widest = torch.float64 if any(one.element_bytes > torch.float32.itemsize for one in trained) else torch.float32
-        reduce_dtype = widest if raises else None
+        # One-sided accumulators are in fp32 whatever is pushed: gradients go there as they were computed.
+        reduce_dtype = widest if raises and not unit.strategy.spec.one_sided else None
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     def modules(self, unit: ScheduledUnit) -> list[nn.Module]:

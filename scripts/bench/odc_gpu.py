@@ -10,11 +10,15 @@ For shards of each size, the windows of all peers in this GPU's memory:
     adds        a loop of `Tensor.add_`, one for each part; not atomic, so fit for one rank at a time only
     add         one `Tensor.add_` of as many bytes
 
+    pack        the kernel of `cuda/pack_cast.cu`, all shards as fp32
+    cast        the same, to bf16
+    take        the kernel that copies an accumulator out and clears it
+
 A round times a few calls of each by CUDA events, every second round backwards.  Buffers take turns from round to
-round, more of them than fit into any cache.  GB/s count the bytes of the shards once; a copy reads and writes them, an
-addition reads twice and writes, and so does a push.  Shares are of one round's times, of gathers those of the copy and
-of pushes those of `add`, which move as many bytes: the median of all rounds, and the quartiles.  The kernels' target
-is 90 %, for shards of 8 MB and more.  Exits with 2 where there is no GPU or no CuPy.
+round, more of them than fit into any cache.  GB/s count the bytes of the shards once.  Shares are of the rate at which
+bytes are read and written, over that of the copy, and of pushes over that of `add`, which move as many: of one round's
+times, the median of all rounds and the quartiles.  The kernels' target is 90 %, for shards of 8 MB and more.  Exits
+with 2 where there is no GPU or no CuPy.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
@@ -32,11 +37,14 @@ from torch import Tensor
 
 from profiler.errors import OsdpError
 from runtime.odc.cupy_device import CupyDevice
-from runtime.odc.kernels import THREADS, grid_for
+from runtime.odc.kernels import THREADS, gather_grid, grid_for
 
 FP32_BYTES = 4
 BASIS = {"gather": "copy", "copies": "copy", "copy": "copy", "push": "add", "adds": "add", "add": "add"}
-"""What each contestant's shares are of: what moves as many bytes, in one call of torch."""
+BASIS |= {"pack": "copy", "cast": "copy", "take": "copy"}
+"""What each contestant's shares are of, in one call of torch."""
+MOVED_BYTES = {"gather": 8, "copies": 8, "copy": 8, "push": 12, "adds": 12, "add": 12, "pack": 8, "cast": 6, "take": 12}
+"""Read and written for each fp32 element."""
 CALLS = 10
 """Of a contestant in a round."""
 SLEEP_CYCLES = 10_000_000
@@ -55,13 +63,17 @@ class Buffers:
     """(peers, shard): what was gathered, or a gradient."""
     table: Tensor
     """Addresses of the windows."""
+    segments: Tensor
+    """(3, peers): addresses, offsets and lengths of the shards of `full`, as they are packed."""
 
     @classmethod
     def make(cls, peers: int, shard: int, device: torch.device) -> Buffers:
         """Return buffers with numbers in them."""
         windows = torch.randn(peers, shard, device=device)
         full = torch.randn(peers, shard, device=device)
-        return cls(windows, full, torch.tensor([window.data_ptr() for window in windows], device=device))
+        table = torch.tensor([window.data_ptr() for window in windows], device=device)
+        rows = [[part.data_ptr() for part in full], [shard * peer for peer in range(peers)], [shard] * peers]
+        return cls(windows, full, table, torch.tensor(rows, device=device))
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,7 @@ class Result:
     gb_per_s: float
     """Median over rounds, 1e9 bytes of shards in a second."""
     share: tuple[float, float, float]
-    """Quartiles of the time of its `BASIS` over this one's, round by round."""
+    """Quartiles of its rate over that of its `BASIS`, bytes read and written in a second, round by round."""
 
 
 def contestants(device: CupyDevice, sets: Sequence[Buffers]) -> dict[str, Contestant]:
@@ -83,7 +95,7 @@ def contestants(device: CupyDevice, sets: Sequence[Buffers]) -> dict[str, Contes
 
     def gather(index: int) -> None:
         one = sets[index]
-        grid = grid_for(FP32_BYTES * shard, 16 * THREADS, peers, device.room)
+        grid = gather_grid(FP32_BYTES * shard, peers, device.room)
         arguments = one.table.data_ptr(), 0, FP32_BYTES * shard, peers, 0, one.full.data_ptr()
         device.launch("gather", grid, THREADS, arguments)
 
@@ -107,11 +119,32 @@ def contestants(device: CupyDevice, sets: Sequence[Buffers]) -> dict[str, Contes
     def add(index: int) -> None:
         sets[index].windows.add_(sets[index].full)
 
-    return {"gather": gather, "copies": copies, "copy": copy, "push": push, "adds": adds, "add": add}
+    def packing(kernel: str, index: int) -> None:
+        one = sets[index]
+        grid = grid_for(shard, 4 * THREADS, 1, device.room)[0], peers
+        arguments = (*(row.data_ptr() for row in one.segments), peers, one.windows.data_ptr())
+        device.launch(kernel, grid, THREADS, arguments)
+
+    def pack(index: int) -> None:
+        packing("pack_cast_fp32", index)
+
+    def cast(index: int) -> None:
+        packing("pack_cast_bf16", index)
+
+    def take(index: int) -> None:
+        one, count = sets[index], peers * shard
+        grid = grid_for(count, 4 * THREADS, 1, device.room)
+        device.launch("take_gradient", grid, THREADS, (one.windows.data_ptr(), 0, 1, count, one.full.data_ptr()))
+
+    return {one.__name__: one for one in (gather, copies, copy, push, adds, add, pack, cast, take)}
 
 
-def seconds_of(run: Contestant, first: int, sets: int) -> float:
+def seconds_of(run: Contestant, first: int, sets: int, device_type: str) -> float:
     """Return how long a call takes, the mean of a few, on buffers from set `first` on."""
+    if device_type == "cpu":  # kernels on CPU threads: no speed that means anything
+        started = time.perf_counter()
+        run(first % sets)
+        return time.perf_counter() - started
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda._sleep(SLEEP_CYCLES)  # so that all calls are queued before the first begins, and none waits for Python
     begin.record()
@@ -129,11 +162,14 @@ def measure(device: CupyDevice, peers: int, shard_bytes: int, rounds: int, cache
     sets = [Buffers.make(peers, shard, device.torch_device) for _ in range(count)]
     running = contestants(device, sets)
     runs = list(running.values())
-    took_s = [take_turns(n, runs, seconds_of, (n + 2) * CALLS, len(sets)) for n in range(-2, rounds)]  # two to warm up
+    more = len(sets), device.torch_device.type
+    took_s = [take_turns(n, runs, seconds_of, (n + 2) * CALLS, *more) for n in range(-2, rounds)]  # two to warm up
     taken = dict(zip(running, zip(*took_s[2:], strict=True), strict=True))
     results = []
     for name, times in taken.items():
-        low, middle, high = quantiles([basis / own for basis, own in zip(taken[BASIS[name]], times, strict=True)], n=4)
+        weight = MOVED_BYTES[name] / MOVED_BYTES[BASIS[name]]
+        shares = [weight * basis / own for basis, own in zip(taken[BASIS[name]], times, strict=True)]
+        low, middle, high = quantiles(shares, n=4)
         results.append(Result(name, shard_bytes, peers, size_bytes / median(times) / 1e9, (low, middle, high)))
     return results
 

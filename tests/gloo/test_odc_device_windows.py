@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from host_device import FOLDER, HostDevice, build_kernels, no_device
+from host_device import FOLDER, HostDevice, HostStream, build_kernels, no_device
 from ranks import run_ranks
 from windows import integers
 
@@ -21,7 +22,7 @@ from profiler.errors import OsdpError
 from runtime.failures.peer_faults import PeerLost
 from runtime.odc import choose_transport, cupy_device, gpu_windows
 from runtime.odc.choose_transport import open_transport, why_no_windows, why_none
-from runtime.odc.gpu_windows import DeviceTransport
+from runtime.odc.gpu_windows import COPIED_BYTES, DeviceTransport
 from runtime.odc.windows import WindowSpec
 
 SIZES = (1, 7, 999, 4097)
@@ -32,6 +33,8 @@ SPECS = tuple(
 )
 FROZEN = (WindowSpec("frozen", 8, torch.float32, 8),)
 ONE = (WindowSpec("a", 300, torch.float32),)
+STEPS = 12
+"""On streams that lag behind."""
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +155,72 @@ def test_ordered_sums_have_the_same_bits_in_every_run(library: Path, prefix: str
     assert run_ranks(_ordered, 3, library, prefix, 1) == run_ranks(_ordered, 3, library, prefix, 2)
 
 
+# --- streams
+
+
+def _on_streams(rank: int, library: Path, prefix: str, joins: bool, ordered: bool) -> int:
+    """Publish, push and take on streams that lag behind, in random order; return how many steps were exact."""
+    device, order, exact = HostDevice(library, prefix), Random(rank), 0
+    if not joins:
+        device.join = lambda: None  # type: ignore[method-assign]
+    streams = [HostStream(2 * rank + number) for number in range(2)]
+    with open_windows(device, (WindowSpec("a", 301, torch.float32),), ordered=ordered) as transport:
+        (window,) = transport.windows
+        for step in range(STEPS):
+            shard, out, kept = integers(301, rank, step), torch.empty(602), []
+            with device.on(order.choice(streams)):
+                window.publish(shard)
+            transport.barrier()
+            window.pull(out)
+            for micro_batch in range(3):
+                kept.append(integers(602, rank, step, micro_batch))
+                with device.on(order.choice(streams)):
+                    window.push(kept[-1])
+            transport.barrier()
+            with device.on(stream := order.choice(streams)):
+                taken = window.take_gradient()
+            stream.synchronize()
+            wanted = sum(integers(602, other, step, micro_batch) for other in range(2) for micro_batch in range(3))
+            assert isinstance(wanted, torch.Tensor)
+            pulled = torch.cat([integers(301, other, step) for other in range(2)])
+            exact += torch.equal(out, pulled) and torch.equal(taken, wanted.view(2, 301)[rank])
+    return exact
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_barriers_wait_for_all_streams(ordered: bool, library: Path, prefix: str) -> None:
+    assert run_ranks(_on_streams, 2, library, prefix, True, ordered) == [STEPS] * 2
+
+
+def test_without_joining_streams_values_are_wrong(library: Path, prefix: str) -> None:
+    """So that the test before can fail."""
+    assert max(run_ranks(_on_streams, 2, library, prefix, False, False)) < STEPS
+
+
+# --- GPUs of their own
+
+
+def _pulls_from_other_gpus(rank: int, library: Path, prefix: str) -> tuple[bool, int, int]:
+    """Pull a large and a small window; return whether all was right, and how many copies and gathers it took."""
+    device = HostDevice(library, prefix, f"gpu {rank}")
+    specs = tuple(WindowSpec(f"of {numel}", numel, torch.float32) for numel in (COPIED_BYTES // 4, 1000))
+    with open_windows(device, specs) as transport:
+        for window in transport.windows:
+            window.publish(integers(window.spec.shard_numel, rank))
+        transport.barrier()
+        right = True
+        for window in transport.windows:
+            out = torch.empty(3 * window.spec.shard_numel)
+            window.pull(out)
+            right &= torch.equal(out, torch.cat([integers(window.spec.shard_numel, other) for other in range(3)]))
+        transport.barrier()
+    return right, device.launched["copy"], device.launched["gather"]
+
+
+def test_large_shards_of_other_gpus_are_copied(library: Path, prefix: str) -> None:
+    assert run_ranks(_pulls_from_other_gpus, 3, library, prefix) == [(True, 3, 1)] * 3
+
+
 # --- faults
 
 
@@ -256,10 +325,12 @@ class WithoutAtomics(HostDevice):
     def obstacle(self, identity: str, needs_atomics: bool) -> str:
         return "has no native atomics" if self.seen and needs_atomics else ""
 
-    def launch(self, kernel: str, grid: tuple[int, int], threads: int, arguments: Sequence[int]) -> None:
+    def launch(
+        self, kernel: str, grid: Any, threads: int, arguments: Sequence[int], subject: int | None = None
+    ) -> None:
         if kernel == "scatter_accumulate_fp32" and self.launched[kernel] == 5:
             arguments = (*arguments[:3], 0, *arguments[4:])  # adds nothing
-        super().launch(kernel, grid, threads, arguments)
+        super().launch(kernel, grid, threads, arguments, subject)
 
 
 def _asks_without_atomics(rank: int, library: Path, prefix: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""One-sided communication on a GPU that ranks share: windows, faults, leaks, a model, and the cache of kernels."""
+"""One-sided communication on a GPU that ranks share: windows, faults, leaks, streams, and the cache of kernels."""
 
 from __future__ import annotations
 
@@ -7,39 +7,30 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from parity import MAX_NORM, Case, Trained, batches, cluster_of, compare, graph_of, initial, optimizer_of, reference
+from one_gpu import missing
 from ranks import run_ranks
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from windows import integers
 
-from profiler.errors import OsdpError, install_advice
-from runtime.apply_schedule import apply_schedule
-from runtime.compile_plan import compile_plan
+from profiler.errors import OsdpError
 from runtime.failures.peer_faults import PeerLost
 from runtime.odc.choose_transport import open_transport, why_none
+from runtime.odc.cupy_device import CupyDevice
 from runtime.odc.windows import Transport, WindowSpec
-from runtime.step.grad_norm import clip
-from runtime.step.gradient_accumulation import Accumulation
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SIZES = (1, 7, 999, (1 << 20) + 3)
 SPECS = tuple(
     WindowSpec(f"layer {size} {dtype}", size, dtype) for size in SIZES for dtype in (torch.float32, torch.bfloat16)
 )
-
-
-def missing() -> str:
-    """Return why nothing can be run here; empty if it can."""
-    if not torch.cuda.is_available():
-        return "no GPU (torch.cuda.is_available() is False)"
-    return "" if find_spec("cupy") else f"CuPy is not installed: {install_advice('cuda13')}, or cuda12"
 
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -159,47 +150,54 @@ def test_windows_leave_no_memory_behind() -> None:
         assert last >= first - (64 << 20)
 
 
-# --- a model
+# --- streams
 
 
-def _trains(rank: int, case: Case, kind: str) -> Trained | None:
-    """Train through windows on ranks that NCCL would not let share a GPU."""
-    graph, cluster = graph_of(case.family, case.precision), cluster_of(case.nodes, case.ranks_per_node)
-    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    sharded = apply_schedule(initial(case.family), compile_plan(case.plan(), graph, cluster), device)
-    assert sharded.finishes_in_optimizer_step
-    run, losses, norms = Accumulation(sharded, case.accumulation), [], []
-    optimizer = optimizer_of(sharded.module.parameters())
-    for step in batches(case.family, case.world_size, case.accumulation):
-        for micro_batch in step:
-            args, kwargs = micro_batch[rank]
-            loss = run.run(*(arg.to(device) for arg in args), **{name: kwargs[name].to(device) for name in kwargs})
-            (loss / case.accumulation).backward()
-            mean = loss.detach().cpu()
-            dist.all_reduce(mean)
-            losses.append(mean.item() / case.world_size)
-        run.finish_gradients()
-        norms.append(clip(sharded.local_shards, MAX_NORM, 2.0, device, False).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = {name: _whole(tensor, case.world_size) for name, tensor in sharded.module.state_dict().items()}
-    return Trained(losses, norms, whole) if rank == 0 else None
+def _on_streams(rank: int, kind: str, rounds: int, joins: bool) -> int:
+    """Publish, push and take on streams that lag behind, in random order; return how many rounds were exact."""
+    if not joins:
+        CupyDevice.join = lambda self: None  # type: ignore[method-assign]
+    numel, order, exact = 20011, Random(rank), 0
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(3)]  # type: ignore[no-untyped-call]
+    with open_windows(kind, (WindowSpec("a", numel, torch.float32),)) as transport:
+        (window,) = transport.windows
+        for number in range(rounds):
+            shard = integers(numel, rank, number).to(kind)
+            pushed = [integers(2 * numel, rank, number, k).to(kind) for k in range(3)]
+            torch.cuda.synchronize()
+            with lagging(order.choice(streams), order):
+                window.publish(shard)
+            transport.barrier()
+            out = torch.empty(2 * numel, device=kind)
+            window.pull(out)
+            for full in pushed:
+                with lagging(order.choice(streams), order):
+                    window.push(full)
+            transport.barrier()
+            with lagging(stream := order.choice(streams), order):
+                taken = window.take_gradient()
+            stream.synchronize()
+            pulled = torch.cat([integers(numel, other, number) for other in range(2)])
+            wanted = torch.stack([integers(2 * numel, other, number, k) for other in range(2) for k in range(3)]).sum(0)
+            exact += torch.equal(out.cpu(), pulled) and torch.equal(taken.cpu(), wanted.view(2, numel)[rank])
+    return exact
 
 
-def _whole(tensor: Tensor, ranks: int) -> Tensor:
-    """Return a sharded tensor whole, on the CPU."""
-    if not isinstance(tensor, DTensor):
-        return tensor.cpu()
-    parts: list[Tensor] = [torch.empty(0)] * ranks
-    dist.all_gather_object(parts, tensor.to_local().cpu())
-    return torch.cat(parts)
+@contextmanager
+def lagging(stream: Any, order: Random) -> Iterator[None]:
+    """Launch on a stream that does something else first, for up to some milliseconds."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(order.randrange(5_000_000))  # type: ignore[no-untyped-call]
+        yield
 
 
-@pytest.mark.parametrize(("choice", "accumulation"), [("odc:2", 1), ("odc_ordered:2", 2)])
-def test_a_model_trains_as_in_one_process(choice: str, accumulation: int) -> None:
-    case = Case("gpt2", {}, choice, nodes=1, accumulation=accumulation)
-    result = run_ranks(_trains, 2, case, "cuda")[0]
-    compare(result, reference("gpt2", 2, accumulation, "fp32"), 1e-4, 2e-5)
+def test_barriers_wait_for_all_streams() -> None:
+    assert run_ranks(_on_streams, 2, "cuda", 200, True) == [200, 200]
+
+
+def test_without_joining_streams_values_are_wrong() -> None:
+    """So that the test before can fail."""
+    assert max(run_ranks(_on_streams, 2, "cuda", 50, False)) < 50
 
 
 # --- compiled kernels

@@ -19,7 +19,7 @@
 
 #define __global__
 #define __device__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(threads, blocks)
 
 struct dim3 { unsigned int x = 1, y = 1, z = 1; };
 struct alignas(16) float4 { float x, y, z, w; };

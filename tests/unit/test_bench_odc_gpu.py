@@ -31,6 +31,15 @@ def test_contestants_do_the_same(tmp_path: Path) -> None:
         assert torch.equal(one.windows, before + gradient)
     run["copy"](0)
     assert torch.equal(one.full, one.windows)
+    other.windows.zero_()
+    run["pack"](1)
+    assert torch.equal(other.windows, other.full)
+    run["cast"](1)
+    assert torch.equal(other.windows.view(torch.bfloat16).view(-1)[:3000], other.full.bfloat16().view(-1))
+    before = one.windows.clone()
+    run["take"](0)
+    assert torch.equal(one.full, before)
+    assert not one.windows.any()
 
 
 def test_rates_and_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +52,9 @@ def test_rates_and_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found["gather"].gb_per_s == pytest.approx(2 * 4000 / 2.0 / 1e9)
     assert found["push"].share == (0.75, 0.75, 0.75)
     assert found["adds"].share == (1.5, 1.5, 1.5)
+    assert found["pack"].share == (1.0, 1.0, 1.0)
+    assert found["cast"].share == (0.75, 0.75, 0.75)  # of each element 6 bytes, where a copy moves 8
+    assert found["take"].share == (1.5, 1.5, 1.5)  # 12
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and find_spec("cupy") is not None, reason="there is a GPU")

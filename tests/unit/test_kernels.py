@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from host_kernels import CUDA, Array, Counters, Nvrtc, address, addresses, aligned, build, find_nvrtc, take_counters
+from host_kernels import (
+    CUDA,
+    Array,
+    Counters,
+    Nvrtc,
+    address,
+    addresses,
+    aligned,
+    build,
+    find_nvrtc,
+    registers,
+    take_counters,
+)
+
+from runtime.odc.kernels import SOURCES as KERNELS
 
 SOURCES = sorted(CUDA.glob("*.cu"))
 GUARD = 0x5A
@@ -40,6 +55,25 @@ def test_pack_cast_loads_and_stores_vectors(nvrtc: Nvrtc) -> None:
     for kernel in kernels.values():
         assert "ld.global.cs.v4" in kernel
         assert "st.global.cg.v4" in kernel
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_blocks_have_the_registers_that_launches_count_on(nvrtc: Nvrtc, path: Path, architecture: str) -> None:
+    """A multiprocessor has 65,536, for eight blocks of 256 threads or, of gathers, four; and none is put elsewhere."""
+    _, cubin = nvrtc.compile(path.read_text(), architecture)
+    found = registers(cubin)
+    assert set(found) == {kernel for kernel, file in KERNELS.items() if file == path.name}
+    for kernel, (taken, frame_bytes) in found.items():
+        blocks = 4 if kernel == "gather" else 8
+        assert taken * 256 * blocks <= 65536, kernel
+        assert frame_bytes == 0 or (architecture, kernel[:24]) == ("sm_80", "scatter_accumulate_alone"), kernel
+
+
+def test_gathers_have_four_loads_on_their_way(nvrtc: Nvrtc) -> None:
+    ptx, _ = nvrtc.compile((CUDA / "gather.cu").read_text(), "sm_90")
+    order = re.findall(r"(ld|st)\.global\.cg\.v4", ptx)
+    assert "".join("L" if one == "ld" else "S" for one in order).count("LLLLSSSS") == 1
 
 
 def test_errors_in_a_source_are_reported(nvrtc: Nvrtc) -> None:

@@ -49,10 +49,10 @@ def test_a_window_by_hand() -> None:
     unit = unit_bytes([WEIGHT], Strategy("odc", 8), "bf16", ADAM)
     # A shard has 125 x 300 elements: published in bf16 75,000 -> 147 x 512, accumulated in fp32 150,000 -> 293 x 512.
     assert unit.window == 75_264 + 150_016
-    # It is sent from there, and needs no copy in bf16.
-    assert replace(unit, window=0, gather_temporary=75_264) == unit_bytes(
-        [WEIGHT], Strategy("group_shard", 8), "bf16", ADAM
-    )
+    # It is sent from there, and needs no copy in bf16; the gradient is pushed in bf16, and zeros of a shard of it made.
+    assert (unit.reduce_input, unit.reduce_temporary) == (600_064, 75_264)
+    other = replace(unit, window=0, gather_temporary=75_264, reduce_input=1_200_128, reduce_temporary=0)
+    assert other == unit_bytes([WEIGHT], Strategy("group_shard", 8), "bf16", ADAM)
 
 
 def test_a_window_of_ordered_sums_by_hand() -> None:

@@ -86,6 +86,7 @@ class StandIn:
             "deviceSynchronize",
             "deviceCanAccessPeer",
             "deviceGetByPCIBusId",
+            "memcpyAsync",
         )
         self.results: dict[str, Any] = {
             "malloc": 4096,
@@ -96,7 +97,9 @@ class StandIn:
         }
         runtime = {name: self._noting(name) for name in names}
         self.cuda = SimpleNamespace(
-            runtime=SimpleNamespace(CUDARuntimeError=CudaError, deviceGetPCIBusId="0000:0{}:00.0".format, **runtime),
+            runtime=SimpleNamespace(
+                CUDARuntimeError=CudaError, deviceGetPCIBusId="0000:0{}:00.0".format, memcpyDefault=4, **runtime
+            ),
             Device=lambda index: _Context(self, "device", index),
             Stream=SimpleNamespace(),
             ExternalStream=lambda handle, index: _Context(self, "stream", handle),
@@ -218,6 +221,30 @@ def test_kernels_go_to_the_current_stream(cupy: StandIn, monkeypatch: pytest.Mon
     device.launch("gather", (1, 1), 256, ())
     device.synchronise()
     assert [stream.synchronised for stream in streams] == [1, 0, 0]
+
+
+def test_copies_go_to_the_current_stream(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, copying, current = CupyDevice(), Stream(70), Stream(0)
+    cupy.calls.clear()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: copying)
+    device.copy(4096, 8192, 1 << 20)
+    assert cupy.calls == [("device", 0), ("memcpyAsync", 8192, 4096, 1 << 20, 4, 70)]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    device.join()
+    assert current.waited == [70]
+
+
+def test_launches_about_a_subject_follow_each_other(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their streams; those about others and about nothing do not."""
+    device, streams = CupyDevice(), [Stream(handle) for handle in (70, 71, 72)]
+    for number, subject in ((0, 5), (0, 5), (1, 6), (1, 5), (2, None), (2, 5)):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, number=number: streams[number])
+        device.launch("gather", (1, 1), 256, (), subject)
+    assert [stream.waited for stream in streams] == [[], [70], [71]]
+    device.join()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[0])
+    device.launch("gather", (1, 1), 256, (), 5)
+    assert streams[0].waited == []
 
 
 def test_gpus_that_cannot_reach_each_other(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

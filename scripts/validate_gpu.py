@@ -1,0 +1,74 @@
+"""Check and measure OSDP on this machine's GPUs: `python scripts/validate_gpu.py [--only N ...] [--long] [--cpu]`
+
+Each check runs in a process of its own and within its time.  After each, `validate-gpu.json` and `validate-gpu.md` are
+written anew to --output.  Exits with 1 if any check failed, with 2 if there is no GPU.  `--cpu` runs all of them
+without one: gloo ranks, small models, and kernels on CPU threads; then speeds are written down and not judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT)]  # so that it runs from a clone
+
+from validation.check import Check, Finding, Place, skipped  # noqa: E402
+from validation.checks import CHECKS  # noqa: E402
+from validation.machine import describe, visible_gpus  # noqa: E402
+from validation.processes import run_check, write_finding  # noqa: E402
+from validation.report import outcome, write_report  # noqa: E402
+
+
+def main() -> int:
+    """Parse the command line and run the checks, or be one of them."""
+    options = parse()
+    place = Place("cpu" if options.cpu else "cuda", options.long, options.scratch)
+    by_number = {check.number: check for check in CHECKS}
+    if options.as_check:
+        write_finding(by_number[options.as_check].run(place), options.finding)
+        return 0
+    if not options.cpu and not visible_gpus():
+        print("osdp: PyTorch finds no GPU\n  try: --cpu, which runs the checks without one", file=sys.stderr)
+        return 2
+    chosen = [by_number[number] for number in options.only] if options.only else CHECKS
+    options.output.mkdir(parents=True, exist_ok=True)
+    found = run_all(chosen, place, options.output)
+    return 1 if any(one.passed is False for one in found.values()) else 0
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    numbers = [check.number for check in CHECKS]
+    parser.add_argument("--only", type=int, nargs="+", choices=numbers, metavar="N", help="run these checks alone")
+    parser.add_argument("--long", action="store_true", help="draw more, repeat more often: an hour in place of minutes")
+    parser.add_argument("--cpu", action="store_true", help="run without a GPU, which tests the checks themselves")
+    parser.add_argument("--output", type=Path, default=Path("."), metavar="FOLDER", help="of the report (default .)")
+    parser.add_argument("--as-check", type=int, choices=numbers, help=argparse.SUPPRESS)
+    parser.add_argument("--finding", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, default=Path("."), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_all(chosen: Sequence[Check], place: Place, output: Path) -> dict[int, Finding]:
+    """Run checks in turn; write the report after each."""
+    machine, gpus = describe(place), visible_gpus()
+    found: dict[int, Finding] = {}
+    for check in chosen:
+        if check.gpus > gpus and not place.is_dry:
+            found[check.number] = skipped(f"it needs {check.gpus} GPUs, and there is one")
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                found[check.number] = run_check(check, Place(place.device, place.is_long, Path(folder)))
+        write_report(output, machine, chosen, found)
+        one = found[check.number]
+        print(f"{check.number:2d} {check.title}: {outcome(one)} ({one.seconds:.1f} s) {one.told}", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

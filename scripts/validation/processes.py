@@ -1,0 +1,112 @@
+"""Checks in processes of their own, with a limit on their time: what one leaves behind, no other finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from validation.check import Check, Finding, Place, skipped
+
+ROOT = Path(__file__).resolve().parents[2]
+TAIL_LINES = 15
+"""Of a check's output, shown where it failed."""
+
+
+def command_output(
+    command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Run a command with all that it starts; return its exit status (124: it took too long) and its output."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "scripts")))
+    given = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **(environment or {})}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return 124, output
+
+
+def run_check(check: Check, place: Place) -> Finding:
+    """Run a check in a process of its own."""
+    path = place.scratch / f"check-{check.number}.json"
+    command = [sys.executable, str(ROOT / "scripts" / "validate_gpu.py"), "--as-check", str(check.number)]
+    command += [
+        "--finding",
+        str(path),
+        "--scratch",
+        str(place.scratch),
+        *(["--cpu"] if place.is_dry else []),
+        *(["--long"] if place.is_long else []),
+    ]
+    limit_s = check.timeout_s * (5 if place.is_long else 1)
+    started = time.perf_counter()
+    status, output = command_output(command, limit_s)
+    seconds = time.perf_counter() - started
+    tail = "\n".join(output.strip().splitlines()[-TAIL_LINES:])
+    if path.exists():
+        found = Finding(**json.loads(path.read_text()))
+        return replace(
+            found, seconds=seconds, told=found.told if found.passed is not False else _with(found.told, tail)
+        )
+    why = f"it took longer than {limit_s:.0f} s" if status == 124 else f"its process ended with {status}"
+    return Finding(False, _with(why, tail), seconds=seconds)
+
+
+def _with(told: str, tail: str) -> str:
+    return f"{told}\n{tail}" if tail else told
+
+
+def write_finding(found: Finding, path: Path) -> None:
+    """Write what the process that runs a check has found."""
+    part = path.with_suffix(".partial")
+    part.write_text(json.dumps(asdict(found)))
+    part.replace(path)
+
+
+def run_tests(
+    place: Place, files: Sequence[str], keyword: str, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> Finding:
+    """Run the tests of files of `tests/` whose names have a keyword (an expression of pytest's `-k`)."""
+    report = place.scratch / "junit.xml"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command += [*(f"tests/{file}" for file in files), *(["-k", keyword] if keyword else [])]
+    status, output = command_output(command, timeout_s, environment)
+    if not report.exists():
+        tail = "\n".join(output.strip().splitlines()[-TAIL_LINES:])
+        return Finding(False, _with(f"pytest ended with {status}", tail))
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    ran, failed, left_out = (
+        int(suite.get("tests", 0)),
+        int(suite.get("failures", 0)) + int(suite.get("errors", 0)),
+        int(suite.get("skipped", 0)),
+    )
+    figures: dict[str, Any] = {"tests": ran, "failed": failed, "skipped": left_out}
+    if ran and ran == left_out:
+        reason = suite.find(".//skipped")
+        return skipped(reason.get("message", "") if reason is not None else "all tests were skipped")
+    passed = status == 0 and ran > left_out
+    told = f"{ran - failed - left_out} of {ran - left_out} tests passed" if ran else "no test has such a name"
+    if not passed:
+        told = _with(told, "\n".join(output.strip().splitlines()[-TAIL_LINES:]))
+    return Finding(passed, told, figures)

@@ -1,0 +1,184 @@
+"""`scripts/validate_gpu.py`: its report, its limits of time, and its checks of kernels, which can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+from validation import kernels, one_sided, processes  # noqa: E402
+from validation.check import Check, Finding, Place, skipped  # noqa: E402
+from validation.checks import CHECKS  # noqa: E402
+from validation.processes import command_output, run_check, run_tests, write_finding  # noqa: E402
+from validation.report import write_report  # noqa: E402
+
+
+def check(number: int, **more: Any) -> Check:
+    return Check(number, f"check {number}", "always", lambda place: skipped(""), **more)
+
+
+# --- the report
+
+
+def test_the_report_has_what_was_found_so_far(tmp_path: Path) -> None:
+    found = {1: Finding(True, "fine", {"bytes": 7, "share": 0.123456}, 1.5), 2: Finding(False, "bad | worse\nwhy")}
+    write_report(tmp_path, "a machine", [check(1), check(2), check(3)], found)
+    data = json.loads((tmp_path / "validate-gpu.json").read_text())
+    assert data["machine"] == "a machine"
+    assert [(one["number"], one["outcome"], one["figures"]) for one in data["checks"]] == [
+        (1, "passed", {"bytes": 7, "share": 0.123456}),
+        (2, "FAILED", {}),
+    ]
+    assert data["missing"] == [3]
+    lines = (tmp_path / "validate-gpu.md").read_text().splitlines()
+    assert "| 1 | check 1 | always | passed | 1.5 | fine |" in lines
+    assert r"| 2 | check 2 | always | FAILED | 0.0 | bad \| worse |" in lines
+    assert "- share: 0.1235" in lines
+    assert lines[lines.index("## 2. check 2") + 3 :] == ["```", "why", "```"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["validate-gpu.json", "validate-gpu.md"]
+
+
+def test_numbers_are_there_once() -> None:
+    numbers = [one.number for one in CHECKS]
+    assert numbers == sorted(set(numbers))
+    assert set(range(1, 8)) <= set(numbers)
+
+
+# --- processes
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place("cpu", False, tmp_path)
+
+
+def test_a_command_that_takes_too_long_is_killed_with_what_it_started() -> None:
+    code = "import subprocess, sys; print('here', flush=True); subprocess.run(['sleep', '60'])"
+    status, output = command_output([sys.executable, "-c", code], 1.5)
+    assert (status, output) == (124, "here\n")
+
+
+def test_a_check_that_dies_or_hangs_fails(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "command_output", lambda command, limit_s: (-11, "last words"))
+    found = run_check(check(1), place)
+    assert (found.passed, found.told) == (False, "its process ended with -11\nlast words")
+    monkeypatch.setattr(processes, "command_output", lambda command, limit_s: (124, ""))
+    assert run_check(check(1, timeout_s=7.0), place).told == "it took longer than 7 s"
+
+
+def test_what_a_check_found_is_read_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs(command: list[str], limit_s: float) -> tuple[int, str]:
+        assert command[command.index("--as-check") + 1] == "5"
+        assert "--cpu" in command
+        write_finding(Finding(True, "fine", {"bytes": 3}), Path(command[command.index("--finding") + 1]))
+        return 0, "noise"
+
+    monkeypatch.setattr(processes, "command_output", runs)
+    found = run_check(check(5), place)
+    assert (found.passed, found.told, found.figures) == (True, "fine", {"bytes": 3})
+    assert found.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("attributes", "status", "passed"),
+    [
+        ({"tests": "3", "failures": "0", "errors": "0", "skipped": "1"}, 0, True),
+        ({"tests": "3", "failures": "1", "errors": "0", "skipped": "0"}, 1, False),
+        ({"tests": "2", "failures": "0", "errors": "0", "skipped": "2"}, 0, None),
+        ({"tests": "0", "failures": "0", "errors": "0", "skipped": "0"}, 5, False),
+    ],
+)
+def test_outcomes_of_tests(
+    attributes: dict[str, str], status: int, passed: bool | None, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def runs(command: list[str], limit_s: float, environment: object) -> tuple[int, str]:
+        inside = " ".join(f'{name}="{value}"' for name, value in attributes.items())
+        report = next(part for part in command if part.startswith("--junitxml=")).partition("=")[2]
+        Path(report).write_text(
+            f'<testsuites><testsuite {inside}><testcase><skipped message="no GPU"/></testcase></testsuite></testsuites>'
+        )
+        return status, "output"
+
+    monkeypatch.setattr(processes, "command_output", runs)
+    found = run_tests(place, ["unit/test_x.py"], "word", 5.0)
+    assert found.passed is passed
+    assert passed is not None or found.told == "no GPU"
+
+
+# --- checks
+
+
+LESS = {"pack_cast_bf16": (3, 1), "gather": (2, 2), "scatter_accumulate_fp32": (3, 1), "take_gradient": (3, 1)}
+"""By kernel, which argument to make smaller and by how much: one segment, element or 2 bytes are left out."""
+
+
+class Wrong:
+    """Kernels of which one loses an element."""
+
+    def __init__(self, run: kernels.Kernels, kernel: str) -> None:
+        self._device, self._kernel = run.device, kernel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def launch(self, kernel: str, grid: Any, threads: int, arguments: tuple[int, ...]) -> None:
+        if kernel == self._kernel:
+            place, by = LESS[kernel]
+            arguments = (*arguments[:place], arguments[place] - by, *arguments[place + 1 :])
+        self._device.launch(kernel, grid, threads, arguments)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> kernels.Kernels:
+    folder = tmp_path_factory.mktemp("kernels")
+    return kernels.open_kernels(Place("cpu", False, folder), folder)
+
+
+def test_kernels_have_pytorchs_bits(run: kernels.Kernels) -> None:
+    found = dict(kernels.failures(run, (1, 7, 999)))
+    assert len(found) == 4 * 3 * 3 * 2
+    assert not any(found.values())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("pack_cast_bf16", kernels.packs),
+        ("gather", kernels.gathers),
+        ("scatter_accumulate_fp32", kernels.adds),
+        ("take_gradient", kernels.takes),
+    ],
+)
+def test_a_kernel_that_leaves_something_out_is_found(kernel: str, kind: Any, run: kernels.Kernels) -> None:
+    dtype = torch.bfloat16 if kernel.endswith("bf16") else torch.float32
+    wrong = kernels.Kernels(Wrong(run, kernel), run.streams)
+    assert kind(run, 99, 1, dtype)
+    assert not kind(wrong, 99, 1, dtype)
+
+
+def test_rates_are_judged_by_their_targets() -> None:
+    def row(contestant: str, size_mb: int, share: float) -> dict[str, Any]:
+        return {"contestant": contestant, "shard_bytes": size_mb * 10**6, "share": [0.1, share, 2.0], "gb_per_s": 1.0}
+
+    good = [row("gather", 4, 0.91), row("gather", 16, 0.95), row("push", 16, 0.9), row("copies", 1, 0.2)]
+    assert one_sided.judge(good).passed
+    for bad in (row("gather", 4, 0.89), row("gather", 16, 0.94), row("push", 1, 0.89), row("take", 64, 0.5)):
+        found = one_sided.judge([*good, bad])
+        assert found.passed is False
+        assert found.told.startswith("3 of 4 rates reach their targets\n" + bad["contestant"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_to_do() -> None:
+    command = [sys.executable, str(SCRIPTS / "validate_gpu.py"), "--only", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "osdp: PyTorch finds no GPU\n  try: --cpu, which runs the checks without one\n"
+    assert done.stdout == ""
