@@ -123,7 +123,7 @@ def most_gathered(stages: Sequence[StageMemory]) -> list[Array]:
     return found
 
 
-def settle_pending(held: Array, most: Array) -> None:
+def raise_pending(held: Array, most: Array) -> None:
     """Raise pending moments that cannot become the highest, in place: labels that differ in no more are then equal.
 
     `most` is what such moments can lack.

@@ -46,7 +46,7 @@ from planner.solve.label_memory import (
     StageMemory,
     most_gathered,
     peaks,
-    settle_pending,
+    raise_pending,
 )
 from planner.solve.lagrangian_bound import ChainBound, MemoryEvent, highest_event
 
@@ -154,7 +154,7 @@ class LabelSetting:
                 np.floor(labels.held / grain_bytes, out=labels.held)
                 np.multiply(labels.held, grain_bytes, out=labels.held)
             if index:
-                settle_pending(labels.held, self.most_gathered[index - 1])
+                raise_pending(labels.held, self.most_gathered[index - 1])
                 labels = labels.some(self._undominated(labels, index))
             labels, also_s = _most_promising(labels, most_kept)
             lost_s = min(lost_s, dropped_s, also_s)
@@ -237,7 +237,7 @@ class LabelSetting:
 
         `some` are states of a stage above another; the shape of the result is (from, than).
         """
-        states, below = self.states[index], self.chain.table(*self.chain.places[index - 1])
+        states, below = self.states[index], self.chain.table(*self.chain.contexts[index - 1])
         upward, faces = np.unique(states.upward[some], return_inverse=True)
         seen = below[:, upward].transpose(1, 0, 2).reshape(len(upward), -1)
         by_face = np.array([(row - seen).max(axis=1) for row in seen])

@@ -35,7 +35,7 @@ from planner.solve.overlap_states import INNER, UPWARD, OverlapStates, edges_s, 
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
-Place = tuple[int | None, int, int | None]
+StageContext = tuple[int | None, int, int | None]
 """Classes of a stage and of its neighbours: above, its own, below; None: the end of the chain."""
 
 TOLERANCE = 1e-5
@@ -79,7 +79,7 @@ class ChainBound:
         self.table, self._held = table, held
 
     @cached_property
-    def places(self) -> list[Place]:
+    def contexts(self) -> list[StageContext]:
         """Of every stage."""
         ends: tuple[Any, ...] = (None, *self.candidates.stage_classes, None)
         return [(above, own, below) for below, own, above in zip(ends[:-2], ends[1:-1], ends[2:], strict=True)]
@@ -87,15 +87,15 @@ class ChainBound:
     @cached_property
     def states(self) -> list[OverlapStates]:
         """Of every stage; stages between equal neighbours share them."""
-        of_place = {
-            place: OverlapStates.of_stage(self.faces[place[1]], self.alone_s(place), self.table(*place))
-            for place in dict.fromkeys(self.places)
+        of_context = {
+            context: OverlapStates.of_stage(self.faces[context[1]], self.alone_s(context), self.table(*context))
+            for context in dict.fromkeys(self.contexts)
         }
-        return [of_place[place] for place in self.places]
+        return [of_context[context] for context in self.contexts]
 
-    def alone_s(self, place: Place) -> Array:
+    def alone_s(self, context: StageContext) -> Array:
         """Return the seconds of each option of a stage that depend on no neighbour, at the ends of the chain too."""
-        (above, stage_class, below), repeats = place, self.load.accumulation
+        (above, stage_class, below), repeats = context, self.load.accumulation
         faces = self.faces[stage_class]
         alone: Array = faces.windows[:, INNER]
         if above is None:
@@ -149,7 +149,7 @@ class ChainBound:
 
     def _alike_below(self, memory: Sequence[Array]) -> list[int]:
         """Return, for each stage, how many stages directly below it add the same to V as it does."""
-        rules = [(place, id(rows)) for place, rows in zip(self.places, memory, strict=True)]
+        rules = [(context, id(rows)) for context, rows in zip(self.contexts, memory, strict=True)]
         found: list[int] = []
         for index, rule in enumerate(rules):
             found.append(found[-1] + 1 if index and rule == rules[index - 1] else 0)

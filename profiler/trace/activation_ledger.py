@@ -197,7 +197,7 @@ class Ledger:
         self.index = len(self.calls)
         self.calls.append(self.call)
         self._starts.append(max(number, self._starts[-1]))
-        self.settle_saves()
+        self.attribute_saves()
         self.mark()
 
     def leave(self, *, module: bool = True) -> None:
@@ -217,7 +217,7 @@ class Ledger:
 
     def turn(self, loss: Tensor) -> None:
         """Close the forward; what comes from now on is the backward of `loss`."""
-        self.settle_saves()
+        self.attribute_saves()
         self.call.output = loss.untyped_storage().nbytes()
         self._charge()
         self.in_backward = True
@@ -445,7 +445,7 @@ class Ledger:
             self._saves.append((storage, next_number() - 1, self.block))
         return tensor
 
-    def settle_saves(self) -> None:
+    def attribute_saves(self) -> None:
         """Note the calls whose nodes saved what was saved since the last op."""
         for storage, number, block in self._saves:
             storage.savers.setdefault(block, max(bisect_right(self._starts, number) - 1, 0))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, is_dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class Pass:
     """How much more the model holds on to than before it, in whatever place."""
     changed: Mapping[str, Sequence[BufferSite]]
     """By path of a block: its buffers that its forward changes, where nothing is recomputed."""
-    settled: bool
+    leaves_nothing: bool
     """Whether nothing of the step outlived it, be it kept or garbage in reference cycles.
 
     If not, a second pass is nearer to what every step does: caches are filled and modules that torch
@@ -84,77 +83,104 @@ def trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def run_pass(
-    source: ModelSource,
-    module: nn.Module,
-    groups: Sequence[Group],
-    blocks: Sequence[str],
-    inputs: Inputs,
-    device: DatalessDevice,
-    memo: Memo,
-    kept: Sequence[Charge] | None = None,
-    stand_ins: StandIns = NO_STAND_INS,
-    recompute: Recompute = Recompute.NOTHING,
-    repeated: Container[str] = (),
-    bounded: Sequence[Execution] = (),
-    changed: Mapping[str, Sequence[BufferSite]] = MappingProxyType({}),
-    left: Sequence[LiveStorage] = (),
-) -> Pass:
-    """Run one forward and backward of a module of `source` under the meter.  Raises OsdpError.
+@dataclass(frozen=True)
+class PassOptions:
+    """How a pass runs, and what earlier passes of the module have found."""
 
-    Every block is recomputed as `recompute` says; if it is, `kept` is what calls are charged whose blocks keep nothing
-    but their inputs.  Executions that have `stand_ins`
-    have one call each (`profiler.trace.replay`); raises UnlikeError if they cannot.  Blocks in `repeated` run several
-    times.  Given the executions of the same pass with blocks `bounded`, they have no boundary: gradients of what they
-    are handed leave them one by one.  Recomputed blocks hold copies of the buffers that they have `changed`.  What
-    earlier steps have `left` is live until the model lets go of it.
+    groups: Sequence[Group]
+    """Operators that are metered."""
+    blocks: Sequence[str]
+    """Paths of the blocks."""
+    memo: Memo
+    """Results of ops, shared by the passes of a trace."""
+    charges: Sequence[Charge] | None = None
+    """If blocks are recomputed: what calls are charged whose blocks keep nothing but their inputs."""
+    stand_ins: StandIns = NO_STAND_INS
+    """For executions of blocks that do not run, which have one call each (`profiler.trace.replay`)."""
+    recompute: Recompute = Recompute.NOTHING
+    """What of every block is recomputed."""
+    repeated: Container[str] = ()
+    """Blocks that run several times."""
+    bounded: Sequence[Execution] = ()
+    """Executions of the same pass with blocks bounded: then they have no boundary here, and gradients of what they are
+    handed leave them one by one.
     """
-    synthesize = device.synthesize
+    changed: Mapping[str, Sequence[BufferSite]] = field(default_factory=dict)
+    """By block: buffers that its forward changes, of which it holds copies if it is recomputed."""
+    left: Sequence[LiveStorage] = ()
+    """What earlier steps have left, which is live until the model lets go of it."""
+
+
+def run_pass(
+    source: ModelSource, module: nn.Module, inputs: Inputs, device: DatalessDevice, options: PassOptions
+) -> Pass:
+    """Run one forward and backward of a module of `source` under the meter.
+
+    Raises OsdpError; UnlikeError if executions that have stand-ins cannot be replaced by them.
+    """
     meter = Meter(
         module,
-        groups,
-        blocks,
-        memo,
+        options.groups,
+        options.blocks,
+        options.memo,
         device.data,
-        synthesize=synthesize,
-        recompute=recompute,
-        stand_ins=stand_ins,
-        repeated=repeated,
-        bounded=bounded,
-        changed=changed,
+        synthesize=device.synthesize,
+        recompute=options.recompute,
+        stand_ins=options.stand_ins,
+        repeated=options.repeated,
+        bounded=options.bounded,
+        changed=options.changed,
     )
-    ledger = meter.ledger
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
-            ledger.adopt(tensor)
-    ledger.hold(left)
+            meter.ledger.adopt(tensor)
+    meter.ledger.hold(options.left)
     try:
-        with device.running(), without_compiler(), meter, replaced_forwards(module, meter.watched):
-            hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
-            with torch.enable_grad(), hooks if recompute is not Recompute.EVERYTHING else nullcontext():
-                output = module(*inputs[0], **inputs[1])
-                loss, summed = find_loss(output) if trains(module) else (None, False)
-            if loss is None:
-                ledger.end_forward()
-            else:
-                note_shared(loss)
-                ledger.turn(loss)
-                loss.backward()  # type: ignore[no-untyped-call]
-            meter.finish()
-            ledger.finish(kept)
+        summed = _run_step(module, inputs, device, meter, options)
     except (OsdpError, UnlikeError):
         raise
     except Exception as error:
-        path = error.__dict__.get("osdp_path")
-        where = f"`{path}`" if path else "the model's own forward"
-        if ledger.in_backward:
-            where = f"the backward of `{groups[ledger.call.operator].modules[0]}`"
-        raise explain_trace(source, where, error.__dict__.get("osdp_op"), error) from error
+        raise explain_trace(source, _where(error, meter, options), error.__dict__.get("osdp_op"), error) from error
     finally:
         meter.finish()
-    del output, loss
-    settled = not (ledger.made() or meter.ops.freed_others)
-    if not settled:
+    return _record(meter, options.left, summed_outputs=summed)
+
+
+def _run_step(module: nn.Module, inputs: Inputs, device: DatalessDevice, meter: Meter, options: PassOptions) -> bool:
+    """Run forward, loss and backward.  Return whether the loss is the sum of all outputs.
+
+    What a step makes is held by nothing else, and gone on return unless the model keeps it.
+    """
+    ledger, saves_all = meter.ledger, options.recompute is not Recompute.EVERYTHING
+    with device.running(), without_compiler(), meter, replaced_forwards(module, meter.watched):
+        hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
+        with torch.enable_grad(), hooks if saves_all else nullcontext():
+            output = module(*inputs[0], **inputs[1])
+            loss, summed = find_loss(output) if trains(module) else (None, False)
+        if loss is None:
+            ledger.end_forward()
+        else:
+            note_shared(loss)
+            ledger.turn(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+        meter.finish()
+        ledger.finish(options.charges)
+    return summed
+
+
+def _where(error: Exception, meter: Meter, options: PassOptions) -> str:
+    """Return in which part of the step an exception was raised."""
+    if meter.ledger.in_backward:
+        return f"the backward of `{options.groups[meter.ledger.call.operator].modules[0]}`"
+    path = error.__dict__.get("osdp_path")
+    return f"`{path}`" if path else "the model's own forward"
+
+
+def _record(meter: Meter, left: Sequence[LiveStorage], *, summed_outputs: bool) -> Pass:
+    """Return what was metered of a step that has ended, and what it and earlier ones have `left`."""
+    ledger = meter.ledger
+    leaves_nothing = not (ledger.made() or meter.ops.freed_others)
+    if not leaves_nothing:
         gc.collect()  # what only a reference cycle holds is not kept
     still, before = ledger.kept(), {one.key for one in left}
     fresh_bytes = sum(one.bytes for one in still if one.key not in before)
@@ -167,8 +193,8 @@ def run_pass(
         kept=still,
         growth_bytes=fresh_bytes - sum(one.bytes for one in left if one() is None),
         changed=meter.changed,
-        settled=settled,
-        summed_outputs=summed,
+        leaves_nothing=leaves_nothing,
+        summed_outputs=summed_outputs,
     )
 
 

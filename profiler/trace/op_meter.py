@@ -404,7 +404,7 @@ class Meter(UncompiledMode):
                 self._follow_backward()
         else:
             self._follow_forward(reads, tensors)
-            self.ledger.settle_saves()
+            self.ledger.attribute_saves()
             self.ledger.use(used)
         return foreign
 

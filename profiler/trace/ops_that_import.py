@@ -1,7 +1,7 @@
 """Ops that import modules when they first run, as `mean` on the meta device does.
 
 An exception that is caught while a module is imported may stay in a reference cycle with the frames around it, which
-hold tensors of the pass: then it is not settled, and all of it runs again.  So such cycles go at once.
+hold tensors of the pass: then it leaves something, and all of it runs again.  So such cycles go at once.
 """
 
 import gc

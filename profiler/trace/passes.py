@@ -19,7 +19,7 @@ from profiler.trace.dataless_device import DatalessDevice, feed
 from profiler.trace.find_operators import Group, find_blocks, merge_read_outside
 from profiler.trace.handover import NO_STAND_INS, UnlikeError
 from profiler.trace.live_storage import LiveStorage
-from profiler.trace.metered_pass import Pass, run_pass, trains
+from profiler.trace.metered_pass import Pass, PassOptions, run_pass, trains
 from profiler.trace.op_meter import Memo
 from profiler.trace.replay import Replay, find_replay, state_of
 from profiler.trace.trace_errors import ModelError, explained_inputs
@@ -70,7 +70,7 @@ def run_sizes(
         for how in again:
             try:
                 again[how] = {size: runner.run(size, one, how) for size, one in needed.items()}
-                if not again[how][first].settled:  # its first use imports modules, which hold on to frames
+                if not again[how][first].leaves_nothing:  # its first use imports modules, which hold on to frames
                     again[how][first] = runner.run(first, passes[first], how)
             except ModelError as error:
                 failures[how] = error.got or error.what
@@ -120,7 +120,7 @@ class _Runner:
         merged = merge_read_outside(self.groups, read_outside, trial.ran)
         runs = Counter(execution.path for execution in trial.executions)
         repeated = frozenset(path for path, count in runs.items() if count > 1)
-        if repeated or not (trial.settled and merged == self.groups):
+        if repeated or not (trial.leaves_nothing and merged == self.groups):
             self.groups, self._repeated, before = merged, repeated, state_of(self._module)
             found = self._run(size)
         self._changed = found.changed
@@ -154,7 +154,7 @@ class _Runner:
         assumed = {**self._device.data.assumptions}
         try:
             short = self._run(size, kept, replay, how, bounded)
-            if not short.settled:  # as where recomputing is first used; see `run_sizes`
+            if not short.leaves_nothing:  # as where recomputing is first used; see `run_sizes`
                 short = self._run(size, kept, replay, how, bounded)
             return complete(short)
         except (OsdpError, UnlikeError):
@@ -194,25 +194,22 @@ class _Runner:
         device.data.begin(max(1, size // SIZES[0]), alike=alike)
         with explained_inputs(self._source.name):
             inputs = feed(lambda: self._source.example_inputs(module, samples), device)
-        charges, stand_ins = None, NO_STAND_INS if replay is None else replay.stand_ins
+        charges = None
         if kept is not None:
             charges = [call.recomputed for call in kept.calls] if replay is None else replay.charges(kept)
-        found = run_pass(
-            self._source,
-            module,
-            self.groups,
-            self.blocks,
-            inputs,
-            device,
-            self._memo,
-            charges,
-            stand_ins,
-            how,
-            self._repeated,
-            () if bounded is None else bounded.executions,
-            self._changed,
-            self._left,
+        options = PassOptions(
+            groups=self.groups,
+            blocks=self.blocks,
+            memo=self._memo,
+            charges=charges,
+            stand_ins=NO_STAND_INS if replay is None else replay.stand_ins,
+            recompute=how,
+            repeated=self._repeated,
+            bounded=() if bounded is None else bounded.executions,
+            changed=self._changed,
+            left=self._left,
         )
+        found = run_pass(self._source, module, inputs, device, options)
         self._left = found.kept
         return found
 

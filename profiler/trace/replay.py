@@ -111,7 +111,7 @@ def state_of(module: nn.Module) -> Any:
 
 def find_replay(module: nn.Module, whole: Pass) -> Replay | None:
     """Return what need not run again after a pass in which all did, None where that is nothing."""
-    if not whole.settled:
+    if not whole.leaves_nothing:
         return None
     calls = _calls_by_block(whole.calls)
     structure = structures(module, dict.fromkeys(execution.path for execution in whole.executions))

@@ -206,8 +206,8 @@ def test_a_plan_reads_back_as_it_was_priced(
     graph, machine, choices, spanning = case
     space = Space(graph)
     load = Workload(machine, "adam", "fp32", 1, accumulation)
-    settled = priced(space, load, choices, spanning)
-    plan = make_plan(settled.options, spanning, settled.space, load, limit_bytes=1 << 40, gap=0.0)
+    repriced = priced(space, load, choices, spanning)
+    plan = make_plan(repriced.options, spanning, repriced.space, load, limit_bytes=1 << 40, gap=0.0)
     again, _ = options_of(plan, space_of(plan, graph, machine), load)
     peak, time = peak_memory(again, load), step_time(again, load)
     assert plan.predicted.step_time_s == pytest.approx(time.total_s, rel=1e-9)
@@ -217,8 +217,8 @@ def test_a_plan_reads_back_as_it_was_priced(
     owner |= spanning is not None and spanning.spec.has_owner
     in_menu = [space.option(kind, c, spanning, load) for kind, c in zip(space.stage_classes, choices, strict=True)]
     if not owner:
-        assert peak_memory(in_menu, load).total_bytes == peak_memory(settled.options, load).total_bytes
-        assert step_time(in_menu, load).total_s == pytest.approx(step_time(settled.options, load).total_s, rel=1e-12)
+        assert peak_memory(in_menu, load).total_bytes == peak_memory(repriced.options, load).total_bytes
+        assert step_time(in_menu, load).total_s == pytest.approx(step_time(repriced.options, load).total_s, rel=1e-12)
 
 
 @SLOW
