@@ -40,6 +40,7 @@ from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 from runtime.apply_schedule import default_device
+from runtime.host_copies import on_device
 from runtime.own_gpu import barrier
 
 CONTESTANTS = ("FSDP", "ODC")
@@ -181,7 +182,7 @@ class Contestant:
         samples = [sample_tokens(seed, number, i, lengths[i], vocabulary) for i in pack]
         samples = samples or [np.zeros(1, dtype=np.int64)]
         tokens = torch.from_numpy(np.concatenate(samples))[None]
-        return tokens.to(self.model.sharded.device), tuple(len(sample) for sample in samples)
+        return on_device(tokens, self.model.sharded.device), tuple(len(sample) for sample in samples)
 
 
 def lengths_of(setting: Setting, number: int) -> list[int]:

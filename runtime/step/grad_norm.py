@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError
+from runtime.host_copies import on_device
 from runtime.local_shards import LocalShard, local_data
 
 EPSILON = 1e-6
@@ -35,7 +36,7 @@ def total_norm(shards: Sequence[LocalShard], norm_type: float, device: torch.dev
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (_, dtype, replicas), gradients in _alike(shards).items():
         found = torch._foreach_norm(gradients, norm_type, torch.promote_types(dtype, torch.float32))
-        norms = torch.stack(found).to(device, torch.float64)
+        norms = on_device(torch.stack(found).to(torch.float64), device)
         if math.isinf(norm_type):
             total = torch.maximum(total, norms.max())
         else:
