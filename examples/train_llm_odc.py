@@ -1,7 +1,8 @@
 """FSDP against ODC on samples of uneven length: `sh scripts/script_llm_odc_training.sh`, or `--help`.
 
-A small Llama on CPU ranks of this machine. Lengths are long-tailed like LongAlign's, or those in a file, and scaled
-down to --max-length. Both train on the same samples in the same packs, step by step in turn. See docs/llm-odc.md.
+A small Llama on ranks of this machine, GPUs or the CPU. Lengths are long-tailed like LongAlign's, or those in a file,
+and scaled down to --max-length. Both train on the same samples in the same packs, step by step in turn. See
+docs/llm-odc.md.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from osdp.cli.exits import FAULT, guarded
 from osdp.cli.rank_process import end_of_rank, start_ranks
 from osdp.models.config import LlamaConfig
 from osdp.plots import check_picture, plot_timelines
+from osdp.training.devices import chosen_device
 from osdp.training.launch import Nodes, is_rank
 from osdp.uneven_lengths.lengths import LONGALIGN, LogNormal, read_lengths, scale_lengths
 from osdp.uneven_lengths.packing import METHODS
@@ -53,6 +55,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="small", help=f"{', '.join(MODELS)}, or a Llama of the zoo or of a file (default small)")
     add("--nproc", type=at_least(2), default=2, help="ranks on this machine, one process each (default 2)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto: GPUs if each rank has one")
     add("--steps", type=at_least(1), default=12, help="steps of each, of which the first is not timed (default 12)")
     add("--samples", type=at_least(1), default=16, help="samples of all ranks in a step (default 16)")
     add("--max-length", type=at_least(2), default=512, help="tokens of the longest sample and of a pack (default 512)")
@@ -102,7 +105,8 @@ def main() -> None:
         check_picture(options.timeline, "--timeline")
     if options.trace is not None:
         check_trace(options)
-    start_ranks(options.nproc, Nodes(), "cpu", TIMEOUT_S, program=(str(Path(__file__).resolve()),))
+    device = chosen_device(options.device, options.nproc)
+    start_ranks(options.nproc, Nodes(), device, TIMEOUT_S, program=(str(Path(__file__).resolve()),))
 
 
 def check_trace(options: argparse.Namespace) -> None:
@@ -131,7 +135,7 @@ def train(options: argparse.Namespace) -> None:
         options.seed,
         trace=options.trace,
     )
-    with joined("cpu", TIMEOUT_S) as ranks:
+    with joined(chosen_device(options.device, options.nproc), TIMEOUT_S) as ranks:
         progress = sys.stderr if options.json else sys.stdout
         rounds = []
         if ranks.rank == 0:
@@ -144,7 +148,7 @@ def train(options: argparse.Namespace) -> None:
             if options.timeline is not None:
                 found = {name: outcome.timelines for name, outcome in rounds[-1].outcomes.items()}
                 plot_timelines(options.timeline, found, f"step {len(rounds)}, packing {options.packing}")
-            result = summary(options, rounds)
+            result = summary(options, ranks.device.type, rounds)
             print(json.dumps(result) if options.json else report(result))
     check_losses(max(one.loss_difference for one in rounds), ranks.rank)
 
@@ -180,7 +184,7 @@ def progress_line(one: Any) -> str:
     return " | ".join(told)
 
 
-def summary(options: argparse.Namespace, rounds: list[Any]) -> dict[str, Any]:
+def summary(options: argparse.Namespace, device: str, rounds: list[Any]) -> dict[str, Any]:
     """Return the result; times are of all steps but the first and those that were looked into."""
     timed = [one for one in rounds[1:] if not one.is_slowed] or rounds
     both = len(rounds[0].outcomes) == 2
@@ -199,6 +203,7 @@ def summary(options: argparse.Namespace, rounds: list[Any]) -> dict[str, Any]:
     return {
         "schema": "osdp.llm-odc/1",
         "ranks": options.nproc,
+        "device": device,
         "packing": options.packing,
         "steps": len(rounds),
         "lengths": [list(one.lengths) for one in rounds],

@@ -13,6 +13,12 @@ class _Numbers:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
+    def hold(self) -> None:
+        """Nothing runs behind the host."""
+
+    def held(self, start: float) -> bool:
+        return True
+
 
 class ThreadClock(_Numbers):
     """This thread's time on the processor: other programs do not count."""
@@ -40,6 +46,40 @@ class ManualClock(_Numbers):
 
     def mark(self) -> float:
         return self.now
+
+
+class LaggingDevice:
+    """A simulated GPU: it runs what is enqueued in turn, and behind the host, whose every call takes a while."""
+
+    def __init__(self, host_call_s: float) -> None:
+        self.host_call_s = host_call_s
+        self.now_s = self.free_s = 0.0
+        """The host's clock, and when the device will have done all that is enqueued."""
+        self.holds: list[float] = []
+
+    def enqueue(self, seconds: float) -> None:
+        """Call a kernel that takes so long."""
+        self.now_s += self.host_call_s
+        self.free_s = max(self.free_s, self.now_s) + seconds
+
+    def wait(self) -> None:
+        """Let the host wait for the device."""
+        self.now_s = max(self.now_s, self.free_s)
+
+    def hold(self, seconds: float) -> None:
+        self.holds.append(seconds)
+        self.enqueue(seconds)
+
+    def mark(self) -> float:
+        """Return when the device comes to an event that is enqueued now, which costs the host nothing."""
+        return max(self.free_s, self.now_s)
+
+    def is_reached(self, mark: float) -> bool:
+        return mark <= self.now_s
+
+    def seconds(self, start: float, end: float) -> float:
+        self.now_s = max(self.now_s, end)
+        return end - start
 
 
 @contextmanager

@@ -50,6 +50,7 @@ def summed_loss(logits: Tensor, labels: Tensor, lengths: Sequence[int]) -> Tenso
     `logits` are (batch, sequence, vocabulary), `labels` (batch, sequence) and unshifted.
     """
     targets = labels.clone()
-    targets[:, list(accumulate(lengths[:-1], initial=0))] = IGNORED
+    for start in accumulate(lengths[:-1], initial=0):  # a list of them would be copied to the device, and waited for
+        targets[:, start] = IGNORED
     predicted = logits[:, :-1].float().flatten(0, 1)
     return F.cross_entropy(predicted, targets[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")

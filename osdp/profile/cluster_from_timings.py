@@ -135,8 +135,29 @@ def _notes(found: Findings) -> Iterator[str]:
             "passes of the model could not be cut at its blocks: its calls were timed while all of its activations "
             "lived, which takes more memory"
         )
+    yield from _host_notes(found)
+    if found.no_windows:
+        yield f"pulls and pushes of odc were not measured: {found.no_windows}"
     if found.graph is not None:
         yield from _memory_notes(found.graph, found.model.calls)
+
+
+def _host_notes(found: Findings) -> Iterator[str]:
+    """Yield what takes the host's time and not the device's."""
+    bound = [one for one in found.timings if one.is_host_bound]
+    if bound:
+        first = min(bound, key=lambda one: one.size_bytes)
+        yield (
+            f"{len(bound)} of {len(found.timings)} timings of collectives are host-bound, such as {first.line} of "
+            f"{first.size_bytes} bytes: GPUs may have waited for Python"
+        )
+    if found.overlap is not None and found.overlap.is_host_bound:
+        yield "the overlap of communication and computation is host-bound: GPUs may have waited for Python"
+    if found.model.is_host_bound:
+        yield (
+            "the times of the model's calls are host-bound: its GPU may have waited for Python, as it does in training "
+            "at such micro-batches"
+        )
 
 
 def _memory_notes(graph: ModelGraph, calls: tuple[CallTimes, ...]) -> Iterator[str]:

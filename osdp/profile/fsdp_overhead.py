@@ -1,13 +1,17 @@
 """What a unit of FSDP2 costs beyond its collectives and its computation: hook overhead and straggler wait.
 
 A stack of L units with hardly any parameters computes matrix products, plain and under `fully_shard`, in turn.
-Each unit is gathered twice and reduced once in a step, so with t the seconds of a step,
+Each unit is gathered twice and reduced once in a step, so with t the seconds of a step, and g and s those of a gather
+and of a reduction at that size,
 
-    overhead = (t_sharded - t_plain) / (3 L) - mean of the collectives' own times at that size
+    overhead = (t_sharded - t_plain - exposed) / (3 L)
+    exposed  = L (2 g + s)        where collectives are waited for at once
+               g + s              on streams, where but the first gather and the last reduction run under the products
 
-t_sharded is the slowest rank's, as all end together; t_plain the mean of all ranks, as the times of calls are.  On
-CPU ranks the same stack also pulls and pushes (`odc`), where no rank waits for stragglers: then t_sharded is the
-mean of all ranks too, and the collectives are pulls and pushes.
+t_sharded is the slowest rank's, as all end together; t_plain the mean of all ranks, as the times of calls are.  Where
+there are windows the same stack also pulls and pushes (`odc`), where no rank waits for stragglers: then t_sharded is
+the mean of all ranks too, and the collectives are pulls and pushes.  Steps are timed from end to end, by the host's
+clock: what the host takes is looked for.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from profiler.cluster.measurements import CollectiveTimes
-from profiler.timing.device_rates import timed_s
+from profiler.timing.device_rates import elapsed_s
 from profiler.timing.overlap import meet
 from runtime.failures.rank_agreement import Agreement
 from runtime.meshes import Meshes
@@ -86,7 +90,7 @@ def measure_units(
         seconds = []
         for stack in stacks:
             meet(device)
-            seconds.append(timed_s(partial(stack.run, x), device))
+            seconds.append(elapsed_s(partial(stack.run, x), device))
             stack.finish()
         found.append(seconds)
     everyone = Agreement.all().gather("measure units", lambda: found[WARM_UP_ROUNDS:])
@@ -96,14 +100,19 @@ def measure_units(
         return median(over_ranks(one[stack] for one in of_ranks) for of_ranks in rounds)
 
     def overhead_s(sharded_s: float, gather_s: float, reduce_s: float) -> float:
-        beyond_s = (sharded_s - taken_s(0, fmean)) / (EVENTS * UNITS)
-        return max(0.0, beyond_s - (2 * gather_s + reduce_s) / EVENTS)
+        exposed_s = exposed_communication_s(gather_s, reduce_s, on_streams=device.type == "cuda")
+        return max(0.0, sharded_s - taken_s(0, fmean) - exposed_s) / (EVENTS * UNITS)
 
     own = collective_s["all_gather", world_size], collective_s["reduce_scatter", world_size]
     if len(stacks) < 3:
         return UnitTimes(overhead_s(taken_s(1, max), *own))
     one_sided = collective_s["pull", ranks_per_node], collective_s["push", ranks_per_node]
     return UnitTimes(overhead_s(taken_s(1, max), *own), overhead_s(taken_s(2, fmean), *one_sided))
+
+
+def exposed_communication_s(gather_s: float, reduce_s: float, *, on_streams: bool) -> float:
+    """Return the seconds of a step's collectives that nothing runs beside."""
+    return gather_s + reduce_s if on_streams else UNITS * (2 * gather_s + reduce_s)
 
 
 class _Stack:

@@ -9,23 +9,29 @@ A unit's flat tensor of S bytes is cut into a few parameters, all fp32:
     all_reduce       averaged in place (`foreach_reduce` across copies, and DistributedDataParallel's buckets)
     broadcast        the owner copies its parameters into the flat tensor and sends it (`runtime.strategies.owner`)
     reduce           gradients copied into the flat tensor, summed at the owner, divided, and copied there
-    pull, push       as all_gather and reduce_scatter, through windows in shared memory (`runtime.odc`)
+    pull, push       as all_gather and reduce_scatter, through windows (`runtime.odc`): on CPU ranks in shared
+                     memory, on GPUs in their own
     publish          a rank's shard copied into its window, and its accumulator read and cleared: S bytes read
                      and written in all, on each rank alone
 
 Read in torch 2.13; public operations stand for FSDP2's own, which move the same bytes.  What is allocated
-anew for each of them there is allocated inside here too.
+anew for each of them there is allocated inside here too; on a GPU that takes the host's time alone.
+
+Inputs come in several sets, which take turns, so that on a GPU they are not in a cache by the second call.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.odc.cupy_device import CupyDevice
+from runtime.odc.gpu_windows import DeviceTransport
 from runtime.odc.shared_memory import SharedMemoryTransport
-from runtime.odc.windows import Window, WindowSpec
+from runtime.odc.windows import Transport, Window, WindowSpec
 from runtime.strategies.ring_reduce_scatter import ring_reduce_scatter
 from runtime.torch_compat import all_gather, reduce_scatter
 
@@ -52,47 +58,68 @@ def roots_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(round(index * last / max(count - 1, 1)) for index in range(count))
 
 
-def prepare(operation: str, algorithm: str, group: dist.ProcessGroup, numel: int, device: torch.device) -> Exchange:
+def prepare(
+    operation: str, algorithm: str, group: dist.ProcessGroup, numel: int, device: torch.device, sets: int = 1
+) -> Exchange:
     """Return a collective over flat tensors of `numel` elements, a multiple of `element_unit`.
 
-    Inputs are filled with the number of this rank in the world, plus 1.
+    Its inputs are so many sets, filled with the number of this rank in the world, plus 1.
     """
-    make: Callable[[], Exchange] = getattr(_Exchanges(algorithm, group, numel, device), operation)
+    make: Callable[[], Exchange] = getattr(_Exchanges(algorithm, group, numel, device, sets), operation)
     return make()
+
+
+def open_windows(group: dist.ProcessGroup, specs: Sequence[WindowSpec], device: torch.device) -> Transport:
+    """Open windows over ranks that can have them (`runtime.odc.choose_transport`). A collective call."""
+    if device.type == "cpu":
+        return SharedMemoryTransport(group, specs)
+    return DeviceTransport(group, specs, _gpu())
+
+
+@cache
+def _gpu() -> CupyDevice:
+    """Return this rank's GPU, whose kernels are loaded once for all the windows of a profile."""
+    return CupyDevice()
 
 
 class _Exchanges:
     """Makes each collective, by its name, over one size of tensor."""
 
-    def __init__(self, algorithm: str, group: dist.ProcessGroup, numel: int, device: torch.device) -> None:
-        self.algorithm, self.group, self.numel, self.device = algorithm, group, numel, device
+    def __init__(self, algorithm: str, group: dist.ProcessGroup, numel: int, device: torch.device, sets: int) -> None:
+        self.algorithm, self.group, self.numel, self.device, self.sets = algorithm, group, numel, device, sets
         self.ranks, self.value = group.size(), float(dist.get_rank() + 1)
 
     def _filled(self, numel: int) -> Tensor:
         return torch.full((numel,), self.value, device=self.device)
 
-    def _parameters(self) -> list[Tensor]:
-        """Return whole parameters, or their gradients."""
-        return [self._filled(self.numel // PARAMETERS) for _ in range(PARAMETERS)]
+    def _parameters(self) -> list[list[Tensor]]:
+        """Return sets of whole parameters, or of their gradients."""
+        return self._sets_of(self.numel // PARAMETERS)
+
+    def _sets_of(self, numel: int) -> list[list[Tensor]]:
+        return [[self._filled(numel) for _ in range(PARAMETERS)] for _ in range(self.sets)]
 
     def all_gather(self) -> Exchange:
-        return self._gathering(lambda flat, mine: all_gather(flat, mine, self.group))
+        return self._gathering(lambda turn, flat, mine: all_gather(flat, mine, self.group))
 
     def pull(self) -> Exchange:
-        shard_numel = self.numel // self.ranks
-        return self._through_window(lambda window: self._gathering(lambda flat, _: window.pull(flat)), shard_numel)
+        def make(windows: Sequence[Window]) -> Exchange:
+            return self._gathering(lambda turn, flat, _: windows[turn % self.sets].pull(flat))
 
-    def _gathering(self, gather: Callable[[Tensor, Tensor], None]) -> Exchange:
-        """Return what FSDP2 does around a gather of (the flat tensor, this rank's part of it)."""
+        return self._through_windows(make, self.numel // self.ranks)
+
+    def _gathering(self, gather: Callable[[int, Tensor, Tensor], None]) -> Exchange:
+        """Return what FSDP2 does around a gather of (the turn, the flat tensor, this rank's part of it)."""
         each = self.numel // self.ranks // PARAMETERS
-        shards = [self._filled(each) for _ in range(PARAMETERS)]
+        sets = self._sets_of(each)
 
-        def run(_: int) -> list[Tensor]:
+        def run(turn: int) -> list[Tensor]:
+            shards = sets[turn % self.sets]
             flat = torch.empty(self.numel, device=self.device)
             mine = flat.view(self.ranks, -1)[self.group.rank()]
             for part, shard in zip(torch.split(mine, each), shards, strict=True):
                 part.copy_(shard)
-            gather(flat, mine)
+            gather(turn, flat, mine)
             whole = [torch.empty(self.ranks, each, device=self.device) for _ in shards]
             torch.split_with_sizes_copy(flat.view(self.ranks, -1), [each] * PARAMETERS, dim=1, out=whole)
             return whole
@@ -101,61 +128,62 @@ class _Exchanges:
 
     def reduce_scatter(self) -> Exchange:
         scatter = ring_reduce_scatter if self.algorithm == "ring" else reduce_scatter
-        return self._reducing(lambda mine, flat: scatter(mine, flat, dist.ReduceOp.AVG, self.group))
+        return self._reducing(lambda turn, mine, flat: scatter(mine, flat, dist.ReduceOp.AVG, self.group))
 
     def push(self) -> Exchange:
-        def make(window: Window) -> Exchange:
-            def push(mine: Tensor, flat: Tensor) -> None:
+        def make(windows: Sequence[Window]) -> Exchange:
+            def push(turn: int, mine: Tensor, flat: Tensor) -> None:
                 mine.zero_()  # FSDP2 gets zeros until the ranks have synchronized
-                window.push(flat)
+                windows[turn % self.sets].push(flat)
 
             return self._reducing(push)
 
-        return self._through_window(make, self.numel // self.ranks)
+        return self._through_windows(make, self.numel // self.ranks)
 
-    def _reducing(self, scatter: Callable[[Tensor, Tensor], None]) -> Exchange:
-        """Return what FSDP2 does around a reduction to (this rank's part, of the flat tensor)."""
-        gradients = self._parameters()
+    def _reducing(self, scatter: Callable[[int, Tensor, Tensor], None]) -> Exchange:
+        """Return what FSDP2 does around a reduction to (the turn, this rank's part, of the flat tensor)."""
+        sets = self._parameters()
 
-        def run(_: int) -> list[Tensor]:
+        def run(turn: int) -> list[Tensor]:
             flat = torch.empty(self.numel, device=self.device)
-            rows = [gradient.view(self.ranks, -1) for gradient in gradients]
+            rows = [gradient.view(self.ranks, -1) for gradient in sets[turn % self.sets]]
             torch.cat(rows, dim=1, out=flat.view(self.ranks, -1))
             mine = torch.empty(self.numel // self.ranks, device=self.device)
-            scatter(mine, flat)
+            scatter(turn, mine, flat)
             return list(torch.split(mine, mine.numel() // PARAMETERS))
 
         return run
 
     def all_reduce(self) -> Exchange:
-        flat = self._filled(self.numel)
+        sets = [self._filled(self.numel) for _ in range(self.sets)]
 
-        def run(_: int) -> list[Tensor]:
+        def run(turn: int) -> list[Tensor]:
+            flat = sets[turn % self.sets]
             dist.all_reduce(flat, dist.ReduceOp.AVG, self.group)
             return [flat]
 
         return run
 
     def broadcast(self) -> Exchange:
-        roots, owned = roots_of(self.group), self._parameters()
+        roots, sets = roots_of(self.group), self._parameters()
 
         def run(turn: int) -> list[Tensor]:
             root = roots[turn % len(roots)]
             flat = torch.empty(self.numel, device=self.device)
             if root == self.group.rank():
-                _copy_in(flat, owned)
+                _copy_in(flat, sets[turn % self.sets])
             dist.broadcast(flat, dist.get_global_rank(self.group, root), self.group)
             return [flat]
 
         return run
 
     def reduce(self) -> Exchange:
-        roots, gradients = roots_of(self.group), self._parameters()
+        roots, sets = roots_of(self.group), self._parameters()
 
         def run(turn: int) -> list[Tensor]:
             root = roots[turn % len(roots)]
             flat = torch.empty(self.numel, device=self.device)
-            _copy_in(flat, gradients)
+            _copy_in(flat, sets[turn % self.sets])
             dist.reduce(flat, dist.get_global_rank(self.group, root), dist.ReduceOp.SUM, self.group)
             flat.div_(self.ranks)
             is_owner = root == self.group.rank()
@@ -164,26 +192,29 @@ class _Exchanges:
         return run
 
     def publish(self) -> Exchange:
-        shard = self._filled(max(1, self.numel // PUBLISH_PASSES))
+        shards = [self._filled(max(1, self.numel // PUBLISH_PASSES)) for _ in range(self.sets)]
 
-        def make(window: Window) -> Exchange:
-            def run(_: int) -> list[Tensor]:
-                window.publish(shard)
+        def make(windows: Sequence[Window]) -> Exchange:
+            def run(turn: int) -> list[Tensor]:
+                window = windows[turn % self.sets]
+                window.publish(shards[turn % self.sets])
                 return [window.take_gradient()]
 
             return run
 
-        return self._through_window(make, shard.numel())
+        return self._through_windows(make, shards[0].numel())
 
-    def _through_window(self, make: Callable[[Window], Exchange], shard_numel: int) -> Exchange:
-        """Return an exchange through a window that is closed with it. A collective call."""
-        transport = SharedMemoryTransport(self.group, [WindowSpec("profile", shard_numel, torch.float32)])
-        (window,) = transport.windows
-        window.publish(torch.full((shard_numel,), self.value))
+    def _through_windows(self, make: Callable[[Sequence[Window]], Exchange], shard_numel: int) -> Exchange:
+        """Return an exchange through windows that are closed with it. A collective call."""
+        specs = [WindowSpec(f"profile {number}", shard_numel, torch.float32) for number in range(self.sets)]
+        transport = open_windows(self.group, specs, self.device)
+        for window in transport.windows:
+            window.publish(self._filled(shard_numel))
         transport.barrier()
-        window.push(torch.zeros(self.ranks * shard_numel))  # touches the memory, which takes time once
+        for window in transport.windows:  # touches the memory, which takes time once
+            window.push(torch.zeros(self.ranks * shard_numel, device=self.device))
         transport.barrier()
-        run = make(window)
+        run = make(transport.windows)
         weakref.finalize(run, transport.close)
         return run
 

@@ -38,6 +38,7 @@ from profiler.timing.overlap import Overlap, measure_overlap, meet
 from profiler.trace.trace import trace_model
 from runtime.failures.rank_agreement import Agreement
 from runtime.meshes import Meshes
+from runtime.odc.choose_transport import why_none_anywhere
 from runtime.optimizers import OPTIMIZERS
 
 COMMUNICATION_SHARE = 0.6
@@ -71,6 +72,8 @@ class ModelTimes:
     """(sum of calls - whole pass) / whole pass, the worst of all micro-batches."""
     cut: bool = True
     """Whether passes were cut at the blocks; otherwise all activations lived."""
+    is_host_bound: bool = False
+    """Whether a device may have waited for the host in one of the passes."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class Findings:
     model: ModelTimes
     link: Link | None = None
     """Of one rank alone, which has none to measure."""
+    no_windows: str = ""
+    """Why pulls and pushes were not measured; empty: they were, or there is one rank on a node."""
 
 
 def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Findings:
@@ -111,9 +116,11 @@ def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Finding
     progress("measuring memory", 0.0)
     memory = _least_memory(device, ranks_per_node)
     timings: list[Timings] = []
+    no_windows = ""
     if not is_alone:
         progress("measuring communication: a first pass", 0.0)
-        request = Request(nodes, ranks_per_node, wanted.sizes_bytes, repetitions, budget_s)
+        no_windows = _why_no_windows(nodes, ranks_per_node, device)
+        request = Request(nodes, ranks_per_node, wanted.sizes_bytes, repetitions, budget_s, one_sided=not no_windows)
         timings = measure_rounds(request, device, round_begins)
     times = collective_times(timings)
     progress("measuring rates", COMMUNICATION_SHARE)
@@ -142,7 +149,16 @@ def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Finding
         graph=graph,
         model=model,
         link=_assumed_link() if is_alone else None,
+        no_windows=no_windows,
     )
+
+
+def _why_no_windows(nodes: int, ranks_per_node: int, device: torch.device) -> str:
+    """Return why the ranks of a node cannot have windows; empty if they can, or are alone on it. A collective call."""
+    if ranks_per_node == 1:
+        return ""
+    group = Meshes(device.type, nodes, ranks_per_node).group(ranks_per_node)
+    return why_none_anywhere([(group, False)], device.type)
 
 
 def _assumed_link() -> Link:
@@ -211,7 +227,8 @@ def measure_model(
     calls = [of_calls for of_calls, _ in everyone]
     disagreement = max((one for of_rank in calls for one in of_rank.disagreement), key=abs)
     cut = all(of_rank.cut for of_rank in calls)
-    return graph, ModelTimes(mean_calls(calls), tuple(slowest), disagreement, cut)
+    is_host_bound = any(of_rank.is_host_bound for of_rank in calls)
+    return graph, ModelTimes(mean_calls(calls), tuple(slowest), disagreement, cut, is_host_bound)
 
 
 def mean_calls(found: Sequence[ComputeTimes]) -> tuple[CallTimes, ...]:

@@ -8,7 +8,9 @@ in the same order on all ranks, so that what disturbs the machine for a while di
 All ranks synchronize before a point, all groups of a line work at once, and its time is that of the slowest rank.
 
 Times include the copies around a collective (`osdp.profile.runtime_exchanges`).  The same code serves gloo on CPUs and
-NCCL on GPUs, where the device is synchronized before a clock is read.
+NCCL on GPUs, where all calls of a point are enqueued before the GPUs begin them together, after a small all-reduce
+(`profiler.timing.device_queue`): what Python takes for them does not count.  Points where that could not be had are
+marked.
 """
 
 import time
@@ -28,8 +30,8 @@ from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import CollectiveTimes
 from profiler.cluster.piecewise_fit import MIN_POINTS, fit
 from profiler.errors import OsdpError
-from profiler.timing.device_rates import timed_s
-from profiler.timing.overlap import meet, slowest
+from profiler.timing.device_queue import clock_of, cold_sets
+from profiler.timing.overlap import slowest, time_together
 from runtime.meshes import Meshes
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
@@ -80,6 +82,8 @@ class Timings:
     """Of the whole tensor."""
     seconds: tuple[float, ...]
     """Of one collective, on the slowest rank: one number per round."""
+    is_host_bound: bool = False
+    """Whether a GPU may have waited for its host."""
 
     @property
     def median_s(self) -> float:
@@ -100,6 +104,8 @@ class Request:
     """Of whole tensors; rounded up to what all groups can cut evenly."""
     repetitions: int = 5
     budget_s: float = 120.0
+    one_sided: bool = True
+    """Whether the ranks of a node can have windows, so that pulls and pushes are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +146,10 @@ def measure_rounds(request: Request, device: torch.device, progress: Callable[[i
         seconds = [timer.time_s(trial.line, trial.size_bytes, trial.repeats) for trial in chosen]
         rounds.append(slowest(seconds, device))
     by_point = zip(*rounds[warm_up:], strict=True)
-    return [Timings(trial.line, trial.size_bytes, seconds) for trial, seconds in zip(chosen, by_point, strict=True)]
+    return [
+        Timings(trial.line, trial.size_bytes, seconds, (trial.line, trial.size_bytes) in timer.host_bound)
+        for trial, seconds in zip(chosen, by_point, strict=True)
+    ]
 
 
 def by_line(timings: Sequence[Timings]) -> dict[Line, list[Timings]]:
@@ -171,8 +180,12 @@ class Timer:
     def __init__(self, request: Request, device: torch.device) -> None:
         self.request, self.device = request, device
         self.meshes = Meshes(device.type, request.nodes, request.ranks_per_node)
+        self.clock = clock_of(device)
+        self.host_bound: set[tuple[Line, int]] = set()
+        """Points at which a GPU may have waited for its host; the same on all ranks."""
         # Rings are for gloo: NCCL's own reduce-scatter is one.
-        self.lines = lines_on(request.nodes, request.ranks_per_node, on_cpu=device.type == "cpu")
+        kinds = {"rings": device.type == "cpu", "one_sided": request.one_sided}
+        self.lines = lines_on(request.nodes, request.ranks_per_node, **kinds)
         # Sizes double, so that a line takes about twice as long as its largest size, which may be timed twice.
         share_s = FIRST_PASS_SHARE * request.budget_s / (3 * max(1, len(self.lines)))
         self.longest_s = min(POINT_S, share_s)
@@ -186,14 +199,17 @@ class Timer:
     def time_s(self, line: Line, size_bytes: int, repeats: int) -> float:
         """Return this rank's seconds for one of `repeats` collectives in a row."""
         group = self.meshes.group(line.ranks, line.stride)
-        exchange = prepare(line.operation, line.algorithm, group, size_bytes // ELEMENT_BYTES, self.device)
+        sets = cold_sets(size_bytes, repeats, self.device)
+        exchange = prepare(line.operation, line.algorithm, group, size_bytes // ELEMENT_BYTES, self.device, sets)
 
         def run() -> None:
             for turn in range(repeats):
                 exchange(turn)
 
-        meet(self.device)
-        return timed_s(run, self.device) / repeats
+        taken = time_together(run, self.clock, self.device)
+        if taken.is_host_bound:
+            self.host_bound.add((line, size_bytes))
+        return taken.seconds / repeats
 
     def first_pass(self, started: float) -> list[Trial]:
         """Run each line at growing sizes; `started`: by this rank's clock, since when the budget is spent."""
@@ -262,8 +278,8 @@ def affordable(trials: list[Trial], left_s: float, rounds: int) -> list[Trial]:
     return [trial for trial in trials if trial in kept]
 
 
-def lines_on(nodes: int, ranks_per_node: int, on_cpu: bool) -> tuple[Line, ...]:
-    """Return the lines of a grid, whole levels first; `on_cpu`: also reduce-scatter in rings, and shared windows."""
+def lines_on(nodes: int, ranks_per_node: int, *, rings: bool, one_sided: bool) -> tuple[Line, ...]:
+    """Return the lines of a grid, whole levels first; with reduce-scatter in rings too, and with windows."""
     # Of a cluster, strategies ask for nothing but its ranks.
     unknown = Figure(0.0, "assumed: not measured yet")
     device, link = Device("unknown", "cpu", unknown, unknown, {}, unknown, unknown, {}), Link(unknown, unknown)
@@ -274,9 +290,9 @@ def lines_on(nodes: int, ranks_per_node: int, on_cpu: bool) -> tuple[Line, ...]:
         for spec in SPECS.values()
         for strategy in spec.on(grid)
         for sent in spec.collectives(volume, strategy, grid)
-        if sent.operation in (ORDER if on_cpu else COLLECTIVES) and sent.ranks > 1
+        if sent.operation in (ORDER if one_sided else COLLECTIVES) and sent.ranks > 1
     }
-    if on_cpu:
+    if rings:
         scatters = [line for line in found if line.operation == "reduce_scatter"]
         found |= {Line(line.operation, "ring", line.ranks, line.stride) for line in scatters}
 

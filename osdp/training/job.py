@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from osdp.planning.plan_file import read_plan
 from osdp.resources import make_folder
 from osdp.training.config import CHOICES, TrainConfig
+from osdp.training.devices import check_gpus, chosen_device
 from osdp.training.launch import CPU_RANKS
 from osdp.training.sentence_pairs import MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import Addition, Bytes, Task
@@ -73,7 +74,7 @@ def prepare(config: TrainConfig) -> Job:
         if importlib.util.find_spec("tensorboard") is None:
             advice = ".venv/bin/pip install tensorboard, or no --tensorboard"
             raise OsdpError("TensorBoard is not installed", advice=advice)
-    return Job(config, source, without_data, task, plan, _device(config), resume)
+    return Job(config, source, without_data, task, plan, chosen_device(config.device), resume)
 
 
 def ranks_to_start(config: TrainConfig) -> int:
@@ -84,7 +85,7 @@ def ranks_to_start(config: TrainConfig) -> int:
     import torch
 
     nodes = config.emulated_nodes
-    if _device(config) == "cpu":
+    if chosen_device(config.device) == "cpu":
         return (config.ranks_per_node or CPU_RANKS) * nodes
     available = torch.cuda.device_count()
     if config.ranks_per_node is None and available % nodes:
@@ -92,9 +93,7 @@ def ranks_to_start(config: TrainConfig) -> int:
         advice = "--ranks-per-node says how many each node gets"
         raise OsdpError(what, got=f"{available} GPUs", expected=expected, advice=advice)
     ranks = available if config.ranks_per_node is None else config.ranks_per_node * nodes
-    if ranks > available:
-        expected = f"at most {available}, one for each GPU"
-        raise OsdpError("there are fewer GPUs than ranks", got=f"{ranks}", expected=expected, advice="--device cpu")
+    check_gpus(ranks, available)
     return ranks
 
 
@@ -106,15 +105,6 @@ def check_ranks(plan: Plan, nodes: int, ranks_per_node: int) -> None:
         expected = f"{wanted.nodes} with {wanted.gpus_per_node} each"
         advice = f"--ranks-per-node {wanted.gpus_per_node} on {wanted.nodes} nodes, or plan for what is there"
         raise OsdpError("the plan is for another number of ranks", got=got, expected=expected, advice=advice)
-
-
-def _device(config: TrainConfig) -> str:
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
-        raise OsdpError("torch sees no GPU", got="device cuda", advice="--device cpu, or check nvidia-smi")
-    return config.device if config.device != "auto" else "cuda" if has_gpu else "cpu"
 
 
 def _plan(config: TrainConfig, path: Path) -> Plan:

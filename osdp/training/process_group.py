@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from osdp.training.tasks import Sample
+from runtime.host_copies import on_device
 from runtime.own_gpu import barrier, own_gpu, raise_lost_ranks, refuse_shared_gpus
 
 
@@ -26,8 +27,8 @@ class Ranks:
     def tensors(self, sample: Sample) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a sample's arrays as tensors on this rank's device."""
         tokens, keywords = sample
-        there = {name: torch.from_numpy(array).to(self.device) for name, array in keywords.items()}
-        return torch.from_numpy(tokens).to(self.device), there
+        there = {name: on_device(torch.from_numpy(array), self.device) for name, array in keywords.items()}
+        return on_device(torch.from_numpy(tokens), self.device), there
 
     def mean(self, value: Tensor) -> float:
         total = value.detach().to(torch.float64 if self.device.type == "cpu" else torch.float32).clone()
@@ -38,7 +39,7 @@ class Ranks:
         return self.total(values, dist.ReduceOp.MAX)
 
     def total(self, values: list[int], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
-        found = torch.tensor(values, dtype=torch.int64, device=self.device)
+        found = on_device(torch.tensor(values, dtype=torch.int64), self.device)
         dist.all_reduce(found, operation)
         return found.tolist()
 

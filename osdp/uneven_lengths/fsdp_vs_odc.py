@@ -39,6 +39,9 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
+from runtime.apply_schedule import default_device
+from runtime.host_copies import on_device
+from runtime.own_gpu import barrier
 
 CONTESTANTS = ("FSDP", "ODC")
 EMPTY: Pack = ()
@@ -132,7 +135,7 @@ def make_contestants(setting: Setting) -> dict[str, Contestant]:
         return model.example_inputs(batch, longest)  # type: ignore[operator]
 
     source = ModelSource("llama", lambda: PackedLlama(setting.model), inputs, longest)
-    graph = trace_model(source)
+    graph = trace_model(source, device_type=default_device().type)
     return {name: Contestant(setting, name, graph) for name in setting.contestants}
 
 
@@ -158,8 +161,9 @@ class Contestant:
         if self.name != "ODC":
             packs += (EMPTY,) * (max(dealt.counts) - len(packs))
         batches = [self._batch(number, lengths, pack) for pack in packs]
-        total = torch.zeros((), dtype=torch.float64)
-        dist.barrier()
+        device = self.model.sharded.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        barrier(device)
         with record_step(self.model) as recorder, self.tracer.step():
             for tokens, of_samples in batches:
                 loss = self.model(tokens, labels=tokens, lengths=of_samples)
@@ -177,7 +181,8 @@ class Contestant:
         vocabulary, seed = self.setting.model.vocabulary_size, self.setting.seed
         samples = [sample_tokens(seed, number, i, lengths[i], vocabulary) for i in pack]
         samples = samples or [np.zeros(1, dtype=np.int64)]
-        return torch.from_numpy(np.concatenate(samples))[None], tuple(len(sample) for sample in samples)
+        tokens = torch.from_numpy(np.concatenate(samples))[None]
+        return on_device(tokens, self.model.sharded.device), tuple(len(sample) for sample in samples)
 
 
 def lengths_of(setting: Setting, number: int) -> list[int]:

@@ -40,6 +40,8 @@ class PassTimes:
     backward_s: Sequence[float]
     saved_bytes: Sequence[int]
     """Activations that it was the first to keep for backward; empty if not counted."""
+    is_host_bound: bool = False
+    """Whether the device may have waited for the host."""
 
     @property
     def total_s(self) -> float:
@@ -87,7 +89,8 @@ def run_blockwise(
         run.go(module, inputs)
     totals, every = run.watch.totals(), range(len(run.entries))
     forward_s, backward_s = ([totals.get(_Label(way, i), 0.0) for i in every] for way in ("forward", "backward"))
-    return PassTimes(run.entries, forward_s, backward_s, [saved.bytes[i] for i in every] if count_saved else [])
+    saved_bytes = [saved.bytes[i] for i in every] if count_saved else []
+    return PassTimes(run.entries, forward_s, backward_s, saved_bytes, run.watch.is_host_bound)
 
 
 class _Run:

@@ -17,6 +17,8 @@ from statistics import median
 
 import torch
 
+from profiler.timing.device_queue import clock_of, time_work
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MATRIX = {"cpu": 768, "cuda": 8192}
 """Rows of the matrices by type of device."""
@@ -51,8 +53,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that something takes on the device."""
+def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds until the device has done something, the host's included."""
     synchronize(device)
     started = time.perf_counter()
     work()
@@ -72,10 +74,11 @@ def measure_rates(device: torch.device, repetitions: int, barrier: Callable[[], 
     works["add"] = lambda: torch.add(vector, other, out=out)
     works["gelu"] = lambda: torch.nn.functional.gelu(vector)
     seconds: dict[str, list[float]] = {name: [] for name in works}
+    clock = clock_of(device)
     for _ in range(repetitions + 1):
         for name, work in works.items():
             barrier()
-            seconds[name].append(timed_s(work, device))
+            seconds[name].append(time_work(work, clock).seconds)
     middle = {name: median(found[1:]) for name, found in seconds.items()}  # The first one allocates.
     add, gelu = 12 * count / middle["add"], 8 * count / middle["gelu"]
     return DeviceRates({name: 2.0 * rows**3 / middle[name] for name in DTYPES}, (add * gelu) ** 0.5)

@@ -22,8 +22,9 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.timing.blockwise_pass import PassError, PassTimes, run_blockwise
+from profiler.timing.device_queue import clock_of
 from profiler.timing.shared_weights import build, real_inputs, shared_weights
-from profiler.timing.stopwatch import Clock, clock_of
+from profiler.timing.stopwatch import Clock
 from profiler.trace.dataless_device import training
 from profiler.trace.trace_errors import explain
 
@@ -41,6 +42,8 @@ class ComputeTimes:
     """
     cut: bool
     """Whether passes were cut at the blocks; where a model does not allow it, all its activations lived."""
+    is_host_bound: bool = False
+    """Whether a device may have waited for the host in one of the passes (`profiler.timing.device_queue`)."""
 
 
 def measure_calls(
@@ -71,7 +74,7 @@ def measure_calls(
     weights = shared_weights(module, device, graph.precision, graph.master_weights)
     with weights, training(module), random_numbers:
         bench = _Bench(module, source, graph, device, clock or clock_of(device))
-        done, passes, points = 0, len(sizes) * (1 + warm_up + repetitions), []
+        done, passes, points, is_host_bound = 0, len(sizes) * (1 + warm_up + repetitions), [], False
         for size in sizes:
             bench.feed(size)
             runs: list[PassTimes] = []
@@ -81,6 +84,7 @@ def measure_calls(
                 done += 1
                 progress(done, passes)
             points.append(_point(graph, size, runs[0], runs[1 + warm_up :]))
+            is_host_bound = is_host_bound or any(run.is_host_bound for run in runs[1 + warm_up :])
     names: dict[str, str] = {}
     for call in graph.calls:
         names.setdefault(call_key(graph, call), f"{graph.name} {graph.operators[call.operator].name}")
@@ -89,7 +93,7 @@ def measure_calls(
         forward_s, backward_s, saved_bytes = zip(*(figures[key] for figures, _ in points), strict=True)
         calls.append(CallTimes(key, name, sizes, forward_s, backward_s, saved_bytes))
     disagreement = tuple(one for _, one in points)
-    return ComputeTimes(tuple(calls), disagreement, cut=bool(bench.blocks) or not graph.blocks)
+    return ComputeTimes(tuple(calls), disagreement, bool(bench.blocks) or not graph.blocks, is_host_bound)
 
 
 class _Bench:

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import OptimizerTimes
 from profiler.errors import OsdpError
-from profiler.timing.stopwatch import Clock, Stopwatch, clock_of
+from profiler.timing.device_queue import Taken, clock_of, time_work
+from profiler.timing.stopwatch import Clock
 
 WARM_UP_STEPS = 2
 """Steps that are not timed: the first one makes the states."""
@@ -46,14 +47,17 @@ def optimizer_times(
     parameters, single = (_parameters(each, device, held) for each in (shapes, [(1,)] * len(shapes)))
     source = f"measured: median of {repetitions} steps over {len(shapes)} tensors of {size_bytes} bytes together"
     of_tensors = f"measured: median of {repetitions} steps over {len(shapes)} tensors of one element"
-    found = []
+    found, clock = [], clock or clock_of(device)
     for name, make in optimizers.items():
-        step_s, single_s = (
-            _step_s(make, each, repetitions, barrier, clock or clock_of(device)) for each in (parameters, single)
-        )
-        per_byte = max(0.0, step_s - single_s) / size_bytes
-        found.append(OptimizerTimes(name, Figure(single_s / len(shapes), of_tensors), Figure(per_byte, source)))
+        step, single_step = (_step(make, each, repetitions, barrier, clock) for each in (parameters, single))
+        per_byte = max(0.0, step.seconds - single_step.seconds) / size_bytes
+        per_tensor = Figure(single_step.seconds / len(shapes), of_tensors + _bound(single_step))
+        found.append(OptimizerTimes(name, per_tensor, Figure(per_byte, source + _bound(step))))
     return tuple(found)
+
+
+def _bound(step: Taken) -> str:
+    return ", host-bound" if step.is_host_bound else ""
 
 
 def _parameters(
@@ -70,16 +74,14 @@ def _parameters(
     return parameters
 
 
-def _step_s(
+def _step(
     make: Callable[..., Optimizer], parameters: Sequence[Tensor], rounds: int, barrier: Callable[[], None], clock: Clock
-) -> float:
+) -> Taken:
+    """Return the median of some steps, and whether one of them was host-bound."""
     optimizer = make(parameters, lr=1e-3, weight_decay=0.0)
-    times = []
+    found = []
     for _ in range(WARM_UP_STEPS + rounds):
         barrier()
-        watch = Stopwatch(clock)
-        watch.switch("step")
-        optimizer.step()
-        watch.switch(None)
-        times.append(watch.totals()["step"])
-    return median(times[WARM_UP_STEPS:])
+        found.append(time_work(optimizer.step, clock))
+    timed = found[WARM_UP_STEPS:]
+    return Taken(median(one.seconds for one in timed), any(one.is_host_bound for one in timed))

@@ -10,18 +10,18 @@ waited for.  With a, b and c their medians,
 The products end first, so that communication runs beside them all the time.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from profiler.errors import OsdpError
-from profiler.timing.device_rates import synchronize, timed_s
-from profiler.timing.stopwatch import clock_of
+from profiler.timing.device_queue import Taken, clock_of, time_work
+from profiler.timing.device_rates import synchronize
+from profiler.timing.stopwatch import Clock
 
 ROWS = {"cpu": 256, "cuda": 2048}
 """Rows of the matrices by type of device: their product is short beside any collective worth overlapping."""
@@ -43,6 +43,8 @@ class Overlap:
     """How many times longer computation takes while communication runs; at least 1."""
     on_streams: bool
     """Whether the device has streams: without, FSDP2's own collectives are waited for at once."""
+    is_host_bound: bool = False
+    """Whether a device may have waited for the host."""
 
     @property
     def asynchronous(self) -> bool:
@@ -66,13 +68,28 @@ def measure_overlap(size_bytes: int, repetitions: int, device: torch.device) -> 
     computation_s, communication_s, both_s, under_s = (list(column) for column in zip(*rounds, strict=True))
     ratios = [under / alone for under, alone in zip(under_s, computation_s, strict=True)]
     slowdown = max(1.0, median(ratios))
-    return Overlap(median(computation_s), median(communication_s), median(both_s), slowdown, device.type == "cuda")
+    middle = median(computation_s), median(communication_s), median(both_s)
+    return Overlap(*middle, slowdown, device.type == "cuda", bench.is_host_bound)
+
+
+def begin_together(device: torch.device) -> None:
+    """Let devices wait for each other before what is enqueued next; CPU ranks wait. A collective call."""
+    dist.all_reduce(torch.zeros(1, device=device))
 
 
 def meet(device: torch.device) -> None:
     """Wait for all ranks, and for the device. A collective call over the default group."""
-    dist.all_reduce(torch.zeros(1, device=device))
+    begin_together(device)
     synchronize(device)
+
+
+def time_together(work: Callable[[], object], clock: Clock, device: torch.device) -> Taken:
+    """Return the time of some work that all ranks begin together. A collective call over the default group."""
+
+    def agree(held: bool) -> bool:
+        return held if device.type == "cpu" else slowest([float(not held)], device) == [0.0]
+
+    return time_work(work, clock, lambda: begin_together(device), agree)
 
 
 def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
@@ -87,7 +104,7 @@ class _Bench:
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         rows = ROWS[device.type]
-        self.device = device
+        self.device, self.clock, self.is_host_bound = device, clock_of(device), False
         self.gradient = torch.ones(size_bytes // 4, device=device)
         self.left, self.right = torch.randn(rows, rows, device=device), torch.randn(rows, rows, device=device)
         self.out = torch.empty(rows, rows, device=device)
@@ -106,16 +123,17 @@ class _Bench:
 
     def both(self) -> tuple[float, float]:
         """Return the seconds of both, and of the computation inside."""
-        meet(self.device)
-        started = time.perf_counter()
-        work = self.start()
-        clock = clock_of(self.device)
-        begun = clock.mark()
-        self.compute()
-        ended = clock.mark()
-        work.wait()
-        synchronize(self.device)
-        return time.perf_counter() - started, clock.seconds(begun, ended)
+        inside: list[Any] = []
+
+        def run() -> None:
+            work = self.start()
+            begun = self.clock.mark()
+            self.compute()
+            inside[:] = begun, self.clock.mark()
+            work.wait()
+
+        seconds = self.timed_s(run)
+        return seconds, self.clock.seconds(*inside)
 
     def compute(self) -> None:
         for _ in range(self.products):
@@ -128,5 +146,6 @@ class _Bench:
         return cast(dist.Work, dist.all_reduce(self.gradient, dist.ReduceOp.AVG, async_op=True))
 
     def timed_s(self, run: Callable[[], None]) -> float:
-        meet(self.device)
-        return timed_s(run, self.device)
+        taken = time_together(run, self.clock, self.device)
+        self.is_host_bound = self.is_host_bound or taken.is_host_bound
+        return taken.seconds

@@ -1,11 +1,9 @@
-"""Times consecutive intervals, by the host's clock or by CUDA events."""
+"""Times consecutive intervals, by the host's clock or another (`profiler.timing.device_queue`)."""
 
 import time
 from collections import defaultdict
 from collections.abc import Hashable
 from typing import Any, Protocol
-
-import torch
 
 
 class Clock(Protocol):
@@ -17,6 +15,12 @@ class Clock(Protocol):
     def seconds(self, start: Any, end: Any) -> float:
         """Return the seconds between two instants; may wait for the device."""
 
+    def hold(self) -> None:
+        """Keep the device back from what is enqueued next, until about all of it is."""
+
+    def held(self, start: Any) -> bool:
+        """Whether all of it was enqueued before the device came to `start`, so that it waits for no host."""
+
 
 class HostClock:
     """For synchronous devices: the CPU."""
@@ -27,40 +31,38 @@ class HostClock:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
+    def hold(self) -> None:
+        """Nothing is enqueued: calls run at once."""
 
-class CudaClock:
-    """Events in the device's current stream: the work runs on while the host goes ahead."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Return the clock of a device."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+    def held(self, start: float) -> bool:
+        return True
 
 
 class Stopwatch:
-    """Adds up the time of labelled intervals."""
+    """Adds up the time of labelled intervals; the device is held before the first of consecutive ones."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.running: Hashable = None
         """The label of the running interval."""
+        self.is_host_bound = False
+        """Whether the device may have waited for the host in one of the intervals."""
         self._since: Any = None
+        self._first: Any = None
+        """When the first of the consecutive intervals began."""
         self._laps: list[tuple[Hashable, Any, Any]] = []
 
     def switch(self, label: Hashable) -> None:
         """End the running interval and begin one labelled `label`; None: not timed."""
+        if self.running is None and label is not None:
+            self._clock.hold()
         now = self._clock.mark()
-        if self.running is not None:
+        if self.running is None:
+            self._first = now
+        else:
             self._laps.append((self.running, self._since, now))
+            if label is None and not self._clock.held(self._first):
+                self.is_host_bound = True
         self.running, self._since = label, now
 
     def totals(self) -> dict[Hashable, float]:

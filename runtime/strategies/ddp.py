@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from planner.strategies.replicate import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from profiler.errors import OsdpError
 from profiler.opaque_parameters import is_opaque
+from runtime.host_copies import on_device
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
 from runtime.strategies.wrap_context import WrapContext
@@ -145,7 +146,7 @@ class ReplicatedModel(WrappedUnit):
 
         Raises OsdpError on all ranks if that is so and `refuses`.
         """
-        own = torch.tensor([one.grad is not None for one in self.parameters], device=self.device).int()
+        own = on_device(torch.tensor([one.grad is not None for one in self.parameters], dtype=torch.int32), self.device)
         most = torch.stack([own, -own])
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         if is_fake(most):

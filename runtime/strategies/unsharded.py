@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runtime.host_copies import on_device
 from runtime.local_shards import LocalShard, Origin, local_shard
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
@@ -50,7 +51,8 @@ class UnshardedParameters(WrappedUnit):
         parameters = self.reduced
         if not parameters:
             return 1.0
-        has_gradient = torch.tensor([one.grad is not None for one in parameters], device=self.device).int()
+        own = torch.tensor([one.grad is not None for one in parameters], dtype=torch.int32)
+        has_gradient = on_device(own, self.device)
         dist.all_reduce(has_gradient)
         counts = [1] * len(parameters) if is_fake(has_gradient) else has_gradient.tolist()
         alike: dict[torch.dtype, list[nn.Parameter]] = {}

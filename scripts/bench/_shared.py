@@ -42,9 +42,10 @@ class Training:
 
     def timed_step(self, micro_batches: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> tuple[float, float, float]:
         """Train on (args, kwargs) of each micro-batch; return wall and CPU seconds from a barrier, and mean loss."""
-        import torch.distributed as dist
+        from runtime.apply_schedule import default_device
+        from runtime.own_gpu import barrier
 
-        dist.barrier()
+        barrier(default_device())
         started, started_cpu = time.perf_counter(), time.process_time()
         self.optimizer.zero_grad()
         total: Any = 0.0
@@ -104,26 +105,22 @@ def train_in_turns(
     return figures, float(difference)
 
 
-def measured_machine(options: argparse.Namespace) -> Any:
-    """Measure the ranks' machine, as `osdp profile` does, and return (wanted, found); a collective call."""
-    import torch
-
+def measured_machine(options: argparse.Namespace, device: Any) -> Any:
+    """Measure the ranks' machine, as `osdp profile` does, and return (wanted, device, found); a collective call."""
     from osdp.profile.session import Wanted, measure
 
-    wanted = Wanted(None, "fp32", (1,), options.repetitions, options.budget_s, "cpu")
-    return wanted, measure(wanted, torch.device("cpu"), lambda what, fraction: None)
+    wanted = Wanted(None, "fp32", (1,), options.repetitions, options.budget_s, device.type)
+    return wanted, device, measure(wanted, device, lambda what, fraction: None)
 
 
 def measured_cluster(machine: Any, source: Any, name: str) -> Any:
     """Measure a model on the machine that `measured_machine` measured, and return both as a cluster."""
-    import torch
-
     from osdp.profile.cluster_from_timings import assemble
     from osdp.profile.session import measure_model
     from runtime.failures.rank_agreement import from_rank_0
 
-    wanted, found = machine
-    graph, model = measure_model(wanted, source, torch.device("cpu"), lambda what, fraction: None)
+    wanted, device, found = machine
+    graph, model = measure_model(wanted, source, device, lambda what, fraction: None)
     return from_rank_0("assemble", lambda: assemble(replace(found, graph=graph, model=model), name))
 
 

@@ -83,7 +83,8 @@ def run_ranks(options: argparse.Namespace) -> None:
 
     source = load_model(options.model)
     with joined("cpu", timeout_s=600) as ranks:
-        cluster = bench.measured_cluster(bench.measured_machine(options), source, f"emulated-{options.rates[0]}")
+        machine = bench.measured_machine(options, ranks.device)
+        cluster = bench.measured_cluster(machine, source, f"emulated-{options.rates[0]}")
         plans = from_rank_0("plan", lambda: make_plans(options, cluster))
         results = train_all(options, source, cluster, plans)
         if ranks.rank == 0:

@@ -1,7 +1,8 @@
 """What does `odc` gain where lengths are uneven?  `python scripts/bench/odc.py [--sigmas 0 0.5 1] [--output FOLDER]`
 
-N ranks on this machine's CPU train a GPT-2 in fp32 with AdamW, M micro-batches of one sample a step, with lengths
-that are log-normal with the median and the sigmas given, cut off at a maximum; sigma 0 is the balanced control.
+N ranks on this machine, GPUs or its CPU (`--device`), train a GPT-2 in fp32 with AdamW, M micro-batches of one sample a
+step, with lengths that are log-normal with the median and the sigmas given, cut off at a maximum; sigma 0 is the
+balanced control.
 For each sigma
 
     FSDP         every operator `shard`: FSDP2 over gloo
@@ -102,7 +103,7 @@ class Bench:
 
         self.options, self.device = options, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.machine = bench.measured_machine(options)
+        self.machine = bench.measured_machine(options, device)
         """What was measured of the machine, so that it is measured once."""
 
     def source(self, length: int) -> Any:
@@ -131,10 +132,11 @@ class Bench:
         import torch
         import torch.distributed as dist
 
-        from profiler.timing.device_rates import timed_s
+        from profiler.timing.device_rates import elapsed_s
+        from runtime.own_gpu import barrier
 
         lengths = [self.options.maximum * (index + 1) // COST_LENGTHS for index in range(COST_LENGTHS)]
-        model: Any = self.source(self.options.maximum).build()
+        model: Any = self.source(self.options.maximum).build().to(self.device)
         seconds = torch.zeros(2 + self.options.repetitions, COST_LENGTHS, dtype=torch.float64)
         for row in seconds:
             for index, length in enumerate(lengths):
@@ -143,8 +145,8 @@ class Bench:
                 def run(tokens: Any = tokens, labels: Any = labels) -> None:
                     model(tokens, **labels).backward()
 
-                dist.barrier()
-                row[index] = timed_s(run, self.device)
+                barrier(self.device)
+                row[index] = elapsed_s(run, self.device)
         found = seconds[2:].median(dim=0).values  # the first two warm up
         dist.all_reduce(found)
         return lengths, (found / self.ranks).tolist()
@@ -180,7 +182,7 @@ class Bench:
         waits = imbalance.waits(self.ranks, 1, options.micro_batches)
         scale = self.cost(longest)
         of_these = waits_of(self.cost(drawn[options.warm_up :]) / scale) if sigma else Waits()
-        graph = trace_model(self.source(longest), "fp32", "cpu")
+        graph = trace_model(self.source(longest), "fp32", self.device.type)
 
         def plans() -> Any:
             made = {}
@@ -239,7 +241,7 @@ class Bench:
 
         def inputs(number: int) -> tuple[Any]:
             lengths = drawn[number + warm_up, self.rank]
-            samples = [torch.randint(512, (1, int(length)), generator=rng) for length in lengths]
+            samples = [torch.randint(512, (1, int(length)), generator=rng).to(self.device) for length in lengths]
             return ([((tokens,), {"labels": tokens}) for tokens in samples],)
 
         found, difference = bench.train_in_turns(self.options, runners, inputs, LOSS_TOLERANCE, progress=True)
@@ -257,9 +259,10 @@ def waits_of(costs: Any) -> Any:
 
 def run_ranks(options: argparse.Namespace) -> None:
     """Be one rank: all sigmas in turn; rank 0 writes the results."""
+    from osdp.training.devices import chosen_device
     from osdp.training.process_group import joined
 
-    with joined("cpu", timeout_s=600) as ranks:
+    with joined(chosen_device(options.device, options.ranks), timeout_s=600) as ranks:
         run_here = Bench(options, ranks.device)
         cases = [run_here.case(sigma) for sigma in options.sigmas]
         lengths, seconds = run_here.costs
@@ -339,6 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.0, 0.5, 1.0], help="of the log-normal lengths")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if each has one")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step, one sample each")
     parser.add_argument("--median", type=float, default=148.0, help="of the lengths, in tokens")
     parser.add_argument("--maximum", type=int, default=1024, help="longest sample, in tokens")
@@ -350,11 +354,15 @@ def main() -> None:
     if options.as_rank:
         run_ranks(options)
         return
+    from osdp.training.devices import chosen_device
+
+    device = chosen_device(options.device, options.ranks)
     with bench.output_folder(parser, options.output) as folder:
         cases, costs = run(options, folder)
         print(
-            f"{bench.machine()}, {options.ranks} ranks, gloo; GPT-2 with {options.layers} blocks of {options.hidden}, "
-            f"{options.micro_batches} micro-batches of one sample a step, AdamW, fp32"
+            f"{bench.machine()}, {options.ranks} ranks on {device}; "
+            f"GPT-2 with {options.layers} blocks of {options.hidden}, {options.micro_batches} micro-batches of one "
+            "sample a step, AdamW, fp32"
         )
         shown = ", ".join(f"{length}: {1e3 * seconds:.0f}" for length, seconds in costs)
         print(f"forward and backward of a sample by its length, in ms: {shown}")

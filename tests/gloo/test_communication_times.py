@@ -85,7 +85,8 @@ def exchange_values(rank: int) -> int:
     for line in sorted(TWO_BY_TWO, key=str):
         members = members_of[line.ranks, line.stride]
         values, numel = [member + 1.0 for member in members], 96 * PARAMETERS
-        exchange = prepare(line.operation, line.algorithm, meshes.group(line.ranks, line.stride), numel, CPU)
+        group, sets = meshes.group(line.ranks, line.stride), 1 + checked % 3
+        exchange = prepare(line.operation, line.algorithm, group, numel, CPU, sets)
         for turn in range(5):
             got = exchange(turn)
             root = turn % len(members)  # owners take turns

@@ -233,6 +233,8 @@ def test_the_program(tmp_path: Path) -> None:
         "--packing",
         "ffd",
         "--json",
+        "--device",
+        "cpu",
         "--trace",
         str(traces),
         "--lengths",
@@ -243,6 +245,7 @@ def test_the_program(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
+    assert told["device"] == "cpu"
     assert {length for of_step in told["lengths"] for length in of_step} <= {10, 40, 3, 6}  # a tenth of the file's
     assert [len(of_step) for of_step in told["lengths"]] == [5] * 7
     assert told["contestants"]["FSDP"]["losses"] == pytest.approx(told["contestants"]["ODC"]["losses"], rel=1e-5)
@@ -264,6 +267,7 @@ def test_the_program(tmp_path: Path) -> None:
         (["--nproc", "1"], "at least 2"),
         (["--steps", "0"], "at least 1"),
         (["--model", "gpt2"], "trains Llamas"),
+        (["--device", "cuda"], "no GPU"),
         (["--model", "none.yaml"], "none.yaml"),
         (["--lengths", "none.txt"], "none.txt"),
         (["--sigma", "-1"], "sigma -1"),
@@ -278,6 +282,7 @@ def test_bad_input_is_refused_before_ranks_start(
     module = example()
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(module, "start_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.setattr(sys, "argv", ["train_llm_odc.py", *arguments])
     with pytest.raises(SystemExit) as ended:

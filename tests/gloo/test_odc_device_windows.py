@@ -374,3 +374,30 @@ def test_all_ranks_agree_on_why_there_can_be_no_windows(library: Path, prefix: s
     assert kernel == "rank 1: windows cannot be made: an illegal memory access was encountered"
     assert nothing == ""
     assert left(prefix) == []
+
+
+# --- what `osdp profile` times
+
+
+def _exchanges(rank: int, library: Path, prefix: str) -> tuple[set[str], list[list[float]], str]:
+    """Pull, push and publish as a profile of GPUs does; return the kernels, what was pulled, and why none are timed."""
+    from osdp.profile import runtime_exchanges, session
+
+    HostDevice.most = (1, 1)
+    device, group = HostDevice(library, prefix), dist.group.WORLD
+    vars(runtime_exchanges)["open_windows"] = lambda group, specs, _: DeviceTransport(group, specs, device)
+    pulled = []
+    for operation in ("pull", "push", "publish"):
+        exchange = runtime_exchanges.prepare(operation, "native", group, 64, device.torch_device, sets=2)
+        for turn in range(3):
+            got = exchange(turn)
+            pulled += [torch.stack(got).unique().tolist()] if operation == "pull" else []
+        del exchange
+    vars(session)["why_none_anywhere"] = lambda groups, device_type: f"{groups[0][0].size()} ranks on {device_type}"
+    return set(device.launched), pulled, session._why_no_windows(1, 2, torch.device("cuda"))
+
+
+def test_a_profile_times_windows_of_gpus(library: Path, prefix: str) -> None:
+    kernels = {"pack_cast_fp32", "gather", "scatter_accumulate_fp32", "take_gradient", "barrier"}
+    assert run_ranks(_exchanges, 2, library, prefix) == [(kernels, [[1.0, 2.0]] * 3, "2 ranks on cuda")] * 2
+    assert left(prefix) == []

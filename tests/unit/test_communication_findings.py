@@ -50,7 +50,7 @@ def notes(ranks_per_node: int, *lines: list[Timings]) -> tuple[str, ...]:
 
 def test_lines_of_eight_ranks_on_two_nodes() -> None:
     """By hand: groups of 2, 4 and 8 neighbours; all-reduces across 4, 2 and 8; one rank of each node."""
-    lines = lines_on(2, 4, on_cpu=False)
+    lines = lines_on(2, 4, rings=False, one_sided=False)
     assert {(line.ranks, line.stride) for line in lines if line.operation == "all_gather"} == {
         (8, 1),
         (4, 1),
@@ -65,7 +65,7 @@ def test_lines_of_eight_ranks_on_two_nodes() -> None:
 
 
 def test_rings_stand_beside_every_reduce_scatter() -> None:
-    lines = lines_on(2, 2, on_cpu=True)
+    lines = lines_on(2, 2, rings=True, one_sided=True)
     groups = {
         algorithm: {
             (line.ranks, line.stride)
@@ -76,7 +76,7 @@ def test_rings_stand_beside_every_reduce_scatter() -> None:
     }
     assert groups["ring"] == groups["native"] == {(4, 1), (2, 1), (2, 2)}
     assert {line.operation for line in lines if line.algorithm == "ring"} == {"reduce_scatter"}
-    assert lines_on(1, 1, on_cpu=True) == ()
+    assert lines_on(1, 1, rings=True, one_sided=True) == ()
 
 
 def trial(line: Line, index: int, seconds: float, whole: bool) -> Trial:

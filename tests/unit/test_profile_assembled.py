@@ -176,6 +176,22 @@ def test_a_model_that_was_not_cut_is_told() -> None:
     assert "could not be cut at its blocks" in note
 
 
+def test_what_is_bound_by_the_host_is_told() -> None:
+    bound = (replace(TIMINGS[0], is_host_bound=True), *TIMINGS[1:])
+    overlap = Overlap(1.0, 1.0, 2.0, 1.0, on_streams=True, is_host_bound=True)
+    told = notes(replace(findings(model=ModelTimes(is_host_bound=True)), timings=bound, overlap=overlap))
+    assert [note.partition(" host-bound")[0] for note in told] == [
+        "1 of 3 timings of collectives are",
+        "the overlap of communication and computation is",
+        "the times of the model's calls are",
+    ]
+
+
+def test_why_pulls_were_not_measured_is_told() -> None:
+    (note,) = notes(replace(findings("cuda"), no_windows="rank 1: CuPy cannot be loaded"))
+    assert note == "pulls and pushes of odc were not measured: rank 1: CuPy cannot be loaded"
+
+
 @pytest.mark.parametrize(("more_bytes", "is_told"), [(0, False), (4096, False), (-4096, False), (8192, True)])
 def test_rounding_is_no_contradiction(more_bytes: int, is_told: bool) -> None:
     graph = transformer(1, 64)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import cluster
 
+from osdp.profile.fsdp_overhead import UNITS, exposed_communication_s
 from osdp.profile.profile_diff import compare_profiles
 from osdp.profile.session import mean_calls
 from profiler.cluster.figure import Figure
@@ -125,3 +126,8 @@ def test_rows_of_two_profiles() -> None:
     gone = rows["gpt2 wte, forward, micro-batch 2"]
     assert (gone.before, gone.after, gone.ratio) == (2e-3, None, None)
     assert rows["adam, 100 tensors, 1 GB"].before == pytest.approx(2.0 + 1e-3)
+
+
+def test_on_streams_two_collectives_of_a_step_are_exposed() -> None:
+    assert exposed_communication_s(2.0, 5.0, on_streams=True) == 7.0
+    assert exposed_communication_s(2.0, 5.0, on_streams=False) == UNITS * 9.0

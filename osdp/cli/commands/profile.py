@@ -75,9 +75,8 @@ def profile(
 def _wanted(
     model: str | None, batch: str, seq: int | None, precision: str, repetitions: int, budget_s: float, device: str
 ) -> Wanted:
-    import torch
-
     from osdp.profile.session import Wanted
+    from osdp.training.devices import chosen_device
     from osdp.zoo import load_model
     from profiler.errors import OsdpError
 
@@ -88,9 +87,7 @@ def _wanted(
         raise OsdpError("unknown --precision", got=precision, expected="fp32 or bf16")
     if device not in ("auto", "cpu", "cuda"):
         raise OsdpError("unknown --device", got=device, expected="cpu, cuda or auto")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise OsdpError("torch finds no GPU", got="--device cuda", advice="--device cpu, or a CUDA build of torch")
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    chosen = chosen_device(device)
     source = None if model is None else load_model(model, sequence_length=seq)
     micro_batches = tuple(sorted({int(size) for size in sizes}))
     return Wanted(source, precision, micro_batches, repetitions, budget_s, chosen)
