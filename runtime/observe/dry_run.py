@@ -139,7 +139,7 @@ class _Optimizer:
 
     def __init__(self, name: str, parameters: Sequence[Tensor], home: str) -> None:
         self._home = home
-        self._shards = {parameter: nn.Parameter(held_tensor(parameter).detach()) for parameter in parameters}
+        self._shards = {one: nn.Parameter(held_tensor(one).detach(), one.requires_grad) for one in parameters}
         self._optimizer = as_priced(name)(self._shards.values())
 
     def step(self, live: LiveBytes) -> None:
