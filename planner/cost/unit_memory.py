@@ -156,7 +156,8 @@ def unit_bytes(
         last_gradient=last_gradient if parts > 1 else 0,
         gather_temporary=sum(map(allocated_bytes, spec.temporaries(volume.gathered, node)))
         + (allocated_bytes(sent) if copies else 0),
-        reduce_temporary=sum(map(allocated_bytes, spec.temporaries(volume.reduced, node))) + (0 if until_the_end else reduced),
+        reduce_temporary=sum(map(allocated_bytes, spec.temporaries(volume.reduced, node)))
+        + (0 if until_the_end else reduced),
         window=sum(map(allocated_bytes, windows)) if spec.one_sided else 0,
     )
     # Optimizers count the steps of an empty shard too.
