@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from runtime.apply_schedule import apply_schedule
@@ -29,7 +29,7 @@ from runtime.step.gradient_accumulation import Accumulation
 from runtime.torch_compat import held_tensor
 
 Step = Callable[[], None]
-"""Runs a step."""
+"""Runs a training step."""
 
 
 @contextmanager
@@ -40,33 +40,44 @@ def one_rank(script: Script, schedule: Schedule, device: torch.device, rank: int
     group yet.  Raises what the model or its wrapping raise, and OsdpError for what the runtime refuses.
     """
     with fake_world(schedule.world_size, rank), _windows_on(device):
+        training = _Training(script, schedule, device)
+        try:
+            yield training.step
+        finally:
+            # The caller still has the step, and what holds the process group must be gone before it.
+            vars(training).clear()
+            gc.collect()
+
+
+class _Training:
+    """A model in training on this rank."""
+
+    def __init__(self, script: Script, schedule: Schedule, device: torch.device) -> None:
+        self._script, self._micro_batches = script, schedule.accumulation
         with script.answering(), torch.device("meta"):
-            model = script.build()
-        sharded = apply_schedule(model, schedule, device)
+            self._model = script.build()
+        sharded = apply_schedule(self._model, schedule, device)
         _fill(sharded)
         parameters = dict(sharded.named_parameters("", recurse=True, remove_duplicate=True))
-        optimizer = as_priced(script.optimizer)(parameters.values())
-        accumulation = Accumulation(sharded, schedule.accumulation)
-        inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), script.feed(model, script.micro_batch))
+        self._optimizer = as_priced(script.optimizer)(parameters.values())
+        self._accumulation = Accumulation(sharded, schedule.accumulation)
+        inputs = script.feed(self._model, script.micro_batch)
+        self._inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
 
-        def step() -> None:
-            for _ in range(schedule.accumulation):
-                with script.answering():
-                    _train(accumulation, inputs, script, model)
-            optimizer.step()
-            optimizer.zero_grad()
+    def step(self) -> None:
+        """Run all micro-batches, and the optimizer."""
+        for _ in range(self._micro_batches):
+            with self._script.answering():
+                self._train()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
-        yield step
-        del step, optimizer, accumulation, parameters, sharded, model
-        gc.collect()  # what holds the process group is gone before it
-
-
-def _train(accumulation: Accumulation, inputs: Any, script: Script, model: nn.Module) -> None:
-    """Run one micro-batch forward and, if anything is trained, backward."""
-    args, kwargs = inputs
-    output = accumulation.run(*args, **kwargs)
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        script.find_loss(output).backward()  # type: ignore[no-untyped-call]
+    def _train(self) -> None:
+        """Run one micro-batch forward and, if anything is trained, backward."""
+        args, kwargs = self._inputs
+        output = self._accumulation.run(*args, **kwargs)
+        if any(parameter.requires_grad for parameter in self._model.parameters()):
+            self._script.find_loss(output).backward()  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
