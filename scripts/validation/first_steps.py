@@ -1,4 +1,4 @@
-"""What torchrun starts: `first_steps.py DEVICE MODEL RESULT STRATEGY ...` trains two steps under each strategy.
+"""What torchrun starts: `-m validation.first_steps DEVICE MODEL RESULT STRATEGY ...` trains two steps under each.
 
 Rank 0 writes the losses to RESULT as JSON, and on a GPU what is left of it when this process has a context, and what
 the communicator takes with its first collective, beside what PyTorch's allocator has.

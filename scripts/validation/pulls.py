@@ -1,4 +1,4 @@
-"""What torchrun starts on two ranks: `pulls.py DEVICE RESULT MEGABYTES REPETITIONS`.
+"""What torchrun starts on two ranks: `-m validation.pulls DEVICE RESULT MEGABYTES REPETITIONS`.
 
 Each pulls the other's shard through a window, as fast as a copy from there to here is; and multiplies matrices alone
 and while pulls run beside that on another stream.  Rank 0 writes seconds to RESULT as JSON.

@@ -16,17 +16,16 @@ from profiler.trace.trace import trace_model
 from validation.bounds import judged
 from validation.check import Finding, Place
 from validation.first_steps import CLUSTER
-from validation.processes import ROOT, command_output
+from validation.processes import command_output
 from validation.steps import uniform_view
 
-PROGRAM = ROOT / "scripts" / "validation" / "first_steps.py"
 TIMEOUT_S = 80.0
 SAME = 1e-4
 """Relative difference of losses that are to be the same."""
 
 
 def torchrun(ranks: int, *command: str) -> list[str]:
-    """Return the command line that starts ranks of this machine."""
+    """Return the command line that starts ranks of this machine, for `command_output`."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
 
 
@@ -58,7 +57,7 @@ def steps(place: Place, ranks: int, strategies: Sequence[str], figures: dict[str
     result = place.scratch / "first-steps.json"
     model = "gpt2-tiny" if place.is_dry else "gpt2"
     status, output = command_output(
-        torchrun(ranks, str(PROGRAM), place.device, model, str(result), *strategies), TIMEOUT_S
+        torchrun(ranks, "-m", "validation.first_steps", place.device, model, str(result), *strategies), TIMEOUT_S
     )
     if status or not result.exists():
         return [f"first_steps.py ended with {status}: {output[-2000:]}"]

@@ -31,9 +31,10 @@ TIMEOUT_S = 150.0
 def pulls(place: Place) -> Finding:
     """Pull shards from the other GPU, alone and beside matrix products."""
     result = place.scratch / "pulls.json"
-    program = str(ROOT / "scripts" / "validation" / "pulls.py")
     sizes = ("1", "3") if place.is_dry else ("256", "20")
-    status, output = command_output(torchrun(RANKS, program, place.device, str(result), *sizes), TIMEOUT_S)
+    status, output = command_output(
+        torchrun(RANKS, "-m", "validation.pulls", place.device, str(result), *sizes), TIMEOUT_S
+    )
     if status or not result.exists():
         return Finding(False, f"pulls.py ended with {status}\n{output[-2000:]}")
     return judged_pulls(json.loads(result.read_text()), place.is_dry)
