@@ -58,6 +58,9 @@ LEAST_MADE, LEAST_KEPT = 4000, 200
 """Labels of a stage that are compared with each other, and of those that go on, whatever the run may make."""
 LONG = 200
 """Stages from which on those numbers are smaller, so that they are as many over all stages as of so many."""
+BEAM_MADE, BEAM_KEPT = 250, 125
+"""The first two of a beam search: it finds a plan below which the others' labels are cut off, which so few do as a
+rule, and what it makes is lost to the runs that prove."""
 MADE_PER_LABEL = 4
 """Of more that are made, one of so many goes on at most; dominance leaves fewer, as a rule."""
 CHUNK = 1 << 20
@@ -138,12 +141,19 @@ class LabelSetting:
     def run(self, cut_s: float, grain_bytes: float = 0.0, most_made: int = 1_000_000) -> Run:
         """Find plans that take less than `cut_s`, with memory rounded down to multiples of the grain (0: not).
 
-        `most_made` is how many labels may be made, over all stages; with 0 it is a beam search.
+        `most_made` is how many labels may be made, over all stages.
         """
         count = len(self.states)
         share, least = most_made // count, min(1.0, LONG / count)
         most_of_stage = max(int(LEAST_MADE * least), share)
         most_kept = max(int(LEAST_KEPT * least), share // MADE_PER_LABEL)
+        return self._run(cut_s, grain_bytes, most_of_stage, most_kept)
+
+    def beam(self, cut_s: float, grain_bytes: float = 0.0) -> Run:
+        """Find plans as `run` does, with few labels of each stage."""
+        return self._run(cut_s, grain_bytes, BEAM_MADE, BEAM_KEPT)
+
+    def _run(self, cut_s: float, grain_bytes: float, most_of_stage: int, most_kept: int) -> Run:
         labels, left_s, lost_s, made, passed = _empty(), np.inf, np.inf, 0, list[Labels]()
         for index in reversed(range(len(self.states))):
             labels, over_s = self._extended(labels, index, cut_s)

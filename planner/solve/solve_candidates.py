@@ -121,7 +121,10 @@ class Widening:
             self.width *= WIDER
         beam, self.is_searching = self.is_searching, False
         cut_s = enough_s if beam else min(self.start_s * (1 + self.width), enough_s)
-        run = self.labels.run(cut_s, self.grain_bytes, 0 if beam else min(most_made, MOST_MADE))
+        if beam:
+            run = self.labels.beam(cut_s, self.grain_bytes)
+        else:
+            run = self.labels.run(cut_s, self.grain_bytes, min(most_made, MOST_MADE))
         first, *others = *islice(run.plans, TRIED), ()
         is_exact = bool(first) and self._fits(first)
         pricing = self.pricing
