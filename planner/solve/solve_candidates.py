@@ -37,8 +37,6 @@ MOST_TIGHTENED = 128
 """Stages of chains for which they are."""
 MOST_MADE = 700_000
 """Labels that one run makes."""
-MOST_CAPPED = 1
-"""So many runs may lack labels and find nothing, once some plan is known."""
 WIDEST = 16.0
 """No plan is looked for that takes so many times as long as the bound more."""
 GRAIN = 2e-4
@@ -94,7 +92,7 @@ class Widening:
         """No plan of the candidates takes less."""
         self.labels = LabelSetting(chain, limit_bytes, price, tuple(stages))
         self.grain_bytes = GRAIN * self.start_s / (price * count) if price else 0.0
-        self.width, self.finer, self.capped = FIRST_WIDTH, 0, 0
+        self.width, self.finer = FIRST_WIDTH, 0
         self.was_searched, self.is_searching = False, False
         """Whether a beam search was made, and whether the next run is one."""
         self.is_hard, self.was_tightened = False, False
@@ -158,8 +156,8 @@ class Widening:
         elif found:
             self.is_over = is_last and run.dropped
         else:
-            self.capped += run.dropped
-            self.is_over = is_last or self.width >= WIDEST or (self.capped > MOST_CAPPED and has_rival)
+            # A wider run would lack still more labels.
+            self.is_over = is_last or self.width >= WIDEST or (run.dropped and has_rival)
             self.width *= WIDER if run.made < FEW_MADE else SLIGHTLY_WIDER
             self.is_searching = run.made >= MANY_MADE and not self.was_searched
             self.was_searched |= self.is_searching
