@@ -67,7 +67,8 @@ def joined(device: str, timeout_s: float) -> Iterator[Ranks]:
         raise_lost_ranks()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
-        announce("starting")
+        if dist.get_world_size() > 1:
+            announce("starting")
         if device == "cuda":
             refuse_shared_gpus(here)
         yield Ranks(dist.get_rank(), dist.get_world_size(), here)

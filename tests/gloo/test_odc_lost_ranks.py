@@ -102,7 +102,7 @@ def trains(rank: int) -> dict[str, torch.Tensor]:
         ("stalls", "odc:4", (1, 4), {}, "rank 2 did not reach the barrier"),
         ("raises", "odc:4", (1, 4), {}, "rank 2 closed its windows"),
         ("dies", "odc:2", (2, 2), {}, "rank 2 died"),
-        ("stalls", "odc_ordered:2", (2, 2), {}, "rank 2 did not"),
+        ("stalls", "odc_ordered:2", (2, 2), {}, "rank 2 is stopped"),
         ("dies", "odc:2", (1, 4), {"head": "odc:4"}, "rank 2 died"),
         ("dies", "odc:4", (1, 4), {"blocks.0.up": "shard"}, "rank 2 died"),
     ],

@@ -93,7 +93,7 @@ class Base(nn.Module):
         weight = self.weight
         if isinstance(weight, Packed):
             weight = (weight.data.float() - 128) * weight.scales.scale
-        return F.linear(x, weight)
+        return F.linear(x.to(weight.dtype), weight).to(x.dtype)  # whatever x is computed in
 
 
 class Adapter(nn.Module):
