@@ -68,6 +68,8 @@ class Lease:
         """
         self.path = folder.resolve() / LEASE
         self._holder = Holder(socket.gethostname(), os.getpid(), job, time.strftime("%Y-%m-%d %H:%M:%S %z"))
+        self._is_locked = False
+        """Whether the file system knows locks."""
         if self.path in _own:  # Locks are of processes: a second one of the same process would be granted.
             raise _held(folder, _own[self.path])
         self._file = self._lock()
@@ -88,6 +90,7 @@ class Lease:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._is_locked = True
             except OSError as error:
                 holder = _read(file)
                 if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -105,8 +108,12 @@ class Lease:
         """Raise LeaseHeldError unless the one who is named in the file is gone."""
         found = os.pread(self._file, 4096, 0)
         holder = _parse(found)
-        if holder is None or holder.host == self._holder.host:
-            return  # The kernel gave up its lock.
+        if holder is None:
+            return
+        if holder.host == self._holder.host:
+            if not self._is_locked and holder.process != os.getpid() and Path(f"/proc/{holder.process}").exists():
+                raise _held(self.path.parent, holder)
+            return  # The kernel gave up its lock, or there is no such process any more.
         if silent_s is None:
             raise _held(self.path.parent, holder)
         end_s = time.monotonic() + silent_s

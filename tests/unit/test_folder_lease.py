@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -117,3 +119,18 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises((OSError, OsdpError)):
         Lease(folder, "is led astray")
     assert target.read_text() == "mine"
+
+
+def test_where_there_are_no_locks_the_holders_process_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(folder_lease.fcntl, "lockf", refuse)
+    holder = {"host": socket.gethostname(), "process": os.getppid(), "job": "trains", "since": "today", "pulse": 1}
+    (tmp_path / LEASE).write_text(json.dumps(holder))
+    with pytest.raises(LeaseHeldError, match=f"process {os.getppid()}"):
+        Lease(tmp_path, "comes second")
+    (tmp_path / LEASE).write_text(json.dumps(holder | {"process": 2**22 + 1}))  # more than there can be
+    Lease(tmp_path, "comes third").release()
