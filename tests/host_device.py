@@ -165,6 +165,10 @@ class HostDevice:
     def close(self, address: int) -> None:
         del self._maps[address]
 
+    def tensor(self, address: int, numel: int) -> torch.Tensor:
+        """Return memory as a tensor, which the default stream's operations find as all streams have left it."""
+        return torch.frombuffer((ctypes.c_float * numel).from_address(address), dtype=torch.float32)
+
     def itself(self) -> HostDevice:
         """Return the device, to whom asks for one."""
         return self

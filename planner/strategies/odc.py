@@ -7,9 +7,10 @@
 
 Each rank has a window that all ranks of its group map: the published shard, and A = 1 accumulator for its gradient.
 Ranks wait for each other once per step: at the first barrier all pushes are over and the accumulator becomes the
-gradient, at the second all shards are published.  Each unit is charged for both.  Publish reads the fp32 shard and
-writes it in compute dtype, and reads, copies out and clears the accumulators.  What others push is added as it comes,
-so that the last bits of a sum differ from run to run (not so in `planner.strategies.odc_ordered`).
+gradient, at the second all shards are published.  Each unit is charged for both, and for an all-reduce of its own,
+though all units share one.  Publish reads the fp32 shard and writes it in compute dtype, and reads, copies out and
+clears the accumulators.  What others push is added as it comes, so that the last bits of a sum differ from run to run
+(not so in `planner.strategies.odc_ordered`).
 
     W    (e_p P + A e_r T)/G, always there; of a unit that is never called there is none
     RSI  is pushed as it was computed, e_p T: the accumulators are in fp32 all the same (a link carries fp32)

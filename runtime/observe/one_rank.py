@@ -99,7 +99,7 @@ def _windows_on(device: torch.device) -> Iterator[None]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.published = [one.to(device) for one in self.published]
-            self.sums = [one.to(device) for one in self.sums]
+            self.accumulated = [one.to(device) for one in self.accumulated]
 
     with patch.object(choose_transport, "DryRunTransport", OnDevice):
         yield

@@ -98,6 +98,12 @@ class CupyDevice:
         with suppress(self._runtime.CUDARuntimeError), self._here():  # after a fault the driver frees all
             self._runtime.free(address)
 
+    def tensor(self, address: int, numel: int) -> torch.Tensor:
+        """Return fp32 memory that `allocate` gave, from an address in it on, as a tensor (numel,) of PyTorch's."""
+        cuda = self._cupy.cuda
+        memory = cuda.MemoryPointer(cuda.UnownedMemory(address, 4 * numel, self), 0)
+        return torch.as_tensor(self._cupy.ndarray((numel,), "float32", memory), device=self.torch_device)
+
     def export(self, address: int) -> bytes:
         """Return a handle by which another process can open what `allocate` gave."""
         with self._here():

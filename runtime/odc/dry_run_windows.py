@@ -19,7 +19,7 @@ class DryRunTransport(Transport):
     ) -> None:
         super().__init__(group, specs, timeout_s, ordered)
         self.published = [torch.empty(spec.shard_numel, dtype=spec.dtype) for spec in specs]
-        self.sums = [torch.zeros(self.accumulators, spec.gradient_numel) for spec in specs]
+        self.accumulated = [torch.zeros(self.accumulators, spec.gradient_numel) for spec in specs]
 
     def _check_same(self, specs: Sequence[WindowSpec]) -> None:
         """Ask no other rank."""
@@ -33,15 +33,21 @@ class DryRunTransport(Transport):
     def push(self, index: int, full: Tensor) -> None:
         """Send nothing."""
 
+    def all_reduce(self, across: dist.ProcessGroup) -> None:
+        """Send nothing."""
+
+    def sums(self) -> Tensor:
+        return torch.cat([sums.view(-1) for sums in self.accumulated])
+
     def take_gradient(self, index: int) -> Tensor:
-        return self.sums[index][0].clone()
+        return self.accumulated[index][0].clone()
 
     def wait_for_all(self, number: int, note: float, timeout_s: float) -> tuple[float, ...]:
         return (note,) * len(self.ranks)
 
     def release(self) -> None:
         self.published.clear()
-        self.sums.clear()
+        self.accumulated.clear()
 
 
 def is_dry_run() -> bool:

@@ -2,7 +2,7 @@
 
 Every rank has one allocation for all windows, laid out alike, and opens those of its peers (CUDA IPC):
 
-    flags | published 0 | accumulators 0 | published 1 | accumulators 1 | ..
+    flags | published 0 | published 1 | .. | accumulators 0 | accumulators 1 | ..
 
 So one table of n addresses and an offset is all that the
 kernels of `cuda/` take, and a window costs no handles of its own.  An ordered transport has an accumulator
@@ -150,6 +150,9 @@ class DeviceTransport(Transport):
         arguments = full.data_ptr(), table, offset, count, ranks, self.rank
         # Of pushes that are not atomic the next must find what the last has stored, whatever their streams.
         self._device.launch(kernel, grid, THREADS, arguments, subject=index if self.ordered else None)
+
+    def sums(self) -> Tensor:
+        return self._device.tensor(self._starts[self.rank] + self._layout.sums, self._layout.sums_numel)
 
     def take_gradient(self, index: int) -> Tensor:
         region, count = self._regions[index], self.windows[index].spec.gradient_numel

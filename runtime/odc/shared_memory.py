@@ -2,7 +2,7 @@
 
 Every rank has one file for all windows, each peer maps all of them (`runtime.odc.shared_segment`):
 
-    header | published 0 | accumulators 0 | published 1 | accumulators 1 | ..
+    header | published 0 | published 1 | .. | accumulators 0 | accumulators 1 | ..
 
 A push adds chunk by chunk, each under a lock of its own, begins
 with the rank after its own and leaves chunks that another rank has locked for later, so that ranks
@@ -94,6 +94,9 @@ class SharedMemoryTransport(Transport):
                 self.give_up()
                 raise self._place.held(busy[0][0], self._range(index, *busy[0]), self.timeout_s)
             pending = busy
+
+    def sums(self) -> Tensor:
+        return self._segments[self.rank].tensor(self._layout.sums, self._layout.sums_numel, torch.float32)
 
     def take_gradient(self, index: int) -> Tensor:
         sums = self._sums[index][self.rank]

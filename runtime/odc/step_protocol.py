@@ -23,7 +23,7 @@ With S the sum of what all N ranks pushed, c_r the micro-batches of rank r and M
 and other gradients of the model, means over ranks, are brought to the same scale.  What ranks must know of
 each other for that (sum of c_r, and of their squares; which parameters got a gradient) is pushed like a
 gradient, through a window of its own.  Groups of ranks that are replicas of each other
-all-reduce what they accumulated.
+all-reduce what they accumulated, all units at once.
 """
 
 import os
@@ -139,10 +139,15 @@ class Group:
         for unit in self.units:
             unit.forget()
 
+    def reduce_across(self) -> None:
+        """Sum what was pushed in all groups, before it is taken; of ordered sums each is reduced as it is taken."""
+        if self.across is not None and not self.transport.ordered:
+            self.transport.all_reduce(self.across)
+
     def take(self, window: Window) -> Tensor:
         """Return what all ranks of all groups pushed for this rank."""
         taken = window.take_gradient()
-        if self.across is not None:
+        if self.across is not None and self.transport.ordered:
             dist.all_reduce(taken, group=self.across)
         return taken
 
@@ -268,6 +273,7 @@ class Exchange(WrappedUnit):
 
     @torch.no_grad()
     def _take(self, group: Group, is_mean: bool) -> float:
+        group.reduce_across()
         total, squares, changed, replaced, *flags = group.received()
         if changed:
             what = "parameters were changed through .data after ranks could pull them: gradients may be of other values"
@@ -341,7 +347,7 @@ class Exchange(WrappedUnit):
 
     def communication_tensors(self) -> list[Tensor]:
         dry = [group.transport for group in self.groups if isinstance(group.transport, DryRunTransport)]
-        return [tensor for transport in dry for tensor in (*transport.published, *transport.sums)]
+        return [tensor for transport in dry for tensor in (*transport.published, *transport.accumulated)]
 
 
 def _close(transports: Sequence[Transport], process: int) -> None:

@@ -22,7 +22,7 @@ An accumulator adds pushes in the order in which they arrive.  An *ordered*
 transport keeps an accumulator for every rank's pushes and adds them up in the order of ranks, which
 gives the same bits in every run for n - 1 times more fp32 shards of memory.
 
-In a rank's memory windows lie one behind the other, and every part at a multiple of 256 bytes (`Region`).
+In a rank's memory all published shards lie before all accumulators, every part at a multiple of 256 bytes (`Layout`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -99,15 +100,32 @@ class Region:
     """Parts of the gradient in fp32: one, or one for each rank."""
     stride_numel: int
     """Elements from one accumulator to the next."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where all windows lie: published shards one behind the other, and then all accumulators."""
+
+    regions: tuple[Region, ...]
+    sums: int
+    """Start of the accumulators."""
     end: int
-    """Start of the next window."""
 
     @classmethod
-    def at(cls, start: int, spec: WindowSpec, accumulators: int) -> Region:
-        """Lay out a window from `start` on."""
-        first = start + _aligned(spec.shard_numel * spec.dtype.itemsize)
-        stride_bytes = _aligned(spec.gradient_numel * FP32_BYTES)
-        return cls(start, first, stride_bytes // FP32_BYTES, first + accumulators * stride_bytes)
+    def at(cls, start: int, specs: Sequence[WindowSpec], accumulators: int) -> Layout:
+        """Lay out windows from `start` on."""
+        published = list(
+            accumulate((_aligned(spec.shard_numel * spec.dtype.itemsize) for spec in specs), initial=start)
+        )
+        strides = [_aligned(spec.gradient_numel * FP32_BYTES) for spec in specs]
+        sums = list(accumulate((accumulators * stride for stride in strides), initial=published[-1]))
+        places = zip(published[:-1], sums[:-1], (stride // FP32_BYTES for stride in strides), strict=True)
+        return cls(tuple(Region(*place) for place in places), sums[0], sums[-1])
+
+    @property
+    def sums_numel(self) -> int:
+        """Elements of all accumulators, with the padding between them."""
+        return (self.end - self.sums) // FP32_BYTES
 
 
 def _aligned(size_bytes: int) -> int:
@@ -212,12 +230,17 @@ class Transport(ABC):
 
     def _lay_out(self, header_bytes: int) -> int:
         """Set where windows lie in a rank's memory behind its first bytes; return its size."""
-        self._regions: list[Region] = []
-        size_bytes = _aligned(header_bytes)
-        for window in self.windows:
-            self._regions.append(Region.at(size_bytes, window.spec, self.accumulators))
-            size_bytes = self._regions[-1].end
-        return size_bytes
+        specs = [window.spec for window in self.windows]
+        self._layout = Layout.at(_aligned(header_bytes), specs, self.accumulators)
+        self._regions = self._layout.regions
+        return self._layout.end
+
+    def all_reduce(self, across: dist.ProcessGroup) -> None:
+        """Sum all of this rank's accumulators with those of ranks of other groups that have equal shards.
+
+        In place and all at once: latencies of a network count once, however many windows there are.
+        """
+        dist.all_reduce(self.sums(), group=across)
 
     def barrier(self, note: float = 0.0, timeout_s: float | None = None) -> tuple[float, ...]:
         """Wait for all ranks; return the notes of all (a weight, a number of micro-batches), in order of rank.
@@ -268,6 +291,10 @@ class Transport(ABC):
     @abstractmethod
     def push(self, index: int, full: Tensor) -> None:
         """Do what `Window.push` says. Raises PeerLost if a rank holds a lock for longer than the timeout."""
+
+    @abstractmethod
+    def sums(self) -> Tensor:
+        """Return this rank's accumulators, of all windows, as one fp32 tensor, with the padding between them."""
 
     @abstractmethod
     def take_gradient(self, index: int) -> Tensor:

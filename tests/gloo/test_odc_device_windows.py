@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from runtime.failures.peer_faults import PeerLost
 from runtime.odc import choose_transport, cupy_device, gpu_windows
 from runtime.odc.choose_transport import open_transport, why_no_windows, why_none
 from runtime.odc.gpu_windows import COPIED_BYTES, DeviceTransport
+from runtime.odc.shared_memory import SharedMemoryTransport
 from runtime.odc.windows import WindowSpec
 
 SIZES = (1, 7, 999, 4097)
@@ -195,6 +197,38 @@ def test_barriers_wait_for_all_streams(ordered: bool, library: Path, prefix: str
 def test_without_joining_streams_values_are_wrong(library: Path, prefix: str) -> None:
     """So that the test before can fail."""
     assert max(run_ranks(_on_streams, 2, library, prefix, False, False)) < STEPS
+
+
+# --- over other groups
+
+
+def _sums_over_groups(rank: int, library: Path, prefix: str) -> bool:
+    """Have a group of each rank alone, and sum up over both; on the CPU and on GPUs."""
+    groups = [dist.new_group([other]) for other in range(2)]
+    world = dist.group.WORLD
+    assert world is not None
+    right = True
+    for transport in (
+        SharedMemoryTransport(groups[rank], SPECS + FROZEN, 60.0),
+        DeviceTransport(groups[rank], SPECS + FROZEN, HostDevice(library, prefix), 60.0),
+    ):
+        with transport:
+            for index, window in enumerate(transport.windows):
+                window.push(integers(window.spec.gradient_numel, rank, index))
+            transport.barrier()
+            with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduced:
+                transport.all_reduce(world)
+            right &= reduced.call_count == 1
+            for index, window in enumerate(transport.windows):
+                wanted = sum(integers(window.spec.gradient_numel, other, index) for other in range(2))
+                assert isinstance(wanted, torch.Tensor)
+                right &= torch.equal(window.take_gradient(), wanted)
+    return right
+
+
+def test_all_windows_are_summed_over_groups_at_once(library: Path, prefix: str) -> None:
+    assert run_ranks(_sums_over_groups, 2, library, prefix) == [True, True]
+    assert left(prefix) == []
 
 
 # --- GPUs of their own

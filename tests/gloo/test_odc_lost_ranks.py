@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -102,7 +103,8 @@ def trains(rank: int) -> dict[str, torch.Tensor]:
         ("stalls", "odc:4", (1, 4), {}, "rank 2 did not reach the barrier"),
         ("raises", "odc:4", (1, 4), {}, "rank 2 closed its windows"),
         ("dies", "odc:2", (2, 2), {}, "rank 2 died"),
-        ("stalls", "odc_ordered:2", (2, 2), {}, "rank 2 is stopped"),
+        # In a collective, or by its neighbour at a barrier of windows.
+        ("stalls", "odc_ordered:2", (2, 2), {}, "rank 2 (is stopped|did not)"),
         ("dies", "odc:2", (1, 4), {"head": "odc:4"}, "rank 2 died"),
         ("dies", "odc:4", (1, 4), {"blocks.0.up": "shard"}, "rank 2 died"),
     ],
@@ -133,7 +135,7 @@ def check(
     )
     for rank in (0, 1, 3):
         message, took_s = results[rank]
-        assert told in message, message
+        assert re.search(told, message), message
         assert took_s < within_s
     assert files_of(folder) == []
 

@@ -18,7 +18,7 @@ from profiler.errors import OsdpError
 from runtime.odc import cupy_device
 from runtime.odc.cupy_device import CupyDevice, load_cupy
 from runtime.odc.kernels import SOURCES, grid_for, source_of
-from runtime.odc.windows import Region, WindowSpec
+from runtime.odc.windows import Layout, Region, WindowSpec
 
 MIB = 1 << 20
 
@@ -39,10 +39,13 @@ def test_a_source_that_is_missing_is_named() -> None:
 
 
 def test_windows_by_hand() -> None:
-    # 1000 bf16 are 2000 bytes -> 2048; 900 fp32 are 3600 -> 3840, or 960 elements, thrice.
-    region = Region.at(256, WindowSpec("a", 1000, torch.bfloat16, 100), 3)
-    assert region == Region(published=256, accumulators=256 + 2048, stride_numel=960, end=256 + 2048 + 3 * 3840)
-    assert Region.at(0, WindowSpec("b", 64, torch.float32, 64), 2) == Region(0, 256, 0, 256)
+    """All published shards, and behind them all accumulators."""
+    # 1000 bf16 are 2000 bytes -> 2048, 64 fp32 are 256; 900 fp32 are 3600 -> 3840, or 960 elements, thrice.
+    specs = [WindowSpec("a", 1000, torch.bfloat16, 100), WindowSpec("b", 64, torch.float32, 64)]
+    layout = Layout.at(256, specs, 3)
+    sums = 256 + 2048 + 256
+    assert layout.regions == (Region(256, sums, 960), Region(256 + 2048, sums + 3 * 3840, 0))
+    assert (layout.sums, layout.end, layout.sums_numel) == (sums, sums + 3 * 3840, 3 * 960)
 
 
 def test_grids_by_hand() -> None:

@@ -56,7 +56,7 @@ def test_steps_train_what_rests_on_the_rank(strategy: str) -> None:
     gone = weakref.ref(models.pop())
     gc.collect()
     assert gone() is None
-    assert not any(left.sums or left.published for window in windows if (left := window()) is not None)
+    assert not any(left.accumulated or left.published for window in windows if (left := window()) is not None)
     assert step is not None  # it holds nothing
 
 
