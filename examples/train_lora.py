@@ -56,7 +56,7 @@ for step in range(1, options.steps + 1):
     model.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    if dist.get_rank() == 0 and step in (1, 20, 40):
+    if dist.get_rank() == 0 and (step == 1 or step % 10 == 0):
         print(f"step {step}: loss {loss.item():.3f}")
 
 adapters = {name: tensor for name, tensor in model.full_state_dict().items() if "lora" in name}  # on rank 0

@@ -32,7 +32,7 @@ from runtime.sharded_model import ShardedModel
 from runtime.state import checkpoint, pretrained
 from runtime.state.state_dict import full_state_dict, load_state_dict, sharded_state_dict
 from runtime.state.torch_state_dict import watch_full_state_dicts
-from runtime.step.grad_norm import clip
+from runtime.step.grad_norm import clip, total_norm
 from runtime.step.gradient_accumulation import Accumulation, naming_sharded_parameters
 
 
@@ -121,6 +121,11 @@ class OSDP(nn.Module):
         """
         self._accumulation.finish_gradients()
         return clip(self.sharded.local_shards, max_norm, norm_type, self.sharded.device, error_if_nonfinite)
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all gradients over all ranks, infinite or NaN if one of them is. A collective call."""
+        self._accumulation.finish_gradients()
+        return total_norm(self.sharded.local_shards, norm_type, self.sharded.device)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

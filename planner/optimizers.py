@@ -23,7 +23,10 @@ class Optimizer:
     has_step_counter: bool
     """Whether it keeps one scalar tensor per parameter tensor."""
     temporaries: int
-    """Tensors of the parameter's size that live while it steps."""
+    """Tensors of the parameter's size that live while it steps all parameters together."""
+    steps_apart: bool
+    """Whether it makes two tensors of one parameter's size, beside one of the parameter before, where it steps one
+    after the other: as `torch.optim` does with DTensors unless it is told to fuse."""
     touched: float
     """Tensors of the parameter's size that a step reads and writes."""
     other_bytes: float = 0.0
@@ -36,16 +39,18 @@ class Optimizer:
         return self.moments * allocated_bytes(element_bytes * numel) + other + counter
 
 
-_FUSED_ADAM = Optimizer(moments=2, has_step_counter=True, temporaries=0, touched=7)
+_FUSED_ADAM = Optimizer(moments=2, has_step_counter=True, temporaries=0, steps_apart=False, touched=7)
 OPTIMIZERS = {
-    "adam": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=18),
-    "adamw": Optimizer(moments=2, has_step_counter=True, temporaries=1, touched=20),
-    "sgd": Optimizer(moments=0, has_step_counter=False, temporaries=0, touched=3),
+    "adam": Optimizer(moments=2, has_step_counter=True, temporaries=1, steps_apart=True, touched=18),
+    "adamw": Optimizer(moments=2, has_step_counter=True, temporaries=1, steps_apart=True, touched=20),
+    "sgd": Optimizer(moments=0, has_step_counter=False, temporaries=0, steps_apart=False, touched=3),
     "fused_adam": _FUSED_ADAM,
     "fused_adamw": _FUSED_ADAM,
-    "fused_sgd": Optimizer(moments=0, has_step_counter=False, temporaries=0, touched=3),
+    "fused_sgd": Optimizer(moments=0, has_step_counter=False, temporaries=0, steps_apart=False, touched=3),
 }
-"""`torch.optim` with default arguments: SGD without momentum; Adam in its foreach form, and with `fused=True`.
+"""`torch.optim` with default arguments: SGD without momentum; Adam unfused, and with `fused=True`.
+Unfused, its foreach form makes the square roots of all second moments; one by one there are two tensors of each, its
+root and that over the correction of bias, beside what the tensor before has left.
 
 `touched`, from `torch/optim/adam.py` of torch 2.13: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
 addcdiv 4, and for AdamW's decay mul 2; SGD: add 3.  Fused: parameters and moments read and written, gradients read."""
@@ -57,15 +62,18 @@ _OTHER = re.compile(r"states of (\S+) bytes per parameter")
 def optimizer_of(name: str) -> Optimizer:
     """Return what a plan's optimizer keeps. Raises OsdpError for an unknown one.
 
-    Of one that is known by its bytes alone, temporaries are assumed: an update per parameter, as Adam holds.  So is
-    traffic: gradients, updates (written and read) and parameters (read and written) in fp32, and states both ways.
+    Of one that is known by its bytes alone, temporaries are assumed: an update per parameter, or two of one,
+    as Adam holds.  So is traffic: gradients, updates (written and read) and parameters (read and written) in fp32, and
+    states both ways.
     """
     if (other := _OTHER.fullmatch(name)) is None:
         if name not in OPTIMIZERS:
             raise OsdpError("unknown optimizer", got=name, expected=", ".join(OPTIMIZERS), advice=BY_BYTES_ADVICE)
         return OPTIMIZERS[name]
     kept_bytes = _checked(other[1])
-    return Optimizer(0, False, temporaries=1, touched=5 + 2 * kept_bytes / FP32_BYTES, other_bytes=kept_bytes)
+    return Optimizer(
+        0, False, temporaries=1, steps_apart=True, touched=5 + 2 * kept_bytes / FP32_BYTES, other_bytes=kept_bytes
+    )
 
 
 def fused_name(name: str) -> str:

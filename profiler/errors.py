@@ -1,4 +1,4 @@
-"""The error class whose messages are for users, and helpers for messages."""
+"""The error classes whose messages are for users, and helpers for messages."""
 
 
 def install_advice(extra: str) -> str:
@@ -31,3 +31,7 @@ class OsdpError(ValueError):
             if text:
                 parts.append(f"  {label}: {text}")
         return "\n".join(parts)
+
+
+class FaultError(OsdpError):
+    """A fault of the machine and not of the input: a lost rank, a full disk. The command line exits with status 1."""

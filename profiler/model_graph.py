@@ -341,6 +341,8 @@ class Block:
     """The same of `selective_rerun`."""
     late: bool = False
     """Whether it is handed nothing that needs a gradient (`Call.late`)."""
+    opening_bytes: Affine = Affine()
+    """By how much live bytes grow from where it begins to its first call."""
 
     def runs_again(self, recompute: Recompute, *, is_whole: bool) -> Rerun:
         """Return its forward as it runs again, given whether it is wrapped as one unit; `UNSEEN_RERUN` if it was not

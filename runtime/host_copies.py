@@ -2,7 +2,7 @@
 
 A copy from pageable memory does: `Tensor.to` returns when it is done, and it is done in the order of the stream.  One
 from pinned memory need not.  The pinned memory may be let go of at once: PyTorch's allocator gives it to nobody before
-the copy is done, as it records an event after a non-blocking one (`CachingHostAllocator.h`; read in 2.13).
+the copy is done, as it records an event after a non-blocking one (`CachingHostAllocator.h`; read in 2.11 and 2.13).
 """
 
 import torch

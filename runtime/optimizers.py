@@ -6,6 +6,7 @@ longer than the step.  `osdp train` steps fused on what they hold on the rank.
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from planner import optimizers
+from profiler.byte_sizes import allocated_bytes
 from runtime.local_shards import local_data
 from runtime.torch_compat import on_local_tensors
 
@@ -27,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 """Takes parameters, and settings by name; without settings they are what the planner counts with."""
 
-_PRICED = {"adam": partial(_Adam, foreach=True), "adamw": partial(_AdamW, foreach=True)}
+_UNFUSED = {"adam": _Adam, "adamw": _AdamW}
 
 
 def optimizer_of(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -36,11 +38,24 @@ def optimizer_of(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def as_priced(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """Return what makes a plan's optimizer in the form that its memory is counted of, all tensors together.
+    """Return what makes a plan's optimizer in the form that its memory is counted of: that which holds more.
 
-    One that a user makes of DTensors steps one by one, and holds two tensors of the size of one.
+    All tensors together take one of the size of each; one by one, as a user's optimizer of DTensors steps, two of the
+    size of one, beside one of the tensor before.
     """
-    return _PRICED.get(name) or optimizer_of(name)
+
+    def unfused(parameters: Iterable[Tensor], **settings: Any) -> torch.optim.Optimizer:
+        given = [*parameters]
+        stepped = (local_data(one) for one in given if one.requires_grad)
+        return _UNFUSED[name](given, foreach=_more_apart(stepped) <= 0, **settings)
+
+    return unfused if name in _UNFUSED else optimizer_of(name)
+
+
+def _more_apart(tensors: Iterable[Tensor]) -> int:
+    """Return by how many bytes what is made of tensors one by one exceeds that of all; at most 0 where it does not."""
+    sizes = [allocated_bytes(tensor.nbytes) for tensor in tensors]
+    return max((before + 2 * size for before, size in pairwise([0, *sizes])), default=0) - sum(sizes)
 
 
 def can_fuse(parameters: Iterable[Tensor]) -> bool:
@@ -57,10 +72,12 @@ class StandIn(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Hold all updates at once, and then apply them."""
+        """Hold all updates at once, or what Adam makes of one by one if that is more, and then apply them."""
         for group in self.param_groups:
             trained = [one for one in group["params"] if one.grad is not None]
             updates = [-group["lr"] * local_data(one.grad) for one in trained]
+            more_bytes = max(0, _more_apart(updates))
+            _ = torch.empty(more_bytes, dtype=torch.uint8, device=updates[0].device if updates else None)
             for parameter, update in zip(trained, updates, strict=True):
                 local = local_data(parameter)
                 kept_bytes = ceil(self.bytes_per_parameter * local.numel())

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from profiler.errors import OsdpError
-from runtime.failures.rank_agreement import Agreement, format_ranks
+from runtime.failures.peer_lost import format_ranks
+from runtime.failures.rank_agreement import Agreement
 
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Environment variable that says what NCCL's watchdog does about a collective that fails or takes too long."""

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Trains a small Llama on samples of uneven length, by FSDP and by ODC side by side, on CPU ranks of this machine.
+# Trains a small Llama on samples of uneven length, by FSDP and by ODC side by side, on ranks of this machine.
 #
 #     sh scripts/script_llm_odc_training.sh [--packing none|ffd|kk] [--timeline out.png] [--help] ...
 #

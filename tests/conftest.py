@@ -31,7 +31,6 @@ WORKERS, CORES = 4, 2
 """Files that run at once, and how many of those may be other than of ranks, which wait half of the time."""
 LONGEST = (
     "gloo/test_seed_commands.py",
-    "unit/test_memory_random.py",
     "gloo/test_train_runs.py",
     "unit/test_search.py",
     "unit/test_cli.py",
@@ -49,7 +48,6 @@ LONGEST = (
     "gloo/test_train_command.py",
     "gloo/test_bert_training.py",
     "gloo/test_checkpoint_layouts.py",
-    "unit/test_memory_tracker.py",
     "gloo/test_checkpoint_plans.py",
     "gloo/test_llm_odc.py",
     "gloo/test_tiny_examples.py",
@@ -65,8 +63,9 @@ LONGEST = (
     "gloo/test_odc_windows.py",
     "gloo/test_faults.py",
     "unit/test_memory_stacks.py",
-    "unit/test_memory_repeated.py",
-    "unit/test_memory_recomputed.py",
+    "unit/test_data_parallel.py",
+    "unit/test_memory_tracker.py",
+    "unit/test_memory_random.py",
     "gloo/test_recovery.py",
     "gloo/test_odc_fsdp2.py",
     "gloo/test_linear_example.py",

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from drawn_plans import Draw
+from thoroughness import STEPS
 
 PREFIXES = ("embed", "blocks", "heads", "norm", "root", "temperature", "unused")
 """What the names of all parameters begin with."""
@@ -18,7 +19,7 @@ def plain_actions(draw: Draw) -> list[Action]:
     """Return a loop as everyone writes it."""
     how = Random(f"plain {draw.number}")
     actions: list[Action] = [("make_optimizer", {"kind": how.choice(["sgd", "adam"]), "prefixes": ("",), "rate": 0.02})]
-    for step in range(3):
+    for step in range(STEPS):
         count = how.choice([1, 1, 2])
         for index in range(count):
             weights = how.choice([[1.0, 1.0, 1.0], [1.0, 0.0, 0.5]])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import INHERITED, run_ranks
-from thoroughness import THOROUGH
+from thoroughness import STEPS
 from torch import Tensor, nn
 
 from osdp.models.config import BertConfig, GPT2Config, LlamaConfig, UnevenConfig
@@ -28,8 +28,6 @@ from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
 LENGTH = 8
-STEPS = 3 if THOROUGH else 2
-"""The losses of the last follow an update, the parameters at the end another by moments that there were."""
 BATCH = 2
 MAX_NORM = 0.05
 """Low enough that every step is clipped (checked)."""

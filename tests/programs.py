@@ -184,6 +184,7 @@ def serve(folder: Path, name: str, executable: str) -> NoReturn:
 
 def _warm() -> None:
     """Do once what nearly every program would do first, as `warm_ranks.py` does for ranks: fill caches of PyTorch."""
+    import quick_torch
     import torch
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -197,6 +198,7 @@ def _warm() -> None:
     from runtime.compile_plan import compile_plan
     from runtime.observe.dry_run import Script, dry_run
 
+    quick_torch.install()
     torch.set_num_threads(1)  # threads of the server would not be in its forks
     state, config = torch.get_rng_state(), GPT2Config(29, 8, hidden_size=12, layers=1, heads=2)
     source, cluster = source_of(lambda: GPT2(config), "warm", None, None), load_cluster("cpu-gloo", 1, 2)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from parity import cluster_of, trace_once
 from ranks import RankError, run_ranks
 from small_models import model
+from thoroughness import STEPS
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
@@ -37,7 +38,7 @@ from profiler.model_source import ModelSource
 from profiler.trace.metered_pass import find_loss
 from runtime.failures.rank_agreement import from_rank_0
 
-BATCH, STEPS, SEED = 2, 3, 3
+BATCH, SEED = 2, 3
 GRIDS = {2: (1, 2), 4: (2, 2)}
 """By number of ranks: nodes, and ranks of each."""
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from synthetic import cluster
+from thoroughness import THOROUGH
 
 from osdp.models.config import FAMILIES
 from planner.analysis.explain import open_plan
@@ -128,9 +129,13 @@ def compare(
     machine: Cluster,
     rank: int | None = None,
     *,
-    with_data: bool = False,
+    with_data: bool = not THOROUGH,
 ) -> Compared:
-    """Predict a plan's memory and run it dry on a rank (None: the fullest)."""
+    """Predict a plan's memory and run it dry on a rank (None: the fullest).
+
+    Unless thorough the CPU computes, which takes small models a quarter of the time that fake tensors take them;
+    `test_memory_tracker.py` compares the two.
+    """
     view = open_plan(plan, graph, machine)
     predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != "reserve"}
     named = model.build, model.example_inputs, lambda out: find_loss(out)[0]
@@ -188,8 +193,8 @@ class Case:
             limit_bytes=self.limit_bytes,
         )
 
-    def compare(self, rank: int | None = None) -> Compared:
+    def compare(self, rank: int | None = None, *, with_data: bool = not THOROUGH) -> Compared:
         """Predict the plan's memory and run it dry on a rank (None: the fullest)."""
         graph = graph_of(self.family, self.vocabulary, self.length, self.precision)
         model = source(self.family, self.vocabulary, self.length)
-        return compare(self.plan(), model, graph, cluster(*self.shape), rank)
+        return compare(self.plan(), model, graph, cluster(*self.shape), rank, with_data=with_data)

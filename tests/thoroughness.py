@@ -11,6 +11,8 @@ Item = TypeVar("Item")
 VARIABLE = "OSDP_TEST_THOROUGH"
 """Environment variable that tests/conftest.py sets for the option."""
 THOROUGH = VARIABLE in os.environ
+STEPS = 3 if THOROUGH else 2
+"""Of a training that is compared with one process: the second step follows an update, and has moments."""
 DRAW = "OSDP_TEST_DRAW"
 """Environment variable that tests/conftest.py sets to the one draw that `--draw` asks for."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from unittest import mock
 
 import garbage
+import quick_torch
 import torch
 import warm_graphs  # noqa: F401
 from parity import Case, build, cluster_of, graph_of, inputs, trace_once
@@ -17,6 +18,7 @@ from parity import Case, build, cluster_of, graph_of, inputs, trace_once
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
 
+quick_torch.install()
 mock.patch("osdp.prepare.trace_model", trace_once).start()
 if not torch.cuda.is_available():  # else each seed waits there for a GPU, with the stack that it was set at
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from osdp.cli.terminal import say
-from profiler.errors import OsdpError
+from profiler.errors import FaultError, OsdpError
 
 FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 TRACEBACK = "OSDP_TRACEBACK"
@@ -62,7 +62,7 @@ def status_of(work: Callable[[], None]) -> int:
         sys.stdout.flush()  # Now, while an error can still be reported.
     except OsdpError as error:
         _say_why(f"error: {error}")
-        return BAD_INPUT
+        return FAULT if isinstance(error, FaultError) else BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -31,8 +31,7 @@ def end_of_rank() -> Iterator[None]:
     """Be one of the ranks inside; an error goes to the process that started them, or to stderr."""
     from osdp.training.launch import LAUNCHED, leave_error
     from osdp.training.process_group import end_at_once_on_signals
-    from profiler.errors import OsdpError
-    from runtime.failures.peer_faults import PeerLost
+    from profiler.errors import FaultError, OsdpError
 
     end_at_once_on_signals()
     try:
@@ -40,8 +39,8 @@ def end_of_rank() -> Iterator[None]:
     except BrokenPipeError:
         raise  # Nobody reads our output: `guarded` ends quietly.
     except Exception as error:
-        # A lost peer, or a mistake of ours: no fault of what the user asked for.
-        is_fault = isinstance(error, PeerLost) or not isinstance(error, OsdpError)
+        # A lost rank, a full disk, or a mistake of ours: no fault of what the user asked for.
+        is_fault = isinstance(error, FaultError) or not isinstance(error, OsdpError)
         leave_error(error)
         if LAUNCHED in os.environ and not os.environ.get(TRACEBACK):
             raise SystemExit(FAULT if is_fault else BAD_INPUT) from None

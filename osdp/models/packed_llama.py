@@ -51,6 +51,6 @@ def summed_loss(logits: Tensor, labels: Tensor, lengths: Sequence[int]) -> Tenso
     """
     targets = labels.clone()
     for start in accumulate(lengths[:-1], initial=0):  # a list of them would be copied to the device, and waited for
-        targets[:, start] = IGNORED
+        targets[:, start].fill_(IGNORED)
     predicted = logits[:, :-1].float().flatten(0, 1)
     return F.cross_entropy(predicted, targets[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -228,7 +229,10 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
         if "RANK" not in os.environ:
             ranks = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         dist.init_process_group("cpu:gloo,cuda:nccl", **ranks)
-    model = OSDP(source.build, plan, view.load.cluster, example_inputs=source.example_inputs)
+    with torch.device("meta"):
+        without_data = source.build()
+    inputs_of = partial(source.example_inputs, without_data)
+    model = OSDP(source.build, plan, view.load.cluster, example_inputs=inputs_of)
     device = model.sharded.device
     windows_bytes = sum(unit.bytes_beside_allocator for unit in model.sharded.units)
     keep_within(allocatable_bytes(view.load.cluster, plan.limit_bytes) - windows_bytes, device)

@@ -31,7 +31,7 @@ from profiler.cluster.measurements import CollectiveTimes
 from profiler.cluster.piecewise_fit import MIN_POINTS, fit
 from profiler.errors import OsdpError
 from profiler.timing.device_queue import clock_of, cold_sets
-from profiler.timing.overlap import slowest, time_together
+from profiler.timing.overlap import meet, slowest, time_together
 from runtime.meshes import Meshes
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
@@ -211,6 +211,14 @@ class Timer:
             self.host_bound.add((line, size_bytes))
         return taken.seconds / repeats
 
+    def _connect(self, line: Line, turns: int) -> None:
+        """Let a group's ranks connect, which takes long once."""
+        group, numel = self.meshes.group(line.ranks, line.stride), self.sizes_bytes[0] // ELEMENT_BYTES
+        exchange = prepare(line.operation, line.algorithm, group, numel, self.device)
+        for turn in range(turns):
+            exchange(turn)
+        meet(self.device)
+
     def first_pass(self, started: float) -> list[Trial]:
         """Run each line at growing sizes; `started`: by this rank's clock, since when the budget is spent."""
         trials: list[Trial] = []
@@ -224,7 +232,7 @@ class Timer:
     def _first_pass_of(self, line: Line, is_whole: bool) -> Iterator[Trial]:
         group = self.meshes.group(line.ranks, line.stride)
         turns = len(roots_of(group)) if line.operation in CHAINS else 1
-        self.time_s(line, self.sizes_bytes[0], turns)  # connects
+        self._connect(line, turns)
         s_per_byte = 0.0
         for index, size_bytes in enumerate(self.sizes_bytes):
             if index >= MIN_POINTS and turns * s_per_byte * size_bytes > self.longest_s:

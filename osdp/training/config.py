@@ -28,6 +28,7 @@ CHOICES = {
     "fsdp_type": ("OSDP", "FSDP", "DDP"),
     "fsdp_args": (None, *SETTINGS),
     "device": ("auto", "cpu", "cuda"),
+    "on_nonfinite": ("stop", "skip"),
 }
 
 
@@ -59,6 +60,11 @@ class TrainConfig:
     """`constant`, or `cosine` down to a tenth of the learning rate."""
     warmup_steps: StepsOrNone = 0
     clip: PositiveFloat | None = None
+    on_nonfinite: str = "stop"
+    """What becomes of a step whose gradients are not finite: the run ends before the optimizer's step, or the step is
+    left out (`skip`)."""
+    nonfinite_limit: Steps = 10
+    """So many such steps in a row end the run all the same."""
     precision: str = "fp32"
     master_weights: str | None = None
     """What trained parameters of fewer bits rest in; None: the dtype that they have, or what the plan file says."""

@@ -166,12 +166,15 @@ def _cause(error: ChildFailedError) -> Exception:
     """Return the failure that the others followed from.
 
     A rank that was killed comes first: what others report is that they lost it. Then bad input, then a
-    death without a message, then faults. The agent itself ends the remaining ranks, by SIGTERM.
+    death without a message, then faults. The agent itself ends the remaining ranks, by SIGTERM, and by SIGKILL
+    those that are stopped or do not listen, `_SHUTDOWN_S` after the first failure or later.
     """
+    first_s = min(failure.timestamp for failure in error.failures.values())
 
     def weight(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
         rank, failure = item
-        if failure.exitcode == -signal.SIGTERM:
+        by_agent = failure.exitcode == -signal.SIGKILL and failure.timestamp - first_s >= _SHUTDOWN_S - 1
+        if failure.exitcode == -signal.SIGTERM or by_agent:
             order = 4
         elif _message(failure):
             order = 1 if failure.exitcode == _BAD_INPUT else 3

@@ -19,15 +19,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from osdp.api import OSDP
+from osdp.training.finite import ADVICE, NonFinite, are_finite
 from osdp.training.job import Job
 from osdp.training.lr_schedule import learning_rate
 from osdp.training.measure import Measurements
 from osdp.training.process_group import Ranks
-from osdp.training.reporters import Report, Saved, Step
+from osdp.training.reporters import Report, Saved, Skipped, Step
 from osdp.training.tasks import batch
 from osdp.training.trace_step import MEMORY_STEP, TRACE_STEP, Tracer
 from profiler.errors import OsdpError
 from runtime.failures.peer_faults import check_finite, naming_faults
+from runtime.local_shards import local_data
 from runtime.state import checkpoint
 
 
@@ -47,6 +49,9 @@ class Trainer:
         self.job, self.config, self.plan = job, job.config, model.plan
         self.model, self.optimizer, self.ranks, self.report = model, optimizer, ranks, report
         self.position = Position()
+        self.nonfinite = NonFinite(job.config.on_nonfinite == "skip", job.config.nonfinite_limit)
+        self.resumed: Path | None = None
+        """The checkpoint that the run continues from."""
         self._saving: checkpoint.Saving | None = None
 
     @property
@@ -60,7 +65,11 @@ class Trainer:
         if known != here:
             advice = "the options of that run, or another --checkpoint"
             raise OsdpError(f"{path} is of a run with other data", got=str(known), expected=str(here), advice=advice)
-        self.position = Position(extra["step"], extra["sample"])
+        self.position, self.resumed = Position(extra["step"], extra["sample"]), path
+
+    def is_finite(self) -> bool:
+        """Whether all weights are. A collective call."""
+        return are_finite((local_data(shard.parameter) for shard in self.model.sharded.local_shards), self.ranks)
 
     def run(self) -> Measurements:
         """Train until the configuration's last step; return what was measured."""
@@ -77,7 +86,8 @@ class Trainer:
                 loss, norm = self._step(rate)
             self.position.step += 1
             self.position.sample += self.samples_per_step
-            self._report_step(loss, norm, rate, measured)
+            with naming_faults(f"reporting step {self.position.step}", config.timeout_s):
+                self._report_step(loss, norm, rate, measured)
             if config.checkpoint and self.position.step % config.checkpoint_every == 0:
                 self._save()
         if config.checkpoint and self.position.step % config.checkpoint_every and measured.count:
@@ -104,10 +114,16 @@ class Trainer:
                 loss = self._loss(micro_batch) / micro_batches
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        check_finite(total, self.position.step + 1)
-        norm = None if config.clip is None else self.model.clip_grad_norm_(config.clip)
-        self.optimizer.step()
-        return total, norm
+        number = self.position.step + 1
+        if config.on_nonfinite == "stop":
+            check_finite(total, number)
+        norm = self.model.grad_norm() if config.clip is None else self.model.clip_grad_norm_(config.clip)
+        if self.nonfinite.leaves_out(bool(torch.isfinite(norm)), number):
+            self.optimizer.zero_grad()
+            self.report(Skipped(number))
+        else:
+            self.optimizer.step()
+        return total, None if config.clip is None else norm
 
     def _loss(self, micro_batch: int) -> Tensor:
         """Return the loss of this rank's samples of a micro-batch."""
@@ -131,8 +147,15 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint, or begin to; older ones go when it is whole."""
+        with naming_faults(f"saving the checkpoint of step {self.position.step}", self.config.timeout_s):
+            self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
         self._await_save()
         path = Path(self.config.checkpoint or "") / f"step-{self.position.step:06d}"
+        if not self.is_finite():
+            what = f"the weights are not finite after step {self.position.step}, so they are not saved"
+            raise OsdpError(what, advice=f"{ADVICE}; checkpoints from before are as they were")
         extra = {"step": self.position.step, "sample": self.position.sample, "data": self.job.task.identity()}
         asynchronous = self.config.checkpoint_async
         self._saving = self.model.save_checkpoint(path, self.optimizer, extra, asynchronous=asynchronous)

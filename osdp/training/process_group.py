@@ -14,6 +14,7 @@ from torch import Tensor
 
 from osdp.training.tasks import Sample
 from profiler.errors import OsdpError
+from runtime.failures.liveness import announce
 from runtime.host_copies import on_device
 from runtime.own_gpu import barrier, own_gpu, raise_lost_ranks, refuse_shared_gpus
 
@@ -85,6 +86,7 @@ def joined(device: str, timeout_s: float) -> Iterator[Ranks]:
     _check_environment()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
+        announce("starting")
         if device == "cuda":
             refuse_shared_gpus(here)
         yield Ranks(dist.get_rank(), dist.get_world_size(), here)

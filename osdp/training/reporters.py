@@ -97,9 +97,19 @@ class Summary:
     """None where no step was run."""
     accuracies: tuple[Accuracy, ...]
     """Empty where the task has no test."""
+    skipped: int = 0
+    """Steps that were left out, as their gradients were not finite."""
 
 
-Event = Start | Step | Saved | Summary
+@dataclass(frozen=True)
+class Skipped:
+    """A step was left out, as its gradients were not finite."""
+
+    number: int
+    """From 1."""
+
+
+Event = Start | Step | Skipped | Saved | Summary
 Report = Callable[[Event], None]
 
 

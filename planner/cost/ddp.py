@@ -214,6 +214,8 @@ class Replica:
             gradients=own.full_gradients,
             stepped=self.parameters.buckets if stage.start == 0 else 0,
             updates=own.updates,
+            largest=own.largest,
+            second=own.second,
             saved=costs.saved_bytes(again),
             held=costs.memory(again).held[-1],
             shared=costs.memory(again).shared,

@@ -5,7 +5,7 @@ With stages j in execution order, at a moment of stage i that holds `local` byte
     forward    sum_j (S + OPT + W)_j + [M > 1] sum_j SG_j + sum_(j<i) (saved - held + kept)_j + local
     backward   sum_j (S + OPT + W)_j + sum_(j<i) (saved + kept)_j + sum_(j>i) SG_j  (M > 1: all j) + local
                + sum_(j>i) L_j, the parameters and gradients of units that wait for the end
-    optimizer  sum_j (S + OPT + W + SG + TMP)_j
+    optimizer  sum_j (S + OPT + W + SG)_j + max(sum_j TMP_j, TMP1)
 
 `held` is what the model's own forward holds of `saved`: its moments have that.  M > 1 means gradient accumulation,
 where the sharded gradients of earlier micro-batches stay.
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from planner.cost.option_runs import counted
 from planner.cost.stage_memory import Moment
 from planner.cost.stage_option import StageCandidate
+from planner.cost.unit_memory import two_largest
 from planner.cost.workload import Workload
 
 Runs = Sequence[tuple[StageCandidate, int]]
@@ -130,10 +131,19 @@ def _optimizer_moment(runs: Runs, load: Workload) -> MemoryPeak:
         "optimizer": float(sum(times * option.optimizer for option, times in runs)),
         "gradients": gradients,
         **({"communication_buffers": windows} if windows else {}),
-        "optimizer_temporaries": float(sum(times * option.updates for option, times in runs)),
+        "optimizer_temporaries": max(
+            float(sum(times * option.updates for option, times in runs)), _stepped_apart(runs)
+        ),
         "reserve": load.cluster.reserve_bytes,
     }
     return MemoryPeak("optimizer", None, None, categories)
+
+
+def _stepped_apart(runs: Runs) -> float:
+    """Return TMP1: two tensors of the largest one's size, beside one of a tensor that was stepped before."""
+    sizes = [size for option, times in runs for size in (option.largest, option.second) * min(times, 2)]
+    largest, second = two_largest([0, 0, *sizes])
+    return float(2 * largest + second)
 
 
 def _peak_at(runs: Runs, place: int, moment: Moment, reduced: float, beside_it: float, load: Workload) -> MemoryPeak:

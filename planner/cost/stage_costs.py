@@ -131,9 +131,10 @@ class StageActivations:
 
     def _at(self, is_whole: bool) -> Mapping[Live, float]:
         batch, found, block = self.batch, {NO_ACTIVATIONS: 0.0}, self.frame.stage.block
-        calls, again_start, again_peak = self._calls(is_whole=is_whole), 0.0, 0.0
+        calls, again_start, again_peak, opening = self._calls(is_whole=is_whole), 0.0, 0.0, 0.0
         if self.recompute and block is not None:
-            rerun = self.frame.model.graph.blocks[block].runs_again(self.recompute, is_whole=is_whole)
+            run = self.frame.model.graph.blocks[block]
+            rerun, opening = run.runs_again(self.recompute, is_whole=is_whole), run.opening_bytes(batch)
             again_start, again_peak = rerun.start_bytes(batch), rerun.peak_bytes(batch)
         # As a block of several units runs again, each is gathered; nothing of it has been freed then.
         runs_on = bool(self.recompute) and not is_whole
@@ -166,7 +167,8 @@ class StageActivations:
                 if is_whole:  # It is gathered first, and then runs again.
                     at["unshard"] = again_start
             if kept is not None:
-                grown = kept.saved[j] - taken[j] - kept.calls[0].forward_start_bytes(batch) + again_start
+                begins = kept.calls[0].forward_start_bytes(batch) - opening
+                grown = kept.saved[j] - taken[j] - begins + again_start
                 at["gather again"] = grown + kept.calls[j].forward_start_bytes(batch)
                 inside = 2 if j == len(calls) - 1 else 3  # what follows the block does not run again
                 at["call again"] = grown + max(kept.calls[j].forward_parts(batch)[:inside])

@@ -42,12 +42,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.cost.stage_costs import Live, StageFrame, UnitCosts
-from planner.cost.unit_communication import UnitTraffic
-from planner.cost.unit_memory import UnitBytes
-from planner.strategies.spec import Strategy
-from planner.strategies.unit_collectives import is_plain
-from profiler.model_graph import ModelGraph, Recompute
+from planner.cost.stage_costs import Live, StageFrame
+from planner.cost.staged_unit import StagedUnit
+from profiler.model_graph import Recompute
 
 
 class Neighbours(NamedTuple):
@@ -124,127 +121,6 @@ def highest_moments(notes: Notes, activations: Mapping[Live, float]) -> tuple[Mo
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class StagedUnit:
-    """A unit as one stage sees it; calls are numbered within the stage."""
-
-    operators: tuple[int, ...]
-    strategy: Strategy
-    bytes: UnitBytes
-    traffic: UnitTraffic
-    first: int
-    last: int
-    opens: bool
-    """Whether it is gathered in this stage (always, unless it is open from a stage before)."""
-    closes: bool
-    """Whether it is sharded again in this stage."""
-    rests: bool
-    """Whether its first call of all is in this stage, where it is reduced, and what rests of it counts."""
-    ends: bool
-    """Whether its last call of all is in this stage."""
-    reduced_after_backward: bool
-    """Whether no input of it needs a gradient, so that FSDP2 reduces it when all backward is over."""
-    own: bool
-    """Whether it is sharded again after each backward of it: it is not spanning, or runs several times."""
-    kept: int
-    """U or H, whichever it keeps from forward to backward: to that of its last call."""
-    freed: int
-    """What goes before its gradients are reduced."""
-    stalls: bool
-    """Whether FSDP2's streams and buffers do not know it: its communication is on the stream that computes, or there
-    is none."""
-    reduction_s: float
-    """After its backward, in every micro-batch."""
-    reduction_stalls: bool
-    """Whether the backward of what is below waits for that."""
-
-    @property
-    def is_still_there(self) -> bool:
-        """Whether it has stayed unsharded to its backward in this stage."""
-        return self.strategy.keeps_unsharded and self.ends
-
-    @property
-    def still_kept(self) -> int:
-        """What is there of it before its backward in this stage."""
-        return self.kept if self.ends else 0
-
-    @property
-    def prefetched(self) -> int:
-        return 0 if self.is_still_there else self.bytes.gathered
-
-    @property
-    def replaces_reduction(self) -> bool:
-        """Whether its backward frees the buffer of the last reduction, and leaves its own if it is reduced."""
-        return (self.own or self.rests) and not self.reduced_after_backward and not self.stalls
-
-    @property
-    def late_reduction(self) -> int:
-        """What its reduction takes beside U and G that wait for it, where that is after all backward."""
-        own = self.bytes
-        copied = own.reduce_input - self.freed
-        left = own.gradients + (0 if self.stalls else own.last_gradient) - own.full_gradients
-        reduced = copied + own.reduce_temporary + left - (own.unsharded if self.stalls else 0)
-        return max(0, copied, reduced)
-
-    @property
-    def left_reduce_input(self) -> int:
-        """The buffer that it leaves: a run of several, before the last to run back, reduces nothing."""
-        return self.bytes.reduce_input if self.rests else 0
-
-    @property
-    def prefetch_temporary(self) -> int:
-        return 0 if self.is_still_there else self.bytes.gather_temporary
-
-
-def runs_often(graph: ModelGraph, operator: int) -> bool:
-    """Return whether a spanning operator is gathered and sharded again for each of its calls as its strategy says.
-
-    It is if it is one module, which runs several times; modules that share parameters are wrapped together, and stay
-    gathered from the first to the last.  Of a module with others inside, calls may be of one run.  What is kept is so
-    until the backward of the last call; those before gather it anew.
-    """
-    one = graph.operators[operator]
-    (module, *others) = [path for path in one.modules if path not in graph.uncalled] or [""]
-    inside = (path.startswith(f"{module}.") or not module for each in graph.operators for path in each.modules)
-    return not others and "Embedding" not in one.kind and not any(inside)
-
-
-def make_unit(
-    frame: StageFrame, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts, own: bool, elsewhere: bool
-) -> StagedUnit:
-    unit, traffic = units(operators, strategy, elsewhere)
-    calls = [j for j, call in enumerate(frame.stage.calls) if call.operator in operators]
-    spec, repeats, graph = strategy.spec, frame.load.accumulation, frame.model.graph
-    # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.  Token ids have none, and neither
-    # has what goes into the first call of all (or its slices), or into another input's first layer.
-    parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
-    this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
-    block, is_whole = frame.stage.block, own and operators == frame.stage.operators
-    late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[calls[0]].late
-    late = late and any(parameter.trainable for parameter in parameters)  # else nothing of it runs back
-    rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
-    own = own or runs_often(graph, operators[0])
-    return StagedUnit(
-        operators=operators,
-        strategy=strategy,
-        bytes=unit,
-        traffic=traffic,
-        first=min(calls),
-        last=max(calls),
-        opens=rests or (own and not strategy.keeps_unsharded),
-        closes=own or ends,
-        rests=rests,
-        ends=ends,
-        reduced_after_backward=late or "Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
-        own=own,
-        kept=unit.unsharded if strategy.keeps_unsharded else unit.secondary,
-        freed=unit.unsharded if spec.frees_before_reduction else 0,
-        stalls=spec.stalls or is_plain(parameters, strategy, frame.load.precision),
-        reduction_s=traffic.reduce_s + traffic.add_s * (repeats - 1) / repeats,
-        reduction_stalls=spec.stalls or (repeats > 1 and traffic.add_s > 0),
-    )
-
-
 class StageMemoryWalk:
     """Goes through a stage's calls, forward and backward, and records the bytes of every moment.
 
@@ -287,7 +163,7 @@ class StageMemoryWalk:
         for j, call in enumerate(self.frame.stage.calls):
             unsharded = self.unsharded_at(j, backward=False)
             for unit in self.units:
-                if unit.opens and unit.first == j:
+                if (unit.opens and unit.first == j) or unit.reopens == j:
                     buffers, live = gathered + unit.bytes.gathered, ("gather", j)
                     self.note("forward", call.operator, unsharded, 0, buffers, live, seen)
                     buffers += unit.bytes.gather_temporary

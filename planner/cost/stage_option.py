@@ -15,7 +15,9 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from planner.cost.stage_costs import StageCosts, StageFrame, UnitCosts
-from planner.cost.stage_memory import Moment, Notes, StagedUnit, StageMemoryWalk, highest_moments, make_unit, runs_often
+from planner.cost.stage_memory import Moment, Notes, StageMemoryWalk, highest_moments
+from planner.cost.staged_unit import StagedUnit, make_unit, runs_often
+from planner.cost.unit_memory import two_largest
 from planner.model.fsdp_units import join
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
@@ -110,7 +112,11 @@ class StageCandidate:
     stepped: int
     """SG, in the optimizer's step."""
     updates: int
-    """TMP, what that makes."""
+    """TMP, what that makes of all tensors together."""
+    largest: int
+    """The largest tensor that may be stepped apart."""
+    second: int
+    """The next largest."""
     saved: float
     """Activations kept from forward to backward."""
     moments: tuple[Moment, ...]
@@ -307,6 +313,9 @@ def make_option(
     # What FSDP2 keeps on the device of offloaded gradients until they are reduced across groups.
     world_size = load.cluster.world_size if walk.accumulates else 0
     partial = sum(unit.bytes.offloaded for unit in opened if unit.strategy.group < world_size)
+    largest, second = two_largest(
+        [0, 0, *(size for unit in opened for size in (unit.bytes.largest, unit.bytes.second))]
+    )
     constants = {
         "strategies": strategies,
         "parameters": sum(unit.bytes.parameters for unit in opened),
@@ -314,6 +323,8 @@ def make_option(
         "gradients": gradients - sum(held),
         "stepped": stepped,
         "updates": sum(unit.bytes.updates for unit in opened),
+        "largest": largest,
+        "second": second,
         "reduced_after_backward": sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
         + max((unit.late_reduction for unit in waiting), default=0)
         - (0 if walk.accumulates else sum(unit.bytes.gradients for unit in waiting))

@@ -8,8 +8,10 @@ dimension d0 and `rest` elements per row padded to ceil(d0/parts) parts rows (FS
     S    sharded parameters                         e_s pad/parts        `UnitBytes.parameters`
     SG   sharded gradients                          e_s pad/parts        `UnitBytes.stepped`
     OPT  optimizer states (Adam: 2 S + 512; `Optimizer.state_bytes`)     `UnitBytes.optimizer`
-    TMP  what the optimizer makes as it steps (foreach Adam: S of trainable ones, no other: 0)
+    TMP  what the optimizer makes as it steps all together (Adam, unless fused: S of trainable ones)
                                                                          `UnitBytes.updates`
+    TMP1 the same of one after the other (two of the largest tensor of S, beside the second largest at most)
+                                                                         `UnitBytes.largest`, `second`
     U    unsharded parameters                       e_p pad              `UnitBytes.unsharded`
     AG   all-gather output (none if parts = 1)      e_p pad              `UnitBytes.gathered`
     RSI  reduce-scatter input; if it is pushed one-sidedly, e_p pad
@@ -57,6 +59,9 @@ class UnitBytes:
     gradients: int = 0
     stepped: int = 0
     updates: int = 0
+    largest: int = 0
+    """The largest of the tensors of S that an optimizer may step apart, 0 if it makes nothing as it does."""
+    second: int = 0
     optimizer: int = 0
     unsharded: int = 0
     gathered: int = 0
@@ -71,7 +76,15 @@ class UnitBytes:
     """SG in the host's memory."""
 
     def __add__(self, other: UnitBytes) -> UnitBytes:
-        return UnitBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        both = UnitBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        largest, second = two_largest((self.largest, self.second, other.largest, other.second))
+        return replace(both, largest=largest, second=second)
+
+
+def two_largest(sizes: Iterable[int]) -> tuple[int, int]:
+    """Return the two largest of at least two sizes."""
+    first, second, *_ = sorted(sizes, reverse=True)
+    return first, second
 
 
 def unit_bytes(
@@ -94,6 +107,7 @@ def unit_bytes(
     # Plain sums: a large search looks at a hundred thousand parameters.
     at_rest = states = unsharded = full_gradients = secondary = sent = gradients = last_gradient = counters = 0
     updates = pushed = 0
+    stepped_apart = [0, 0]
     for parameter in parameters:
         rows, rest = padded_rows(parameter, parts)
         shard, compute = rows * rest, parameter.compute_bytes(precision)
@@ -102,7 +116,9 @@ def unit_bytes(
             gradients += parameter.element_bytes * shard
             counters += optimizer.state_bytes(0, parameter.element_bytes)
             states += optimizer.state_bytes(shard, parameter.element_bytes)
-            updates += optimizer.temporaries * allocated_bytes(parameter.element_bytes * shard)
+            held = allocated_bytes(parameter.element_bytes * shard)
+            updates += optimizer.temporaries * held
+            stepped_apart.append(held if optimizer.steps_apart else 0)
             pushed += compute * shard * parts
             last_gradient = allocated_bytes(compute * parameter.numel)
             full_gradients += last_gradient
@@ -119,25 +135,29 @@ def unit_bytes(
         # FSDP2 makes the sharded gradients out of zeros of the dtype that is pushed.
         reduced = allocated_bytes(pushed // parts) if pushed // parts < gradients else 0
     # Until the end of backward, where it is all-reduced over other groups in there.
-    held = strategy.group < ranks and not spec.one_sided
+    until_the_end = strategy.group < ranks and not spec.one_sided
     # The shard is sent in compute dtype: a copy, unless it rests in that dtype (offloaded, the copy S is larger).
     copies = parts > 1 and not (strategy.offload or spec.one_sided)
     windows = (volume.gathered // parts, spec.accumulators(strategy) * volume.reduced // parts)
+    largest, second = two_largest(stepped_apart)
     unit = UnitBytes(
         parameters=at_rest,
         optimizer=states,
         unsharded=unsharded,
         full_gradients=full_gradients,
         secondary=secondary,
-        gradients=allocated_bytes(gradients) + (reduced if held else 0),
+        gradients=allocated_bytes(gradients) + (reduced if until_the_end else 0),
         stepped=allocated_bytes(gradients),
         updates=updates,
+        largest=largest,
+        second=second,
         gathered=allocated_bytes(volume.gathered) if parts > 1 else 0,
         reduce_input=allocated_bytes(pushed if spec.one_sided else volume.reduced),
         last_gradient=last_gradient if parts > 1 else 0,
         gather_temporary=sum(map(allocated_bytes, spec.temporaries(volume.gathered, node)))
         + (allocated_bytes(sent) if copies else 0),
-        reduce_temporary=sum(map(allocated_bytes, spec.temporaries(volume.reduced, node))) + (0 if held else reduced),
+        reduce_temporary=sum(map(allocated_bytes, spec.temporaries(volume.reduced, node)))
+        + (0 if until_the_end else reduced),
         window=sum(map(allocated_bytes, windows)) if spec.one_sided else 0,
     )
     # Optimizers count the steps of an empty shard too.
@@ -150,15 +170,17 @@ def outside_bytes(parameters: Iterable[Parameter], precision: str, optimizer: Op
     return sum(unit.parameters + unit.optimizer + unit.full_gradients + unit.reduce_input for unit in alone)
 
 
+_NOTHING_STEPS = {"parameters": 0, "gradients": 0, "stepped": 0, "updates": 0, "largest": 0, "second": 0}
+"""Of a unit that does not rest on this device."""
+
+
 def _at_rest(unit: UnitBytes, strategy: Strategy, counters: int, elsewhere: bool) -> UnitBytes:
     """Return a unit's bytes without what does not rest on this device."""
     if strategy.spec.has_owner and elsewhere:
-        return replace(
-            unit, parameters=0, gradients=0, stepped=0, updates=0, optimizer=0 if strategy.offload else counters
-        )
+        return replace(unit, **_NOTHING_STEPS, optimizer=0 if strategy.offload else counters)
     if strategy.offload:
         shard, gradient = (unit.parameters, unit.stepped) if strategy.spec.offload_buffers else (0, 0)
         gather, reduction = unit.gather_temporary + shard, unit.reduce_temporary + gradient
         kept = replace(unit, gather_temporary=gather, reduce_temporary=reduction, offloaded=unit.stepped)
-        return replace(kept, parameters=0, gradients=0, stepped=0, updates=0, optimizer=0)
+        return replace(kept, **_NOTHING_STEPS, optimizer=0)
     return unit

@@ -32,6 +32,10 @@ class OptionColumns:
     gradients: Array
     stepping: Array
     """`stepped` and `updates`."""
+    stepped: Array
+    largest: Array
+    second: Array
+    """Of all stages the two largest count."""
     late: Array
     """`reduced_after_backward`."""
     saved: Array
@@ -57,7 +61,7 @@ class OptionColumns:
         """Return the numbers of some options; `syncs` as in `overlap_terms`."""
         rows = [
             (
-                *(o.rest, o.gradients, o.stepped + o.updates, o.reduced_after_backward),
+                *(o.rest, o.gradients, o.stepped + o.updates, o.stepped, o.largest, o.second, o.reduced_after_backward),
                 *(o.saved + o.kept, o.held, o.shared),
                 *(o.gather_output, o.prefetched, o.prefetch_temporary, o.reduce_input),
                 *(o.gathers, o.prefetches, o.reduces, bool(o.takes)),

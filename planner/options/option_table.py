@@ -141,11 +141,12 @@ class OptionTable:
 
 
 _AS_THEY_ARE = (
-    *("gradients", "gather_output", "prefetched", "prefetch_temporary", "reduce_input"),
+    *("gradients", "stepped", "largest", "second"),
+    *("gather_output", "prefetched", "prefetch_temporary", "reduce_input"),
     *("gathers", "prefetches", "reduces"),
 )
 _CONSTANTS = (
-    *("parameters", "optimizer", "window", "stepped", "updates", "reduced_after_backward", "kept", *_AS_THEY_ARE),
+    *("parameters", "optimizer", "window", "updates", "reduced_after_backward", "kept", *_AS_THEY_ARE),
     *("optimizer_s", "syncs_each_microbatch"),
 )
 """Fields of `StageCandidate` that do not depend on the micro-batch, and are numbers."""

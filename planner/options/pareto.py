@@ -3,8 +3,8 @@
 Write x <= y if every number of x is at most that of y.  The peak of a plan (`planner.cost.peak_memory`) is a
 maximum of sums, with factors of at least zero, of
 
-    rest, SG, SG + L, saved + kept, AG and AG in backward of the last unit, RSI of the first,
-    whether there is no such AG (then one further down is seen), and its moments, by the neighbours that they see
+    rest, SG, SG + TMP, tensors stepped apart, SG + L, saved + kept, AG and AG in backward of the last unit, RSI of the
+    first, whether there is no such AG (then one further down is seen), and its moments, by the neighbours that they see
 
 and its step time (`planner.cost.step_time`) is a sum of maxima of sums of the numbers there.  Both are
 monotone: in any plan that fits, y can be replaced by x, and the plan still fits and is no slower.  So an optimum
@@ -62,6 +62,9 @@ def _memory(options: OptionColumns) -> Array:
             options.rest,
             options.gradients,
             options.stepping,
+            options.stepped,
+            options.largest,
+            options.second,
             options.gradients + options.late,
             options.saved,
             options.saved - options.held,

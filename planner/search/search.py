@@ -53,7 +53,7 @@ WORTH = 5e-3
 with fewer choices."""
 FEWER_MADE = 200_000
 """Labels of a search for a plan where the last per cents do not matter; such a search is not made twice either."""
-MUCH = 0.1
+MUCH = 0.05
 """While a plan may be slower than the best by more than this share, a search makes `MOST_MADE` labels all the same."""
 LABELS_PER_S = 200_000
 """Labels that a run may make for each second that is left of a time limit."""

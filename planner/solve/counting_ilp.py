@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, product
+from itertools import accumulate, groupby, product
 
 import numpy as np
 import pulp
@@ -185,6 +185,19 @@ class CountingProgram:
                     _add(terms, dict(zip(self.used[q], seen, strict=True)), 1)
             self._at_most_limit(terms)
 
+    def _limit_steps_of_one(self, solution: Solution) -> None:
+        """Add the optimizer's row for the largest tensors of a plan, which it steps apart.
+
+        That for all of them together exists: what exceeds it is the solver's tolerance, which no row can remove.
+        """
+        sizes = [(size, i) for i, one in enumerate(solution.options) for size in (one.largest, one.second)]
+        terms = self._of_each(lambda _, option: option.rest + option.stepped)
+        for tensors, (size, place) in zip((2, 1), sorted(sizes, reverse=True), strict=False):
+            ends = accumulate(length for _, length in self.runs)
+            r, k = next(q for q, end in enumerate(ends) if place < end), solution.picks[place]
+            _add(terms, {self.used[r][k]: size}, tensors)
+        self._at_most_limit(terms)
+
     def _layout(self, r: int) -> list[int]:
         """Return the run's options from top to bottom."""
         options = self.options(r)
@@ -262,7 +275,7 @@ class CountingProgram:
             if best is None or peak.total_bytes < best[0]:
                 best = peak.total_bytes, solution
             claimed_bytes = solution.objective_s * 2**20 + candidates.load.fixed_bytes
-            if peak.stage is None or peak.total_bytes <= claimed_bytes * (1 + SAME_PEAK):
+            if peak.total_bytes <= claimed_bytes * (1 + SAME_PEAK):
                 break
             program._cut_off(solution, claimed_bytes)
         assert best is not None, "without a limit there is a plan"
@@ -284,7 +297,8 @@ class CountingProgram:
         """Add the moment at which the decoded plan exceeds the limit."""
         peak = peak_memory(solution.options, self.load)
         if peak.stage is None:
-            return  # Its row exists: the excess is the solver's tolerance, which another row cannot remove.
+            self._limit_steps_of_one(solution)
+            return
         starts = [sum(length for _, length in self.runs[:r]) for r in range(len(self.runs))]
         r = max(i for i, start in enumerate(starts) if start <= peak.stage)
         if self.runs[r][1] == 1 and r not in self.with_rows:

@@ -58,6 +58,9 @@ LEAST_MADE, LEAST_KEPT = 4000, 200
 """Labels of a stage that are compared with each other, and of those that go on, whatever the run may make."""
 LONG = 200
 """Stages from which on those numbers are smaller, so that they are as many over all stages as of so many."""
+BEAM_MADE, BEAM_KEPT = 250, 125
+"""The first two of a beam search: it finds a plan below which the others' labels are cut off, which so few do as a
+rule, and what it makes is lost to the runs that prove."""
 MADE_PER_LABEL = 4
 """Of more that are made, one of so many goes on at most; dominance leaves fewer, as a rule."""
 CHUNK = 1 << 20
@@ -125,6 +128,7 @@ class LabelSetting:
         of_class = [StageMemory(columns, candidates.load) for columns in candidates.columns]
         self.memory = [of_class[stage_class] for stage_class in candidates.stage_classes]
         self.most_gathered = most_gathered(self.memory)
+        self._worse = dict[tuple[int, int], Array]()  # alike stages share theirs
         events = [*(event for stage in stages for event in highest_event(candidates, stage)), MemoryEvent(None)]
         price = price or LITTLE * chain.free_s / self.room_bytes
         self.bounds = CompletionBounds(chain, self.states, self.memory, events, price, self.room_bytes)
@@ -138,12 +142,20 @@ class LabelSetting:
     def run(self, cut_s: float, grain_bytes: float = 0.0, most_made: int = 1_000_000) -> Run:
         """Find plans that take less than `cut_s`, with memory rounded down to multiples of the grain (0: not).
 
-        `most_made` is how many labels may be made, over all stages; with 0 it is a beam search.
+        `most_made` is how many labels may be made, over all stages.
         """
         count = len(self.states)
         share, least = most_made // count, min(1.0, LONG / count)
         most_of_stage = max(int(LEAST_MADE * least), share)
         most_kept = max(int(LEAST_KEPT * least), share // MADE_PER_LABEL)
+        return self._run(cut_s, grain_bytes, most_of_stage, most_kept)
+
+    def beam(self, cut_s: float, grain_bytes: float = 0.0) -> Run:
+        """Find plans as `run` does, with few labels of each stage."""
+        least = min(1.0, LONG / len(self.states))
+        return self._run(cut_s, grain_bytes, int(BEAM_MADE * least), max(int(BEAM_KEPT * least), 1))
+
+    def _run(self, cut_s: float, grain_bytes: float, most_of_stage: int, most_kept: int) -> Run:
         labels, left_s, lost_s, made, passed = _empty(), np.inf, np.inf, 0, list[Labels]()
         for index in reversed(range(len(self.states))):
             labels, over_s = self._extended(labels, index, cut_s)
@@ -219,7 +231,7 @@ class LabelSetting:
     def _undominated_by_others(self, labels: Labels, kept: Indices, index: int) -> Indices:
         """Return those of the kept labels that none in another state dominates."""
         present, place = np.unique(labels.state[kept], return_inverse=True)
-        worse_s = self._worse_s(index, present)
+        worse_s = self._worse_s(index)[np.ix_(present, present)]
         seconds = labels.seconds[kept]
         numbers = labels.held[kept]
         # Those that are the fastest in any state go first.
@@ -232,19 +244,17 @@ class LabelSetting:
             better[rows] &= Column(seconds[rivals] + worse_s[place[rivals], state]).below(seconds[rows])
         return kept[~better.any(axis=1)]
 
-    def _worse_s(self, index: int, some: Indices) -> Array:
-        """Return by how many seconds at most a completion costs more from one state than from another.
-
-        `some` are states of a stage above another; the shape of the result is (from, than).
-        """
+    def _worse_s(self, index: int) -> Array:
+        """Return by how many seconds at most a completion costs more from one state than from another, of a stage
+        above another; the shape is (from, than)."""
         states, below = self.states[index], self.chain.table(*self.chain.contexts[index - 1])
-        upward, faces = np.unique(states.upward[some], return_inverse=True)
-        seen = below[:, upward].transpose(1, 0, 2).reshape(len(upward), -1)
-        by_face = np.array([(row - seen).max(axis=1) for row in seen])
-        more = states.more_s[some]
-        by_window = np.array([(row - more).max(axis=1) for row in more])
-        worse: Array = by_window + by_face[np.ix_(faces, faces)]
-        return worse
+        key = id(states), id(below)
+        if key not in self._worse:
+            seen = below.transpose(1, 0, 2).reshape(below.shape[1], -1)
+            by_face = np.array([(row - seen).max(axis=1) for row in seen])
+            by_window = np.array([(row - states.more_s).max(axis=1) for row in states.more_s])
+            self._worse[key] = by_window + by_face[np.ix_(states.upward, states.upward)]
+        return self._worse[key]
 
     def _picks(self, passed: Sequence[Labels], label: int) -> Picks:
         """Return the option of every stage, in execution order."""

@@ -37,8 +37,6 @@ MOST_TIGHTENED = 128
 """Stages of chains for which they are."""
 MOST_MADE = 700_000
 """Labels that one run makes."""
-MOST_CAPPED = 1
-"""So many runs may lack labels and find nothing, once some plan is known."""
 WIDEST = 16.0
 """No plan is looked for that takes so many times as long as the bound more."""
 GRAIN = 2e-4
@@ -94,7 +92,7 @@ class Widening:
         """No plan of the candidates takes less."""
         self.labels = LabelSetting(chain, limit_bytes, price, tuple(stages))
         self.grain_bytes = GRAIN * self.start_s / (price * count) if price else 0.0
-        self.width, self.finer, self.capped = FIRST_WIDTH, 0, 0
+        self.width, self.finer = FIRST_WIDTH, 0
         self.was_searched, self.is_searching = False, False
         """Whether a beam search was made, and whether the next run is one."""
         self.is_hard, self.was_tightened = False, False
@@ -121,7 +119,10 @@ class Widening:
             self.width *= WIDER
         beam, self.is_searching = self.is_searching, False
         cut_s = enough_s if beam else min(self.start_s * (1 + self.width), enough_s)
-        run = self.labels.run(cut_s, self.grain_bytes, 0 if beam else min(most_made, MOST_MADE))
+        if beam:
+            run = self.labels.beam(cut_s, self.grain_bytes)
+        else:
+            run = self.labels.run(cut_s, self.grain_bytes, min(most_made, MOST_MADE))
         first, *others = *islice(run.plans, TRIED), ()
         is_exact = bool(first) and self._fits(first)
         pricing = self.pricing
@@ -155,8 +156,8 @@ class Widening:
         elif found:
             self.is_over = is_last and run.dropped
         else:
-            self.capped += run.dropped
-            self.is_over = is_last or self.width >= WIDEST or (self.capped > MOST_CAPPED and has_rival)
+            # A wider run would lack still more labels.
+            self.is_over = is_last or self.width >= WIDEST or (run.dropped and has_rival)
             self.width *= WIDER if run.made < FEW_MADE else SLIGHTLY_WIDER
             self.is_searching = run.made >= MANY_MADE and not self.was_searched
             self.was_searched |= self.is_searching

@@ -7,9 +7,9 @@ for as long as the host needs to enqueue all that is timed.
     enqueued       hold | begin | work .. | end
     it held        if the GPU has not reached `begin` when all is enqueued     (`QueueClock.held`)
 
-Where it did not, the next hold is twice as long, and at least twice what the host took.  Work that never held is
-*host-bound*: it waits for the device itself, or is more than the thousand launches or so that CUDA enqueues before it
-lets the host wait; its time is the host's.
+A hold is twice as long as the longest that the host took of late, and than one that was too short.  Work for which it
+never holds is *host-bound*: it waits for the device itself, or is more than the thousand launches or so that CUDA
+enqueues before it lets the host wait.  Its time is the host's.
 
 A hold also overwrites a buffer larger than the device's last cache, so that what is timed finds its inputs in memory.
 (No CUDA graph is needed for any of this; collectives and kernels launched by CuPy need not be captured.)
@@ -18,6 +18,7 @@ The CPU is timed by the host's clock, and not held.  **Not run on a GPU yet**; t
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,7 +32,9 @@ FIRST_HOLD_S = 1e-3
 LONGEST_HOLD_S = 0.1
 """In which the host enqueues more than CUDA takes."""
 GROWTH = 2.0
-"""Of a hold that was too short, and of what the host took."""
+"""Of a hold that was too short, and over what the host took."""
+RECENT = 64
+"""Stretches of work that say how long the host takes: one that was put aside for once is forgotten."""
 TRIES = 6
 """Of one timing; from the first hold they reach a length of 32 times as much."""
 CYCLES_PER_S = 2e9
@@ -85,19 +88,21 @@ class QueueClock:
     """Times what is enqueued, and learns for how long the device must be held."""
 
     def __init__(self, queue: Queue, host_s: Callable[[], float] = time.perf_counter) -> None:
-        self.hold_s = FIRST_HOLD_S
         self._queue, self._host_s, self._since_s = queue, host_s, 0.0
+        self._hold_s = FIRST_HOLD_S
+        self._needed_s: deque[float] = deque(maxlen=RECENT)
+        """What the host took, or more than the last hold where that was too short."""
 
     def hold(self) -> None:
-        self._queue.hold(self.hold_s)
+        longest_s = max(self._needed_s, default=0.0)
+        self._hold_s = min(LONGEST_HOLD_S, max(FIRST_HOLD_S, GROWTH * longest_s))
+        self._queue.hold(self._hold_s)
         self._since_s = self._host_s()
 
     def held(self, start: Any) -> bool:
-        if not self._queue.is_reached(start):
-            return True
-        took_s = self._host_s() - self._since_s
-        self.hold_s = min(LONGEST_HOLD_S, GROWTH * max(self.hold_s, took_s))
-        return False
+        took_s, is_reached = self._host_s() - self._since_s, self._queue.is_reached(start)
+        self._needed_s.append(max(took_s, self._hold_s) if is_reached else took_s)
+        return not is_reached
 
     def mark(self) -> Any:
         return self._queue.mark()

@@ -134,6 +134,10 @@ class Execution:
     """The buffers that it changes, of which it holds copies if it is recomputed, so that they change once."""
     saves: bool = False
     """Whether it saves anything for backward; if not, recomputation does not hold its inputs either."""
+    entered: int = 0
+    """Bytes as of an event when its forward began."""
+    opening: int = 0
+    """Bytes by which that grew to the first call in it: code of its own before its modules, and casts of its inputs."""
     again: Tally = field(default_factory=Tally)
     """Its forward when it runs again."""
     again_in_tail: bool = False
@@ -191,6 +195,7 @@ class Ledger:
         number -= is_in_function()
         if self.call.operator == NOBODY:
             self.call.operator, self.call.block, self.call.late = operator, self.block, operator in self.late
+            self._open()
             return
         self.call = CallRecord(operator, self.block, late=operator in self.late)
         self.tally = self.call.forward
@@ -199,6 +204,13 @@ class Ledger:
         self._starts.append(max(number, self._starts[-1]))
         self.attribute_saves()
         self.mark()
+        self._open()
+
+    def _open(self) -> None:
+        """Note what a block did before the call that begins, if that is its first."""
+        if self.block is not None and all(call.block != self.block for call in self.calls[-2:-1]):
+            execution = self.executions[self.block]
+            execution.opening = (self.call.forward.events or [self._bytes])[0] - execution.entered
 
     def leave(self, *, module: bool = True) -> None:
         """Note that the forward of the current call's module, or of its block, has ended."""
@@ -210,7 +222,8 @@ class Ledger:
     def enter_block(self, path: str, inputs: Sequence[Tensor]) -> Execution:
         """Begin an execution of a block."""
         self.block = len(self.executions)
-        self.executions.append(Execution(path, self.storages_of(inputs), late=not needs_gradient(inputs)))
+        late = not needs_gradient(inputs)
+        self.executions.append(Execution(path, self.storages_of(inputs), late=late, entered=self._bytes))
         for storage in self.executions[-1].inputs:
             storage.taken_by.append(self.block)
         return self.executions[-1]

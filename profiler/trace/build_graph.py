@@ -387,9 +387,11 @@ def _blocks(
         again = rerun, selective, apart[0], apart[1]
         module_class = type(module.get_submodule(path)).__name__
         alike = tuple(_likeness(calls[index], operators, path) for index in inside)
-        likeness = (module_class, inputs, *again, alike, runs[0].late)
+        opening = line([run.opening for run in runs], sizes)
+        likeness = (module_class, inputs, *again, alike, runs[0].late, opening)
         number = classes.setdefault(likeness, len(classes))
-        blocks.append(Block(path, module_class, inside[0], inside[-1] + 1, inputs, number, *again, late=runs[0].late))
+        ends = inside[0], inside[-1] + 1
+        blocks.append(Block(path, module_class, *ends, inputs, number, *again, runs[0].late, opening))
     return tuple(blocks)
 
 

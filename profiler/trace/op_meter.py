@@ -34,6 +34,7 @@ from profiler.trace.known_values import has_data
 from profiler.trace.live_storage import NOBODY, Charge, LiveStorage
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.ops_that_import import OpRunner
+from profiler.trace.same_dtypes import check_dtypes
 from profiler.trace.shapes import META, Layouts, make, predict
 from profiler.trace.uncompiled_mode import UncompiledMode
 
@@ -336,6 +337,8 @@ class Meter(UncompiledMode):
             kwargs = {**kwargs, "device": META}
         key = tuple(description)
         known = self._memo.get(key)
+        if known is None:
+            check_dtypes(func, tensors)
         layouts = known.layouts if known else predict(func, args, kwargs) if self._synthesize else None
         if layouts is not None:
             out = with_kept_storage(func, args, make(layouts))

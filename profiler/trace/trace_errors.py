@@ -11,6 +11,7 @@ import torch
 from profiler.errors import OsdpError, first_line
 from profiler.model_source import ModelSource
 from profiler.trace.data_dependent import DATA_TAGS, UnknownValueError
+from profiler.trace.same_dtypes import UnlikeDtypesError
 
 _DATA_NAMES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
@@ -67,6 +68,11 @@ def _advice(error: Exception, op: torch._ops.OpOverload | None) -> str:
         return (
             "pass what decides as a Python number, or as an input that example_inputs makes of known values "
             "(torch.tensor, torch.full, torch.arange), or replace the branch by torch.where"
+        )
+    if isinstance(error, UnlikeDtypesError):
+        return (
+            "cast one to the dtype of the other, as in `buffer.to(x.dtype)`: under bf16 parameters and inputs of "
+            "modules are cast, and buffers stay as they are"
         )
     shown = f"`{op.namespace}::{op._opname}`" if op is not None else "the op"
     looks_at_data = type(error).__name__.startswith(_DATA_NAMES) or (op is not None and DATA_TAGS & set(op.tags))

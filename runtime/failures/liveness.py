@@ -74,6 +74,11 @@ class Process:
         status, start = _status_and_start(self.pid)
         return status in ("", "Z", "X") or start != self.start
 
+    def is_stopped(self, observer: Process) -> bool:
+        """Whether it is known to be stopped by a signal; False if `observer` cannot see processes of its machine."""
+        same = bool(self.machine) and self.machine == observer.machine
+        return same and _status_and_start(self.pid) in {(status, self.start) for status in "Tt"}
+
 
 def boot_id() -> str:
     """Return what identifies this boot of this machine. Raises OSError where there is no /proc."""
@@ -135,7 +140,7 @@ def _ask(store: c10d.Store, rank: int, world_size: int, answer_s: float) -> tupl
         silent = [other for other in others if not store.check([f"{PREFIX}/answered/{other}"])]
         fates = {other: fate for other in silent if (fate := _fate(store, other, known[other], own))}
         if not fates and time.monotonic() > end_s:
-            fates = dict.fromkeys(silent, "did not answer: it hangs or cannot be reached")
+            fates = {other: _silence(known[other], own) for other in silent}
         if fates or not silent:
             return tuple(Lost(other, how, seen[1] if (seen := known[other]) else "") for other, how in fates.items())
         time.sleep(POLL_S)
@@ -151,6 +156,13 @@ def _fate(store: c10d.Store, rank: int, announced: tuple[Process, str] | None, o
             return ""
         store.set(dead, "1")  # for ranks on other machines
     return "died"
+
+
+def _silence(announced: tuple[Process, str] | None, observer: Process) -> str:
+    """Return what is to be said of a rank that has not answered in time."""
+    if announced is not None and announced[0].is_stopped(observer):
+        return "is stopped (by SIGSTOP, a debugger or a job scheduler)"
+    return "did not answer: it hangs or cannot be reached"
 
 
 def _announced(store: c10d.Store, rank: int) -> tuple[Process, str] | None:

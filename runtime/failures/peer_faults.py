@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiler.errors import OsdpError, first_line
-from runtime.failures.liveness import Lost, announce, answer, find_lost, report_failure
-from runtime.failures.rank_agreement import format_ranks
+from runtime.failures.liveness import announce, answer, find_lost, report_failure
+from runtime.failures.peer_lost import PeerLost, describe_lost, format_ranks
+
+__all__ = ["PeerLost", "check_finite", "is_lost_peer", "naming_faults", "naming_peers"]
 
 ANSWER_S = 5.0
 """How long a failed rank waits for the others to fail too. All of them wait for the same collective, so
@@ -34,13 +36,6 @@ LOST = re.compile(r"timed out|connection (was )?(reset|closed|refused)|broken pi
 """Marks of a lost peer in an error out of a function of torch.distributed; other errors there are misuse."""
 LIBRARY_SUFFIX = re.compile(r"_(single|into_tensor|tensor)$")
 """torch 2.13 says all_gather_single for the all_gather_into_tensor of 2.11: both are an all_gather."""
-
-
-class PeerLost(OsdpError):  # noqa: N818 - a condition to catch, not a mistake of the caller
-    """A collective failed because a rank died, hangs or cannot be reached.
-
-    The process group cannot be used any more.
-    """
 
 
 @contextmanager
@@ -83,7 +78,7 @@ def naming_peers(what: str, timeout_s: float) -> Iterator[None]:
     except Exception as error:
         if not is_lost_peer(error):
             raise
-        fates, advice = _describe(find_lost(min(ANSWER_S, timeout_s)))
+        fates, advice = describe_lost(find_lost(min(ANSWER_S, timeout_s)))
         failed = f"rank {dist.get_rank()} failed in {_failed_collective(error)} during {what}: {fates}"
         got = f"{type(error).__name__}: {first_line(error)}"
         expected = f"every rank to take part within {timeout_s:g} s"
@@ -151,17 +146,3 @@ def _unit(error: BaseException) -> str | None:
         if hasattr(type(owner), "wait_for_unshard") and hasattr(owner, "_module_fqn"):
             unit = owner._module_fqn or ""
     return unit
-
-
-def _describe(lost: tuple[Lost, ...] | None) -> tuple[str, str]:
-    """Say in words what is known about the others, and what to look at."""
-    if lost is None:
-        what = "the store of the process group is gone too, with the process or machine that hosted it"
-        return what, "the log of rank 0's machine; launch by torchrun, whose store outlives the ranks"
-    if not lost:
-        what = "every rank answered, so the network failed or ranks disagree on what they exchange"
-        shown = "TORCH_DISTRIBUTED_DEBUG=DETAIL shows which differ"
-        return what, f"the same model, plan and data sizes on every rank; {shown}"
-    fates = (f"rank {one.rank} {one.how}{f' (last seen in {one.last_seen})' if one.last_seen else ''}" for one in lost)
-    ranks = format_ranks([one.rank for one in lost])
-    return "; ".join(fates), f"the log of {ranks} (out of memory? killed?), then resume the last checkpoint"

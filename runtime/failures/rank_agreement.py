@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import errno
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,10 +12,16 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from profiler.errors import OsdpError, first_line
+from profiler.errors import FaultError, OsdpError, first_line
+from runtime.failures.liveness import find_lost
+from runtime.failures.peer_lost import PeerLost, describe_lost
 from runtime.torch_compat import default_timeout
 
 T = TypeVar("T")
+ANSWER_S = 5.0
+"""How long a rank that has lost another waits for the others to find out too."""
+OF_THE_INPUT = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
+"""What the operating system says of a path that is wrong; all else is a fault of the machine."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +101,17 @@ def peer_errors(doing: str) -> Iterator[None]:
             raise cause from None
         raise _failure(rank, doing, cause) from cause
     except RuntimeError as error:
-        what = f"could not {doing}: another rank is gone or does not answer"
-        raise OsdpError(what, got=first_line(error), advice="see the first error of the other ranks") from error
+        if not dist.is_initialized():
+            raise
+        fates, advice = describe_lost(find_lost(ANSWER_S))
+        what = f"could not {doing}: another rank is gone or does not answer: {fates}"
+        raise PeerLost(what, got=first_line(error), advice=advice) from error
 
 
 def _failure(rank: int, doing: str, error: Exception) -> OsdpError:
-    return OsdpError(f"rank {rank} could not {doing}", got=f"{type(error).__name__}: {first_line(error)}")
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 2" or "ranks 0, 1, 3"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    is_fault = isinstance(error, OSError) and error.errno not in OF_THE_INPUT
+    kind = FaultError if is_fault else OsdpError
+    return kind(f"rank {rank} could not {doing}", got=f"{type(error).__name__}: {first_line(error)}")
 
 
 @lru_cache(maxsize=1)

@@ -76,7 +76,7 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: boo
         got = "a process group that is initialised"
         raise OsdpError(what, got=got, advice="call it before init_process_group, or in another process")
     # What is in cycles is freed before each step: looking for it costs the more, the more the process has made before.
-    with _fake_world(schedule.world_size, rank), warnings.catch_warnings(), without_garbage_collection():
+    with fake_world(schedule.world_size, rank), warnings.catch_warnings(), without_garbage_collection():
         warnings.simplefilter("ignore")
         live = AllocationRecorder()
         short_rings = patch.object(ring_reduce_scatter, "end_after_one_step", True)
@@ -123,7 +123,7 @@ def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: Live
 
 
 @contextmanager
-def _fake_world(world_size: int, rank: int) -> Iterator[None]:
+def fake_world(world_size: int, rank: int) -> Iterator[None]:
     """Be one rank of a process group that sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     forget_meshes()
@@ -139,7 +139,7 @@ class _Optimizer:
 
     def __init__(self, name: str, parameters: Sequence[Tensor], home: str) -> None:
         self._home = home
-        self._shards = {parameter: nn.Parameter(held_tensor(parameter).detach()) for parameter in parameters}
+        self._shards = {one: nn.Parameter(held_tensor(one).detach(), one.requires_grad) for one in parameters}
         self._optimizer = as_priced(name)(self._shards.values())
 
     def step(self, live: LiveBytes) -> None:

@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 
 from runtime.failures.peer_faults import PeerLost
-from runtime.failures.rank_agreement import Agreement, format_ranks
+from runtime.failures.peer_lost import format_ranks
+from runtime.failures.rank_agreement import Agreement
 from runtime.odc.shared_segment import CLOSED, FLAGS, HEADER_BYTES, OPEN, Patience, Segment
 
 

@@ -39,7 +39,8 @@ from torch import Tensor
 
 from profiler.errors import OsdpError
 from runtime.failures.peer_faults import PeerLost
-from runtime.failures.rank_agreement import Agreement, format_ranks
+from runtime.failures.peer_lost import format_ranks
+from runtime.failures.rank_agreement import Agreement
 from runtime.odc.rendezvous import Rendezvous
 
 ALIGNMENT_BYTES = 256

@@ -1,7 +1,7 @@
 """Save and resume, under any plan and any number of ranks, on `torch.distributed.checkpoint` (DCP).
 
-    save    take the state -> DCP writes one file a rank to `<path>.partial` -> each rank checksums
-            its file -> manifest -> rename to `<path>`
+    save    take the state -> DCP writes one file a rank to `<path>.<job>.partial`, and each rank takes the
+            checksum of what it writes -> manifest -> rename to `<path>`
     load    manifest -> sizes, checksums (each rank a share), names and shapes -> DCP reads into place
 
 Every step ends with all ranks agreeing that it was done; if one fails, all raise OsdpError and the
@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from profiler.errors import OsdpError
@@ -37,10 +35,10 @@ from runtime.state.checkpoint_manifest import (
     ManifestReader,
     OptimizerRecord,
     StoredFile,
-    describe_file,
     read_manifest,
     stored_tensors,
 )
+from runtime.state.checkpoint_writer import CheckedWriter
 from runtime.state.dcp_tensor import GlobalLoadPlanner, GlobalSavePlanner, GlobalTensor
 from runtime.state.model_state import check_model, model_tensors, persistent_buffers
 from runtime.state.optimizer_state import Restoration, check_optimizer, optimizer_tensors
@@ -197,45 +195,37 @@ def _check_plain(value: object, at: str) -> None:
 
 def _write(path: Path, state: _State, ranks: Agreement) -> None:
     """Write what all ranks have taken, and put it in its place."""
-    partial = path.with_name(path.name + folders.PARTIAL)
+    started: list[folders.Partial] = []  # on rank 0
+
+    def begin() -> str:
+        if ranks.rank == 0:
+            started.append(folders.Partial(path))
+        return started[0].folder.name if started else ""
+
     try:
-        ranks.on_first(f"make {partial}", lambda: folders.begin(path))
-        metadata = _write_tensors(partial, state.tensors, ranks)
-        found = ranks.gather(f"checksum its file in {partial}", lambda: _describe(partial, ranks.rank))
-        files = {name: file for each in found for name, file in each.items()}
+        partial = path.with_name(ranks.gather(f"make a folder for {path}", begin)[0])
+        writer = CheckedWriter(partial)
+        metadata = _write_tensors(writer, partial, state.tensors, ranks)
+        files: dict[str, StoredFile] = {}
+        for written in ranks.gather(f"write to {partial}", lambda: writer.written):
+            files |= written
         records = ranks.gather(f"save {path}", lambda: state.optimizer)
         manifest = Manifest(files, stored_tensors(metadata), _merge(records), state.extra)
-        ranks.on_first(f"finish {path}", lambda: folders.publish(path, manifest))
+        ranks.on_first(f"finish {path}", lambda: started[0].publish(manifest))
     except OsdpError:
-        if ranks.rank == 0:
-            folders.abandon(path)
+        for each in started:
+            each.abandon()
         raise
 
 
-def _write_tensors(folder: Path, tensors: dict[str, GlobalTensor], ranks: Agreement) -> Metadata:
+def _write_tensors(writer: CheckedWriter, folder: Path, tensors: dict[str, GlobalTensor], ranks: Agreement) -> Metadata:
     """Have DCP write the tensors, each part by one of the ranks that hold it."""
-    writer, group = _Writer(folder), ranks.group
+    group = ranks.group
     with _dcp_errors(f"write to {folder}"):
         metadata: Metadata = save_tensors(
             tensors, storage_writer=writer, planner=GlobalSavePlanner(), process_group=group, no_dist=group is None
         )
     return metadata
-
-
-class _Writer(FileSystemWriter):
-    """DCP's, which in torch 2.11 notes in a copy of the metadata where tensors are, and not in what it returns."""
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        metadata.storage_data = {one.index: one.storage_data for of_rank in results for one in of_rank}
-
-
-def _describe(folder: Path, rank: int) -> dict[str, StoredFile]:
-    """Return size and checksum of the files that this rank wrote."""
-    files = sorted(folder.glob(f"__{rank}_*.distcp"))
-    if rank == 0:
-        files.append(folder / ".metadata")
-    return {file.name: describe_file(file) for file in files}
 
 
 def _merge(records: Sequence[OptimizerRecord | None]) -> OptimizerRecord | None:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -32,7 +33,8 @@ from profiler.errors import OsdpError
 from profiler.yaml_files import read_text, validate, write_text_atomic
 
 MANIFEST = "manifest.json"
-OUR_FILES = re.compile(r"manifest\.json|__\d+_\d+\.distcp|\.metadata(\.tmp)?|\.osdp-[0-9a-f]+\.tmp")
+DIGEST_BYTES = 16
+OUR_FILES = re.compile(r"manifest\.json|__\d+_\d+\.distcp|\.metadata(\.tmp)?|\.osdp-[0-9a-f]+\.tmp|\.osdp-lease")
 """What may lie in a checkpoint's folder, also when its writer was killed."""
 
 
@@ -65,12 +67,35 @@ class StoredTensor:
     parts: tuple[StoredPart, ...]
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the parts are inside the tensor, do not overlap, and are all of it."""
+        dims = len(self.shape)
+        if any(not len(part.offsets) == len(part.sizes) == dims for part in self.parts):
+            return False
+        boxes = sorted(tuple(zip(part.offsets, part.sizes, strict=True)) for part in self.parts)
+        limits = self.shape
+        if any(not 0 <= at <= at + size <= end for box in boxes for (at, size), end in zip(box, limits, strict=True)):
+            return False
+        beside: list[tuple[tuple[int, int], ...]] = []  # those before in order that reach as far as the next one
+        for box in boxes if dims else ():
+            beside = [one for one in beside if one[0][0] + one[0][1] > box[0][0]]
+            if any(_overlap(one, box) for one in beside):
+                return False
+            beside.append(box)
+        return sum(prod(part.sizes) for part in self.parts) == prod(limits)
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype itself; raises OsdpError for an unknown name."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise OsdpError("the checkpoint has tensors of a dtype that this PyTorch does not have", got=self.dtype)
         return dtype
+
+
+def _overlap(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
+    """Whether two boxes, each given by (start, size) along every dimension, have elements in common."""
+    return all(max(a, b) < min(a + m, b + n) for (a, m), (b, n) in zip(one, other, strict=True))
 
 
 @dataclass(frozen=True)
@@ -126,6 +151,10 @@ def read_manifest(folder: Path) -> Manifest:
     if manifest is None or problems:
         raise damaged
     # All files that it names must be in the checkpoint's own folder.
+    for key, tensor in manifest.tensors.items():
+        _ = tensor.torch_dtype  # raises for one that this PyTorch does not have
+        if not tensor.is_whole:
+            raise OsdpError(f"its manifest does not have all of {key}, each element once")
     named = {part.file for tensor in manifest.tensors.values() for part in tensor.parts}
     if not (named <= manifest.files.keys() and all(OUR_FILES.fullmatch(name) for name in manifest.files)):
         raise damaged
@@ -150,7 +179,7 @@ def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
 def describe_file(path: Path) -> StoredFile:
     """Read a file and return its size and checksum."""
     with open(path, "rb") as stream:
-        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
+        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
         return StoredFile(stream.tell(), digest.hexdigest())
 
 
@@ -186,4 +215,4 @@ class ManifestReader(FileSystemReader):
 
 
 def _digest(body: Any) -> str:
-    return hashlib.blake2b(json.dumps(body).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(body).encode(), digest_size=DIGEST_BYTES).hexdigest()

@@ -4,6 +4,7 @@ State is kept under the original parameter's name: tensors laid out as the param
 tensors (`step`), and plain values.  So it fits an optimizer over any sharding of the same model.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
@@ -58,6 +59,10 @@ def optimizer_tensors(
     return tensors | scalars, OptimizerRecord(type(optimizer).__name__, groups, values)
 
 
+NOT_NEGATIVE = ("lr", "eps", "weight_decay")
+"""Options that no optimizer of torch takes below zero."""
+
+
 def check_optimizer(manifest: Manifest, optimizer: Optimizer, shards: Sequence[LocalShard]) -> None:
     """Check that the checkpoint's optimizer is of this kind, with the same parameters; raises OsdpError."""
     record, optimizer_class = manifest.optimizer, type(optimizer).__name__
@@ -72,9 +77,42 @@ def check_optimizer(manifest: Manifest, optimizer: Optimizer, shards: Sequence[L
         what = "its optimizer has other parameters"
         raise OsdpError(what, got=", ".join(differing[:NAMES_SHOWN]), expected="the same parameters being trained")
     for group in optimizer.param_groups:
-        if len({saved[name] for name in _names(group, shards)}) > 1:
+        names = _names(group, shards)
+        if len({saved[name] for name in names}) > 1:
             what = "its optimizer has other parameter groups"
             raise OsdpError(what, expected="parameters of a group that were in one group when saved")
+        for name in names[:1]:
+            _check_options(group, record.groups[saved[name]])
+        _check_states(manifest, names)
+
+
+def _check_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Check that options that are numbers here were numbers when saved, and can be; raises OsdpError."""
+    for option, value in saved.items():
+        here = group.get(option)
+        if option in _NAMES or isinstance(here, bool) or not isinstance(here, int | float | Tensor):
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or (option in NOT_NEGATIVE and value < 0):
+            expected = "a finite number, not negative" if option in NOT_NEGATIVE else "a finite number"
+            raise OsdpError(f"the option `{option}` of its optimizer cannot be", got=repr(value), expected=expected)
+
+
+def _check_states(manifest: Manifest, names: Sequence[str]) -> None:
+    """Check that parameters of a group have states of the same names, matrices and vectors apart; raises OsdpError."""
+    record, stored = manifest.optimizer, _stored_states(manifest)
+    assert record is not None
+    found: dict[bool, tuple[str, set[str]]] = {}
+    for name in names:
+        states = stored.get(name, {}).keys() | record.values.get(name, {}).keys()
+        if not states:
+            continue  # It never had a gradient.
+        shape = manifest.tensors[f"model.{name}"].shape if f"model.{name}" in manifest.tensors else ()
+        other, known = found.setdefault(len(shape) > 1, (name, set(states)))
+        if states != known:
+            missing = sorted(states ^ known)
+            what = f"it does not have the same states of all parameters: {', '.join(missing[:NAMES_SHOWN])}"
+            raise OsdpError(what, got=f"{name} and {other} differ", expected="the same ones")
 
 
 class Restoration:

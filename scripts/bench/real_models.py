@@ -25,6 +25,7 @@ from typing import Any
 import _shared as bench
 
 sys.path.insert(0, str(bench.ROOT / "tests"))
+os.environ["OSDP_TEST_THOROUGH"] = "1"  # three steps, here and in the ranks; tests take two
 os.environ["PYTHONPATH"] = os.pathsep.join([str(bench.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

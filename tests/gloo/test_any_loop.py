@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from thoroughness import THOROUGH, some
+from thoroughness import STEPS, THOROUGH, some
 from torch import nn
 from torch.distributed.tensor import DTensor
 from toys import STRATEGIES, Blocks, Toy, batch_of, loss_of, plan_of, refusal, seeded
@@ -69,7 +69,7 @@ def make_optimizers_at_any_moment(rank: int, wanted: dict[str, torch.Tensor]) ->
         assert [id(parameter) for parameter in model.parameters()] == before, name
         first, *others = model.parameters()
         optimizer = adam([first])
-        for number in range(3):
+        for number in range(STEPS):
             args, kwargs = batch_of(SAMPLE, rank, number)
             loss = loss_of(model(*args, **kwargs))
             if others:
@@ -84,7 +84,7 @@ def make_optimizers_at_any_moment(rank: int, wanted: dict[str, torch.Tensor]) ->
 
 
 def test_an_optimizer_may_be_made_at_any_moment() -> None:
-    run_ranks(make_optimizers_at_any_moment, 4, reference(3), ranks_per_node=2)
+    run_ranks(make_optimizers_at_any_moment, 4, reference(STEPS), ranks_per_node=2)
 
 
 def refuse_steps(rank: int) -> dict[str, str]:
@@ -310,12 +310,12 @@ def step_optimizers_of_others(rank: int) -> dict[str, str]:
     for name, (trains, _) in RUNS.items():
         alone = seeded(build)
         optimizers_alone = optimizers_of_others(alone)[name]
-        for number in range(3):
+        for number in range(STEPS):
             advance(alone, optimizers_alone, [0, 1, 2, 3], number)
         for strategy in some(trains, 2):
             model = OSDP(seeded(build), plan(strategy))
             optimizers = optimizers_of_others(model)[name]
-            for number in range(3):
+            for number in range(STEPS):
                 advance(model, optimizers, [rank], number)
             got = model.full_state_dict(rank0_only=False)
             for key, parameter in alone.named_parameters():

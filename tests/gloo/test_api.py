@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from parity import FAMILIES, Case, build, cluster_of, graph_of, initial
 from ranks import run_ranks
-from thoroughness import some
+from thoroughness import STEPS, THOROUGH, some
 from torch import Tensor, nn
 from toys import STRATEGIES, WITH_OFFLOAD, Blocks, InPlace, Irregular, Toy, batch_of, loss_of, plan_of, refusal, seeded
 
@@ -23,6 +23,8 @@ from osdp.models.config import GPT2Config
 from planner.plan import Plan
 from profiler.yaml_files import write_yaml
 
+EACH = 2 if THOROUGH else 1
+"""Ranks of each of two nodes that take every description."""
 SMALL = GPT2Config(vocabulary_size=29, maximum_positions=8, hidden_size=12, layers=2, heads=2)
 
 
@@ -108,7 +110,7 @@ def take_everything(rank: int, folder: Path) -> None:
     from osdp.models.gpt2 import GPT2
 
     assert OptimalShardedDataParallel is OSDP
-    plan, cluster = Case("gpt2", {}).plan(), cluster_of(2, 2)
+    plan, cluster = Case("gpt2", {}, ranks_per_node=EACH).plan(), cluster_of(2, EACH)
     pins = {"pins": ["*=shard"]}  # which leave nothing to search
     given: list[Callable[[], Any]] = [
         lambda: OSDP(GPT2, [2, 12, SMALL], 2048),
@@ -123,10 +125,10 @@ def take_everything(rank: int, folder: Path) -> None:
     plans: list[Plan] = []
     for make in given:
         model = make()
-        everyones: list[Any] = [None] * 4
+        everyones: list[Any] = [None] * 2 * EACH
         dist.all_gather_object(everyones, (model.plan, str(model.schedule)))
         assert all(one == everyones[0] for one in everyones)
-        assert "4 ranks (2 x 2)" in str(model.schedule)
+        assert f"{2 * EACH} ranks (2 x {EACH})" in str(model.schedule)
         args, kwargs = build("gpt2").example_inputs(2)
         model(*args, **kwargs).backward()
         plans.append(model.plan)
@@ -139,8 +141,8 @@ def take_everything(rank: int, folder: Path) -> None:
 def test_takes_every_description_and_device(tmp_path: Path) -> None:
     (tmp_path / "description.yaml").write_text('schema: osdp.description/1\nmicro_batch: 5\npins: ["*=shard"]\n')
     (tmp_path / "cluster.yaml").write_bytes(Path("configs/clusters/cpu-gloo.yaml").read_bytes())
-    write_yaml(tmp_path / "plan.yaml", Case("gpt2", {}).plan(), "")
-    run_ranks(take_everything, 4, tmp_path, ranks_per_node=2)
+    write_yaml(tmp_path / "plan.yaml", Case("gpt2", {}, ranks_per_node=EACH).plan(), "")
+    run_ranks(take_everything, 2 * EACH, tmp_path, ranks_per_node=EACH)
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -333,7 +335,7 @@ def train_oddities(rank: int) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*returned a view tensor")
             pair = Pair(rank, InPlace, plan_of(InPlace(), name, {"second": other}), adam)
-            for step in range(3):
+            for step in range(STEPS):
                 pair.train(step)
             pair.compare()
     for output in ("tuple", "dict"):
@@ -405,7 +407,7 @@ def train_with_optimizers(rank: int) -> None:
     for name, make in optimizers():
         pair = Pair(rank, Blocks, plan_of(Blocks(), choices=on_device if "f" in name else choices), make)
         schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in pair.optimizers]
-        for step in range(3):
+        for step in range(STEPS):
             pair.train(step)
             for scheduler in schedulers:
                 scheduler.step()
@@ -429,7 +431,7 @@ def train_with_dropout(rank: int) -> None:
         for recomputed in ((), ("blocks.0", "blocks.1")):
             sharded = OSDP(seeded(model), plan_of(model(), name, {"blocks.1.up": "owner"}, recomputed=recomputed))
             optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
-            for step in range(3):
+            for step in range(STEPS):
                 args, kwargs = batch_of(model(), rank, step)
                 torch.manual_seed(100 * step + rank)
                 loss_of(sharded(*args, **kwargs)).backward()

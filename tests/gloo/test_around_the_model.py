@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from ranks import run_ranks
-from thoroughness import some
+from thoroughness import STEPS, some
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -102,7 +102,7 @@ def average(rank: int) -> None:
     wanted = AveragedModel(alone, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8))
     wanted.update_parameters(alone)  # the first is a copy
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for number in range(3):
+    for number in range(STEPS):
         (sum(loss_on(alone, one, number) for one in range(4)) / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -111,7 +111,7 @@ def average(rank: int) -> None:
         model = sharded(name)
         mean = AveragedParameters(model, decay=0.8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for number in range(3):
+        for number in range(STEPS):
             loss_on(model, rank, number).backward()
             optimizer.step()
             optimizer.zero_grad()

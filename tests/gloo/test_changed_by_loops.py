@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from thoroughness import some
+from thoroughness import STEPS, some
 from torch import nn
 from toys import Blocks, Toy, batch_of, loss_of, plan_of, refusal, seeded
 
@@ -267,7 +267,7 @@ def change_gradients(rank: int, habit: Callable[[Any, torch.optim.Optimizer], No
         alone, model = seeded(build), OSDP(seeded(build), plan_of(SAMPLE, strategy, ranks=(1, 2), accumulation=2))
         for one, ranks in ((alone, [0, 1]), (model, [rank])):
             optimizer = adam(one.parameters())
-            for number in range(3):
+            for number in range(STEPS):
                 for micro_batch in range(2):
                     batches = [batch_of(SAMPLE, each, 2 * number + micro_batch) for each in ranks]
                     loss = sum(loss_of(one(*args, **kwargs)) for args, kwargs in batches) / len(batches)

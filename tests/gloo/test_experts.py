@@ -12,7 +12,7 @@ import torch
 from experts import Experts
 from huggingface_cases import DEEPSEEK_PARTS
 from ranks import run_ranks
-from thoroughness import THOROUGH
+from thoroughness import STEPS, THOROUGH
 from torch import Tensor, nn
 from toys import Toy, plan_of, refusal, seeded
 
@@ -85,7 +85,7 @@ def train(rank: int, build: Callable[..., nn.Module], argument: Any) -> None:
 
     reference = seeded(lambda: build(argument))
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(3):
+    for step in range(STEPS):
         (sum(reference(*args) for args in batches(reference, step)) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -98,7 +98,7 @@ def train(rank: int, build: Callable[..., nn.Module], argument: Any) -> None:
         plan = plan_of(build(argument), "shard", choices, recomputed=recomputed, ranks=(1, 2))
         model = OSDP(seeded(lambda: build(argument)), plan)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
+        for step in range(STEPS):
             model(*list(batches(reference, step))[rank]).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fairscale.nn.wrap import auto_wrap as fairscale_auto_wrap
 from fairscale.nn.wrap import wrap
 from ranks import run_ranks
-from thoroughness import THOROUGH
+from thoroughness import STEPS, THOROUGH
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,7 +25,7 @@ from osdp.models.config import BertConfig
 from profiler.errors import OsdpError
 from runtime.observe.collective_log import record_collectives
 
-STEPS, BATCH, LENGTH = 3, 2, 8
+BATCH, LENGTH = 2, 8
 CONFIG = BertConfig(
     vocabulary_size=29, maximum_positions=LENGTH, token_types=2, hidden_size=16, layers=2, heads=2, intermediate_size=24
 )

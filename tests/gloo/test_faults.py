@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import signal
 import socket
 import time
 from datetime import timedelta
@@ -17,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from profiler.errors import OsdpError
+from profiler.errors import FaultError, OsdpError
+from runtime.failures.liveness import announce
 from runtime.failures.peer_faults import PeerLost, check_finite, naming_faults
+from runtime.failures.rank_agreement import Agreement
 
 TIMEOUT_S = 3.0
 """Timeout of the process group in these tests."""
@@ -177,3 +181,62 @@ def test_without_a_process_group() -> None:
         check_finite(torch.tensor([1.0, float("nan")]), 2)
     with pytest.raises(RuntimeError, match="timed out"), naming_faults("step 1", 1.0):
         raise RuntimeError("gloo/ timed out")
+
+
+def stops(rank: int) -> str:
+    """Lose rank 1, which somebody stops, in the middle of a collective."""
+
+    def step() -> None:
+        with naming_faults("step 7", TIMEOUT_S):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(PeerLost) as caught:
+        step()
+    return caught.value.what
+
+
+def test_a_rank_that_is_stopped_is_named_as_such() -> None:
+    told = run_ranks(stops, 2, collective_timeout_s=TIMEOUT_S, lost=(1,))[0]
+    assert "rank 1 is stopped (by SIGSTOP" in told
+    assert "last seen in step 7" in told
+
+
+def gathers(rank: int) -> tuple[str, bool]:
+    """Lose rank 1 outside of a step, where ranks agree."""
+    announce("starting")
+    ranks = Agreement.all()
+    ranks.gather("begin", lambda: 1)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost) as caught:
+        ranks.gather("report", lambda: 1)
+    return caught.value.what, isinstance(caught.value, FaultError)
+
+
+def test_a_rank_that_is_lost_outside_a_step_is_named() -> None:
+    told, is_fault = run_ranks(gathers, 2, collective_timeout_s=TIMEOUT_S, lost=(1,))[0]
+    assert told.startswith("could not report: another rank is gone or does not answer: rank 1 died")
+    assert is_fault
+
+
+def meets_a_full_disk(rank: int, number: int) -> bool:
+    """Fail as a disk does; return whether that counts as a fault."""
+
+    def write() -> None:
+        if rank == 1:
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises(OsdpError) as caught:
+        Agreement.all().gather("write", write)
+    assert str(caught.value).startswith("rank 1 could not write\n  got: ")
+    return isinstance(caught.value, FaultError)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_fault"),
+    [(errno.ENOSPC, True), (errno.EIO, True), (errno.EDQUOT, True), (errno.ENOENT, False), (errno.EACCES, False)],
+)
+def test_disks_that_fail_are_faults_and_wrong_paths_are_not(number: int, is_fault: bool) -> None:
+    assert run_ranks(meets_a_full_disk, 2, number) == [is_fault] * 2

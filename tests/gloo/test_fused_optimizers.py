@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from thoroughness import STEPS
 from torch.distributed.tensor import DTensor
 from toys import Blocks, batch_of, loss_of, plan_of, seeded
 
@@ -14,7 +15,6 @@ from runtime.optimizers import OPTIMIZERS, as_priced
 
 CHOICES = {"head": "replicate", "blocks.1.up": "group_shard:2", "blocks.1.down": "owner"}
 """On several meshes, and one whole on a rank."""
-STEPS = 3
 
 
 def _trains(rank: int, name: str) -> list[str]:

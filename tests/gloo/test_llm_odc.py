@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import programs
@@ -21,12 +21,21 @@ from checkouts import stub_checkout
 from ranks import run_ranks
 from thoroughness import THOROUGH
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Blocks, batch_of, loss_of, plan_of, seeded
 
 from osdp.models.config import LlamaConfig
 from osdp.models.llama import Llama
-from osdp.models.packed_llama import PackedLlama
-from osdp.uneven_lengths.fsdp_vs_odc import Outcome, Round, Setting, lengths_of, make_contestants, sample_tokens
+from osdp.models.packed_llama import PackedLlama, summed_loss
+from osdp.uneven_lengths.fsdp_vs_odc import (
+    Contestant,
+    Outcome,
+    Round,
+    Setting,
+    lengths_of,
+    make_contestants,
+    sample_tokens,
+)
 from osdp.uneven_lengths.lengths import LogNormal
 from osdp.uneven_lengths.packing import METHODS, Cost, Deal, deal
 from osdp.uneven_lengths.timeline import Timeline, gather_recordings, record_step, timelines
@@ -306,6 +315,29 @@ def test_what_only_ranks_find_is_told_without_a_traceback(tmp_path: Path) -> Non
 def test_a_loss_that_is_no_number_differs(fsdp: float, odc: float) -> None:
     outcomes = {name: Outcome(loss, 1.0, (), False) for name, loss in (("FSDP", fsdp), ("ODC", odc))}
     assert Round(1, (), Deal((), ()), outcomes).loss_difference == math.inf
+
+
+def test_packs_are_on_the_device_of_the_model() -> None:
+    contestant: Any = SimpleNamespace(setting=SETTING, model=SimpleNamespace())
+    contestant.model.sharded = SimpleNamespace(device=torch.device("meta"))
+    for pack, tokens in (((0, 1), 7), ((), 1)):
+        found, lengths = Contestant._batch(contestant, 1, (3, 4), pack)
+        assert (found.device.type, found.shape) == ("meta", (1, tokens))
+        assert sum(lengths) == tokens
+
+
+def test_the_loss_of_a_pack_copies_nothing_to_the_device() -> None:
+    """A copy from the host would wait for the device in every micro-batch."""
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert not str(function).startswith(("aten.index_put", "aten._to_copy", "aten.lift_fresh")), function
+            return function(*args, **(kwargs or {}))
+
+    logits, labels = torch.zeros(1, 9, 4), torch.ones(1, 9, dtype=torch.int64)
+    with Copies():
+        loss = summed_loss(logits, labels, (4, 1, 4))
+    assert loss.item() == pytest.approx(6 * math.log(4))
 
 
 def test_losses_that_differ_are_a_failure(capsys: pytest.CaptureFixture[str]) -> None:

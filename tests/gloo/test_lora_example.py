@@ -17,6 +17,8 @@ from thoroughness import THOROUGH
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lora.py"
 STEPS = 40 if THOROUGH else 20
+TIGHT = STEPS if THOROUGH else 10
+"""Steps that are made again, and lose the same, where less memory is."""
 
 
 def run_example(rank: int, *options: list[str]) -> list[str]:
@@ -36,12 +38,12 @@ def run_example(rank: int, *options: list[str]) -> list[str]:
 
 def test_adapters_learn_and_the_backbone_is_whole_where_it_fits() -> None:
     pytest.importorskip("peft")
-    steps = ["--steps", f"{STEPS}"]
-    (roomy, tight), silent = run_ranks(run_example, 2, steps, ["--mem", "257MB", *steps], joins=False, timeout_s=240)
+    runs = ["--steps", f"{STEPS}"], ["--mem", "257MB", "--steps", f"{TIGHT}"]
+    (roomy, tight), silent = run_ranks(run_example, 2, *runs, joins=False, timeout_s=240)
     assert silent == ["", ""]
     assert re.search(r"frozen: \{'replicate': \d+\}", roomy)
     losses = [float(found) for found in re.findall(r"step \d+: loss ([\d.]+)", roomy)]
     assert losses[-1] < losses[0] - 0.3  # from about ln 256 = 5.55, of what a random decoder can learn
     # 3.0 MiB of backbone and 0.3 of adapters with their states, beside the 256 MiB that a CPU rank takes for itself.
     assert "shard" in tight.splitlines()[0]
-    assert re.findall(r"step \d+: loss ([\d.]+)", tight) == [f"{loss:.3f}" for loss in losses]
+    assert re.findall(r"step \d+: loss ([\d.]+)", tight) == [f"{loss:.3f}" for loss in losses[: 1 + TIGHT // 10]]

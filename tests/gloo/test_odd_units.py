@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from thoroughness import THOROUGH, some
+from thoroughness import STEPS, THOROUGH, some
 from torch import Tensor, nn
 from toys import STRATEGIES, Blocks, Toy, batch_of, loss_of, plan_of, seeded
 
@@ -66,7 +66,7 @@ def train_odd_blocks(rank: int, block: type[nn.Module]) -> int:
 
     reference = seeded(lambda: Stack(block))
     optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1)
-    for step in range(3):
+    for step in range(STEPS):
         (sum(reference(*batch_of(reference, each, step)[0]) for each in range(4)) / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -78,7 +78,7 @@ def train_odd_blocks(rank: int, block: type[nn.Module]) -> int:
             model = OSDP(seeded(lambda: Stack(block)), plan)
             joined += sum(len(unit.modules) > 1 for unit in model.schedule.units)
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-            for step in range(3):
+            for step in range(STEPS):
                 model(*batch_of(reference, rank, step)[0]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -222,7 +222,7 @@ def train_scalars(rank: int, folder: Path) -> None:
 
     reference = seeded(Scalars)
     optimizer = torch.optim.Adam([p for p in reference.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, fused=True)
-    for step in range(3):
+    for step in range(STEPS):
         for micro_batch in range(2):
             batches = [batch_of(reference, each, 10 * step + micro_batch)[0] for each in range(4)]
             (sum(reference(*args) for args in batches) / 8).backward()
@@ -237,7 +237,7 @@ def train_scalars(rank: int, folder: Path) -> None:
         torch.manual_seed(3)
         model = OSDP(made, plan)
         optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, fused=True)
-        for step in range(3):
+        for step in range(STEPS):
             if step == 1 and last is not None:
                 model.load_checkpoint(folder / last, optimizer)
             for micro_batch in range(2):

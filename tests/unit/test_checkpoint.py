@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from profiler.errors import OsdpError
 from profiler.yaml_files import validate
 from runtime.local_shards import LocalShard, local_shard, whole
+from runtime.state import checkpoint_files
 from runtime.state.checkpoint import latest, load, prune, save
 from runtime.state.checkpoint_manifest import Manifest, StoredTensor, describe_file, read_manifest, write_manifest
 from runtime.state.dcp_tensor import GlobalTensor
@@ -332,7 +334,9 @@ def test_a_writer_that_is_killed_leaves_the_previous_checkpoint(when: str, tmp_p
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
     result = subprocess.run([programs.python(), "-c", KILLED, str(tmp_path), when], env=environment)
     assert result.returncode == -signal.SIGKILL
-    assert names(tmp_path) == ["step-1", "step-2.partial"]
+    first, second = names(tmp_path)
+    assert first == "step-1"
+    assert re.fullmatch(r"step-2\.[0-9a-f]{8}\.partial", second)
     assert latest(tmp_path) == tmp_path / "step-1"
     net, shards = linear()
     with pytest.raises(OsdpError, match=r"step-2 does not exist\n.*the newest whole checkpoint before it is .*step-1"):
@@ -359,3 +363,198 @@ def test_parts_must_lie_in_the_tensor() -> None:
         GlobalTensor((2, 2), torch.float32, (((1, 0), torch.zeros(2, 2)),))
     with pytest.raises(ValueError, match="is no part of"):
         GlobalTensor((2,), torch.float32, (((0,), torch.zeros(2, dtype=torch.int64)),))
+
+
+# --- two writers, links, foreign files, damage that checksums cannot show
+
+
+def test_two_jobs_that_save_to_one_path_do_not_mix(tmp_path: Path) -> None:
+    """The second begins, writes and publishes while the first is between writing and publishing."""
+    (one, ones), (two, twos) = linear(), linear()
+    with torch.no_grad():
+        one.weight.fill_(1.0)
+        two.weight.fill_(2.0)
+    publish = checkpoint_files.Partial.publish
+
+    def publish_late(partial: checkpoint_files.Partial, manifest: Manifest) -> None:
+        checkpoint_files.Partial.publish = publish  # type: ignore[method-assign]
+        save(tmp_path / "step-1", two, twos, extra={"job": 2})
+        assert load(tmp_path / "step-1", *linear()) == {"job": 2}
+        assert partial.folder.is_dir(), "the first's is being written, and not left over"
+        publish(partial, manifest)
+
+    checkpoint_files.Partial.publish = publish_late  # type: ignore[method-assign]
+    try:
+        save(tmp_path / "step-1", one, ones, extra={"job": 1})
+    finally:
+        checkpoint_files.Partial.publish = publish  # type: ignore[method-assign]
+    found, shards = linear()
+    assert load(tmp_path / "step-1", found, shards) == {"job": 1}
+    assert torch.equal(found.weight, one.weight)
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_checksums_are_of_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not of what somebody else has put there by the end."""
+    net, shards = linear()
+
+    def meddle(self: checkpoint_files.Partial, manifest: Manifest) -> None:
+        file = self.folder / "__0_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        publish(self, manifest)
+
+    publish = checkpoint_files.Partial.publish
+    monkeypatch.setattr(checkpoint_files.Partial, "publish", meddle)
+    save(tmp_path / "step-1", net, shards)
+    with pytest.raises(OsdpError, match="does not hold what was written"):
+        load(tmp_path / "step-1", net, shards)
+
+
+def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
+    net, shards = linear()
+    optimizer = torch.optim.Adam(net.parameters())
+    train(shards, optimizer, range(1))
+    save(tmp_path / "a", net, shards, optimizer)
+    manifest = read_manifest(tmp_path / "a")
+    assert set(manifest.files) == {"__0_0.distcp", ".metadata"}
+    assert all(describe_file(tmp_path / "a" / name) == file for name, file in manifest.files.items())
+
+
+def test_links_are_never_followed(tmp_path: Path) -> None:
+    net, shards = linear()
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    save(outside, net, shards)
+    before = names(outside)
+    folder.mkdir()
+    for name in ("step-1", "step-2.partial", "step-3.00000000.partial"):
+        (folder / name).symlink_to(outside)
+    for step in (4, 5):
+        save(folder / f"step-{step}", net, shards)
+    (folder / "step-4" / "manifest.json").rename(tmp_path / "manifest.json")
+    (folder / "step-4" / "manifest.json").symlink_to(tmp_path / "manifest.json")
+    with pytest.warns(UserWarning, match="is a symbolic link, and is left"):
+        prune(folder, keep=1)
+    with pytest.raises(OsdpError, match="it is a symbolic link"):
+        save(folder / "step-1", net, shards)
+    assert names(outside) == before
+    assert (tmp_path / "manifest.json").is_file()
+
+
+def test_foreign_files_in_old_steps_stop_nothing(tmp_path: Path) -> None:
+    """As `.nfs*` files are, which servers keep for who has a deleted file open."""
+    net, shards = linear()
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}", net, shards)
+    (tmp_path / "step-1" / ".nfs0001").write_text("open elsewhere")
+    (tmp_path / "step-2" / "__9_9.distcp").write_text("of another tool")
+    with pytest.warns(UserWarning, match="which is not part of it"):
+        prune(tmp_path, keep=1)
+    left = {name[:6]: names(tmp_path / name) for name in names(tmp_path) if name != "step-3"}
+    assert left == {"step-1": [".nfs0001"], "step-2": ["__9_9.distcp"]}
+    save(tmp_path / "step-4", net, shards)
+    assert latest(tmp_path) == tmp_path / "step-4"
+
+
+def test_a_step_of_another_tool_is_not_pruned(tmp_path: Path) -> None:
+    """PyTorch's own checkpoints have files of the same names."""
+    net, shards = linear()
+    theirs = tmp_path / "step-1"
+    torch.distributed.checkpoint.save({"weight": net.weight}, checkpoint_id=theirs, no_dist=True)
+    before = names(theirs)
+    for step in (2, 3):
+        save(tmp_path / f"step-{step}", net, shards)
+    with pytest.warns(UserWarning, match="is left: it has no manifest"):
+        prune(tmp_path, keep=1)
+    assert names(theirs) == before
+    assert names(tmp_path) == ["step-1", "step-3"]
+
+
+def test_a_prune_that_fails_only_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, shards = linear()
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", net, shards)
+
+    def refuse(self: Path, target: Path) -> Path:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.warns(UserWarning, match="could not be removed: read-only"):
+        prune(tmp_path, keep=1)
+
+
+def trained_checkpoint(folder: Path) -> tuple[nn.Linear, list[LocalShard], torch.optim.Optimizer]:
+    net, shards = linear()
+    optimizer = torch.optim.Adam(net.parameters())
+    train(shards, optimizer, range(1))
+    save(folder, net, shards, optimizer)
+    return net, shards, optimizer
+
+
+def a_hole(body: dict[str, Any]) -> None:
+    part = body["tensors"]["model.weight"]["parts"][0]
+    part["sizes"] = [part["sizes"][0] - 1, part["sizes"][1]]
+
+
+def twice(body: dict[str, Any]) -> None:
+    tensor = body["tensors"]["model.weight"]
+    tensor["shape"] = [2 * tensor["shape"][0], tensor["shape"][1]]
+    tensor["parts"] *= 2
+
+
+def outside(body: dict[str, Any]) -> None:
+    body["tensors"]["model.bias"]["parts"][0]["offsets"] = [1]
+
+
+def text_rate(body: dict[str, Any]) -> None:
+    body["optimizer"]["groups"][0]["lr"] = "high"
+
+
+def negative_rate(body: dict[str, Any]) -> None:
+    body["optimizer"]["groups"][0]["lr"] = -1.0
+
+
+def unknown_dtype(body: dict[str, Any]) -> None:
+    body["tensors"]["model.weight"]["dtype"] = "float12"
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (a_hole, "does not have all of model.weight"),
+        (twice, "does not have all of model.weight"),
+        (outside, "does not have all of model.bias"),
+        (text_rate, "the option `lr` of its optimizer cannot be\n  got: 'high'"),
+        (negative_rate, "the option `lr` of its optimizer cannot be\n  got: -1.0"),
+        (unknown_dtype, "of a dtype that this PyTorch does not have\n  got: float12"),
+    ],
+)
+def test_a_manifest_that_is_whole_and_wrong_is_refused(harm: Any, told: str, tmp_path: Path) -> None:
+    """Before anything is changed."""
+    net, shards, optimizer = trained_checkpoint(tmp_path / "a")
+    body = json.loads((tmp_path / "a" / "manifest.json").read_text())["manifest"]
+    harm(body)
+    manifest, _ = validate(body, Manifest)
+    assert manifest is not None
+    write_manifest(tmp_path / "a", manifest)
+    weight = net.weight.detach().clone()
+    with pytest.raises(OsdpError) as caught:
+        load(tmp_path / "a", net, shards, optimizer)
+    assert told in str(caught.value)
+    assert torch.equal(net.weight, weight)
+
+
+def test_parameters_of_a_group_have_the_same_moments(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    shards = [local_shard(whole(name, p.shape), p) for name, p in net.named_parameters()]
+    optimizer = torch.optim.Adam(net.parameters())
+    train(shards, optimizer, range(1))
+    save(tmp_path / "a", net, shards, optimizer)
+    body = json.loads((tmp_path / "a" / "manifest.json").read_text())["manifest"]
+    del body["tensors"]["optimizer.1.weight.exp_avg"]
+    manifest, _ = validate(body, Manifest)
+    assert manifest is not None
+    write_manifest(tmp_path / "a", manifest)
+    with pytest.raises(OsdpError, match=r"the same states of all parameters: exp_avg\n  got: 1\.weight and 0\.weight"):
+        load(tmp_path / "a", net, shards, optimizer)

@@ -11,6 +11,7 @@ from profiler.timing.device_queue import (
     FIRST_HOLD_S,
     GROWTH,
     LONGEST_HOLD_S,
+    RECENT,
     TRIES,
     QueueClock,
     Taken,
@@ -87,6 +88,22 @@ def test_the_host_is_timed_once_by_its_own_clock() -> None:
     assert called == ["meet", "work"]
     assert 0.0 <= taken.seconds < 1.0
     assert not taken.is_host_bound
+
+
+def test_a_host_that_was_put_aside_once_is_forgotten() -> None:
+    device = LaggingDevice(1e-6)
+    clock = clock_of(device)
+
+    def put_aside() -> None:
+        device.now_s += 1.0
+        kernels(device)
+
+    assert time_work(put_aside, clock).is_host_bound
+    for _ in range(RECENT):
+        assert not time_work(lambda: kernels(device), clock).is_host_bound
+    assert device.holds[TRIES] == LONGEST_HOLD_S
+    time_work(lambda: kernels(device), clock)
+    assert device.holds[-1] == FIRST_HOLD_S
 
 
 def test_a_stopwatch_holds_the_device_before_each_stretch() -> None:

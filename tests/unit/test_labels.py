@@ -140,8 +140,8 @@ def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: p
     labels, bound_s = label_setting(candidates, limit)
     whole = labels.run(bound_s * 1.1)
     best = next(picks for picks in whole.plans if peak_memory(candidates.picked(picks), load).total_bytes <= limit)
-    monkeypatch.setattr("planner.solve.labels.LEAST_KEPT", 2)
-    few = labels.run(bound_s * 1.1, most_made=0)
+    monkeypatch.setattr("planner.solve.labels.BEAM_KEPT", 2)
+    few = labels.beam(bound_s * 1.1)
     assert few.made < whole.made
     assert few.dropped
     assert few.least_s <= step_time(candidates.picked(best), load).total_s

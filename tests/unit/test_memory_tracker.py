@@ -73,6 +73,14 @@ def test_prediction_is_what_the_runtime_holds(case: Case) -> None:
     check(case.compare(), -0.002, 0.005)
 
 
+@pytest.mark.parametrize("case", some(CASES, 8), ids=str)
+def test_fake_tensors_hold_what_those_with_data_do(case: Case) -> None:
+    """As `osdp verify` has fake ones, and other tests compute.  A scalar that one of them keeps takes 512 bytes."""
+    fake, real = (case.compare(with_data=with_data) for with_data in (False, True))
+    assert (fake.predicted, fake.tracked_phase) == (real.predicted, real.tracked_phase)
+    assert fake.tracked == pytest.approx(real.tracked, rel=0, abs=512)
+
+
 def test_who_runs_a_plan_that_replicates_everything() -> None:
     for case, by_ddp in ((Case("replicate"), True), (Case("replicate", limit_bytes=1), False)):
         graph = graph_of(case.family, case.vocabulary, case.length, case.precision)

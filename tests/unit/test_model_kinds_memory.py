@@ -1,5 +1,5 @@
-"""Predicted memory of kinds of models that people write (`image_models.py`, `sequence_models.py`), under drawn plans,
-against steps that compute.
+"""Predicted memory of kinds of models that people write (`image_models.py`, `sequence_models.py`,
+`composite_models.py`, `assorted_models.py`), under drawn plans, against steps that compute.
 
 A step must never hold more than is predicted.  Models are of some MiB; what is predicted too high is printed.
 """
@@ -11,6 +11,8 @@ from contextlib import nullcontext
 from itertools import cycle
 from statistics import mean
 
+import assorted_models
+import composite_models
 import image_models
 import pytest
 import sequence_models
@@ -22,7 +24,7 @@ from thoroughness import THOROUGH, some
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
-KINDS = {**image_models.KINDS, **sequence_models.KINDS}
+KINDS = {**image_models.KINDS, **sequence_models.KINDS, **composite_models.KINDS, **assorted_models.KINDS}
 STRATEGIES = ("shard", "shard", "shard_grad", "replicate", "group_shard:2", "hierarchical", "owner", "odc:4")
 ROUNDING = 4096
 """Bytes of tensors that are rounded up one by one, and priced as one."""
@@ -55,6 +57,13 @@ MENDED = {
     ("Perceiver, one block", "shard", "selective", "fp32"): 1,
     ("Perceiver", "shard,shard_grad", "selective", "fp32"): 1,
     ("Transformer, masks", "shard,shard_grad", "selective", "fp32"): 1,
+    # Modules that share parameters are gathered again for what runs after all of them, and stay so.
+    ("norm first, chunked loss", "shard", "keep", "fp32"): 1,
+    ("norm last, chunked loss", "hierarchical,owner,shard", "keep", "bf16"): 1,
+    # As a block runs again, what it does before its first call is there again.
+    ("weight-normed waves", "owner", "whole", "bf16"): 1,
+    # Around modules that are trained, frozen parameters run back too, and wait for the end.
+    ("LoRA, parametrized", "owner", "whole", "bf16"): 1,
 }
 """What was predicted too low before, and in how many micro-batches: (kind, strategies, what is recomputed, dtype)."""
 PLANS = 4 if THOROUGH else 1
@@ -97,7 +106,7 @@ def check(one: Compared) -> None:
     assert tracked - sum(one.predicted.values()) <= max(0.005 * tracked, ROUNDING), one
 
 
-@pytest.mark.parametrize("name", some([*KINDS], 18, 7))
+@pytest.mark.parametrize("name", some([*KINDS], 28, 7))
 def test_no_kind_of_model_holds_more_than_is_predicted(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = [drawn(name, number) for number in range(PLANS)]
     errors = [one.error for one in found]
@@ -107,7 +116,7 @@ def test_no_kind_of_model_holds_more_than_is_predicted(name: str, capsys: pytest
         check(one)
 
 
-@pytest.mark.parametrize("case", some([*MENDED], 5), ids=" ".join)
+@pytest.mark.parametrize("case", some([*MENDED], 6), ids=" ".join)
 def test_what_was_too_low_is_not_any_more(case: tuple[str, str, str, str]) -> None:
     name, strategy, how, precision = case
     check(compared(name, strategy, how, precision, MENDED[case]))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import Cli
+from rehearsals import compare, plan_of
+from synthetic import cluster
 from torch import nn
 
 from osdp.description import Description, read_description
@@ -16,6 +19,8 @@ from osdp.zoo import load_model
 from planner.optimizers import OPTIMIZERS as COUNTED
 from planner.optimizers import fused_name, plain_name
 from profiler.errors import OsdpError
+from profiler.model_source import ModelSource
+from profiler.trace.trace import trace_model
 from runtime.observe.live_bytes import LiveBytes
 from runtime.optimizers import OPTIMIZERS, as_priced, can_fuse
 
@@ -67,20 +72,57 @@ def test_a_fused_optimizer_holds_nothing_while_it_steps(cli: Cli) -> None:
     assert step_s["fused_sgd"] == pytest.approx(3 / 20 * step_s["adamw"])
 
 
+@pytest.mark.parametrize(
+    ("sizes", "made_bytes"),
+    [((1000,) * 5, 5 * 4096), ((1000, 10_000), 2 * 40_448 + 4096)],
+    ids=["alike", "one is most"],
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_made_as_a_step_runs(name: str) -> None:
-    """In the form that plans are priced for: as many tensors of the parameters' size as the planner counts."""
-    parameters = [nn.Parameter(torch.ones(1000)) for _ in range(5)]
-    optimizer = as_priced(name)(parameters)
+def test_what_is_made_as_a_step_runs(name: str, sizes: tuple[int, ...], made_bytes: int) -> None:
+    """By hand: of each tensor its update, or two of the largest beside the last of the one before, as
+    they are stepped one by one.
+
+    So does the optimizer that a user makes where that is more; on a CPU it steps one by one.
+    """
+    makers = [as_priced(name)] if len(sizes) == 5 else [as_priced(name), OPTIMIZERS[name]]
+    assert {made_as_it_steps(make, sizes) for make in makers} == {made_bytes if name in ("adam", "adamw") else 0}
+
+
+def made_as_it_steps(make: Callable[..., torch.optim.Optimizer], sizes: tuple[int, ...]) -> int:
+    """Return the most bytes that a step holds beside parameters, gradients and states."""
+    parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
+    optimizer = make(parameters)
     for _ in range(2):
         for parameter in parameters:
-            parameter.grad = torch.ones(1000)
+            parameter.grad = torch.ones_like(parameter)
         with LiveBytes() as live:
             live.hold([*parameters, *(one.grad for one in parameters if one.grad is not None)])
             live.hold_states(optimizer)
             before = live.total_bytes
             optimizer.step()
-    assert live.peak_bytes - before == COUNTED[name].temporaries * 5 * 4096
+    return live.peak_bytes - before
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "states of 8 bytes per parameter", "fused_adam"])
+def test_a_plan_counts_that_the_largest_tensor_is_stepped_alone(optimizer: str) -> None:
+    """Of whole tensors on their owner, one of which is nearly all: the step is the peak, and a step that computes."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(512, 512), nn.Linear(512, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.narrow(self.wide(x).relu()).square().mean()
+
+    source = ModelSource("wide", Wide, lambda _, batch: ((torch.randn(batch, 512),), {}), 1)
+    graph, machine = trace_model(source, "bf16"), cluster(1, 8)
+    plan = plan_of(graph, machine, dict.fromkeys(("wide", "narrow"), "owner"), optimizer=optimizer)
+    found = compare(plan, source, graph, machine, with_data=True)
+    # Two of the wide weight, and what is left of the tensor before: there is none, and its bias's is assumed.
+    made = (found.predicted.get("optimizer_temporaries", 0), found.tracked.get("optimizer_temporaries", 0))
+    assert made == ((0, 0) if optimizer == "fused_adam" else (2 * 4 * 512 * 512 + 4 * 512, 2 * 4 * 512 * 512))
+    assert -1e-6 <= found.error <= 1e-3
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 2.25, 40])

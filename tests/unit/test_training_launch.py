@@ -17,9 +17,9 @@ from osdp.planning.request import Request, plan_model
 from osdp.training.allocator_settings import NAMES, use_expandable_segments
 from osdp.training.config import load_config
 from osdp.training.job import check_ranks, prepare
-from osdp.training.launch import LAUNCHED, Nodes, RankError, _cause, _settings, launch, leave_error
+from osdp.training.launch import _SHUTDOWN_S, LAUNCHED, Nodes, RankError, _cause, _settings, launch, leave_error
 from osdp.zoo import load_cluster, load_model
-from profiler.errors import OsdpError
+from profiler.errors import FaultError, OsdpError
 
 KILLED, TERMINATED = -9, -15
 
@@ -149,3 +149,13 @@ def test_plan_files_must_fit_the_run(tmp_path: Path) -> None:
     write_plan(path, dataclasses.replace(plan, accumulation=1))
     with pytest.raises(OsdpError, match="for another global batch"):
         prepare(load_config("gpt2", options))
+
+
+def test_what_the_agent_kills_is_not_the_cause(failed: Any) -> None:
+    """A rank that is stopped does not hear SIGTERM, and so gets SIGKILL, long after its peers have named it."""
+    stopped = failed(1, KILLED)
+    peer = failed(0, 1, FaultError("rank 0 failed in all_gather during step 3: rank 1 is stopped"))
+    stopped.timestamp = peer.timestamp + _SHUTDOWN_S
+    assert "rank 1 is stopped" in str(cause(peer, stopped))
+    stopped.timestamp = peer.timestamp + 1  # killed by the system: its peers found out meanwhile
+    assert str(cause(peer, stopped)).startswith("rank 1 was killed by SIGKILL")

@@ -40,6 +40,10 @@ def train(
     schedule: Annotated[str | None, Option(help="Learning rate schedule: constant or cosine.")] = None,
     warmup_steps: Annotated[int | None, Option(help="Steps of learning rate warm-up.")] = None,
     clip: Annotated[float | None, Option(help="Clip the norm of all gradients to this.")] = None,
+    on_nonfinite: Annotated[
+        str | None, Option(help="Gradients that are not finite: stop the run, or skip the step.")
+    ] = None,
+    nonfinite_limit: Annotated[int | None, Option(help="Stop after so many skipped steps in a row.")] = None,
     precision: Annotated[str | None, Option(help="Compute dtype: fp32 or bf16.")] = None,
     master_weights: options.MasterWeights = None,
     mem: Annotated[str | None, Option(help="Memory limit per rank; 8GB means 8 GiB.")] = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from osdp.cli.reports.figures import format_count, format_seconds
 from osdp.cli.terminal import columns, note
 from osdp.plain_text import plain
-from osdp.training.reporters import Event, Saved, Start, Step, Summary
+from osdp.training.reporters import Event, Saved, Skipped, Start, Step, Summary
 from profiler.byte_sizes import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class TrainReport:
                 self._print(step_line(event, self._steps))
                 if self._bar is not None:
                     self._bar.update(self._bar.task_ids[0], completed=event.number)
+            case Skipped():
+                self._print(f"step {event.number} is left out: its gradients are not finite")
             case Saved():
                 self._print(f"checkpoint {event.path}")
             case Summary():
@@ -104,6 +106,8 @@ def summary_lines(summary: Summary) -> list[str]:
             f"(measured: {memory.how}{taken}; predicted {_megabytes(predicted_bytes)} MB, and "
             f"{_megabytes(plan.predicted.reserve_bytes)} MB reserved)"
         )
+    if summary.skipped:
+        lines.append(f"skipped    {summary.skipped} steps whose gradients were not finite")
     if summary.timed_steps:
         lines.append(
             f"overall system throughput: {summary.samples_per_s:.1f} seq/sec (measured: median of "

@@ -1,0 +1,165 @@
+"""A unit as one stage sees it: where it is gathered, kept and reduced, and what that takes.
+
+Source: FSDP2 of torch 2.13.0 on fake tensors, see docs/cost-model.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.cost.stage_costs import StageFrame, UnitCosts
+from planner.cost.unit_communication import UnitTraffic
+from planner.cost.unit_memory import UnitBytes
+from planner.strategies.spec import Strategy
+from planner.strategies.unit_collectives import is_plain
+from profiler.model_graph import ModelGraph
+
+
+@dataclass(frozen=True)
+class StagedUnit:
+    """A unit as one stage sees it; calls are numbered within the stage."""
+
+    operators: tuple[int, ...]
+    strategy: Strategy
+    bytes: UnitBytes
+    traffic: UnitTraffic
+    first: int
+    last: int
+    opens: bool
+    """Whether it is gathered in this stage (always, unless it is open from a stage before)."""
+    closes: bool
+    """Whether it is sharded again in this stage."""
+    rests: bool
+    """Whether its first call of all is in this stage, where it is reduced, and what rests of it counts."""
+    ends: bool
+    """Whether its last call of all is in this stage."""
+    reduced_after_backward: bool
+    """Whether no input of it needs a gradient, so that FSDP2 reduces it when all backward is over."""
+    own: bool
+    """Whether it is sharded again after each backward of it: it is not spanning, or runs several times."""
+    kept: int
+    """U or H, whichever it keeps from forward to backward: to that of its last call."""
+    freed: int
+    """What goes before its gradients are reduced."""
+    stalls: bool
+    """Whether FSDP2's streams and buffers do not know it: its communication is on the stream that computes, or there
+    is none."""
+    reduction_s: float
+    """After its backward, in every micro-batch."""
+    reduction_stalls: bool
+    """Whether the backward of what is below waits for that."""
+    reopens: int | None
+    """The call before which it is gathered again, to stay so to its backward; None: there is none."""
+
+    @property
+    def is_still_there(self) -> bool:
+        """Whether it has stayed unsharded to its backward in this stage."""
+        return (self.strategy.keeps_unsharded or self.reopens is not None) and self.ends
+
+    @property
+    def still_kept(self) -> int:
+        """What is there of it before its backward in this stage."""
+        return self.kept if self.ends else 0
+
+    @property
+    def prefetched(self) -> int:
+        return 0 if self.is_still_there else self.bytes.gathered
+
+    @property
+    def replaces_reduction(self) -> bool:
+        """Whether its backward frees the buffer of the last reduction, and leaves its own if it is reduced."""
+        return (self.own or self.rests) and not self.reduced_after_backward and not self.stalls
+
+    @property
+    def late_reduction(self) -> int:
+        """What its reduction takes beside U and G that wait for it, where that is after all backward."""
+        own = self.bytes
+        copied = own.reduce_input - self.freed
+        left = own.gradients + (0 if self.stalls else own.last_gradient) - own.full_gradients
+        reduced = copied + own.reduce_temporary + left - (own.unsharded if self.stalls else 0)
+        return max(0, copied, reduced)
+
+    @property
+    def left_reduce_input(self) -> int:
+        """The buffer that it leaves: a run of several, before the last to run back, reduces nothing."""
+        return self.bytes.reduce_input if self.rests else 0
+
+    @property
+    def prefetch_temporary(self) -> int:
+        return 0 if self.is_still_there else self.bytes.gather_temporary
+
+
+def runs_often(graph: ModelGraph, operator: int) -> bool:
+    """Return whether a spanning operator is gathered and sharded again for each of its calls as its strategy says.
+
+    It is if it is one module, which runs several times; modules that share parameters are wrapped together, and stay
+    gathered from the first to the last.  Of a module with others inside, calls may be of one run.  What is kept is so
+    until the backward of the last call; those before gather it anew.
+    """
+    one = graph.operators[operator]
+    (module, *others) = [path for path in one.modules if path not in graph.uncalled] or [""]
+    inside = (path.startswith(f"{module}.") or not module for each in graph.operators for path in each.modules)
+    return not others and "Embedding" not in one.kind and not any(inside)
+
+
+def runs_back(graph: ModelGraph, operators: tuple[int, ...]) -> bool:
+    """Return whether operators that are handed nothing with a gradient have a backward: they, or some inside, train."""
+    paths = tuple(f"{path}." for operator in operators for path in graph.operators[operator].modules)
+    return any(
+        parameter.trainable
+        for index, one in enumerate(graph.operators)
+        if index in operators or any(path.startswith(paths) for path in one.modules)
+        for parameter in one.parameters
+    )
+
+
+def reopening_call(frame: StageFrame, operator: int) -> int | None:
+    """Return the call in a stage before which modules that share parameters are gathered once more, if there is one.
+
+    They are sharded when all of them have run.  What runs of one after that, as a head does that is called for one part
+    of the loss after the other, gathers them again, and nothing shards them before their backward.
+    """
+    graph, stage = frame.model.graph, frame.stage
+    modules = [path for path in graph.operators[operator].modules if path not in graph.uncalled]
+    here = [j for j, call in enumerate(stage.calls) if call.operator == operator]
+    runs = sum(call.operator == operator for call in graph.calls)
+    more = len(modules) > 1 and runs > len(modules) and operator in stage.closes and len(here) > 1
+    return here[1] if more else None
+
+
+def make_unit(
+    frame: StageFrame, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts, own: bool, elsewhere: bool
+) -> StagedUnit:
+    unit, traffic = units(operators, strategy, elsewhere)
+    calls = [j for j, call in enumerate(frame.stage.calls) if call.operator in operators]
+    spec, repeats, graph = strategy.spec, frame.load.accumulation, frame.model.graph
+    reopens = None if own or strategy.keeps_unsharded else reopening_call(frame, operators[0])
+    # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.  Token ids have none, and neither
+    # has what goes into the first call of all (or its slices), or into another input's first layer.
+    parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
+    this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
+    block, is_whole = frame.stage.block, own and operators == frame.stage.operators
+    late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[calls[0]].late
+    late = late and runs_back(graph, operators)
+    rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
+    own = own or runs_often(graph, operators[0])
+    return StagedUnit(
+        operators=operators,
+        strategy=strategy,
+        bytes=unit,
+        traffic=traffic,
+        first=min(calls),
+        last=max(calls),
+        opens=rests or (own and not strategy.keeps_unsharded),
+        closes=own or ends,
+        rests=rests,
+        ends=ends,
+        reduced_after_backward=late or "Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
+        own=own,
+        kept=unit.unsharded if strategy.keeps_unsharded or reopens is not None else unit.secondary,
+        freed=unit.unsharded if spec.frees_before_reduction else 0,
+        stalls=spec.stalls or is_plain(parameters, strategy, frame.load.precision),
+        reduction_s=traffic.reduce_s + traffic.add_s * (repeats - 1) / repeats,
+        reduction_stalls=spec.stalls or (repeats > 1 and traffic.add_s > 0),
+        reopens=reopens,
+    )

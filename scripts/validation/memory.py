@@ -1,0 +1,180 @@
+"""Memory of plans: one rank of eight, with every strategy, against the prediction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import cycle, product
+from typing import Any
+
+import torch
+from rehearsals import plan_of
+
+from osdp.planning.clusters import allocatable_bytes, workspaces_bytes
+from osdp.planning.memory_options import default_headroom
+from osdp.planning.verify import MOST_TOO_HIGH, MOST_TOO_LOW
+from osdp.zoo import load_cluster, load_model
+from planner.analysis.explain import OpenPlan, open_plan
+from planner.strategies.registry import known_strategies
+from profiler.cluster.cluster import Cluster
+from profiler.model_graph import ModelGraph
+from profiler.model_source import ModelSource
+from profiler.trace.metered_pass import find_loss
+from profiler.trace.trace import trace_model
+from runtime.compile_plan import compile_plan
+from runtime.observe.allocator_replay import replay
+from runtime.observe.dry_run import Script, dry_run
+from runtime.observe.one_rank import one_rank
+from validation.allocator import retries, start_over
+from validation.bounds import judged, outside
+from validation.check import Finding, Place
+
+GRIDS = ((1, 8), (2, 4))
+CLUSTER = "h100-4x8"
+MODEL, SMALL_MODEL = "gpt2-medium", "gpt2-tiny"
+MICRO_BATCH, STEPS = 2, 3
+BEGIN_WITHIN_S = 60.0
+"""On a GPU no case begins later, unless all are asked for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan that gives all operators one strategy."""
+
+    grid: tuple[int, int]
+    """Nodes, and ranks of each."""
+    strategy: str
+    recomputes: bool
+    precision: str
+
+    def __str__(self) -> str:
+        again = " recomputed" if self.recomputes else ""
+        return f"{self.grid[0]} x {self.grid[1]} {self.strategy} {self.precision}{again}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank held."""
+
+    predicted_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    limit_bytes: int
+    """Of what may be reserved."""
+    retries: int
+
+    def complaints(self, case: Case) -> list[str]:
+        """Return what is out of bounds."""
+        error = self.predicted_bytes / self.allocated_bytes - 1
+        found = outside(f"{case}: predicted / allocated - 1", error, -MOST_TOO_LOW, MOST_TOO_HIGH)
+        found += outside(f"{case}: reserved / limit", self.reserved_bytes / self.limit_bytes, 0, 1)
+        return found + outside(f"{case}: allocation retries", self.retries, 0, 0)
+
+
+def cases(is_long: bool) -> list[Case]:
+    """Return all cases, or a sample in which each strategy of the registry is once: they take turns with the rest."""
+    strategies = {grid: [str(one) for one in known_strategies(cluster_of(grid))] for grid in GRIDS}
+    settings = [*product(GRIDS, (False, True), ("fp32", "bf16"))]
+    if is_long:
+        return [Case(grid, one, *rest) for grid, *rest in settings for one in strategies[grid]]
+    turns, sample = cycle(settings), []
+    for strategy in dict.fromkeys(one for grid in GRIDS for one in strategies[grid]):
+        preferred, *rest = next(turns)
+        grid = next(one for one in (preferred, *GRIDS) if strategy in strategies[one])
+        sample.append(Case(grid, strategy, *rest))
+    return sample
+
+
+@cache
+def cluster_of(grid: tuple[int, int]) -> Cluster:
+    return load_cluster(CLUSTER, *grid)
+
+
+@cache
+def graph_of(source: ModelSource, precision: str) -> ModelGraph:
+    """Return a model as kernels of GPUs run it."""
+    return trace_model(source, precision, "cuda")
+
+
+def opened(case: Case, source: ModelSource) -> OpenPlan:
+    """Return a case's plan under the least limit that the planner would give it."""
+    graph, machine = graph_of(source, case.precision), cluster_of(case.grid)
+    choices = {operator.name: case.strategy for operator in graph.operators}
+    blocks = [block.name for block in graph.blocks] if case.recomputes else []
+    plan = plan_of(graph, machine, choices, blocks, micro_batch=MICRO_BATCH)
+    peak_bytes = open_plan(plan, graph, machine).prediction.peak_memory_bytes
+    return open_plan(replace(plan, limit_bytes=default_headroom(machine).over(peak_bytes)), graph, machine)
+
+
+def script_of(view: OpenPlan, source: ModelSource) -> Script:
+    """Return how a plan's model trains."""
+    return Script(source.build, source.example_inputs, _loss_of, view.plan.optimizer, view.plan.micro_batch)
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    return find_loss(output)[0]
+
+
+def held(view: OpenPlan, source: ModelSource, place: Place) -> Held:
+    """Run a few steps of the plan's fullest rank, on the GPU or dry."""
+    machine = view.load.cluster
+    workspaces, limit_bytes = workspaces_bytes(machine), allocatable_bytes(machine, view.plan.limit_bytes)
+    predicted_bytes = view.prediction.tensors_bytes
+    schedule, script = compile_plan(view.plan, view.space.graph, machine), script_of(view, source)
+    rank = view.decided.fullest(view.space, view.load)[0]
+    if place.is_dry:  # with data: of so small a model that takes less time than fake tensors
+        run = dry_run(script, schedule, rank, with_data=True)
+        found = replay(run.trace, limit_bytes, expandable=True, workspaces_bytes=workspaces)
+        reserved_bytes = found.reserved_bytes if found.runs else limit_bytes + 1
+        return Held(predicted_bytes, run.peak.total_bytes, reserved_bytes, limit_bytes, found.retries)
+    gpu = start_over(limit_bytes)
+    with one_rank(script, schedule, gpu, rank) as step:
+        step()  # which makes the optimizer's states
+        torch.cuda.reset_peak_memory_stats(gpu)
+        before = retries()
+        for _ in range(STEPS - 1):
+            step()
+        torch.cuda.synchronize(gpu)
+        allocated, reserved = torch.cuda.max_memory_allocated(gpu), torch.cuda.max_memory_reserved(gpu)
+        return Held(predicted_bytes + sum(workspaces), allocated, reserved, limit_bytes, retries() - before)
+
+
+def check(place: Place) -> Finding:
+    """Compare cases until time is up; what goes wrong in one does not keep others from being run."""
+    if place.is_dry:
+        torch.set_num_threads(1)  # a machine may be busy, and threads wait for each other
+    source = load_model(SMALL_MODEL if place.is_dry else MODEL)
+    wanted, started = cases(place.is_long), time.perf_counter()
+    found: dict[Case, Held] = {}
+    complaints: list[str] = []
+    for case in wanted:
+        if not (place.is_long or place.is_dry) and time.perf_counter() - started > BEGIN_WITHIN_S:
+            break
+        try:
+            found[case] = held(opened(case, source), source, place)
+            complaints += found[case].complaints(case)
+        except Exception as error:
+            complaints.append(f"{case}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    return summary(wanted, found, complaints)
+
+
+def summary(wanted: Sequence[Case], found: Mapping[Case, Held], complaints: Sequence[str]) -> Finding:
+    """Say how many cases ran and how far predictions were off."""
+    figures = {str(case): _figures(one) for case, one in found.items()}
+    told = f"{len(found)} of {len(wanted)} cases ran"
+    if found:
+        low, high = _range(one.predicted_bytes / one.allocated_bytes - 1 for one in found.values())
+        told += f", predictions off by {low:+.2%} to {high:+.2%}"
+    return judged(told, complaints, figures)
+
+
+def _figures(one: Held) -> str:
+    error, share = one.predicted_bytes / one.allocated_bytes - 1, one.reserved_bytes / one.limit_bytes
+    return f"{one.allocated_bytes} bytes allocated, predicted {error:+.2%}, {share:.1%} of the limit reserved"
+
+
+def _range(values: Iterable[float]) -> tuple[float, float]:
+    known = list(values)
+    return min(known), max(known)

@@ -1,0 +1,90 @@
+"""Ranks that are about to train different things say so before the first step, and which rank has what."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from collected import Collected
+from ranks import run_ranks
+
+from osdp.training.agreement import check_alike
+from osdp.training.config import load_config
+from osdp.training.job import prepare
+from osdp.training.rank_main import run_rank
+from profiler.errors import OsdpError
+from runtime.state.folder_lease import leased
+
+DIFFERENT: list[dict[str, Any]] = [
+    {"seed": 1},
+    {"lr": 0.5},
+    {"weight_decay": 0.5},
+    {"optimizer": "sgd"},
+    {"clip": 3.0},
+    {"schedule": "constant"},
+    {"precision": "bf16"},
+    {"fsdp_type": "FSDP"},
+    {"batch": 2},
+    {"steps": 7},
+    {"checkpoint_every": 1},
+    {"model": "bert-tiny", "task": "sentences", "seq": 16},
+]
+
+
+def told(rank: int) -> list[str]:
+    """Compare jobs of which rank 1 has another setting each time; return what this rank is told."""
+    found = []
+    for given in DIFFERENT:
+        config = load_config("gpt2", {"steps": 2, "device": "cpu"} | (given if rank == 1 else {}))
+        try:
+            check_alike(prepare(config))
+            found.append("nothing")
+        except OsdpError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_differs_is_named_with_its_values() -> None:
+    zero, one = run_ranks(told, 2)
+    assert zero == one
+    for text, given in zip(zero, DIFFERENT, strict=True):
+        assert text.startswith("ranks are about to train different things\n  got: ")
+        for name, value in given.items():
+            if name != "model":
+                assert f"{name}: " in text
+                assert f"{value} on rank 1" in text
+    assert "model: " in zero[-1]
+
+
+def where_they_lie(rank: int, folder: str) -> int:
+    """Run with files under names of each rank's own."""
+    fixed = {"steps": 1, "device": "cpu", "timeout_s": 30.0 + rank, "trace": None, "log_every": 1 + rank}
+    fixed["tensorboard"] = f"{folder}/board-{rank}"
+    collected = Collected()
+    run_rank(prepare(load_config("gpt2", fixed)), collected)
+    return len(collected.steps)
+
+
+def test_names_of_folders_may_differ(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    assert run_ranks(where_they_lie, 2, str(tmp_path), joins=False) == [1, 0]  # rank 0 reports
+
+
+def refused(rank: int, folder: str) -> str:
+    config = load_config("gpt2", {"steps": 1, "device": "cpu", "timeout_s": 30.0, "checkpoint": folder})
+    with pytest.raises(OsdpError) as caught:
+        run_rank(prepare(config), Collected())
+    return str(caught.value)
+
+
+def test_a_folder_of_checkpoints_has_one_job(tmp_path: Path) -> None:
+    """Two would publish a mixture of their weights, or remove what the other writes."""
+    with leased(tmp_path, "trains another model"):
+        zero, one = run_ranks(refused, 2, str(tmp_path), joins=False)
+    assert zero == one
+    assert f"another process writes to {tmp_path}" in zero
+    assert f"process {os.getpid()} on " in zero
+    assert "trains another model" in zero
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,163 @@
+"""Checks of `scripts/validate_gpu.py` on plans: what they choose to run, and that figures out of bounds fail."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+from validation import allocator, memory  # noqa: E402
+from validation.bounds import judged, outside  # noqa: E402
+from validation.check import Place  # noqa: E402
+from validation.profile_and_step import said_of  # noqa: E402
+from validation.ranks import unlike  # noqa: E402
+from validation.several_gpus import judged_pulls, throughputs  # noqa: E402
+from validation.steps import covered  # noqa: E402
+from validation.within_a_limit import found_in  # noqa: E402
+
+from planner.strategies.registry import known_strategies  # noqa: E402
+from planner.strategies.spec import SPECS  # noqa: E402
+from profiler.byte_sizes import MIB  # noqa: E402
+
+DRY = Place("cpu", False, Path("unused"))
+HELD = memory.Held(1000, 1000, 1500, 1500, 0)
+CASE = memory.Case((1, 8), "shard", recomputes=False, precision="fp32")
+PULLED = {
+    "is_right": True,
+    "shard_bytes": 1 << 28,
+    "copy_s": 0.8,
+    "own_copy_s": 0.1,
+    "pull_s": 1.0,
+    "gemm_s": 1.0,
+    "gemm_beside_pulls_s": 1.05,
+}
+TRAINED = """plan       planned in 1.0 s; operators: replicate+offload 3; 0 blocks recomputed
+step 1/2  loss 5.1       lr 1.00e-03  2 samples/s  2 tokens/s
+step 2/2  loss 4.9       lr 1.00e-03  2 samples/s  2 tokens/s
+done: 2 steps in this run
+device memory utilization: 90.00 MB / 100 MB (measured: of torch, allocator reserved 99.50 MB; predicted 9.00 MB)
+overall system throughput: 8.0 seq/sec (measured: median of 2 steps of 1 s; 2 tokens/s; predicted 10.0 seq/sec on x)
+"""
+
+
+# --- bounds
+
+
+@pytest.mark.parametrize("value", [0.9, 1.2, math.nan, math.inf])
+def test_a_value_out_of_bounds_is_named(value: float) -> None:
+    (complaint,) = outside("speed", value, 1.0, 1.1)
+    assert "speed" in complaint
+    found = judged("told", [complaint], {"speed": value})
+    assert found.passed is False
+    assert complaint in found.told
+
+
+def test_a_value_within_bounds_passes() -> None:
+    assert outside("speed", 1.0, 1.0, 1.1) == outside("speed", 1.1, 1.0, 1.1) == []
+    assert judged("told", [], {}).passed is True
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_cases_have_every_strategy_of_the_registry(is_long: bool) -> None:
+    cases = memory.cases(is_long)
+    known = {str(one) for grid in memory.GRIDS for one in known_strategies(memory.cluster_of(grid))}
+    assert {case.strategy for case in cases} == known
+    assert {case.strategy.partition(":")[0].partition("+")[0] for case in cases} == set(SPECS)
+    assert {case.grid for case in cases} == set(memory.GRIDS)
+    assert len({(case.recomputes, case.precision) for case in cases}) == 4
+    assert len(cases) == len(set(cases))
+    if not is_long:
+        assert len(cases) == len(known)
+
+
+@pytest.mark.parametrize("changed", [{"allocated_bytes": 1012}, {"allocated_bytes": 960}, {"reserved_bytes": 1501}])
+def test_memory_out_of_bounds_fails(changed: dict[str, int]) -> None:
+    assert HELD.complaints(CASE) == []
+    assert len(replace(HELD, **changed).complaints(CASE)) == 1
+
+
+def test_an_allocation_retry_fails() -> None:
+    (complaint,) = replace(HELD, retries=1).complaints(CASE)
+    assert "shard" in complaint
+    assert "retries" in complaint
+
+
+def test_a_case_that_raises_keeps_no_other_from_being_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "cases", lambda is_long: [CASE, replace(CASE, precision="bf16")])
+    monkeypatch.setattr(memory, "opened", lambda case, source: case)
+
+    def held(case: memory.Case, *_: Any) -> memory.Held:
+        if case is CASE or case.precision == "fp32":
+            raise RuntimeError("no memory\nand more")
+        return HELD
+
+    monkeypatch.setattr(memory, "held", held)
+    found = memory.check(DRY)
+    assert found.passed is False
+    assert "1 of 2 cases ran" in found.told
+    assert "RuntimeError: no memory" in found.told
+
+
+def test_an_allocator_that_refuses_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert allocator.fill(DRY).passed is True
+    monkeypatch.setattr(allocator, "_until_refused", lambda model: 0.97 * allocator.LIMIT_BYTES)
+    assert allocator.fill(DRY).passed is False
+
+
+# --- steps
+
+
+def test_training_that_is_as_it_should_be_passes() -> None:
+    found = found_in(TRAINED, steps=2)
+    assert found.passed is True
+    assert (found.figures["losses"], found.figures["peak_bytes"]) == ([5.1, 4.9], 99.5 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("loss 4.9", "loss nan"), ("reserved 99.50", "reserved 100.50"), ("step 2/2", "step"), ("memory", "time")],
+)
+def test_training_out_of_bounds_fails(before: str, after: str) -> None:
+    assert found_in(TRAINED.replace(before, after), steps=2).passed is False
+
+
+def test_throughputs_are_read() -> None:
+    assert throughputs(TRAINED) == (8.0, 10.0)
+    assert all(map(math.isnan, throughputs("")))
+
+
+def test_time_that_is_covered_twice_counts_once() -> None:
+    assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
+    assert covered([]) == 0
+
+
+def test_a_gpu_that_waits_is_told() -> None:
+    assert "host-bound" in said_of(0.89)
+    assert "host-bound" not in said_of(0.91)
+    assert said_of(None) == ""
+
+
+# --- several ranks
+
+
+def test_losses_that_differ_or_do_not_sink_are_named() -> None:
+    good = [5.0, 4.0]
+    assert unlike({"shard": good, "odc": [5.00001, 4.0]}) == []
+    assert len(unlike({"shard": good, "odc": [5.01, 4.0]})) == 1
+    assert len(unlike({"shard": [5.0, 5.0]})) == 1
+    assert len(unlike({"shard": [math.nan, math.nan]})) == 1
+
+
+@pytest.mark.parametrize("changed", [{"pull_s": 1.1}, {"gemm_beside_pulls_s": 1.11}, {"is_right": False}])
+def test_pulls_out_of_bounds_fail(changed: dict[str, Any]) -> None:
+    assert judged_pulls(PULLED, is_dry=False).passed is True
+    assert judged_pulls(PULLED | changed, is_dry=False).passed is False
