@@ -9,6 +9,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from osdp.plain_text import plain
+
 PACKAGES = ("planner", "profiler", "runtime")
 """Top-level packages that OSDP brings beside itself."""
 
@@ -24,7 +26,7 @@ def refuse_shadowed_packages() -> None:
     if problem is None:
         return
     if _is_program():
-        print(problem, file=sys.stderr)
+        print(plain(problem), file=sys.stderr)
         raise SystemExit(EXIT_BAD_INPUT)
     raise ImportError(problem)
 

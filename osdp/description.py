@@ -11,10 +11,9 @@ from osdp.planning.plan_file import read_plan
 from planner.optimizers import optimizer_name
 from planner.pins import parse_pin
 from planner.plan import Plan
+from profiler.bounds import Samples, SamplesOfAStep, Tokens
 from profiler.errors import OsdpError
 from profiler.yaml_files import Problem, read_text, read_yaml, validate
-
-Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,11 @@ class Description:
     """None: Adam, unless `optimizer_bytes_per_parameter` is given."""
     optimizer_bytes_per_parameter: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """What any other optimizer keeps between steps per trained parameter."""
-    micro_batch: Count | None = None
+    micro_batch: Samples | None = None
     """Samples per rank in one forward."""
-    global_batch: Count | None = None
+    global_batch: SamplesOfAStep | None = None
     """Samples per step of all ranks."""
-    sequence_length: Count | None = None
+    sequence_length: Tokens | None = None
     """Tokens per sample."""
     expert_imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """Largest load over the mean of the experts that a router chooses from."""

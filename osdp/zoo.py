@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from osdp.models.config import FAMILIES, STRICT, ModelConfig, check_length
 from osdp.planning.clusters import cluster_names, load_cluster
 from osdp.resources import resource_file, resource_names
+from profiler.bounds import Bytes, Tokens
 from profiler.errors import OsdpError
 from profiler.model_source import ModelSource
 from profiler.yaml_files import Problem, read_yaml, validate
@@ -40,11 +41,11 @@ class ModelCard:
     """One line for `osdp models`."""
     source: str
     """Where the sizes come from."""
-    sequence_length: int
+    sequence_length: Tokens
     """Tokens per sample unless the user gives another number."""
     config: dict[str, Any]
     """Fields of the family's config."""
-    parameters: int | None = None
+    parameters: Bytes | None = None
     """Number of parameters, tied ones once."""
 
     def sizes(self) -> ModelConfig:

@@ -11,12 +11,11 @@ from planner.cost.stragglers import NO_WAITS, Waits
 from planner.model.fsdp_units import check_selective
 from planner.strategies.notation import parse_choice
 from planner.strategies.spec import Strategy
+from profiler.bounds import Bytes, NodeCount, RanksPerNode, Samples, SamplesOfAStep, Tokens
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import RingRule
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Recompute
-
-Count = Annotated[int, Ge(1)]
 
 
 class _Strict:
@@ -33,9 +32,9 @@ class ModelRef(_Strict):
     """As given to `--model`."""
     fingerprint: str
     """Of the traced graph."""
-    parameters: int
+    parameters: Bytes
     """Number of parameters."""
-    sequence_length: Count
+    sequence_length: Tokens
     precision: str
     """`fp32` or `bf16`."""
     master_weights: str = ""
@@ -48,8 +47,8 @@ class ClusterRef(_Strict):
 
     name: str
     fingerprint: str
-    nodes: Count
-    gpus_per_node: Count
+    nodes: NodeCount
+    gpus_per_node: RanksPerNode
     ring: tuple[RingRule, ...] = ()
     """Groups in which reduce-scatter uses OSDP's own ring, as in the cluster file."""
 
@@ -58,9 +57,9 @@ class ClusterRef(_Strict):
 class Prediction(_Strict):
     """What the cost model expects; nothing here was measured."""
 
-    peak_memory_bytes: int
+    peak_memory_bytes: Bytes
     """Per device, reserve included."""
-    memory_by_category: dict[str, int]
+    memory_by_category: dict[str, Bytes]
     """Bytes at the peak by category."""
     peak_phase: str
     """Phase, and the operator where there is one."""
@@ -85,9 +84,9 @@ class Prediction(_Strict):
 class Asked(_Strict):
     """The options that the user set, so that another search can be run with the same."""
 
-    micro_batch: int | None = None
+    micro_batch: Samples | None = None
     """Samples per rank in one forward; None: searched."""
-    global_batch: int | None = None
+    global_batch: SamplesOfAStep | None = None
     """Samples per step of all ranks; None: one micro-batch per step."""
     pins: list[str] = field(default_factory=list)
     """As `--pin` takes them (`planner.pins`)."""
@@ -111,11 +110,11 @@ class Plan(_Strict):
     cluster: ClusterRef
     optimizer: str
     """A name, or what it keeps: `planner.optimizers.optimizer_name`."""
-    limit_bytes: Count
+    limit_bytes: Annotated[Bytes, Ge(1)]
     """Memory per device that the user allows, reserve included."""
-    micro_batch: Count
+    micro_batch: Samples
     """Samples per rank in one forward."""
-    accumulation: Count
+    accumulation: SamplesOfAStep
     """Micro-batches per step."""
     predicted: Prediction
     gap: Annotated[float, Ge(0), Lt(1)]
@@ -124,7 +123,7 @@ class Plan(_Strict):
     """Strategy of every operator, or of its slices, by its name (`planner.strategies.notation.parse_choice`)."""
     recomputed_blocks: list[str]
     """Names of the blocks whose whole forward runs again in backward."""
-    headroom_bytes: Annotated[int, Ge(0)] = 0
+    headroom_bytes: Bytes = 0
     """Part of the limit that the search left unused."""
     asked: Asked = NOTHING_ASKED
     """The options that the user set besides the limit."""

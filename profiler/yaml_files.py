@@ -6,8 +6,9 @@ sees the old file or the new one, never a part of one.
 
 `parse` reads libyaml's events instead of using its loader, so that nothing is constructed but dict, list, str, int,
 float, bool and None, and so that the line of every value is known.  Rejected: anchors and aliases (they allow
-exponential documents), tags, duplicate keys, several documents, numbers that are not finite, and nesting deeper
-than 64.  Scalars follow YAML 1.2: `1e9` is a number; `yes`, `12:30` and dates are text.  Keys are text.
+exponential documents), tags, duplicate keys, several documents, numbers that are not finite, nesting deeper than 64,
+and more than the largest plans need.  Scalars follow YAML 1.2: `1e9` is a number; `yes`, `12:30` and dates are text.
+Keys are text.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LARGEST_FILE_BYTES = 64 << 20
+LARGEST_YAML_BYTES = 16 << 20
+"""A plan of 100,000 operators takes 7 MB."""
+MOST_VALUES = 300_000
+"""In one document, keys not counted: a plan has one for each operator and block."""
+LONGEST_TEXT = 1 << 16
+"""Characters of one key or value."""
 
 _EXPECTED = {
     "bool_type": "true or false",
@@ -46,6 +53,7 @@ _EXPECTED = {
     "float_type": "a number",
     "greater_than_equal": "{ge:g} or more",
     "int_type": "a whole number",
+    "less_than_equal": "at most {le:,}",
     "list_type": "a list",
     "string_type": "text (in quotes where it looks like something else)",
     "tuple_type": "a list",
@@ -66,6 +74,9 @@ _WORDS: dict[str, Value] = {
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
 _DEEPEST = 64
+_WRONG_FILE = "a file that OSDP or you wrote for it; this one is larger than any of those"
+_MOST_PROBLEMS = 100
+"""Of one document that are looked at; the first few are shown."""
 _LONGEST_INTEGER = 20  # characters of -2^63; Python refuses to convert very long ones
 
 
@@ -76,6 +87,15 @@ class StrictYamlError(Exception):
         super().__init__(problem)
         self.line = line
         self.column = column
+
+
+class TooMuchError(StrictYamlError):
+    """A document that holds more than any of ours."""
+
+    def __init__(self, problem: str, line: int, *, got: str, expected: str) -> None:
+        super().__init__(problem, line)
+        self.got = got
+        self.expected = expected
 
 
 @dataclass
@@ -113,10 +133,13 @@ def read_yaml(path: Path, type_: type[T], *, schema: str, check: Callable[[T], I
     `schema` is the expected value of its `schema` key.  `check` finds faults that types do not express.
     Raises OsdpError.
     """
-    text = read_text(path)
+    text = read_text(path, LARGEST_YAML_BYTES)
     try:
         document = parse(text)
     except StrictYamlError as error:
+        if isinstance(error, TooMuchError):
+            what = f"{path}, line {error.line}: {error}"
+            raise OsdpError(what, got=error.got, expected=error.expected, advice=_WRONG_FILE) from None
         column = f", column {error.column}" if error.column else ""
         what = f"{path}, line {error.line}{column}: {error}"
         raise OsdpError(what, expected="plain YAML") from None
@@ -139,7 +162,7 @@ def validate(data: object, type_: type[T], at: Location = ()) -> tuple[T | None,
         return cast(T, _adapter(cast(Any, type_)).validate_json(json.dumps(data), strict=True)), []
     except ValidationError as error:
         details = error.errors(include_url=False)
-    return None, [_problem(detail, type_, at) for detail in details]
+    return None, [_problem(detail, type_, at) for detail in details[:_MOST_PROBLEMS]]
 
 
 @cache
@@ -150,11 +173,11 @@ def _adapter(type_: Any) -> TypeAdapter[Any]:
     return TypeAdapter(type_)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, largest_bytes: int = LARGEST_FILE_BYTES) -> str:
     """Return the UTF-8 text in the file at `path`; raises OsdpError."""
     try:
         with open(path, "rb") as stream:
-            data = stream.read(LARGEST_FILE_BYTES + 1)
+            data = stream.read(largest_bytes + 1)
     except FileNotFoundError:
         raise OsdpError(f"{path} does not exist", advice=_neighbour(path)) from None
     except IsADirectoryError:
@@ -163,8 +186,9 @@ def read_text(path: Path) -> str:
         raise OsdpError(f"{path} may not be read", advice="check its permissions") from None
     except (OSError, ValueError) as error:
         raise OsdpError(f"{path} cannot be read", got=str(error)) from None
-    if len(data) > LARGEST_FILE_BYTES:
-        raise OsdpError(f"{path} is too large", expected=f"at most {LARGEST_FILE_BYTES >> 20} MiB")
+    if len(data) > largest_bytes:
+        got, expected = f"more than {largest_bytes >> 20} MiB", f"at most {largest_bytes >> 20} MiB"
+        raise OsdpError(f"{path} is too large", got=got, expected=expected, advice=_WRONG_FILE)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -277,6 +301,7 @@ def _refusal(path: Path, document: Document, problems: list[Problem]) -> OsdpErr
     what = f"{path}, {describe(first)}"
     if others:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        more = " and many more" if len(problems) >= _MOST_PROBLEMS else more
         what += f"\n  also: {'; '.join(describe(other) for other in others[:5])}{more}"
     return OsdpError(what, got=first.got, expected=first.expected, advice=first.advice)
 
@@ -359,13 +384,16 @@ def _value(event: yaml.Event, events: Iterator[yaml.Event], at: Location, lines:
     """Build the value that starts with `event`, consuming its further events."""
     _refuse(event, at)
     lines.setdefault(at, _line(event))
+    if len(lines) > MOST_VALUES:
+        got, expected = f"more than {MOST_VALUES:,}", f"at most {MOST_VALUES:,}; a plan has one for each operator"
+        raise TooMuchError("too many values", _line(event), got=got, expected=expected)
     if isinstance(event, yaml.MappingStartEvent):
         mapping: dict[str, Value] = {}
         while not isinstance(key := next(events), yaml.MappingEndEvent):
             _refuse(key, at)
             if not isinstance(key, yaml.ScalarEvent):
                 raise StrictYamlError("a key must be text", _line(key))
-            name = str(key.value)
+            name = _text(key)
             if name in mapping:
                 raise StrictYamlError(f"the key {name!r} is given twice", _line(key))
             lines[*at, name] = _line(key)  # the value may start below its key
@@ -392,7 +420,7 @@ def _refuse(event: yaml.Event, at: Location) -> None:
 
 def _scalar(event: yaml.ScalarEvent) -> Value:
     """Return the value of a scalar; quoted and block scalars are text."""
-    text = str(event.value)
+    text = _text(event)
     if not event.implicit[0]:
         return text
     if text in _WORDS:
@@ -409,6 +437,14 @@ def _scalar(event: yaml.ScalarEvent) -> Value:
     if len(text) > _LONGEST_INTEGER or abs(int(text)) >= 1 << 63:
         raise StrictYamlError(f"whole numbers must be below 2^63, got {text[:40]}", _line(event))
     return int(text)
+
+
+def _text(event: yaml.ScalarEvent) -> str:
+    text = str(event.value)
+    if len(text) > LONGEST_TEXT:
+        got, expected = f"{len(text):,} characters", f"at most {LONGEST_TEXT:,}"
+        raise TooMuchError("a key or a value is too long", _line(event), got=got, expected=expected)
+    return text
 
 
 def _line(event: yaml.Event) -> int:

@@ -10,7 +10,8 @@ address, python, *arguments = sys.argv[1:]
 if arguments[:1] == ["-u"]:
     os.environ["PYTHONUNBUFFERED"] = "1"
     del arguments[0]
-forks = arguments and (not arguments[0].startswith("-") or arguments[0] in ("-m", "-c"))
+what = arguments[1:2] if arguments[:1] == ["-P"] else arguments[:1]
+forks = what and (not what[0].startswith("-") or what[0] in ("-m", "-c"))
 if os.environ.get("OSDP_TEST_REAL_RANK", "none") == os.environ.get("RANK") or not forks:
     os.execv(python, [python, *arguments])
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,10 +1,10 @@
 """Runs Python programs as forks of one server that holds torch: a start takes milliseconds in place of seconds.
 
 `python()` returns the path of an executable that takes the place of `sys.executable`: `-m MODULE`, `-c CODE`
-and `SCRIPT`, each with arguments.  It passes its arguments, environment, folder and standard streams to the
-server, which forks; it passes on signals, and ends as the program ends.  A program that starts Python by
-`sys.executable`, as torchrun starts its ranks, starts forks in turn.  Any other option of Python starts Python itself,
-and so does the rank that `REAL_RANK` names.
+and `SCRIPT`, each with arguments and perhaps `-P` before it.  It passes its arguments, environment, folder and standard
+streams to the server, which forks; it passes on signals, and ends as the program ends.  A program that starts Python
+by `sys.executable`, as torchrun starts its ranks, starts forks in turn.  Any other option of Python starts Python
+itself, and so does the rank that `REAL_RANK` names.
 
 All workers of a test run share the server, which is started when first needed and ends with the run.  Where there are
 several workers, they and their ranks are forks too, of a fork of the server that has collected (`warm_workers.py`).
@@ -252,21 +252,22 @@ def _be(request: dict[str, object], files: list[int], executable: str) -> None:
 
 def _run(arguments: list[str], path: list[str]) -> int:
     """Run a program as Python does; return its exit status."""
-    what, *others = arguments
+    is_safe = arguments[0] == "-P"  # nothing before PYTHONPATH
+    what, *others = arguments[is_safe:]
     try:
         if what == "-m":
             sys.argv[:] = ["-m", *others[1:]]
-            sys.path[:0] = [os.getcwd(), *path]
+            sys.path[:0] = [*([] if is_safe else [os.getcwd()]), *path]
             runpy.run_module(others[0], run_name="__main__", alter_sys=True)
         elif what == "-c":
             sys.argv[:] = ["-c", *others[1:]]
-            sys.path[:0] = ["", *path]
+            sys.path[:0] = [*([] if is_safe else [""]), *path]
             main = sys.modules["__main__"] = types.ModuleType("__main__")
             main.__dict__["__builtins__"] = builtins
             exec(compile(others[0], "<string>", "exec"), main.__dict__)
         else:
-            sys.argv[:] = arguments
-            sys.path[:0] = [str(Path(what).resolve().parent), *path]
+            sys.argv[:] = arguments[is_safe:]
+            sys.path[:0] = [*([] if is_safe else [str(Path(what).resolve().parent)]), *path]
             runpy.run_path(what, run_name="__main__")
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
+from typer.core import TyperGroup
 
 from osdp.cli.commands.plan import plan
 from osdp.cli.commands.profile import profile
@@ -16,12 +19,38 @@ from osdp.cli.commands.verify import verify
 from osdp.cli.exits import guarded
 from osdp.cli.options import CLUSTER_HELP, AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
 from osdp.cli.terminal import make_console, progress_bar, show
+from osdp.plain_text import plain
 
 if TYPE_CHECKING:
     from planner.analysis.explain import OpenPlan
 
+
+class _Commands(TyperGroup):
+    """The commands, whose parser repeats what it was given in plain text."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _plain_errors():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _plain_errors():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # The parser is click's or typer's own copy of it, with classes of its own.
+        if (message_of := getattr(error, "format_message", None)) is not None:
+            error.format_message = lambda: plain(message_of())  # type: ignore[attr-defined]
+        raise
+
+
 app = typer.Typer(
     name="osdp",
+    cls=_Commands,
     help="Finds the fastest parallel plan for a PyTorch model that fits into memory, and explains it.",
     no_args_is_help=True,
     add_completion=False,
@@ -110,7 +139,7 @@ def schedule(path: PlanPath, model: ModelOfPlan = None, cluster: ClusterOfPlan =
     from runtime.compile_plan import compile_plan
 
     view = _reopened(path, model, cluster)
-    print(compile_plan(view.plan, view.space.graph, view.load.cluster))
+    print(plain(str(compile_plan(view.plan, view.space.graph, view.load.cluster))))
 
 
 app.command()(verify)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from profiler import bounds
+
 MODEL_HELP = "A name from `osdp models`, path/to/model.yaml, package.module:factory or hf:path/to/config.json."
 CLUSTER_HELP = "A name from `osdp clusters`, path/to/cluster.yaml, or `visible`: derived from the visible GPUs."
 MEM_HELP = (
@@ -49,19 +51,30 @@ AsJson = Annotated[bool, Option("--json", help="Print one JSON object instead of
 
 Model = Annotated[str, Option(help=MODEL_HELP)]
 ClusterName = Annotated[str | None, Option(help=f"{CLUSTER_HELP} Default: the visible GPUs; without any, titan-rtx-8.")]
-Nodes = Annotated[int | None, Option(min=1, help="Number of nodes. Default: the cluster's.")]
-GpusPerNode = Annotated[int | None, Option(min=1, help="Number of ranks per node. Default: the cluster's.")]
+Nodes = Annotated[int | None, Option(min=1, max=bounds.MOST_NODES, help="Number of nodes. Default: the cluster's.")]
+GpusPerNode = Annotated[
+    int | None, Option(min=1, max=bounds.MOST_RANKS_PER_NODE, help="Number of ranks per node. Default: the cluster's.")
+]
 Mem = Annotated[str | None, Option(help=MEM_HELP)]
 Headroom = Annotated[
     str | None, Option(help="Memory to leave unused: 512MB, or 5% of the limit. Default: 1.5% on GPUs, for fragments.")
 ]
 Pins = Annotated[list[str] | None, Option(metavar="PATTERN=CHOICE", help=PIN_HELP)]
-Batch = Annotated[int | None, Option(min=1, help="Micro-batch size of a rank. Default: searched.")]
-GlobalBatch = Annotated[int | None, Option(min=1, help="Samples of all ranks per step. Default: one micro-batch each.")]
+Batch = Annotated[
+    int | None, Option(min=1, max=bounds.MOST_SAMPLES, help="Micro-batch size of a rank. Default: searched.")
+]
+GlobalBatch = Annotated[
+    int | None,
+    Option(
+        min=1, max=bounds.MOST_SAMPLES_OF_A_STEP, help="Samples of all ranks per step. Default: one micro-batch each."
+    ),
+]
 Imbalance = Annotated[str | None, Option(help=IMBALANCE_HELP)]
 ExpertImbalance = Annotated[float, Option(min=1, help=EXPERT_IMBALANCE_HELP)]
 ExpertImbalanceOfPlan = Annotated[float | None, Option(min=1, help=EXPERT_IMBALANCE_HELP + " Default: the plan's.")]
-SequenceLength = Annotated[int | None, Option(min=1, help="Tokens per sample. Default: the model's.")]
+SequenceLength = Annotated[
+    int | None, Option(min=1, max=bounds.MOST_TOKENS, help="Tokens per sample. Default: the model's.")
+]
 Precision = Annotated[str, Option(help=PRECISION_HELP)]
 MasterWeights = Annotated[str | None, Option(help=MASTER_WEIGHTS_HELP)]
 OptimizerName = Annotated[str | None, Option(help="adam, adamw, sgd, or fused_adam and the like. Default: adam.")]
@@ -74,8 +87,13 @@ WhatIf = Annotated[bool, Option("--what-if", help="Also find the bottleneck: wha
 Output = Annotated[Path | None, Option("--output", "-o", help=OUTPUT_HELP)]
 Plot = Annotated[Path | None, Option(help="Plot the frontier to this file (needs matplotlib).")]
 
-RanksPerNode = Annotated[int | None, Option(min=1, help="Ranks per node. Default: one per GPU, or 2 on CPUs.")]
-NodeCount = Annotated[int, Option("--nnodes", min=1, help="Number of nodes; run the same command on each.")]
-NodeRank = Annotated[int, Option(min=0, help="Rank of this node, from 0.")]
+RanksPerNode = Annotated[
+    int | None,
+    Option(min=1, max=bounds.MOST_RANKS_PER_NODE, help="Ranks per node. Default: one per GPU, or 2 on CPUs."),
+]
+NodeCount = Annotated[
+    int, Option("--nnodes", min=1, max=bounds.MOST_NODES, help="Number of nodes; run the same command on each.")
+]
+NodeRank = Annotated[int, Option(min=0, max=bounds.MOST_NODES - 1, help="Rank of this node, from 0.")]
 RendezvousEndpoint = Annotated[str, Option("--rdzv-endpoint", help="HOST:PORT of node 0, needed with several nodes.")]
 DeviceType = Annotated[str, Option(help="cpu, cuda or auto.")]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, TextIO
 
+from osdp.plain_text import plain
+
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
     from rich.table import Table
+    from rich.text import Text
 
     from planner.problem import Progress
 
@@ -20,11 +23,13 @@ STARTED_S = time.perf_counter()
 """When the command line was loaded; what "since start" counts from."""
 PLAIN_WIDTH = 100
 """Columns where stdout is no terminal."""
+NARROWEST, WIDEST = 60, 1000
+"""Columns of a report, whatever the environment variable COLUMNS says."""
 
 
 def say(text: str, file: TextIO | None = None) -> None:
     """Print a message on stderr, where it is no part of the report."""
-    print(f"osdp: {text}", file=file or sys.stderr)
+    print(f"osdp: {plain(text)}", file=file or sys.stderr)
 
 
 def note(text: str) -> None:
@@ -33,7 +38,7 @@ def note(text: str) -> None:
 
 
 def make_console() -> Console:
-    """Return the console for reports, on stdout; what it prints is taken literally."""
+    """Return the console for reports, on stdout; what it prints is taken literally, see `osdp.plain_text`."""
     from rich.console import Console
 
     class ReportConsole(Console):
@@ -41,8 +46,16 @@ def make_console() -> Console:
             """Leave it to `osdp.cli.exits`; rich would end the process."""
             raise BrokenPipeError
 
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
-    return ReportConsole(width=width, markup=False, highlight=False, emoji=False)
+        def render_str(self, text: str, **style: Any) -> Text:
+            """Every text comes by here, be it a line or in a table."""
+            return super().render_str(plain(text), **style)
+
+    return ReportConsole(width=columns(), markup=False, highlight=False, emoji=False)
+
+
+def columns() -> int:
+    """Return the width of reports: what COLUMNS says, or the terminal. Zero and what is no number say nothing."""
+    return min(WIDEST, max(NARROWEST, shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns))
 
 
 def show(as_json: bool, to_object: Callable[..., Any], to_report: Callable[..., None], *found: Any) -> None:
@@ -91,8 +104,8 @@ def progress_bar() -> Iterator[Progress]:
         from rich import progress
         from rich.console import Console
 
-        columns = progress.TextColumn("{task.description}", markup=False), progress.BarColumn()
-        console = Console(stderr=True)
-        with progress.Progress(*columns, progress.TimeElapsedColumn(), console=console, transient=True) as bar:
+        parts = progress.TextColumn("{task.description}", markup=False), progress.BarColumn()
+        console = Console(stderr=True, width=columns())
+        with progress.Progress(*parts, progress.TimeElapsedColumn(), console=console, transient=True) as bar:
             task = bar.add_task("starting", total=1.0)
-            yield lambda what, fraction: bar.update(task, description=what, completed=fraction)
+            yield lambda what, fraction: bar.update(task, description=plain(what), completed=fraction)

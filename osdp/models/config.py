@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from profiler.bounds import Layers, Size, Tokens
 from profiler.errors import OsdpError
 
 STRICT = {"extra": "forbid"}
@@ -19,8 +20,8 @@ class _Sizes:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
-    vocabulary_size: int
-    maximum_positions: int
+    vocabulary_size: Size
+    maximum_positions: Tokens
     """Longest sequence; Llama's rotary embedding itself has no limit."""
 
 
@@ -28,10 +29,10 @@ class _Sizes:
 class _StackSizes(_Sizes):
     """Sizes of a stack of equal layers."""
 
-    hidden_size: int
+    hidden_size: Size
     """Width of the residual stream."""
-    layers: int
-    heads: int
+    layers: Layers
+    heads: Size
     """Attention heads, of queries where keys have fewer; divides `hidden_size`."""
 
     def __post_init__(self) -> None:
@@ -50,9 +51,9 @@ class GPT2Config(_StackSizes):
 class BertConfig(_StackSizes):
     """Sizes of a BERT."""
 
-    token_types: int
+    token_types: Size
     """Rows of the segment embedding."""
-    intermediate_size: int
+    intermediate_size: Size
     """Width inside the feed-forward network."""
     dropout: float = 0.0
     """Probability, after the embedding, in attention and on both residual branches."""
@@ -62,9 +63,9 @@ class BertConfig(_StackSizes):
 class LlamaConfig(_StackSizes):
     """Sizes of a Llama."""
 
-    key_value_heads: int
+    key_value_heads: Size
     """Key and value heads; divides `heads`."""
-    intermediate_size: int
+    intermediate_size: Size
     """Width inside the feed-forward network."""
     rope_base: float
     """Base of the rotary wavelengths."""
@@ -83,11 +84,11 @@ class LlamaConfig(_StackSizes):
 class UnevenConfig(_Sizes):
     """Sizes of an encoder-decoder whose layers differ in width."""
 
-    head_size: int
+    head_size: Size
     """Width of one attention head; divides every width."""
-    encoder_widths: tuple[int, ...]
-    decoder_widths: tuple[int, ...]
-    expansion: int = 4
+    encoder_widths: tuple[Size, ...]
+    decoder_widths: tuple[Size, ...]
+    expansion: Size = 4
     """Inner width of a feed-forward network over its outer width."""
 
     def __post_init__(self) -> None:

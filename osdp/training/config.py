@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from osdp.compat.seed_groups import SETTINGS
 from osdp.resources import file_of
+from profiler.bounds import NodeCount, RanksPerNode, Samples, SamplesOfAStep, Seed, Steps, StepsOrNone, Tokens
 from profiler.byte_sizes import parse_bytes
 from profiler.errors import OsdpError
 from profiler.yaml_files import Problem, read_yaml, validate
@@ -41,28 +42,28 @@ class TrainConfig:
     schema: str
     model: str
     """As `osdp plan --model`: a name, a file, package.module:factory or hf:config.json."""
-    steps: PositiveInt
+    steps: Steps
     task: str = "addition"
     """`addition`: sums made on the spot. `bytes`: the bytes of the file `data`. `sentences`: BERT's two tasks, on
     pairs made on the spot or read from the file `data`."""
     digits: Annotated[int, Field(ge=1, le=9)] = 2
     data: str | None = None
     """Text file: its bytes are the tokens. For `sentences` one on each line, and blank lines between documents."""
-    seq: PositiveInt | None = None
+    seq: Tokens | None = None
     """None: of one sum, or the model's."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     optimizer: str = "adamw"
     lr: PositiveFloat = 1e-3
     """After the warm-up."""
     weight_decay: NonNegativeFloat = 0.0
     schedule: str = "constant"
     """`constant`, or `cosine` down to a tenth of the learning rate."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: StepsOrNone = 0
     clip: PositiveFloat | None = None
     on_nonfinite: str = "stop"
     """What becomes of a step whose gradients are not finite: the run ends before the optimizer's step, or the step is
     left out (`skip`)."""
-    nonfinite_limit: PositiveInt = 10
+    nonfinite_limit: Steps = 10
     """So many such steps in a row end the run all the same."""
     precision: str = "fp32"
     master_weights: str | None = None
@@ -70,8 +71,8 @@ class TrainConfig:
     mem: str | None = None
     """None: the device's memory."""
     cluster: str | None = None
-    batch: PositiveInt | None = None
-    global_batch: PositiveInt | None = None
+    batch: Samples | None = None
+    global_batch: SamplesOfAStep | None = None
     """None: one micro-batch of each rank."""
     plan: str | None = None
     fsdp_type: str = "OSDP"
@@ -81,20 +82,20 @@ class TrainConfig:
     and then inside, `none` (the same as nothing) is plain FSDP."""
     device: str = "auto"
     """`cpu` (gloo), `cuda` (NCCL) or `auto`: GPUs if there are any."""
-    ranks_per_node: PositiveInt | None = None
-    emulated_nodes: PositiveInt = 1
+    ranks_per_node: RanksPerNode | None = None
+    emulated_nodes: NodeCount = 1
     """Nodes that the ranks of one machine stand for, `ranks_per_node` each: to try groups without a second machine."""
     timeout_s: PositiveFloat = 600.0
     checkpoint: str | None = None
-    checkpoint_every: PositiveInt = 500
+    checkpoint_every: Steps = 500
     """There is one at the end too."""
-    checkpoint_keep: PositiveInt = 2
+    checkpoint_keep: Steps = 2
     checkpoint_async: bool = False
     resume: str = "auto"
     """`auto`: from the newest whole checkpoint if there is one. `never`, or the path of a checkpoint."""
     tensorboard: str | None = None
     trace: str | None = None
-    log_every: PositiveInt = 50
+    log_every: Steps = 50
 
     @property
     def sharding(self) -> str:

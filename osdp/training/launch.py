@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import osdp
+from osdp.training.loopback import loopback_store, use_loopback
 from profiler.errors import OsdpError
 
 if TYPE_CHECKING:
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 
 CPU_RANKS = 2
 """Ranks that are started where there are no GPUs and the user gives no number."""
-PROGRAM = ("-m", "osdp")
+PROGRAM = ("-P", str(Path(osdp.__file__).with_name("__main__.py")))
+"""What Python runs as a rank: this very OSDP, without the current folder first on `sys.path`, as `-m osdp` would."""
 LAUNCHED = "OSDP_LAUNCHED"
 """Environment variable by which a rank knows that we started it, not torchrun."""
 _BAD_INPUT, _BROKEN_PIPE = 2, 128 + signal.SIGPIPE
@@ -51,7 +55,7 @@ class Nodes:
     index: int = 0
     """From 0."""
     endpoint: str = ""
-    """host:port of node 0, the rendezvous endpoint; empty on one node."""
+    """host:port of node 0, the rendezvous endpoint; empty on one node, which chooses its own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
@@ -89,8 +93,12 @@ def launch(
     # The agent's own words about a failure would stand around ours.
     logging.disable(logging.NOTSET if os.environ.get("LOGLEVEL") else logging.CRITICAL)
     try:
-        with _left_together(nodes, timeout_s):
-            elastic_launch(_settings(ranks, nodes, timeout_s), sys.executable)(*program, *command)
+        with (
+            _left_together(nodes, timeout_s) as reachable,
+            # The agent makes folders for the errors of ranks, and leaves its own there for good.
+            tempfile.TemporaryDirectory(prefix="osdp-ranks-", ignore_cleanup_errors=True) as folder,
+        ):
+            elastic_launch(_settings(ranks, reachable, timeout_s, folder), sys.executable)(*program, *command)
     except ChildFailedError as error:
         raise _cause(error) from None
     except SignalException:
@@ -100,14 +108,17 @@ def launch(
 
 
 @contextmanager
-def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[None]:
-    """Keep the store of several nodes, which is in the process of node 0, until all have left it.
+def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[Nodes]:
+    """Have a store for the ranks to meet in; gives the nodes with its endpoint.
 
-    The agent of node 0 would close it once all have come to the end, while another may still wait for
-    its answer, and get a warning with a stack trace (seen with torch 2.13).
+    On one node it is our own. Of several, that of node 0 is kept until all have left it: its agent would close it once
+    all have come to the end, while another may still wait for its answer, and get a warning with a stack trace (seen
+    with torch 2.13).
     """
     if nodes.count == 1:
-        yield
+        use_loopback()
+        with loopback_store() as endpoint:
+            yield Nodes(endpoint=endpoint)
         return
     import torch.distributed as dist
 
@@ -120,26 +131,26 @@ def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[None]:
         except dist.DistNetworkError as error:
             what, got = "node 0 cannot listen at the rendezvous endpoint", f"{nodes.endpoint}: {error}"
             raise OsdpError(what, got=got, expected="an address of this machine and a free port") from None
-        yield
+        yield nodes
         with suppress(dist.DistError):  # a node that was lost at the very end
             store.wait([f"osdp/left/{node}" for node in range(1, nodes.count)], timedelta(seconds=_SHUTDOWN_S))
     else:
-        yield
+        yield nodes
         with suppress(dist.DistError):
             connect(timeout=timedelta(seconds=_SHUTDOWN_S)).set(f"osdp/left/{nodes.index}", "1")
 
 
-def _settings(ranks: int, nodes: Nodes, timeout_s: float) -> LaunchConfig:
+def _settings(ranks: int, nodes: Nodes, timeout_s: float, folder: str) -> LaunchConfig:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    found = LaunchConfig(nodes.count, nodes.count, ranks, run_id="osdp", max_restarts=0)
+    logs = DefaultLogsSpecs(log_dir=folder)
+    found = LaunchConfig(nodes.count, nodes.count, ranks, run_id="osdp", max_restarts=0, logs_specs=logs)
     if hasattr(found, "shutdown_timeout"):
         found.shutdown_timeout = _SHUTDOWN_S
-    found.rdzv_configs = {"timeout": round(timeout_s)}
-    if nodes.count == 1:  # Any free port will do.
-        found.rdzv_backend, found.rdzv_endpoint, found.local_addr = "c10d", "localhost:0", "localhost"
-    else:  # In the order of --node-rank, which decides the order of ranks.
-        found.rdzv_backend, found.rdzv_endpoint, found.rdzv_configs["rank"] = "static", nodes.endpoint, nodes.index
+    # In the order of --node-rank, which decides the order of ranks.
+    found.rdzv_backend, found.rdzv_endpoint = "static", nodes.endpoint
+    found.rdzv_configs = {"timeout": round(timeout_s), "rank": nodes.index}
     return found
 
 

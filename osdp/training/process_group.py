@@ -1,6 +1,7 @@
 """The process group of a run: who this rank is, on which device, and when it gives up waiting."""
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from osdp.training.tasks import Sample
+from profiler.errors import OsdpError
 from runtime.failures.liveness import announce
 from runtime.host_copies import on_device
 from runtime.own_gpu import barrier, own_gpu, raise_lost_ranks, refuse_shared_gpus
+
+NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+"""Environment variables that say which rank this is, and where rank 0 listens; MASTER_ADDR says on which host."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,19 @@ def end_at_once_on_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def _check_environment() -> None:
+    """Raise OsdpError unless the environment says whom to join, and as which rank."""
+    texts = [os.environ.get(name, "") for name in NUMBERS]
+    rank, size, port = (int(text) if text.isdecimal() and len(text) < 10 else -1 for text in texts)
+    if 0 <= rank < size and 0 < port < 2**16 and os.environ.get("MASTER_ADDR"):
+        return
+    names = (*NUMBERS, "MASTER_ADDR")
+    got = ", ".join(f"{name}={os.environ[name]}" if os.environ.get(name) else f"no {name}" for name in names)
+    expected = "RANK below WORLD_SIZE, and MASTER_ADDR and MASTER_PORT of rank 0, as torchrun sets them"
+    advice = "torchrun --nproc-per-node N -m osdp ...; or unset RANK WORLD_SIZE, so that OSDP starts the ranks itself"
+    raise OsdpError("the environment does not say which ranks to join", got=got, expected=expected, advice=advice)
+
+
 @contextmanager
 def joined(device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the process group that the environment describes, as torchrun sets it, and leave it.
@@ -65,6 +83,7 @@ def joined(device: str, timeout_s: float) -> Iterator[Ranks]:
         here, backend = own_gpu(), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(here)
         raise_lost_ranks()
+    _check_environment()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
         if dist.get_world_size() > 1:

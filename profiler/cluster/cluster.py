@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from profiler.bounds import NodeCount, RanksPerNode
 from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import Measured, RingRule
 
@@ -82,9 +83,9 @@ class Cluster:
     """Short name, as given to `--cluster`."""
     description: str
     """One line for `osdp clusters`."""
-    nodes: int
+    nodes: NodeCount
     """Number of nodes."""
-    gpus_per_node: int
+    gpus_per_node: RanksPerNode
     """Ranks per node."""
     device: Device
     """The device."""

@@ -16,14 +16,15 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
+from profiler.bounds import MOST_RANKS, MOST_REPETITIONS, Samples
 from profiler.cluster.figure import Figure
 from profiler.model_graph import Call, ModelGraph
 
 NotNegative = Annotated[float, Ge(0)]
-GroupSize = Annotated[int, Ge(2)]
-Stride = Annotated[int, Ge(1)]
+GroupSize = Annotated[int, Ge(2), Le(MOST_RANKS)]
+Stride = Annotated[int, Ge(1), Le(MOST_RANKS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class CallTimes:
     """`call_key` of the calls that it covers."""
     name: str
     """One of them: model and operator."""
-    micro_batches: tuple[int, ...]
+    micro_batches: tuple[Samples, ...]
     """Sizes measured, ascending."""
     forward_s: tuple[NotNegative, ...]
     """Median seconds of forward at each."""
@@ -118,7 +119,7 @@ class Measured:
     """When, ISO 8601."""
     versions: str
     """Python, torch, backend."""
-    repetitions: int
+    repetitions: Annotated[int, Ge(0), Le(MOST_REPETITIONS)]
     """Timings of each point, interleaved; figures are medians."""
     collectives: tuple[CollectiveTimes, ...] = ()
     calls: tuple[CallTimes, ...] = ()

@@ -39,6 +39,8 @@ from profiler.errors import OsdpError
 
 FOLDER = Path("/dev/shm")
 PREFIX = "osdp-odc-"
+FLAGS_OF_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+"""Everybody may make names there: a symbolic link under one of ours leads to a file of somebody else's choice."""
 HEADER_BYTES = mmap.PAGESIZE
 """In front of the windows."""
 LIFE = (0, 1)
@@ -73,7 +75,7 @@ class Segment:
 
     def __init__(self, path: Path, size_bytes: int, descriptor: int | None = None) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC) if descriptor is None else descriptor
+        self._descriptor = os.open(path, FLAGS_OF_OPEN) if descriptor is None else descriptor
         self._map = mmap.mmap(self._descriptor, size_bytes)
         view = memoryview(self._map)[:HEADER_BYTES]
         self._integers, self._doubles = view.cast("q"), view.cast("d")
@@ -84,7 +86,7 @@ class Segment:
         remove_leftovers()
         while True:
             path = FOLDER / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(path, FLAGS_OF_OPEN | os.O_CREAT | os.O_EXCL, 0o600)
             # A rank that starts now may have taken the file for a leftover before it was locked.
             if try_lock(descriptor, fcntl.LOCK_EX, *LIFE) and os.fstat(descriptor).st_nlink:
                 break
@@ -194,7 +196,7 @@ def remove_leftovers() -> None:
         if path.name.startswith(own):  # closing another descriptor of it would drop its locks
             continue
         with suppress(OSError):  # another user's, or gone
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, FLAGS_OF_OPEN)
             try:
                 if try_lock(descriptor, fcntl.LOCK_EX, *LIFE):
                     path.unlink()

@@ -219,7 +219,7 @@ def changed(tmp_path: Path, pattern: str, replacement: str) -> str:
         ("value: 14.0e-6", "value: 14", "inter.latency_s.value", "it is in seconds"),
         ("value: 471859200", "value: 1.0e+12", "device.reserve_bytes", "less than memory_bytes"),
         ("source: .measured: 232", 'source: "heard: 232', "intra.bytes_per_s", "source must start with"),
-        ("nodes: 2", "nodes: 0", "the document", "at least 1"),
+        ("nodes: 2", "nodes: 0", "nodes", "1 or more"),
         ("nodes: 2", "nodes: 2.0", "nodes", "a whole number"),
         ("gpus_per_node: 8\n", "gpus: 8\n", "gpus_per_node", "is missing"),
         ("overlaps: true", "overlaps: maybe", "overlaps", "true or false"),

@@ -236,9 +236,9 @@ def test_bytes_that_are_not_utf_8_name_their_line(tmp_path: Path) -> None:
 
 
 def test_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yaml_files, "LARGEST_FILE_BYTES", len(GOOD))
+    monkeypatch.setattr(yaml_files, "LARGEST_YAML_BYTES", len(GOOD))
     read(tmp_path, GOOD)
-    monkeypatch.setattr(yaml_files, "LARGEST_FILE_BYTES", len(GOOD) - 1)
+    monkeypatch.setattr(yaml_files, "LARGEST_YAML_BYTES", len(GOOD) - 1)
     assert "is too large" in refused(tmp_path, GOOD)
 
 

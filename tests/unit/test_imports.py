@@ -24,6 +24,7 @@ PLAIN_DATA = frozenset(
         "cluster.measurements",
         "errors",
         "yaml_files",
+        "bounds",
         "byte_sizes",
     )
 )

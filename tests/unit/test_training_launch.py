@@ -83,7 +83,7 @@ def test_nodes_that_cannot_be(count: int, index: int, endpoint: str) -> None:
         Nodes(count, index, endpoint)
 
 
-def test_settings_of_a_torch_without_a_timeout_for_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_a_torch_without_a_timeout_for_shutdown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As torch 2.11 has it."""
     fields = [
         (field.name, field.type, dataclasses.field(default=field.default, default_factory=field.default_factory))
@@ -91,8 +91,8 @@ def test_settings_of_a_torch_without_a_timeout_for_shutdown(monkeypatch: pytest.
         if field.name != "shutdown_timeout"
     ]
     monkeypatch.setattr(api, "LaunchConfig", dataclasses.make_dataclass("LaunchConfig", fields))
-    for nodes in (Nodes(), Nodes(2, 1, "host:1")):
-        found = _settings(3, nodes, 60.0)
+    for nodes in (Nodes(endpoint="host:1"), Nodes(2, 1, "host:1")):
+        found = _settings(3, nodes, 60.0, str(tmp_path))
         assert (found.min_nodes, found.max_nodes, found.nproc_per_node) == (nodes.count, nodes.count, 3)
         assert not hasattr(found, "shutdown_timeout")
 

@@ -15,7 +15,8 @@ from typer import Option
 from osdp.cli import options
 from osdp.cli.exits import guarded
 from osdp.cli.rank_process import end_of_rank, start_ranks
-from osdp.cli.terminal import make_console, print_json, progress_bar, show
+from osdp.cli.terminal import make_console, print_json, progress_bar, say, show
+from profiler.bounds import MOST_REPETITIONS, MOST_SAMPLES
 
 if TYPE_CHECKING:
     from osdp.profile.session import Wanted
@@ -31,7 +32,9 @@ def profile(
     batch: Annotated[str, Option(help="Micro-batch sizes at which operators are timed, such as 1,2,4.")] = "1",
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
-    repetitions: Annotated[int, Option(min=1, help="Timings of each point, of which the median is taken.")] = 5,
+    repetitions: Annotated[
+        int, Option(min=1, max=MOST_REPETITIONS, help="Timings of each point, of which the median is taken.")
+    ] = 5,
     budget_s: Annotated[float, Option("--budget-s", min=1.0, help=BUDGET_HELP)] = 120.0,
     device: options.DeviceType = "auto",
     ranks_per_node: options.RanksPerNode = None,
@@ -81,8 +84,10 @@ def _wanted(
     from profiler.errors import OsdpError
 
     sizes = [part.strip() for part in batch.split(",")]
-    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise OsdpError("--batch takes micro-batch sizes", got=batch, expected="positive whole numbers, such as 1,2,4")
+    digits = len(str(MOST_SAMPLES))
+    if not all(size.isdecimal() and len(size) <= digits and 0 < int(size) <= MOST_SAMPLES for size in sizes):
+        expected = f"whole numbers from 1 to {MOST_SAMPLES:,}, such as 1,2,4"
+        raise OsdpError("--batch takes micro-batch sizes", got=batch[:80], expected=expected)
     if precision not in ("fp32", "bf16"):
         raise OsdpError("unknown --precision", got=precision, expected="fp32 or bf16")
     if device not in ("auto", "cpu", "cuda"):
@@ -135,7 +140,7 @@ def _progress(is_first: bool) -> Iterator[Progress]:
         stage = what.partition(":")[0]
         if stage not in printed:
             printed.add(stage)
-            print(f"osdp: {fraction:4.0%}  {stage}", file=sys.stderr, flush=True)
+            say(f"{fraction:4.0%}  {stage}")
 
     yield print_stage
 

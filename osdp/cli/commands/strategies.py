@@ -13,6 +13,7 @@ from osdp.cli import options
 from osdp.cli.exits import guarded
 from osdp.cli.rank_process import end_of_rank, start_ranks
 from osdp.cli.terminal import progress_bar, show
+from profiler.bounds import MOST_NODES, MOST_SAMPLES
 
 if TYPE_CHECKING:
     from osdp.planning.request import Request
@@ -37,7 +38,7 @@ def strategies(
         list[str] | None,
         Option(help="A strategy as plan files name it; repeatable. Default: replicate, owner and shard."),
     ] = None,
-    batch: Annotated[int, Option(min=1, help="Micro-batch size of a rank.")] = 1,
+    batch: Annotated[int, Option(min=1, max=MOST_SAMPLES, help="Micro-batch size of a rank.")] = 1,
     seq: options.SequenceLength = None,
     precision: options.Precision = "fp32",
     optimizer: options.OptimizerName = None,
@@ -124,7 +125,9 @@ def _measured(
 @guarded
 def partition(
     model: options.Model,
-    ranks: Annotated[list[int] | None, Option(min=1, help="Number of ranks; repeatable. Default: 2 to 8.")] = None,
+    ranks: Annotated[
+        list[int] | None, Option(min=1, max=MOST_NODES, help="Number of ranks; repeatable. Default: 2 to 8.")
+    ] = None,
     by_module: Annotated[
         bool, Option("--by-module", help="Keep a module's parameters on one rank, as the strategy `owner` does.")
     ] = False,

@@ -7,7 +7,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from osdp.cli.reports.figures import format_count, format_seconds
-from osdp.cli.terminal import note
+from osdp.cli.terminal import columns, note
+from osdp.plain_text import plain
 from osdp.training.reporters import Event, Saved, Skipped, Start, Step, Summary
 from profiler.byte_sizes import MIB, format_bytes
 
@@ -59,7 +60,7 @@ class TrainReport:
         if self._bar is None:
             _say(line)
         else:
-            self._bar.console.print(line)
+            self._bar.console.print(plain(line))
 
 
 def start_lines(start: Start) -> list[str]:
@@ -125,7 +126,7 @@ def _megabytes(size_bytes: float) -> str:
 
 def _say(line: str) -> None:
     """Print at once: the ranks' stdout may be a pipe."""
-    print(line, flush=True)
+    print(plain(line), flush=True)
 
 
 def _make_bar() -> Progress:
@@ -137,6 +138,6 @@ def _make_bar() -> Progress:
         def show_cursor(self, show: bool = True) -> bool:
             return False
 
-    console = PlainCursor(markup=False, highlight=False, emoji=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True)
+    console = PlainCursor(width=columns(), markup=False, highlight=False, emoji=False)
+    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*parts, console=console, transient=True)
