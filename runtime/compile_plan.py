@@ -48,7 +48,8 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
         accumulation=plan.accumulation,
         units=tuple(scheduled),
         splits=splits,
-        recomputed=tuple(block.name for block in graph.blocks if block.name in recomputed),
+        # Once each, however often it runs: wrapped again it would run again as often for every call.
+        recomputed=tuple(dict.fromkeys(block.name for block in graph.blocks if block.name in recomputed)),
         selective=frozenset(plan.selectively_recomputed_blocks),
         by_ddp=runs_by_ddp(plan, graph, cluster),
         master_weights=plan.model.master_weights,

@@ -401,6 +401,34 @@ def labels(batch: int) -> Tensor:
     return torch.randint(CLASSES, (batch,))
 
 
+class Siamese(nn.Module):
+    """One encoder with batch norm for an anchor, a like and an unlike image."""
+
+    class Block(nn.Module):
+        """A convolution and what follows it."""
+
+        def __init__(self, channels: int) -> None:
+            super().__init__()
+            self.convolution, self.norm = nn.Conv2d(channels, 32, 3, padding=1), nn.BatchNorm2d(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.norm(self.convolution(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Siamese.Block(3), *(Siamese.Block(32) for _ in range(3))])
+        self.head = nn.Linear(32, 64)
+
+    def encode(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+    def forward(self, anchor: Tensor, like: Tensor, unlike: Tensor) -> Tensor:
+        near, far = ((self.encode(anchor) - self.encode(x)).pow(2).sum(1) for x in (like, unlike))
+        return torch.relu(near - far + 1).mean()
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]]] = {
     "U-Net, transposed": (lambda: UNet(upsample=False), lambda b: (images(b),)),
     "U-Net, upsampled": (lambda: UNet(upsample=True), lambda b: (images(b),)),
@@ -413,6 +441,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]
     "fused": (lambda: Fused(2048), lambda b: (images(b), torch.randn(b, 2048), labels(b))),
     "VAE, tuple": (lambda: VAE(returns="tuple"), lambda b: (images(b),)),
     "Mixer": (Mixer, lambda b: (images(b), labels(b))),
+    "Siamese": (Siamese, lambda b: (images(b), images(b), images(b))),
     "ViT": (ViT, lambda b: (images(b),)),
     "ViT, registers": (lambda: ViT(registers=7), lambda b: (images(b),)),
     "DiT": (lambda: DiT(shared=False), lambda b: (images(b), torch.rand(b))),

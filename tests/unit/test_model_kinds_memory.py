@@ -53,6 +53,8 @@ MENDED = {
     ("VAE, dataclass", "hierarchical", "keep", "fp32"): 1,
     # A block that runs again leaves no gathered buffer.
     ("MobileNet", "shard", "whole", "bf16"): 1,
+    # A block that is called several times is recomputed once for each call.
+    ("Siamese", "shard", "whole", "fp32"): 1,
     # A block of several units runs again to its end, where only what it had kept and saves now is counted once.
     ("Perceiver, one block", "shard", "selective", "fp32"): 1,
     ("Perceiver", "shard,shard_grad", "selective", "fp32"): 1,

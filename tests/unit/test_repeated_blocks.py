@@ -7,6 +7,8 @@ from itertools import product
 
 import pytest
 import torch
+from rehearsals import plan_of
+from synthetic import cluster
 from thoroughness import some
 from torch import Tensor, nn
 
@@ -22,6 +24,8 @@ from planner.search.search import loads_of
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
+from runtime.compile_plan import compile_plan
+from runtime.observe.dry_run import Script, dry_run
 
 TOKENS, WIDTH = 32, 64
 
@@ -86,3 +90,31 @@ def test_what_is_recomputed_of_a_block_is_so_in_all_its_calls(factor: float, sty
     # What the file predicts is what its reading is priced at.
     assert step_time(options, view.load).total_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
     assert peak_memory(options, view.load).total_bytes == pytest.approx(plan.predicted.peak_memory_bytes, abs=1)
+
+
+class Counted(Repeated):
+    """Counts how often its first block's forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+        self.blocks[0].up.register_forward_pre_hook(self.count)
+
+    def count(self, *_: object) -> None:
+        self.runs += 1
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_each_call_runs_again_once(selective: bool) -> None:
+    """And not as often as the block is called: each would then run again within the other."""
+    machine = cluster(1, 2)
+    names = [block.name for block in graph().blocks]
+    assert len(names) == 2 * len(set(names))
+    lists = ([], names) if selective else (names, [])
+    plan = plan_of(graph(), machine, {operator.name: "shard" for operator in graph().operators}, *lists)
+    schedule = compile_plan(plan, graph(), machine)
+    assert sorted(schedule.recomputed) == sorted(set(names))
+    model = Counted()
+    script = Script(lambda: model, lambda _, n: ((torch.randn(n, TOKENS, WIDTH),), {}), lambda loss: loss, "adam", 2)
+    dry_run(script, schedule, with_data=True)
+    assert model.runs == 2 * 2 * 2  # steps, calls, and each forward and again
