@@ -1,7 +1,9 @@
 """The process group of a run: who this rank is, on which device, and when it gives up waiting."""
 
+import ctypes
 import gc
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from osdp.training.tasks import Sample
 from runtime.failures.liveness import announce
 from runtime.host_copies import on_device
 from runtime.own_gpu import barrier, own_gpu, raise_lost_ranks, refuse_shared_gpus
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,15 @@ def end_at_once_on_signals() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+
+
+def end_with_launcher() -> None:
+    """Let this rank be killed when the process that started it ends, however it does; on Linux.
+
+    It would train on alone, and hold the folder of checkpoints against the run that is started instead.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
