@@ -39,8 +39,9 @@ def run_rank(job: Job, *reporters: Reporter) -> None:
             for reporter in reporters if ranks.rank == 0 else ():
                 reporter.report(event)
 
-        check_alike(job)
+        # First: while another job writes there, ranks find different checkpoints to resume.
         with _own_checkpoints(job, ranks):
+            check_alike(job)
             _train(job, ranks, report)
 
 
