@@ -31,7 +31,7 @@ from profiler.errors import OsdpError  # noqa: E402
 from runtime.state.checkpoint_files import check_contents, check_sizes, latest, whole_steps  # noqa: E402
 from runtime.state.checkpoint_manifest import read_manifest  # noqa: E402
 
-STEPS, EVERY, STEP_S, EPISODES = 80, 4, 0.12, 4
+STEPS, EVERY, STEP_S, EPISODES = 60, 4, 0.12, 3
 TIMEOUT_S, PATIENCE_S = 15, 180.0
 MODEL = f"""
 import time
@@ -237,7 +237,8 @@ class Chaos:
             if not is_over and (status != 2 or "another" not in told):
                 raise Lost(f"a second job was not refused, exit status {status}: {told}")
             self.tried["a second job that was refused"] += not is_over
-        run.end(process, 0)
+            process.kill()
+        run.end(process, 0, -signal.SIGKILL)
 
     def a_restart(self, run: Run) -> None:
         process = run.start("--restarts", "3")
