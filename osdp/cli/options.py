@@ -96,4 +96,10 @@ NodeCount = Annotated[
 ]
 NodeRank = Annotated[int, Option(min=0, max=bounds.MOST_NODES - 1, help="Rank of this node, from 0.")]
 RendezvousEndpoint = Annotated[str, Option("--rdzv-endpoint", help="HOST:PORT of node 0, needed with several nodes.")]
+NodeRange = Annotated[
+    str | None, Option(metavar="MIN:MAX", help="In place of --nnodes: train on MIN to MAX nodes, as many as there are.")
+]
+Restarts = Annotated[
+    int, Option(min=0, help="After a rank or a node is lost, start again from the last checkpoint, so many times.")
+]
 DeviceType = Annotated[str, Option(help="cpu, cuda or auto.")]

@@ -4,6 +4,7 @@
 runs compare like with like; the memory limit does not bind them, and the report notes if they exceed it.
 """
 
+import dataclasses
 import time
 import warnings
 
@@ -12,6 +13,7 @@ from osdp.planning.clusters import memory_limit
 from osdp.planning.memory_options import default_headroom
 from osdp.planning.rank_grid import cluster_of_ranks, grid
 from osdp.planning.request import Request, plan_model
+from osdp.training.config import TrainConfig
 from osdp.training.job import Job, check_ranks
 from planner.cost.peak_memory import peak_memory
 from planner.cost.workload import Workload
@@ -24,8 +26,10 @@ from planner.strategies.notation import parse_strategy
 from planner.strategies.registry import known_strategies
 from profiler.byte_sizes import parse_bytes
 from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Recompute
 from profiler.trace.trace import trace_model
+from runtime.state.checkpoint_manifest import read_manifest
 
 UNIFORM = {"FSDP": "shard", "DDP": "replicate"}
 """Strategy of every operator, by `fsdp_type`."""
@@ -47,8 +51,8 @@ def choose_plan(job: Job) -> tuple[Plan, float]:
 
 
 def _planned(job: Job) -> Plan:
-    config = job.config
-    cluster, _ = cluster_of_ranks(config.cluster, config.emulated_nodes)
+    cluster, _ = cluster_of_ranks(job.config.cluster, job.config.emulated_nodes)
+    config = _with_samples_kept(job, cluster.world_size)
     limit_bytes = memory_limit(cluster, None if config.mem is None else parse_bytes(config.mem))
     masters, batches = config.master_weights or "", (config.batch, config.global_batch)
     free = default_headroom(cluster)
@@ -65,6 +69,21 @@ def _planned(job: Job) -> Plan:
     if config.fsdp_args is not None:
         choice = str(grouped_strategy(config.fsdp_args, cluster.nodes, cluster.gpus_per_node))
     return uniform_plan(graph, load, request, choice)
+
+
+def _with_samples_kept(job: Job, world_size: int) -> TrainConfig:
+    """Return the configuration with as many samples per step as the run had that is resumed, unless it says."""
+    config = job.config
+    kept = read_manifest(job.resume).extra.get("samples_per_step") if job.resume else None
+    if config.global_batch is not None or not isinstance(kept, int):
+        return config
+    if kept % world_size:
+        what = f"{world_size} ranks cannot share the samples of a step evenly"
+        got = f"{kept} samples per step in the run of {job.resume}"
+        near = max(1, round(kept / world_size)) * world_size
+        advice = f"another number of ranks; or --global-batch {near}, with which losses are not as before"
+        raise OsdpError(what, got=got, expected=f"a multiple of {world_size}", advice=advice)
+    return dataclasses.replace(config, global_batch=kept)
 
 
 def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:

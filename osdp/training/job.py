@@ -97,6 +97,16 @@ def ranks_to_start(config: TrainConfig) -> int:
     return ranks
 
 
+def check_restarts(config: TrainConfig, restarts: int, least_nodes: int | None) -> None:
+    """Raise OsdpError if a run cannot be started again, or cannot be run on a number of nodes that changes."""
+    if restarts and config.checkpoint is None:
+        what = "a restart continues from a checkpoint, and none are written"
+        raise OsdpError(what, got=f"--restarts {restarts}", expected="--checkpoint FOLDER too")
+    if least_nodes is not None and config.plan is not None:
+        what, advice = "a plan file is for one number of ranks", "--nnodes N, or no --plan: each start plans anew"
+        raise OsdpError(what, got=f"--nodes with --plan {config.plan}", advice=advice)
+
+
 def check_ranks(plan: Plan, nodes: int, ranks_per_node: int) -> None:
     """Raise OsdpError if a plan is for another number of ranks."""
     wanted = plan.cluster

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import osdp
 from osdp.training.loopback import loopback_store, use_loopback
+from osdp.training.meeting import Meeting
 from profiler.errors import OsdpError
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class Nodes:
     """From 0."""
     endpoint: str = ""
     """host:port of node 0, the rendezvous endpoint; empty on one node, which chooses its own."""
+    least: int | None = None
+    """Where nodes may come and go: how many are needed; `count` is then how many there can be."""
+    meeting: Meeting | None = None
+    """How they meet if the ranks are started again when one is lost; None: once, in the order of `index`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
@@ -65,6 +70,15 @@ class Nodes:
         if self.count > 1 and not (port.isdecimal() and 0 < int(port) < 2**16):
             what, got = "several nodes need a rendezvous endpoint", self.endpoint or "no --rdzv-endpoint"
             raise OsdpError(what, got=got, expected="--rdzv-endpoint HOST:PORT of node 0, the same on every node")
+
+
+def node_range(text: str, count: int, endpoint: str) -> Nodes:
+    """Return the nodes that `--nodes MIN:MAX` means."""
+    least, _, most = text.partition(":")
+    if count != 1 or not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        got = f"--nodes {text}" + (f" --nnodes {count}" if count != 1 else "")
+        raise OsdpError("the number of nodes is wrong", got=got, expected="--nodes MIN:MAX, such as 1:4, or --nnodes N")
+    return Nodes(int(most), endpoint=endpoint, least=int(least))
 
 
 def is_rank() -> bool:
@@ -84,6 +98,7 @@ def launch(
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
     os.environ[LAUNCHED] = "1"
@@ -101,6 +116,10 @@ def launch(
             elastic_launch(_settings(ranks, reachable, timeout_s, folder), sys.executable)(*program, *command)
     except ChildFailedError as error:
         raise _cause(error) from None
+    except RendezvousError as error:
+        if nodes.meeting is None:
+            raise
+        raise RankError(f"the nodes did not meet at {nodes.endpoint}: {str(error) or type(error).__name__}") from None
     except SignalException:
         raise KeyboardInterrupt from None
     finally:
@@ -115,10 +134,13 @@ def _left_together(nodes: Nodes, timeout_s: float) -> Iterator[Nodes]:
     all have come to the end, while another may still wait for its answer, and get a warning with a stack trace (seen
     with torch 2.13).
     """
-    if nodes.count == 1:
+    if nodes.count == 1 and nodes.meeting is None:
         use_loopback()
         with loopback_store() as endpoint:
             yield Nodes(endpoint=endpoint)
+        return
+    if nodes.meeting is not None:
+        yield nodes
         return
     import torch.distributed as dist
 
@@ -151,6 +173,8 @@ def _settings(ranks: int, nodes: Nodes, timeout_s: float, folder: str) -> Launch
     # In the order of --node-rank, which decides the order of ranks.
     found.rdzv_backend, found.rdzv_endpoint = "static", nodes.endpoint
     found.rdzv_configs = {"timeout": round(timeout_s), "rank": nodes.index}
+    if nodes.meeting is not None:
+        nodes.meeting.set_up(found, timeout_s)
     return found
 
 

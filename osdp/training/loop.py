@@ -24,6 +24,7 @@ from osdp.training.job import Job
 from osdp.training.lr_schedule import learning_rate
 from osdp.training.measure import Measurements
 from osdp.training.process_group import Ranks
+from osdp.training.progress import Progress
 from osdp.training.reporters import Report, Saved, Skipped, Step
 from osdp.training.tasks import batch
 from osdp.training.trace_step import MEMORY_STEP, TRACE_STEP, Tracer
@@ -48,7 +49,7 @@ class Trainer:
     def __init__(self, job: Job, model: OSDP, optimizer: Optimizer, ranks: Ranks, report: Report) -> None:
         self.job, self.config, self.plan = job, job.config, model.plan
         self.model, self.optimizer, self.ranks, self.report = model, optimizer, ranks, report
-        self.position = Position()
+        self.position, self.progress = Position(), Progress()
         self.nonfinite = NonFinite(job.config.on_nonfinite == "skip", job.config.nonfinite_limit)
         self.resumed: Path | None = None
         """The checkpoint that the run continues from."""
@@ -77,6 +78,7 @@ class Trainer:
         measured = Measurements(self.ranks, config.steps - self.position.step)
         tracer = Tracer(config.trace, self.model, self.optimizer)
         self.model.train()
+        self.progress.begin(self.position.step)
         while self.position.step < config.steps:
             rate = learning_rate(config, self.position.step)
             what, timing = f"step {self.position.step + 1}", measured.step(self.model, self.optimizer)
@@ -86,6 +88,7 @@ class Trainer:
                 loss, norm = self._step(rate)
             self.position.step += 1
             self.position.sample += self.samples_per_step
+            self.progress.done(self.position.step)
             with naming_faults(f"reporting step {self.position.step}", config.timeout_s):
                 self._report_step(loss, norm, rate, measured)
             if config.checkpoint and self.position.step % config.checkpoint_every == 0:
@@ -157,6 +160,7 @@ class Trainer:
             what = f"the weights are not finite after step {self.position.step}, so they are not saved"
             raise OsdpError(what, advice=f"{ADVICE}; checkpoints from before are as they were")
         extra = {"step": self.position.step, "sample": self.position.sample, "data": self.job.task.identity()}
+        extra["samples_per_step"] = self.samples_per_step
         asynchronous = self.config.checkpoint_async
         self._saving = self.model.save_checkpoint(path, self.optimizer, extra, asynchronous=asynchronous)
         if not asynchronous:
@@ -168,6 +172,7 @@ class Trainer:
             return
         self._saving.wait()
         saved, self._saving = self._saving.path, None
+        self.progress.saved(saved)
         if self.ranks.rank == 0:
             checkpoint.prune(saved.parent, self.config.checkpoint_keep)
         self.report(Saved(saved))

@@ -1,8 +1,10 @@
 """The process group of a run: who this rank is, on which device, and when it gives up waiting."""
 
+import ctypes
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from runtime.own_gpu import barrier, own_gpu, raise_lost_ranks, refuse_shared_gp
 
 NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 """Environment variables that say which rank this is, and where rank 0 listens; MASTER_ADDR says on which host."""
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,15 @@ def _check_environment() -> None:
     expected = "RANK below WORLD_SIZE, and MASTER_ADDR and MASTER_PORT of rank 0, as torchrun sets them"
     advice = "torchrun --nproc-per-node N -m osdp ...; or unset RANK WORLD_SIZE, so that OSDP starts the ranks itself"
     raise OsdpError("the environment does not say which ranks to join", got=got, expected=expected, advice=advice)
+
+
+def end_with_launcher() -> None:
+    """Let this rank be killed when the process that started it ends, however it does; on Linux.
+
+    It would train on alone, and hold the folder of checkpoints against the run that is started instead.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager

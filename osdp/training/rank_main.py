@@ -17,6 +17,7 @@ from osdp.training.job import Job
 from osdp.training.loop import Trainer
 from osdp.training.measure import Measurements
 from osdp.training.process_group import Ranks, joined
+from osdp.training.progress import rounds
 from osdp.training.reporters import Event, Report, Reporter, Start, Summary
 from planner.plan import Plan
 from profiler.errors import OsdpError
@@ -25,6 +26,9 @@ from runtime.optimizers import OPTIMIZERS
 from runtime.own_gpu import keep_within
 from runtime.state.checkpoint_files import latest, whole_steps
 from runtime.state.folder_lease import leased
+
+ENDING_S = 60.0
+"""How long a restart waits for what is left of the ranks before it to give up the folder of checkpoints."""
 
 
 def run_rank(job: Job, *reporters: Reporter) -> None:
@@ -35,8 +39,9 @@ def run_rank(job: Job, *reporters: Reporter) -> None:
             for reporter in reporters if ranks.rank == 0 else ():
                 reporter.report(event)
 
-        check_alike(job)
+        # First: while another job writes there, ranks find different checkpoints to resume.
         with _own_checkpoints(job, ranks):
+            check_alike(job)
             _train(job, ranks, report)
 
 
@@ -50,7 +55,7 @@ def _train(job: Job, ranks: Ranks, report: Report) -> None:
     if limit_bytes is not None:
         beside_bytes = sum(unit.bytes_beside_allocator for unit in trainer.model.sharded.units)
         keep_within(limit_bytes - beside_bytes, ranks.device)
-    report(Start(plan, job.config, planned_s, job.device, trainer.position.step, trainer.resumed))
+    report(Start(plan, job.config, planned_s, job.device, trainer.position.step, trainer.resumed, rounds()))
     report(_summary(trainer, trainer.run()))
 
 
@@ -91,7 +96,9 @@ def _own_checkpoints(job: Job, ranks: Ranks) -> Iterator[None]:
         def take() -> None:
             if folder is None:
                 return
-            held.enter_context(leased(folder, f"trains {job.config.model}"))
+            # Ranks of the last round may be ending yet on another node.
+            patience_s = ENDING_S if rounds() else 0.0
+            held.enter_context(leased(folder, f"trains {job.config.model}", patience_s=patience_s))
             if job.config.resume == "auto" and latest(folder) != job.resume:
                 what = f"another job has written to {folder} while this one started"
                 raise OsdpError(what, advice="start again: --resume auto continues from what is there now")
@@ -108,4 +115,5 @@ def _summary(trainer: Trainer, measured: Measurements) -> Summary:
     timed_steps, tokens_per_s = len(measured.timed_s), samples_per_s * task.sequence_length
     rates = samples_per_s, tokens_per_s
     skipped = trainer.nonfinite.skipped
-    return Summary(trainer.plan, measured.count, timed_steps, step_s, *rates, memory, accuracies, skipped)
+    restarts = trainer.progress.restarts()
+    return Summary(trainer.plan, measured.count, timed_steps, step_s, *rates, memory, accuracies, skipped, restarts)

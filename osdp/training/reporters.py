@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from osdp.training.config import TrainConfig
+from osdp.training.progress import Restarts
 from planner.plan import Plan
 
 
@@ -23,6 +24,8 @@ class Start:
     """Steps that are done already."""
     resumed: Path | None
     """Checkpoint that the run continues from."""
+    restarts: int = 0
+    """How often the ranks were started before."""
 
     @property
     def fits(self) -> bool:
@@ -99,6 +102,8 @@ class Summary:
     """Empty where the task has no test."""
     skipped: int = 0
     """Steps that were left out, as their gradients were not finite."""
+    restarts: Restarts | None = None
+    """What restarts have cost; None if there was none."""
 
 
 @dataclass(frozen=True)

@@ -146,9 +146,17 @@ class Lease:
 
 
 @contextmanager
-def leased(folder: Path, job: str, silent_s: float | None = SILENT_S) -> Iterator[None]:
-    """Hold the lease of a folder inside. Raises LeaseHeldError."""
-    lease = Lease(folder, job, silent_s)
+def leased(folder: Path, job: str, silent_s: float | None = SILENT_S, *, patience_s: float = 0.0) -> Iterator[None]:
+    """Hold the lease of a folder inside. Raises LeaseHeldError, after waiting `patience_s` for its holder to end."""
+    end_s = time.monotonic() + patience_s
+    while True:
+        try:
+            lease = Lease(folder, job, silent_s)
+            break
+        except LeaseHeldError:
+            if time.monotonic() >= end_s:
+                raise
+            time.sleep(0.5)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from osdp.training.config import TrainConfig
     from osdp.training.launch import Nodes
 
-_LAUNCH_ONLY = ("context", "config", "nnodes", "node_rank", "rdzv_endpoint")
+_LAUNCH_ONLY = ("context", "config", "nnodes", "nodes", "node_rank", "rdzv_endpoint", "restarts")
 """Parameters that are no fields of the configuration."""
 
 
@@ -71,8 +71,10 @@ def train(
     trace: Annotated[str | None, Option(help="Folder for each rank's memory plot (step 3) and trace (step 4).")] = None,
     log_every: Annotated[int | None, Option(help="Steps between progress lines.")] = None,
     nnodes: options.NodeCount = 1,
+    nodes: options.NodeRange = None,
     node_rank: options.NodeRank = 0,
     rdzv_endpoint: options.RendezvousEndpoint = "",
+    restarts: options.Restarts = 0,
 ) -> None:
     """Train a model under a plan. Runs on all GPUs of this machine, or on CPU ranks.
 
@@ -82,26 +84,29 @@ def train(
 
     use_expandable_segments()
     from osdp.training.config import load_config
-    from osdp.training.launch import Nodes, is_rank
+    from osdp.training.launch import Nodes, is_rank, node_range
 
     given = {name: value for name, value in context.params.items() if name not in _LAUNCH_ONLY}
     if is_rank():
         with end_of_rank():
             _run_as_rank(config, given)
     else:
-        _launch(load_config(config, given), Nodes(nnodes, node_rank, rdzv_endpoint))
+        there = Nodes(nnodes, node_rank, rdzv_endpoint) if nodes is None else node_range(nodes, nnodes, rdzv_endpoint)
+        _launch(load_config(config, given), there, restarts)
 
 
-def _launch(config: TrainConfig, nodes: Nodes) -> None:
+def _launch(config: TrainConfig, nodes: Nodes, restarts: int) -> None:
     """Check what can be checked, then start the ranks and wait for them."""
-    from osdp.training.job import check_ranks, prepare, ranks_to_start
+    from osdp.training.job import check_ranks, check_restarts, prepare, ranks_to_start
     from runtime.state.checkpoint import latest
 
+    check_restarts(config, restarts, nodes.least)
     job, ranks = prepare(config), ranks_to_start(config)
     if job.plan is not None:
         check_ranks(job.plan, nodes.count * config.emulated_nodes, ranks // config.emulated_nodes)
     try:
-        start_ranks(ranks, nodes, job.device, config.timeout_s)
+        again = restarts if restarts or nodes.least is not None else None
+        start_ranks(ranks, nodes, job.device, config.timeout_s, restarts=again)
     except KeyboardInterrupt:
         newest = latest(Path(config.checkpoint)) if config.checkpoint else None
         if newest is not None:
@@ -114,9 +119,10 @@ def _run_as_rank(spec: str | None, given: dict[str, Any]) -> None:
     from osdp.cli.reports.train import TrainReport
     from osdp.training.config import load_config
     from osdp.training.job import prepare
+    from osdp.training.progress import continued
     from osdp.training.rank_main import run_rank
     from osdp.training.reporters import Board
 
-    config = load_config(spec, given)
+    config = continued(load_config(spec, given))
     boards = [] if config.tensorboard is None else [Board(Path(config.tensorboard))]
     run_rank(prepare(config), TrainReport(), *boards)

@@ -65,6 +65,8 @@ class TrainReport:
 
 def start_lines(start: Start) -> list[str]:
     config, plan, predicted = start.config, start.plan, start.plan.predicted
+    if start.restarts:
+        return [_restart_line(start)]
     device = f"{start.device} ({'NCCL' if start.device == 'cuda' else 'gloo'})"
     ranks = plan.cluster.nodes * plan.cluster.gpus_per_node
     counts = Counter(plan.choices.values())
@@ -84,6 +86,19 @@ def start_lines(start: Start) -> list[str]:
     if start.resumed is not None:
         lines.append(f"resumed    {start.resumed}: {start.first_step} of {config.steps} steps are done")
     return lines
+
+
+def _restart_line(start: Start) -> str:
+    plan, cluster = start.plan, start.plan.cluster
+    ranks = cluster.nodes * cluster.gpus_per_node
+    taken = ", ".join(f"{strategy} {count}" for strategy, count in Counter(plan.choices.values()).most_common())
+    how = f"planned in {format_seconds(start.planned_s)}" if start.planned_s else "the plan of the file"
+    origin = f"after step {start.first_step}" if start.resumed else "from the beginning"
+    return (
+        f"restart {start.restarts}: continues {origin} on {ranks} ranks ({cluster.nodes} x {cluster.gpus_per_node}); "
+        f"{how}: {taken}; micro-batch {plan.micro_batch} x {ranks} ranks x accumulation {plan.accumulation} = "
+        f"{ranks * plan.micro_batch * plan.accumulation} samples"
+    )
 
 
 def step_line(step: Step, steps: int) -> str:
@@ -106,6 +121,8 @@ def summary_lines(summary: Summary) -> list[str]:
             f"(measured: {memory.how}{taken}; predicted {_megabytes(predicted_bytes)} MB, and "
             f"{_megabytes(plan.predicted.reserve_bytes)} MB reserved)"
         )
+    if summary.restarts is not None:
+        lines.append(str(summary.restarts))
     if summary.skipped:
         lines.append(f"skipped    {summary.skipped} steps whose gradients were not finite")
     if summary.timed_steps:
