@@ -227,6 +227,7 @@ def _be(request: dict[str, object], files: list[int], executable: str) -> None:
         assert isinstance(environment, dict)
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = None  # which was found by the environment of the server
         os.chdir(str(request["folder"]))
         if environment.get("PYTHONUNBUFFERED"):
             for stream in (sys.stdout, sys.stderr):

@@ -100,6 +100,11 @@ NodeRange = Annotated[
     str | None, Option(metavar="MIN:MAX", help="In place of --nnodes: train on MIN to MAX nodes, as many as there are.")
 ]
 Restarts = Annotated[
-    int, Option(min=0, help="After a rank or a node is lost, start again from the last checkpoint, so many times.")
+    int,
+    Option(
+        min=0,
+        max=bounds.MOST_REPETITIONS,
+        help="After a rank or a node is lost, start again from the last checkpoint, so many times.",
+    ),
 ]
 DeviceType = Annotated[str, Option(help="cpu, cuda or auto.")]

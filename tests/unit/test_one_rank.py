@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from rehearsals import graph_of, plan_of, source
 from synthetic import cluster
 from torch import nn
@@ -26,6 +27,11 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("strategy", ["odc:2", "owner+offload"])
 def test_steps_train_what_rests_on_the_rank(strategy: str) -> None:
+    """In a process of its own, since what is left behind is looked for."""
+    run_ranks(_trains, 1, strategy, joins=False)
+
+
+def _trains(_: int, strategy: str) -> None:
     graph, machine, model = graph_of(*MODEL, "bf16"), cluster(2, 4), source(*MODEL)
     plan = plan_of(graph, machine, {operator.name: strategy for operator in graph.operators}, accumulation=2)
     script = Script(model.build, model.example_inputs, lambda output: find_loss(output)[0], "adam", 1)

@@ -22,6 +22,8 @@ class Gpus:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
+            monkeypatch.setenv(name, str(value))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: self.calls.append(("set_device", gpu.index)))
         properties = lambda gpu: SimpleNamespace(uuid=f"GPU-{gpu.index}")  # noqa: E731

@@ -22,7 +22,8 @@ def test_only_line_ends_and_tabs_stay() -> None:
     assert plain("half \udc9b, ä, 漢字, ─") == r"half \udc9b, ä, 漢字, ─"
 
 
-def test_messages_and_reports_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_and_reports_are_plain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # so that no line is broken
     say(f"{EVIL}\nline")
     table = make_table(EVIL, "=other")
     table.add_row(EVIL, EVIL)
