@@ -7,6 +7,7 @@ step of an optimizer it enters and leaves a range of a profiler.  Small models s
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -23,11 +24,11 @@ def install() -> None:
     kept: dict[Callable[..., Any], Any] = {}
 
     def disable_once(fn: Any = None, recursive: bool = True, *, reason: str | None = None, **others: Any) -> Any:
-        if reason != "skipping FSDP hooks":
+        if reason != "skipping FSDP hooks" or not isinstance(fn, MethodType):
             return disable(fn, recursive, reason=reason, **others)
-        if fn not in kept:
-            kept[fn] = disable(fn, recursive, reason=reason, **others)
-        return kept[fn]
+        if fn.__func__ not in kept:  # which holds no model, as the method does
+            kept[fn.__func__] = disable(fn.__func__, recursive, reason=reason, **others)
+        return MethodType(kept[fn.__func__], fn.__self__)
 
     def enter_if_seen(record: record_function) -> record_function:
         return enter(record) if torch._C._autograd._profiler_enabled() else record
