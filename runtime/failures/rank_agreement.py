@@ -20,6 +20,8 @@ from runtime.torch_compat import default_timeout
 T = TypeVar("T")
 ANSWER_S = 5.0
 """How long a rank that has lost another waits for the others to find out too."""
+WRITER = "inline_container"
+"""In the words of PyTorch's writer of tensors, when it could not write: a disk is full or does not answer."""
 OF_THE_INPUT = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
 """What the operating system says of a path that is wrong; all else is a fault of the machine."""
 
@@ -110,6 +112,7 @@ def peer_errors(doing: str) -> Iterator[None]:
 
 def _failure(rank: int, doing: str, error: Exception) -> OsdpError:
     is_fault = isinstance(error, OSError) and error.errno not in OF_THE_INPUT
+    is_fault |= isinstance(error, RuntimeError) and WRITER in str(error)
     kind = FaultError if is_fault else OsdpError
     return kind(f"rank {rank} could not {doing}", got=f"{type(error).__name__}: {first_line(error)}")
 

@@ -24,7 +24,7 @@ def complaint(action: object) -> str:
     """Return what an action is refused with."""
     with pytest.raises(OsdpError) as caught:
         action()
-    return str(caught.value)
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def fill_the_disk_of_rank_1(rank: int, folder: str) -> list[str]:
@@ -47,7 +47,7 @@ def fill_the_disk_of_rank_1(rank: int, folder: str) -> list[str]:
 def test_a_full_disk_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     for told in run_ranks(fill_the_disk_of_rank_1, 2, str(tmp_path)):
         assert len(told) == 3
-        assert all(text.startswith("rank 1 could not write to") for text in told), told
+        assert all(text.startswith("FaultError: rank 1 could not write to") for text in told), told
         assert "step-4" in told[2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-6"]
 
