@@ -22,13 +22,9 @@ from torch import Tensor
 
 from profiler.errors import OsdpError, first_line
 from runtime.failures.liveness import announce, answer, find_lost, report_failure
-from runtime.failures.peer_lost import PeerLost, describe_lost, format_ranks
+from runtime.failures.peer_lost import ANSWER_S, PeerLost, describe_lost, format_ranks
 
 __all__ = ["PeerLost", "check_finite", "is_lost_peer", "naming_faults", "naming_peers"]
-
-ANSWER_S = 5.0
-"""How long a failed rank waits for the others to fail too. All of them wait for the same collective, so
-their timeouts end within the time by which one is ahead of another."""
 
 TRANSPORT = re.compile(r"gloo/|NCCL|ncclRemoteError|ncclSystemError")
 """Marks of an error of a communication library."""

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from profiler.errors import FaultError
 from runtime.failures.liveness import Lost
 
+ANSWER_S = 5.0
+"""How long a failed rank waits for the others to fail too. All of them wait for the same collective, so
+their timeouts end within the time by which one is ahead of another."""
+
 
 class PeerLost(FaultError):  # noqa: N818 - a condition to catch, not a mistake of the caller
     """A collective failed because a rank died, hangs or cannot be reached.

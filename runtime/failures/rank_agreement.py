@@ -14,12 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from profiler.errors import FaultError, OsdpError, first_line
 from runtime.failures.liveness import find_lost
-from runtime.failures.peer_lost import PeerLost, describe_lost
+from runtime.failures.peer_lost import ANSWER_S, PeerLost, describe_lost
 from runtime.torch_compat import default_timeout
 
 T = TypeVar("T")
-ANSWER_S = 5.0
-"""How long a rank that has lost another waits for the others to find out too."""
 WRITER = "inline_container"
 """In the words of PyTorch's writer of tensors, when it could not write: a disk is full or does not answer."""
 OF_THE_INPUT = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}

@@ -153,7 +153,6 @@ class Partial:
             what = f"{partial}: {fault.what}"
             raise OsdpError(what, got=fault.got, expected=fault.expected, advice=advice) from None
         write_manifest(partial, manifest)
-        self._lease.release()
         replaced = _beside(path, ".replaced") if path.exists() else None
         if replaced is not None:
             path.rename(replaced)
@@ -164,6 +163,9 @@ class Partial:
                 with suppress(OSError):
                     replaced.rename(path)
             raise
+        # Not before: who cleans up would take the folder for one that was left.
+        self._lease.moved(path)
+        self._lease.release()
         sync_folder(path.parent)
         if replaced is not None:
             remove(replaced)

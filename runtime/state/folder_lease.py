@@ -133,6 +133,12 @@ class Lease:
             with suppress(OSError):  # A full disk or a server that is away: the lock still holds.
                 self._beat(count)
 
+    def moved(self, folder: Path) -> None:
+        """Take note that the folder has another name now."""
+        holder = _own.pop(self.path)
+        self.path = folder.resolve() / LEASE
+        _own[self.path] = holder
+
     def release(self) -> None:
         """Give the lease up. May be called again."""
         if self._ended.is_set():
