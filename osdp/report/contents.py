@@ -1,0 +1,206 @@
+"""What a report says, gathered from plans: nothing here is drawn or written.
+
+Planned --plan_contents--> PlanContents --Report--> `osdp.report.render`
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from osdp.cli.reports.figures import figures_of, format_count, format_seconds, name_phase, rates, source_kind
+from osdp.cli.reports.plan import TERMS, baseline_name
+from osdp.cli.reports.rows import RECOMPUTED
+from osdp.cli.reports.verdict import verdict
+from osdp.planning.request import Planned
+from osdp.report.frontier_picture import FrontierPoint, frontier_point
+from osdp.report.memory_curve import MemoryCurve, memory_curve
+from osdp.report.model_strip import ModelStrip, model_strip, operators_in
+from osdp.report.step_streams import StepStreams, step_streams
+from planner.analysis.explain import open_plan
+from planner.analysis.plan_diff import HIDDEN
+from planner.plan import Plan
+from profiler.byte_sizes import format_bytes
+from profiler.cluster.cluster import Cluster
+from profiler.model_graph import ModelGraph
+from profiler.yaml_files import to_yaml
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One figure at the top of a report."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class BaselineRow:
+    """One uniform configuration under the same limit."""
+
+    name: str
+    recompute: str
+    micro_batch: int
+    peak: str
+    samples_per_s: float | None
+    """None if it does not fit."""
+    ratio: float | None
+    """How many times as fast the plan is."""
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """One term of the step's time."""
+
+    name: str
+    seconds: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Source:
+    """A figure of the cluster and where it comes from."""
+
+    name: str
+    value: str
+    kind: str
+    """`measured`, `datasheet`, `paper`, `derived` or `assumed`."""
+    text: str
+
+
+@dataclass(frozen=True)
+class PlanContents:
+    """What a report says of one plan."""
+
+    plan: Plan
+    verdict: str
+    facts: tuple[Fact, ...]
+    memory: MemoryCurve
+    strip: ModelStrip
+    streams: StepStreams
+    times: tuple[TimeRow, ...]
+    baselines: tuple[BaselineRow, ...]
+    plan_yaml: str
+    point: FrontierPoint
+
+    @property
+    def limit(self) -> str:
+        return format_bytes(self.plan.limit_bytes)
+
+    @property
+    def overlap(self) -> str:
+        """How much of the communication runs under computation, in words."""
+        times = self.plan.predicted.time_by_term
+        hidden_s, exposed_s = times[HIDDEN], times["exposed_communication_s"]
+        if not hidden_s + exposed_s:
+            return "no communication"
+        return f"{hidden_s / (hidden_s + exposed_s):.0%} of the communication overlaps with computation"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One or several plans for a model and a cluster."""
+
+    plans: tuple[PlanContents, ...]
+    """By growing limit."""
+    model: str
+    """Its size in words."""
+    cluster: str
+    rates: str
+    sources: tuple[Source, ...]
+    notes: tuple[str, ...]
+    how: str
+    """Version and command, one a line."""
+    refused: tuple[str, ...] = ()
+    """Limits within which nothing fits, and why."""
+
+
+def make_report(found: Sequence[Planned], how: str, refused: Sequence[str] = ()) -> Report:
+    """Return the report of at least one plan, all for one model and cluster.
+
+    Of one plan it has the prices of all alternatives, which take as long as `osdp explain`.
+    """
+    first = found[0]
+    return Report(
+        plans=tuple(plan_contents(planned, how, with_prices=len(found) == 1) for planned in found),
+        model=_model(first.graph, first.plan),
+        cluster=_cluster(first.cluster),
+        rates=rates(first.cluster, first.plan.model.precision),
+        sources=tuple(Source(name, value, source_kind(text), text) for name, value, text in figures_of(first.cluster)),
+        notes=first.graph.notes,
+        how=how,
+        refused=tuple(refused),
+    )
+
+
+def plan_contents(planned: Planned, how: str, *, with_prices: bool) -> PlanContents:
+    """Return what a report says of one plan."""
+    plan = planned.plan
+    view = open_plan(plan, planned.graph, planned.cluster)
+    options = view.decided.options(view.space, view.load, plan.usable_bytes)
+    streams = step_streams(view, options)
+    strip = model_strip(view, options, with_prices=with_prices)
+    return PlanContents(
+        plan=plan,
+        verdict=verdict(planned),
+        facts=_facts(planned, strip),
+        memory=memory_curve(view, options, streams),
+        strip=strip,
+        streams=streams,
+        times=_times(plan),
+        baselines=tuple(_baselines(planned)),
+        plan_yaml=to_yaml(plan, how),
+        point=frontier_point(planned),
+    )
+
+
+def _facts(planned: Planned, strip: ModelStrip) -> tuple[Fact, ...]:
+    plan, predicted = planned.plan, planned.plan.predicted
+    free_bytes = plan.limit_bytes - predicted.peak_memory_bytes
+    used = predicted.peak_memory_bytes / plan.limit_bytes
+    bound = format_count(planned.found.bound_samples_per_s)
+    samples = planned.cluster.world_size * plan.micro_batch * plan.accumulation
+    batch = f"{plan.micro_batch} per rank, {plan.accumulation} micro-batches: {samples:,} samples per step"
+    found = [
+        Fact("samples/s", format_count(predicted.samples_per_s), f"{format_seconds(predicted.step_time_s)} per step"),
+        Fact("peak memory", format_bytes(predicted.peak_memory_bytes), f"in {name_phase(predicted.peak_phase)}"),
+        Fact("free under the limit", format_bytes(free_bytes), f"{used:.1%} of {format_bytes(plan.limit_bytes)} used"),
+        Fact("certified gap", f"{plan.gap:.2%}", f"no plan of the search space has more than {bound} samples/s"),
+        Fact("micro-batch", str(plan.micro_batch), batch),
+    ]
+    if strip.parts:
+        largest = max(strip.parts, key=lambda prices: prices.count)
+        found.append(Fact("what binds", largest.binds, f"{largest.count} x {largest.label}: {largest.why}"))
+    return tuple(found)
+
+
+def _times(plan: Plan) -> tuple[TimeRow, ...]:
+    predicted = plan.predicted
+    terms = [(label, predicted.time_by_term[term]) for term, label in TERMS.items()]
+    rows = [TimeRow(label, format_seconds(s), s / predicted.step_time_s) for label, s in terms if s]
+    hidden = predicted.time_by_term[HIDDEN]
+    return (*rows, TimeRow("overlapped communication, not part of the sum", format_seconds(hidden), 0.0))
+
+
+def _baselines(planned: Planned) -> list[BaselineRow]:
+    speed = planned.plan.predicted.samples_per_s
+    return [
+        BaselineRow(
+            baseline_name(baseline),
+            RECOMPUTED[baseline.recompute],
+            baseline.load.micro_batch,
+            format_bytes(baseline.peak_memory_bytes),
+            baseline.samples_per_s if baseline.feasible else None,
+            speed / baseline.samples_per_s if baseline.feasible else None,
+        )
+        for baseline in planned.found.baselines
+    ]
+
+
+def _model(graph: ModelGraph, plan: Plan) -> str:
+    tokens = f", {graph.sequence_length} tokens per sample" if graph.sequence_length > 1 else ""
+    return f"{operators_in(graph)}; {plan.model.precision}, {plan.optimizer}{tokens}"
+
+
+def _cluster(cluster: Cluster) -> str:
+    device = cluster.device
+    return f"{cluster.nodes} x {cluster.gpus_per_node} {device.name}, {format_bytes(device.memory_bytes.value)} each"
