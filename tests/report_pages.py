@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -86,7 +88,7 @@ class Page(HTMLParser):
 
     @property
     def figures(self) -> Any:
-        return json.loads(self.scripts[0])
+        return json.loads(gzip.decompress(base64.b64decode(self.scripts[0])))
 
     def values(self, tag: str, attribute: str) -> list[str | None]:
         """Return an attribute of all elements with that tag."""

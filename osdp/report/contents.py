@@ -159,7 +159,8 @@ def _facts(planned: Planned, strip: ModelStrip) -> tuple[Fact, ...]:
     used = predicted.peak_memory_bytes / plan.limit_bytes
     bound = format_count(planned.found.bound_samples_per_s)
     samples = planned.cluster.world_size * plan.micro_batch * plan.accumulation
-    batch = f"{plan.micro_batch} per rank, {plan.accumulation} micro-batches: {samples:,} samples per step"
+    times = f", {plan.accumulation} micro-batches" if plan.accumulation > 1 else ""
+    batch = f"per rank{times}: {samples:,} samples per step"
     found = [
         Fact("samples/s", format_count(predicted.samples_per_s), f"{format_seconds(predicted.step_time_s)} per step"),
         Fact("peak memory", format_bytes(predicted.peak_memory_bytes), f"in {name_phase(predicted.peak_phase)}"),

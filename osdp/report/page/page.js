@@ -1,8 +1,12 @@
-// Wiring only: gives plotly the figures, in the page's colours, and shows the plan that the slider is at.
+// Wiring only: unpacks plotly and its figures, gives it those in the page's colours, and shows the plan that the slider is at.
 "use strict";
-const figures = JSON.parse(document.getElementById("figures").textContent);
 const slider = document.getElementById("limit");
-let shown = 0;
+let figures, shown = 0;
+
+async function unpacked(name) {
+  const bytes = Uint8Array.from(atob(document.getElementById(name).textContent), (one) => one.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
 
 function themed(layout) {
   const style = getComputedStyle(document.documentElement);
@@ -12,6 +16,7 @@ function themed(layout) {
   const found = {
     ...layout,
     autosize: true,
+    height: narrow ? 1.2 * layout.height : layout.height,
     dragmode: narrow ? false : "zoom",
     font: { color: colour("--text"), family: style.fontFamily, size: narrow ? 11 : 13 },
     paper_bgcolor: "rgba(0,0,0,0)",
@@ -58,8 +63,16 @@ function show(index) {
   }
 }
 
-if (slider) slider.addEventListener("input", () => show(Number(slider.value)));
-for (const query of ["(prefers-color-scheme: dark)", "print", "(max-width: 700px)"]) {
-  matchMedia(query).addEventListener("change", () => show(shown));
+async function start() {
+  figures = JSON.parse(await unpacked("figures"));
+  const library = document.createElement("script");
+  library.textContent = await unpacked("plotly");
+  document.head.append(library);
+  show(slider ? Number(slider.value) : 0);
+  if (slider) slider.addEventListener("input", () => show(Number(slider.value)));
+  for (const query of ["(prefers-color-scheme: dark)", "print", "(max-width: 700px)"]) {
+    matchMedia(query).addEventListener("change", () => show(shown));
+  }
 }
-show(slider ? Number(slider.value) : 0);
+
+start();
