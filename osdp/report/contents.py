@@ -4,19 +4,20 @@ Planned --plan_contents--> PlanContents --Report--> `osdp.report.render`
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from osdp.cli.reports.figures import figures_of, format_count, format_seconds, name_phase, rates, source_kind
 from osdp.cli.reports.plan import TERMS, baseline_name
 from osdp.cli.reports.rows import RECOMPUTED
-from osdp.cli.reports.verdict import verdict
+from osdp.cli.reports.verdict import summary, verdict
 from osdp.planning.request import Planned
 from osdp.report.frontier_picture import FrontierPoint, frontier_point
 from osdp.report.memory_curve import MemoryCurve, memory_curve
 from osdp.report.model_strip import ModelStrip, model_strip, operators_in
 from osdp.report.step_streams import StepStreams, step_streams
-from planner.analysis.explain import open_plan
+from planner.analysis.explain import OpenPlan, open_plan
 from planner.analysis.plan_diff import HIDDEN
+from planner.analysis.what_if import WhatIf
 from planner.plan import Plan
 from profiler.byte_sizes import format_bytes
 from profiler.cluster.cluster import Cluster
@@ -78,9 +79,11 @@ class PlanContents:
     strip: ModelStrip
     streams: StepStreams
     times: tuple[TimeRow, ...]
-    baselines: tuple[BaselineRow, ...]
     plan_yaml: str
-    point: FrontierPoint
+    baselines: tuple[BaselineRow, ...] = ()
+    """Empty for a plan that was not just found."""
+    point: FrontierPoint | None = None
+    """None for the same."""
 
     @property
     def limit(self) -> str:
@@ -112,53 +115,78 @@ class Report:
     """Version and command, one a line."""
     refused: tuple[str, ...] = ()
     """Limits within which nothing fits, and why."""
+    more: WhatIf | None = None
+    """What more would buy, if that was asked of one plan."""
 
 
-def make_report(found: Sequence[Planned], how: str, refused: Sequence[str] = ()) -> Report:
+def make_report(found: Sequence[Planned], how: str, refused: Sequence[str] = (), more: WhatIf | None = None) -> Report:
     """Return the report of at least one plan, all for one model and cluster.
 
     Of one plan it has the prices of all alternatives, which take as long as `osdp explain`.
     """
-    first = found[0]
+    plans = tuple(plan_contents(planned, how, with_prices=len(found) == 1) for planned in found)
+    return _report(plans, found[0].graph, found[0].cluster, how, tuple(refused), more)
+
+
+def explained_report(view: OpenPlan, how: str, more: WhatIf | None = None) -> Report:
+    """Return the report of a plan that was made before, with its prediction made anew; without uniform plans."""
+    view = replace(view, plan=replace(view.plan, predicted=view.prediction))
+    contents = _contents(view, summary(view.plan, view.space.graph, view.load.cluster), how, with_prices=True)
+    return _report((contents,), view.space.graph, view.load.cluster, how, (), more)
+
+
+def _report(
+    plans: tuple[PlanContents, ...],
+    graph: ModelGraph,
+    cluster: Cluster,
+    how: str,
+    refused: tuple[str, ...],
+    more: WhatIf | None,
+) -> Report:
     return Report(
-        plans=tuple(plan_contents(planned, how, with_prices=len(found) == 1) for planned in found),
-        model=_model(first.graph, first.plan),
-        cluster=_cluster(first.cluster),
-        rates=rates(first.cluster, first.plan.model.precision),
-        sources=tuple(Source(name, value, source_kind(text), text) for name, value, text in figures_of(first.cluster)),
-        notes=first.graph.notes,
+        plans=plans,
+        model=_model(graph, plans[0].plan),
+        cluster=_cluster(cluster),
+        rates=rates(cluster, plans[0].plan.model.precision),
+        sources=tuple(Source(name, value, source_kind(text), text) for name, value, text in figures_of(cluster)),
+        notes=graph.notes,
         how=how,
-        refused=tuple(refused),
+        refused=refused,
+        more=more,
     )
 
 
 def plan_contents(planned: Planned, how: str, *, with_prices: bool) -> PlanContents:
-    """Return what a report says of one plan."""
-    plan = planned.plan
-    view = open_plan(plan, planned.graph, planned.cluster)
+    """Return what a report says of one plan that was just found."""
+    view = open_plan(planned.plan, planned.graph, planned.cluster)
+    contents = _contents(view, verdict(planned), how, with_prices=with_prices)
+    return replace(contents, baselines=tuple(_baselines(planned)), point=frontier_point(planned))
+
+
+def _contents(view: OpenPlan, text: str, how: str, *, with_prices: bool) -> PlanContents:
+    """Return what a plan says by itself, under a verdict."""
+    plan = view.plan
     options = view.decided.options(view.space, view.load, plan.usable_bytes)
     streams = step_streams(view, options)
     strip = model_strip(view, options, with_prices=with_prices)
     return PlanContents(
         plan=plan,
-        verdict=verdict(planned),
-        facts=_facts(planned, strip),
+        verdict=text,
+        facts=_facts(plan, view.load.cluster, strip),
         memory=memory_curve(view, options, streams),
         strip=strip,
         streams=streams,
         times=_times(plan),
-        baselines=tuple(_baselines(planned)),
         plan_yaml=to_yaml(plan, how),
-        point=frontier_point(planned),
     )
 
 
-def _facts(planned: Planned, strip: ModelStrip) -> tuple[Fact, ...]:
-    plan, predicted = planned.plan, planned.plan.predicted
+def _facts(plan: Plan, cluster: Cluster, strip: ModelStrip) -> tuple[Fact, ...]:
+    predicted = plan.predicted
     free_bytes = plan.limit_bytes - predicted.peak_memory_bytes
     used = predicted.peak_memory_bytes / plan.limit_bytes
-    bound = format_count(planned.found.bound_samples_per_s)
-    samples = planned.cluster.world_size * plan.micro_batch * plan.accumulation
+    bound = format_count(predicted.samples_per_s / (1 - plan.gap))
+    samples = cluster.world_size * plan.micro_batch * plan.accumulation
     times = f", {plan.accumulation} micro-batches" if plan.accumulation > 1 else ""
     batch = f"per rank{times}: {samples:,} samples per step"
     found = [

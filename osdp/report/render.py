@@ -84,7 +84,7 @@ def render(report: Report) -> str:
 def _figures(report: Report) -> dict[str, Any]:
     """Return the figures as the page's script reads them."""
     colours = colours_of(cell.strategy for one in report.plans for cell in one.strip.operators)
-    points = [one.point for one in report.plans]
+    points = [one.point for one in report.plans if one.point is not None]
     frontier = frontier_figure(points).plain if len(points) > 1 else None
     return {
         "plans": [_plan_figures(one, colours) for one in report.plans],

@@ -257,6 +257,30 @@ def test_a_frontier_of_the_command(cli: Cli, tmp_path: Path) -> None:
     assert any(len(row) == 1 and "fits" in row[0] for row in page.rows)
 
 
+def test_a_plan_that_was_made_before_has_a_report(cli: Cli, tmp_path: Path) -> None:
+    plan, made, explained = tmp_path / "plan.yaml", tmp_path / "made.html", tmp_path / "explained.html"
+    assert cli(*TINY, "--mem", "1GB", "--what-if", "-o", plan, "--html", made, "--json").status == 0
+    done = cli("explain", plan, "--html", explained)
+    assert done.status == 0
+    assert str(explained) in done.err
+    first, second = (read_page(path.read_text()) for path in (made, explained))
+    assert first.figures["plans"] == second.figures["plans"]
+    assert first.facts == second.facts
+    answers = [
+        [row for row in page.rows if row[:1] == ["25% more memory"] or row[-1:] == ["bottleneck"]]
+        for page in (first, second)
+    ]
+    assert answers[0] == answers[1] != []
+    assert "Compared with one strategy" in first.text
+    assert "Compared with one strategy" not in second.text
+
+
+def test_one_operator_has_no_report(cli: Cli, tmp_path: Path) -> None:
+    done = cli("explain", tmp_path / "plan.yaml", "wte", "--html", tmp_path / "report.html")
+    assert done.status == 2
+    assert "--html is of a whole plan" in done.err
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("report.pdf", ".html"), ("missing/report.html", "no such directory"), ("folder.html", "it is a directory")],

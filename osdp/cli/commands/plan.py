@@ -17,6 +17,7 @@ from profiler.garbage_collection import without_garbage_collection
 
 if TYPE_CHECKING:
     from osdp.planning.request import Planned, Request
+    from planner.analysis.what_if import WhatIf
     from planner.search.search import Effort
     from profiler.cluster.cluster import Cluster
     from profiler.model_source import ModelSource
@@ -201,7 +202,7 @@ def _plan_one(task: _PlanTask, what_if: bool) -> None:
         more = what_if_planned(planned, task.request, progress) if what_if else None
     if task.output is not None:
         write_plan(task.output, planned.plan, task.how)
-    _write_html(task, [planned])
+    _write_html(task, [planned], more=more)
     total_s = time.perf_counter() - STARTED_S
     if task.as_json:
         print_json(plan_object(planned, total_s, more))
@@ -209,7 +210,9 @@ def _plan_one(task: _PlanTask, what_if: bool) -> None:
         print_plan(make_console(), planned, Circumstances(total_s, task.why, str(task.output or ""), more))
 
 
-def _write_html(task: _PlanTask, found: Sequence[Planned], refused: Sequence[str] = ()) -> None:
+def _write_html(
+    task: _PlanTask, found: Sequence[Planned], refused: Sequence[str] = (), more: WhatIf | None = None
+) -> None:
     """Write the report for a browser, if one was asked for."""
     if task.html is None:
         return
@@ -218,7 +221,7 @@ def _write_html(task: _PlanTask, found: Sequence[Planned], refused: Sequence[str
 
     with progress_bar() as progress:
         progress("writing the report", 0.0)
-        write_report(task.html, make_report(found, task.how, refused))
+        write_report(task.html, make_report(found, task.how, refused, more))
     note(f"report written to {task.html}")
 
 
