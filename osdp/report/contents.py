@@ -3,8 +3,11 @@
 Planned --plan_contents--> PlanContents --Report--> `osdp.report.render`
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from osdp.cli.reports.figures import figures_of, format_count, format_seconds, name_phase, rates, source_kind
 from osdp.cli.reports.plan import TERMS, baseline_name
@@ -23,6 +26,9 @@ from profiler.byte_sizes import format_bytes
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import ModelGraph
 from profiler.yaml_files import to_yaml
+
+if TYPE_CHECKING:  # What plans does not wait for torch.
+    from osdp.planning.verify import Verified
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,8 @@ class Report:
     """Limits within which nothing fits, and why."""
     more: WhatIf | None = None
     """What more would buy, if that was asked of one plan."""
+    verified: Verified | None = None
+    """A step of the plan that was run, if it was."""
 
 
 def make_report(found: Sequence[Planned], how: str, refused: Sequence[str] = (), more: WhatIf | None = None) -> Report:
@@ -133,6 +141,15 @@ def explained_report(view: OpenPlan, how: str, more: WhatIf | None = None) -> Re
     view = replace(view, plan=replace(view.plan, predicted=view.prediction))
     contents = _contents(view, summary(view.plan, view.space.graph, view.load.cluster), how, with_prices=True)
     return _report((contents,), view.space.graph, view.load.cluster, how, (), more)
+
+
+def verified_report(view: OpenPlan, verified: Verified, how: str) -> Report:
+    """Return the same with the peak of a step that was run; what the step does not have is on top as predicted."""
+    report = explained_report(view, how)
+    (contents,) = report.plans
+    apart_bytes = view.prediction.peak_memory_bytes - verified.predicted_peak_bytes
+    memory = replace(contents.memory, tracked_bytes=verified.tracked_peak_bytes + apart_bytes)
+    return replace(report, plans=(replace(contents, memory=memory),), verified=verified)
 
 
 def _report(

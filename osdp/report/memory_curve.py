@@ -44,6 +44,8 @@ class MemoryCurve:
     """In the order of the step."""
     end_s: float
     limit_bytes: int
+    tracked_bytes: int | None = None
+    """The peak of a step that was run, with what is reserved of the prediction; None if none was."""
 
     @property
     def peak(self) -> Held:
@@ -113,25 +115,27 @@ def memory_figure(curve: MemoryCurve) -> Figure:
             "hovertemplate": f"%{{y:.2f}} {unit}, %{{text}}",
         }
     )
-    limit = round(curve.limit_bytes / unit_bytes, 5)
-    traces.append(
+    lines = (("limit", curve.limit_bytes, "dash"), ("tracked peak", curve.tracked_bytes, "dot"))
+    traces += [
         {
             "type": "scatter",
             "mode": "lines",
-            "name": "limit",
+            "name": name,
             "x": [0, at_ms[-1]],
-            "y": [limit, limit],
-            "line": {"dash": "dash", "width": 2},
+            "y": [round(size_bytes / unit_bytes, 5)] * 2,
+            "line": {"dash": dash, "width": 2},
             "meta": IN_COLOUR_OF_TEXT,
             "hovertemplate": f"%{{y:.2f}} {unit}",
         }
-    )
+        for name, size_bytes, dash in lines
+        if size_bytes is not None
+    ]
     peak = curve.peak
     label = hover_text([f"peak {format_bytes(peak.total_bytes)}", peak.where])
     is_late = peak.start_s > curve.end_s / 2
     layout = {
         "height": 420,
-        "xaxis": {"title": {"text": "ms"}, "range": [0, at_ms[-1]]},
+        "xaxis": {"title": {"text": "ms"}, "range": [0, at_ms[-1]], "unifiedhovertitle": {"text": "%{x:.1f} ms"}},
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero", "fixedrange": True},
         "hovermode": "x unified",
         "annotations": [

@@ -275,6 +275,20 @@ def test_a_plan_that_was_made_before_has_a_report(cli: Cli, tmp_path: Path) -> N
     assert "Compared with one strategy" not in second.text
 
 
+def test_what_was_verified_is_on_the_page(cli: Cli, tmp_path: Path) -> None:
+    plan, path = tmp_path / "plan.yaml", tmp_path / "verified.html"
+    assert cli(*TINY, "--mem", "1GB", "-o", plan).status == 0
+    done = cli("verify", plan, "--html", path, "--json")
+    assert done.status == 0
+    told, page = json.loads(done.out), read_page(path.read_text())
+    (line,) = [trace for trace in page.figures["plans"][0]["memory"]["data"] if trace["name"] == "tracked peak"]
+    reserve_bytes = read_plan(plan).predicted.reserve_bytes
+    assert line["y"] == pytest.approx([(told["tracked_peak_bytes"] + reserve_bytes) / GIB] * 2, abs=1e-5)
+    assert f"predicted {told['error']:+.2%} against tracked" in page.text
+    activations = told["predicted"]["activations"], told["tracked"]["activations"]
+    assert ["activations", *(f"{size / MIB:.1f} MiB" for size in activations)] in page.rows
+
+
 def test_one_operator_has_no_report(cli: Cli, tmp_path: Path) -> None:
     done = cli("explain", tmp_path / "plan.yaml", "wte", "--html", tmp_path / "report.html")
     assert done.status == 2
