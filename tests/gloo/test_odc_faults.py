@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from ranks import RankError, run_ranks
 from windows import open_transport, sums_large_windows
 
-from profiler.errors import OsdpError
+from profiler.errors import FaultError, OsdpError
 from runtime.failures.peer_faults import PeerLost
 from runtime.odc import shared_memory, shared_segment
 from runtime.odc.shared_memory import can_share
@@ -217,6 +218,19 @@ def test_too_little_shared_memory_is_an_error_and_not_a_crash() -> None:
     for message in run_ranks(_no_room, 2):
         assert "/dev/shm is too small for the windows" in message
         assert "131072.00 GiB for each rank" in message  # 2^44 x (4 + 4) bytes
+
+
+@pytest.mark.parametrize(
+    ("number", "size_bytes", "is_fault"),
+    [(errno.ENOSPC, 1 << 60, False), (errno.ENOSPC, 4096, True), (errno.EFBIG, 4096, True), (errno.EDQUOT, 4096, True)],
+)
+def test_what_may_go_in_another_time_is_a_fault(number: int, size_bytes: int, is_fault: bool) -> None:
+    """And not bad input, which `osdp train --restarts` would not try again."""
+    full = OSError(number, os.strerror(number))
+    with patch.object(os, "posix_fallocate", side_effect=full), pytest.raises(OsdpError) as caught:
+        shared_segment.Segment.create(size_bytes)
+    assert isinstance(caught.value, FaultError) == is_fault
+    assert not names_left(os.getpid())
 
 
 def _misused(rank: int) -> None:
