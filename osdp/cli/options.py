@@ -85,6 +85,10 @@ Solver = Annotated[str, Option(help=SOLVER_HELP)]
 TimeLimit = Annotated[float | None, Option("--time-limit", min=0, help=TIME_LIMIT_HELP)]
 WhatIf = Annotated[bool, Option("--what-if", help="Also find the bottleneck: what more memory or faster parts gain.")]
 Output = Annotated[Path | None, Option("--output", "-o", help=OUTPUT_HELP)]
+Html = Annotated[
+    Path | None,
+    Option("--html", help="Also write a report for a browser: one file, nothing is fetched (needs plotly)."),
+]
 Plot = Annotated[Path | None, Option(help="Plot the frontier to this file (needs matplotlib).")]
 
 RanksPerNode = Annotated[

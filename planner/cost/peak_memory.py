@@ -15,7 +15,7 @@ moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.cost.option_runs import counted
@@ -26,6 +26,9 @@ from planner.cost.workload import Workload
 
 Runs = Sequence[tuple[StageCandidate, int]]
 """Options in execution order, with how many stages each stands for (`counted`)."""
+HeldMoment = tuple[float, int, Moment, float, float]
+"""Bytes that are held at a moment beyond what rests, the index of its run, the moment, reduced gradients, and the
+buffers of other stages.  A tuple, because searches make millions of them."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,21 @@ def beside(option: StageCandidate, is_above: bool) -> tuple[int, StageCandidate 
 
 def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak:
     """Return the peak of a plan, one option per stage in execution order."""
-    runs, accumulates = counted(options), load.accumulation > 1
-    sharing = shared_by(option for option, _ in runs)
-    resting = float(sum(times * option.rest for option, times in runs))
-    gradients = float(sum(times * option.gradients for option, times in runs))
+    runs = counted(options)
     best = _optimizer_moment(runs, load)
-    highest = best.total_bytes - load.fixed_bytes - resting
-    found: tuple[int, Moment, float, float] | None = None
+    highest = best.total_bytes - load.fixed_bytes - float(sum(times * option.rest for option, times in runs))
+    found: HeldMoment | None = None
+    for held in held_moments(runs, load):
+        if held[0] > highest:
+            highest, found = held[0], held
+    return best if found is None else peak_at(runs, found, load)
+
+
+def held_moments(runs: Runs, load: Workload) -> Iterator[HeldMoment]:
+    """Yield the moments of forward and backward, stage by stage in execution order."""
+    accumulates = load.accumulation > 1
+    sharing = shared_by(option for option, _ in runs)
+    gradients = float(sum(times * option.gradients for option, times in runs))
     reductions, gathers = _reductions_above(runs), _gathers_below(runs)
     before, held, after = 0.0, 0.0, gradients
     waiting = float(sum(times * option.reduced_after_backward for option, times in runs))
@@ -83,12 +94,9 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
             reduced += 0.0 if moment.phase == "forward" else waiting
             beside_it = neighbour_bytes(moment, reductions[place], below)
             kept = before - held if moment.phase == "forward" else before
-            total = kept + reduced + option.bytes_at(moment) + beside_it
-            if total > highest:
-                highest, found = total, (place, moment, reduced, beside_it)
+            yield kept + reduced + option.bytes_at(moment) + beside_it, place, moment, reduced, beside_it
         before += times * (_saved(option, sharing) + option.kept)
         held += times * option.held
-    return best if found is None else _peak_at(runs, *found, load)
 
 
 def shared_by(options: Iterable[StageCandidate]) -> set[int]:
@@ -146,7 +154,9 @@ def _stepped_apart(runs: Runs) -> float:
     return float(2 * largest + second)
 
 
-def _peak_at(runs: Runs, place: int, moment: Moment, reduced: float, beside_it: float, load: Workload) -> MemoryPeak:
+def peak_at(runs: Runs, held: HeldMoment, load: Workload) -> MemoryPeak:
+    """Return a moment by category."""
+    _, place, moment, reduced, beside_it = held
     before, (option, _), sharing = runs[:place], runs[place], shared_by(option for option, _ in runs)
     is_forward, around = moment.phase == "forward", option.ambient
     saved = sum(times * (_saved(o, sharing) - (o.held if is_forward else 0.0)) for o, times in before)

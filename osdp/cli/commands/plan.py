@@ -16,12 +16,13 @@ from osdp.cli.terminal import STARTED_S, make_console, note, print_json, progres
 from profiler.garbage_collection import without_garbage_collection
 
 if TYPE_CHECKING:
-    from osdp.planning.request import Request
+    from osdp.planning.request import Planned, Request
+    from planner.analysis.what_if import WhatIf
     from planner.search.search import Effort
     from profiler.cluster.cluster import Cluster
     from profiler.model_source import ModelSource
 
-_NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
+_NOT_OF_THE_PLAN = ("output", "plot", "html", "as_json", "what_if")
 
 
 @guarded
@@ -51,6 +52,7 @@ def plan(
     what_if: options.WhatIf = False,
     output: options.Output = None,
     plot: options.Plot = None,
+    html: options.Html = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Find the fastest plan within a memory limit."""
@@ -66,6 +68,10 @@ def plan(
     limits = None if mem is None else parse_limits(mem)
     several = limits is not None and limits.several
     _check_outputs(output, plot, what_if, several)
+    if html is not None:
+        from osdp.report.render import check_html
+
+        check_html(html)
     with progress_bar():
         target, why = choose_cluster(cluster, nodes, gpus_per_node)
     limits_bytes = [_limit(target, wanted_bytes) for wanted_bytes in (limits.limits_bytes if limits else (None,))]
@@ -86,7 +92,7 @@ def plan(
     )
     with progress_bar():
         source = load_model(model, sequence_length=seq)
-    task = _PlanTask(source, target, request, why, _how(context, why), output, as_json)
+    task = _PlanTask(source, target, request, why, _how(context, why), output, html, as_json)
     if several:
         _plan_several(task, sorted(set(limits_bytes)), plot)
     else:
@@ -131,6 +137,8 @@ class _PlanTask:
     """The command, for the files of plans."""
     output: Path | None
     """File of the plan, or folder of several."""
+    html: Path | None
+    """File of the report for a browser."""
     as_json: bool
 
 
@@ -170,7 +178,10 @@ def _how(context: Context, why: str) -> str:
 
     words = ["osdp", "plan"]
     for name, value in context.params.items():
-        if name in _NOT_OF_THE_PLAN or value is None:
+        if name in _NOT_OF_THE_PLAN or value is None or value is False:
+            continue
+        if value is True:
+            words.append(f"--{name.replace('_', '-')}")
             continue
         for one in value if isinstance(value, list | tuple) else (value,):
             words += [f"--{name.replace('_', '-')}", str(one)]
@@ -191,11 +202,27 @@ def _plan_one(task: _PlanTask, what_if: bool) -> None:
         more = what_if_planned(planned, task.request, progress) if what_if else None
     if task.output is not None:
         write_plan(task.output, planned.plan, task.how)
+    _write_html(task, [planned], more=more)
     total_s = time.perf_counter() - STARTED_S
     if task.as_json:
         print_json(plan_object(planned, total_s, more))
     else:
         print_plan(make_console(), planned, Circumstances(total_s, task.why, str(task.output or ""), more))
+
+
+def _write_html(
+    task: _PlanTask, found: Sequence[Planned], refused: Sequence[str] = (), more: WhatIf | None = None
+) -> None:
+    """Write the report for a browser, if one was asked for."""
+    if task.html is None:
+        return
+    from osdp.report.contents import make_report
+    from osdp.report.render import write_report
+
+    with progress_bar() as progress:
+        progress("writing the report", 0.0)
+        write_report(task.html, make_report(found, task.how, refused, more))
+    note(f"report written to {task.html}")
 
 
 # --- several limits --------------------------------------------------------------------------
@@ -224,6 +251,8 @@ def _plan_several(task: _PlanTask, limits: Sequence[int], plot: Path | None) -> 
     if plot is not None:
         plot_frontier(plot, rows)
         note(f"drawn into {plot}")
+    found, refusals = [row.planned for row in rows if row.planned], [row.refusal for row in rows if row.refusal]
+    _write_html(task, found, [str(refusal.what) for refusal in refusals])
     total_s = time.perf_counter() - STARTED_S
     if task.as_json:
         print_json(frontier_object(rows, total_s))
