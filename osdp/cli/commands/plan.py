@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from osdp.planning.request import Request
     from planner.search.search import Effort
     from profiler.cluster.cluster import Cluster
+    from profiler.errors import OsdpError
     from profiler.model_source import ModelSource
 
 _NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
@@ -28,7 +29,7 @@ _NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
 @without_garbage_collection()  # walking again and again through what it imports would take a third of its time
 def plan(
     context: Context,
-    model: options.Model,
+    model: options.ModelOrNone = None,
     cluster: options.ClusterName = None,
     nodes: options.Nodes = None,
     gpus_per_node: options.GpusPerNode = None,
@@ -52,6 +53,7 @@ def plan(
     output: options.Output = None,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Find the fastest plan within a memory limit."""
     from osdp.planning.clusters import choose_cluster
@@ -63,6 +65,8 @@ def plan(
     from planner.optimizers import optimizer_name
     from planner.pins import parse_pin
 
+    if model is None:
+        raise _no_model()
     limits = None if mem is None else parse_limits(mem)
     several = limits is not None and limits.several
     _check_outputs(output, plot, what_if, several)
@@ -91,6 +95,23 @@ def plan(
         _plan_several(task, sorted(set(limits_bytes)), plot)
     else:
         _plan_one(task, what_if)
+
+
+def _no_model() -> OsdpError:
+    """Return the error of a command without a model, whose advice is an example for each kind of start."""
+    from profiler.errors import OsdpError
+
+    examples = (
+        "osdp plan --model gpt2-1.5b --mem 8GB                     a model of `osdp models`, on the visible GPUs",
+        "osdp plan --model my_code:make_model --cluster h100-8     a function of yours, for GPUs that are elsewhere",
+        "osdp plan --model gpt2 --mem 4GB:12GB:2GB -o plans/       the fastest plan for each of several limits",
+    )
+    return OsdpError(
+        "there is no model to plan for",
+        got="no --model",
+        expected=options.MODEL_HELP,
+        advice="\n       ".join(examples),
+    )
 
 
 def _style(simple: bool, best: bool, several: bool) -> str:

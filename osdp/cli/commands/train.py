@@ -75,6 +75,7 @@ def train(
     node_rank: options.NodeRank = 0,
     rdzv_endpoint: options.RendezvousEndpoint = "",
     restarts: options.Restarts = 0,
+    quiet: options.Quiet = False,
 ) -> None:
     """Train a model under a plan. Runs on all GPUs of this machine, or on CPU ranks.
 

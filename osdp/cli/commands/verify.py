@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from osdp.cli.exits import FAULT, guarded
-from osdp.cli.options import AsJson, ClusterOfPlan, ExpertImbalanceOfPlan, ModelOfPlan, PlanPath
+from osdp.cli.options import AsJson, ClusterOfPlan, ExpertImbalanceOfPlan, ModelOfPlan, PlanPath, Quiet
 from osdp.cli.terminal import progress_bar, show
 
 
@@ -24,6 +24,7 @@ def verify(
     ] = "auto",
     expert_imbalance: ExpertImbalanceOfPlan = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Check a plan's predicted memory. Compares it with a step of the runtime; exits with 1 if it is too far off."""
     from osdp.training.allocator_settings import use_expandable_segments
