@@ -119,6 +119,13 @@ Solver = Annotated[str, Option(help=SOLVER_HELP)]
 TimeLimit = Annotated[float | None, Option("--time-limit", min=0, help=TIME_LIMIT_HELP)]
 WhatIf = Annotated[bool, Option("--what-if", help="Also find the bottleneck: what more memory or faster parts gain.")]
 Output = Annotated[Path | None, Option("--output", "-o", help=OUTPUT_HELP)]
+MemorySnapshot = Annotated[
+    Path | None,
+    Option(metavar="FILE.pickle", help="Write the step's predicted memory for https://pytorch.org/memory_viz."),
+]
+Timeline = Annotated[
+    Path | None, Option(metavar="FILE.json", help="Write the step's predicted trace for https://ui.perfetto.dev.")
+]
 Plot = Annotated[Path | None, Option(help="Plot the frontier to this file (needs matplotlib).")]
 
 RanksPerNode = Annotated[

@@ -16,13 +16,13 @@ from osdp.cli.terminal import STARTED_S, make_console, note, print_json, progres
 from profiler.garbage_collection import without_garbage_collection
 
 if TYPE_CHECKING:
-    from osdp.planning.request import Request
+    from osdp.planning.request import Planned, Request
     from planner.search.search import Effort
     from profiler.cluster.cluster import Cluster
     from profiler.errors import OsdpError
     from profiler.model_source import ModelSource
 
-_NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
+_NOT_OF_THE_PLAN = ("output", "plot", "memory_snapshot", "timeline", "as_json", "what_if")
 
 
 @guarded
@@ -52,6 +52,8 @@ def plan(
     what_if: options.WhatIf = False,
     output: options.Output = None,
     plot: options.Plot = None,
+    memory_snapshot: options.MemorySnapshot = None,
+    timeline: options.Timeline = None,
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -69,6 +71,8 @@ def plan(
         raise _no_model()
     limits = None if mem is None else parse_limits(mem)
     several = limits is not None and limits.several
+    views = _Views(memory_snapshot, timeline)
+    views.check(several)
     _check_outputs(output, plot, what_if, several)
     with progress_bar():
         target, why = choose_cluster(cluster, nodes, gpus_per_node)
@@ -90,7 +94,7 @@ def plan(
     )
     with progress_bar():
         source = load_model(model, sequence_length=seq)
-    task = _PlanTask(source, target, request, why, _how(context, why), output, as_json)
+    task = _PlanTask(source, target, request, why, _how(context, why), output, as_json, views)
     if several:
         _plan_several(task, sorted(set(limits_bytes)), plot)
     else:
@@ -140,6 +144,42 @@ def _effort(solver: str, time_limit_s: float | None, is_more: bool) -> Effort:
 
 
 @dataclass(frozen=True)
+class _Views:
+    """Files of one plan for other programs to show."""
+
+    memory_snapshot: Path | None
+    timeline: Path | None
+
+    def check(self, several: bool) -> None:
+        """Raise OsdpError for several plans, and for what cannot be written, before anything takes time."""
+        from profiler.errors import OsdpError
+
+        for option, path, suffix in (
+            ("--memory-snapshot", self.memory_snapshot, ".pickle"),
+            ("--timeline", self.timeline, ".json"),
+        ):
+            if path is None:
+                continue
+            if several:
+                raise OsdpError(f"{option} shows one plan", got="several limits in --mem", expected="one limit")
+            if path.suffix != suffix or path.is_dir():
+                raise OsdpError(f"{option} cannot be {path}", got=path.suffix or "no suffix", expected=f"FILE{suffix}")
+            if not path.parent.is_dir():
+                advice = f"mkdir -p {path.parent}"
+                raise OsdpError(f"{path} cannot be written", got="no such directory", advice=advice)
+
+    def write(self, planned: Planned) -> None:
+        """Write what is asked for."""
+        from osdp.planning.memory_snapshot import write_snapshot
+        from osdp.planning.step_timeline import write_timeline
+
+        if self.memory_snapshot is not None:
+            write_snapshot(self.memory_snapshot, planned.as_run)
+        if self.timeline is not None:
+            write_timeline(self.timeline, planned.as_run)
+
+
+@dataclass(frozen=True)
 class _PlanTask:
     """What is planned, and where the result goes."""
 
@@ -153,6 +193,7 @@ class _PlanTask:
     output: Path | None
     """File of the plan, or folder of several."""
     as_json: bool
+    views: _Views
 
 
 def _check_outputs(output: Path | None, plot: Path | None, what_if: bool, several: bool) -> None:
@@ -212,6 +253,7 @@ def _plan_one(task: _PlanTask, what_if: bool) -> None:
         more = what_if_planned(planned, task.request, progress) if what_if else None
     if task.output is not None:
         write_plan(task.output, planned.plan, task.how)
+    task.views.write(planned)
     total_s = time.perf_counter() - STARTED_S
     if task.as_json:
         print_json(plan_object(planned, total_s, more))
