@@ -152,21 +152,13 @@ class _Views:
 
     def check(self, several: bool) -> None:
         """Raise OsdpError for several plans, and for what cannot be written, before anything takes time."""
+        from osdp.planning.viewer_paths import check_viewer_paths, given
         from profiler.errors import OsdpError
 
-        for option, path, suffix in (
-            ("--memory-snapshot", self.memory_snapshot, ".pickle"),
-            ("--timeline", self.timeline, ".json"),
-        ):
-            if path is None:
-                continue
+        for option, _ in given(self.memory_snapshot, self.timeline):
             if several:
                 raise OsdpError(f"{option} shows one plan", got="several limits in --mem", expected="one limit")
-            if path.suffix != suffix or path.is_dir():
-                raise OsdpError(f"{option} cannot be {path}", got=path.suffix or "no suffix", expected=f"FILE{suffix}")
-            if not path.parent.is_dir():
-                advice = f"mkdir -p {path.parent}"
-                raise OsdpError(f"{path} cannot be written", got="no such directory", advice=advice)
+        check_viewer_paths(self.memory_snapshot, self.timeline)
 
     def write(self, planned: Planned) -> None:
         """Write what is asked for."""

@@ -69,6 +69,13 @@ def train(
     resume: Annotated[str | None, Option(help="auto, never, or the path of a checkpoint.")] = None,
     tensorboard: Annotated[str | None, Option(help="Folder for TensorBoard event files.")] = None,
     trace: Annotated[str | None, Option(help="Folder for each rank's memory plot (step 3) and trace (step 4).")] = None,
+    memory_snapshot: Annotated[
+        str | None,
+        Option(metavar="FILE.pickle", help="Write what CUDA's allocator does in step 5 to FILE.measured.pickle."),
+    ] = None,
+    timeline: Annotated[
+        str | None, Option(metavar="FILE.json", help="Write a trace of rank 0's step 6 to FILE.measured.json.")
+    ] = None,
     log_every: Annotated[int | None, Option(help="Steps between progress lines.")] = None,
     nnodes: options.NodeCount = 1,
     nodes: options.NodeRange = None,
