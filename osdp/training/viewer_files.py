@@ -1,7 +1,7 @@
 """Real steps of rank 0 for the viewers that show a plan's predicted ones, in files beside those.
 
-`osdp plan --timeline step.json` writes the predicted trace, and `osdp train --timeline step.json` that of a real step to
-`step.measured.json`; and likewise `--memory-snapshot step.pickle`, with what PyTorch's allocator does in a step.
+`osdp plan --timeline step.json` writes the predicted trace, and `osdp train --timeline step.json` that of a real step
+to `step.measured.json`; and likewise `--memory-snapshot step.pickle`, with what PyTorch's allocator does in a step.
 They are two steps, since each slows its own down, and none of those of `osdp.training.trace_step`.
 """
 
