@@ -48,6 +48,8 @@ def _whole_bytes(moment: StepMoment, peak_bytes: int) -> dict[_Owner, int]:
     sizes = dict[_Owner, int]()
     for holding in moment.holdings:
         sizes[_owner(holding)] = sizes.get(_owner(holding), 0) + int(holding.size_bytes)
+    if not sizes:  # the optimizer step of a model that is offloaded
+        return sizes
     largest = max(sizes, key=sizes.__getitem__)
     # The highest moment is some fractions of a byte below the peak, or above it.
     short_bytes = peak_bytes - sum(sizes.values())

@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli
+from command_line import Cli, trace_once
 from torch.cuda import _memory_viz
+
+from osdp.planning.clusters import load_cluster
+from osdp.planning.request import Request, plan_graph
+from osdp.zoo import load_model
+from planner.cost.peak_memory import memory_over_step
+from planner.pins import parse_pin
 
 CASES: tuple[tuple[str, ...], ...] = (
     ("--cluster", "titan-rtx-8", "--mem", "2GB"),
@@ -22,6 +28,7 @@ CASES: tuple[tuple[str, ...], ...] = (
     ("--cluster", "a100-2x8", "--batch", "2", "--pin", "*=hierarchical", "--precision", "bf16"),
     ("--cluster", "cpu-gloo", "--batch", "3", "--pin", "*=owner", "--imbalance", "0.4"),
     ("--cluster", "h100-8", "--batch", "2", "--pin", "*=odc:8", "--global-batch", "48"),
+    ("--cluster", "h100-8", "--batch", "1", "--pin", "*=shard+offload"),
     ("--cluster", "h100-8", "--batch", "2", "--pin", "*=shard", "--optimizer", "sgd", "--pin", "blocks.1=selective"),
 )
 """A plan of each kind: what rests, what is gathered, one or several micro-batches, streams that overlap or do not."""
@@ -143,3 +150,31 @@ def test_the_timeline_lasts_as_long_as_the_step(cli: Cli, arguments: tuple[str, 
 def test_what_cannot_be_written_is_refused(cli: Cli, arguments: tuple[str, ...], part: str) -> None:
     assert part in cli.refused("plan", "--model", "gpt2-tiny", "--cluster", "cpu-gloo", *arguments)
     assert not list(Path().glob("*"))
+
+
+@pytest.mark.parametrize("cluster", ["titan-rtx-8", "a100-2x8", "cpu-gloo"])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        (),
+        ("*=shard",),
+        ("*=shard_grad", "blocks.*=recompute"),
+        ("*=owner",),
+        ("*=secondary_shard:2",),
+        ("*=shard+offload",),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_moments_over_a_step_are_never_above_the_peak_and_once_at_it(
+    cluster: str, pins: tuple[str, ...], accumulation: int
+) -> None:
+    target = load_cluster(cluster)
+    ranks = target.nodes * target.gpus_per_node
+    if target.gpus_per_node <= 2 and "*=secondary_shard:2" in pins:
+        pytest.skip("a node of two ranks has no smaller group")
+    graph = trace_once(load_model("gpt2-tiny"), "fp32", target.device.kind)
+    asked = Request(4 << 30, micro_batch=2, global_batch=2 * ranks * accumulation, pins=tuple(map(parse_pin, pins)))
+    run = plan_graph(graph, target, asked).as_run
+    totals = [moment.total_bytes for moment in memory_over_step(run.options, run.load)]
+    assert max(totals) == pytest.approx(run.peak.total_bytes - run.load.cluster.reserve_bytes, rel=1e-12)
+    assert all(holding.size_bytes > 0 for one in memory_over_step(run.options, run.load) for holding in one.holdings)
