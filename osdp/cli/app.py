@@ -12,13 +12,14 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperGroup
 
+from osdp.cli.commands.doctor import doctor
 from osdp.cli.commands.plan import plan
 from osdp.cli.commands.profile import profile
 from osdp.cli.commands.strategies import partition, strategies
 from osdp.cli.commands.train import train
 from osdp.cli.commands.verify import verify
 from osdp.cli.exits import guarded
-from osdp.cli.options import CLUSTER_HELP, AsJson, ClusterOfPlan, Html, ModelOfPlan, PlanPath
+from osdp.cli.options import CLUSTER_HELP, AsJson, ClusterOfPlan, Html, ModelOfPlan, PlanPath, Quiet, cluster_starts
 from osdp.cli.terminal import make_console, note, progress_bar, show
 from osdp.plain_text import plain
 
@@ -54,7 +55,6 @@ app = typer.Typer(
     cls=_Commands,
     help="Finds the fastest parallel plan for a PyTorch model that fits into memory, and explains it.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -98,6 +98,7 @@ def explain(
     cluster: ClusterOfPlan = None,
     what_if: Annotated[bool, Option("--what-if/--no-what-if", help="For a whole plan: find its bottleneck.")] = True,
     html: Html = None,
+    quiet: Quiet = False,
 ) -> None:
     """Explain a plan. Prints why each part has its choice, what alternatives would cost, and the bottleneck."""
     from osdp.cli.reports.explain import print_plan_reasons, print_target_reasons
@@ -163,6 +164,7 @@ app.command()(profile)
 app.command()(train)
 app.command()(strategies)
 app.command()(partition)
+app.command()(doctor)
 
 
 @app.command()
@@ -177,7 +179,7 @@ def models() -> None:
 @app.command()
 @guarded
 def clusters(
-    name: Annotated[str | None, Argument(help=f"Only this one. {CLUSTER_HELP}")] = None,
+    name: Annotated[str | None, Argument(help=f"Only this one. {CLUSTER_HELP}", autocompletion=cluster_starts)] = None,
     sources: Annotated[bool, Option("--sources", help="List every figure and where it comes from.")] = False,
 ) -> None:
     """List the clusters that come with OSDP."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osdp.planning.plan_file import read_plan
+from osdp.planning.viewer_paths import check_viewer_paths
 from osdp.resources import make_folder
 from osdp.training.config import CHOICES, TrainConfig
 from osdp.training.devices import check_gpus, chosen_device
@@ -70,6 +71,7 @@ def prepare(config: TrainConfig) -> Job:
         from osdp.training.trace_step import ready_folder
 
         ready_folder(config.trace)
+    check_viewer_paths(config.memory_snapshot, config.timeline)
     if config.tensorboard is not None:
         make_folder(Path(config.tensorboard))
         if importlib.util.find_spec("tensorboard") is None:

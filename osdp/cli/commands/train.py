@@ -70,12 +70,20 @@ def train(
     tensorboard: Annotated[str | None, Option(help="Folder for TensorBoard event files.")] = None,
     tracker: Annotated[str | None, Option(help="wandb or mlflow, if installed.")] = None,
     trace: Annotated[str | None, Option(help="Folder for each rank's memory plot (step 3) and trace (step 4).")] = None,
+    memory_snapshot: Annotated[
+        str | None,
+        Option(metavar="FILE.pickle", help="Write what CUDA's allocator does in step 5 to FILE.measured.pickle."),
+    ] = None,
+    timeline: Annotated[
+        str | None, Option(metavar="FILE.json", help="Write a trace of rank 0's step 6 to FILE.measured.json.")
+    ] = None,
     log_every: Annotated[int | None, Option(help="Steps between progress lines.")] = None,
     nnodes: options.NodeCount = 1,
     nodes: options.NodeRange = None,
     node_rank: options.NodeRank = 0,
     rdzv_endpoint: options.RendezvousEndpoint = "",
     restarts: options.Restarts = 0,
+    quiet: options.Quiet = False,
 ) -> None:
     """Train a model under a plan. Runs on all GPUs of this machine, or on CPU ranks.
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from osdp.cli.exits import FAULT, guarded
-from osdp.cli.options import AsJson, ClusterOfPlan, ExpertImbalanceOfPlan, Html, ModelOfPlan, PlanPath
+from osdp.cli.options import AsJson, ClusterOfPlan, ExpertImbalanceOfPlan, Html, ModelOfPlan, PlanPath, Quiet
 from osdp.cli.terminal import note, progress_bar, show
 
 
@@ -26,6 +26,7 @@ def verify(
     expert_imbalance: ExpertImbalanceOfPlan = None,
     html: Html = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Check a plan's predicted memory. Compares it with a step of the runtime; exits with 1 if it is too far off."""
     if html is not None:
