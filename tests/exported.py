@@ -44,7 +44,7 @@ def as_expressible(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Plan:
 
 def source_of(plan: Plan, graph: ModelGraph, cluster: Cluster) -> str:
     """Return the module that a plan is exported to, as it is."""
-    return exported(open_plan(plan, graph, cluster), "fsdp2", nearest=False)
+    return exported(open_plan(plan, graph, cluster), "fsdp2", nearest=False).text
 
 
 def parallelize_of(source: str) -> Callable[[nn.Module, Any], nn.Module]:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from osdp.export import fsdp2_helpers as helpers
-from osdp.export.nearest import Expressible
+from osdp.export.nearest import Expressible, remarks
 from osdp.plain_text import plain
 from planner.strategies.spec import Strategy
-from profiler.byte_sizes import format_bytes
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from runtime.apply_schedule import inside_out
@@ -76,25 +75,9 @@ def _head(found: Expressible) -> list[str]:
         f"on {schedule.nodes} x {schedule.ranks_per_node} ranks",
         f"of {quoted(plain(plan.cluster.name))}, {plan.model.precision}, with {plan.optimizer}.",
         f"Micro-batch of a rank: {plan.micro_batch}; micro-batches per step: {plan.accumulation}.",
-        f"Predicted, not measured: {figures(view.prediction.peak_memory_bytes, view.prediction.step_time_s)}, "
-        f"{view.prediction.samples_per_s:.4g} samples/s.",
+        *remarks("Plain FSDP2", view, found.planned, found.replaced),
     ]
-    if found.replaced:
-        before = found.planned.prediction
-        lines += [
-            "",
-            "Plain FSDP2 cannot do all that the plan says, so this is the nearest to it:",
-            *(f"    {plain(str(one))}" for one in found.replaced),
-            f"The plan itself was predicted to take {figures(before.peak_memory_bytes, before.step_time_s)}.",
-        ]
-        if view.prediction.peak_memory_bytes > plan.usable_bytes:
-            lines.append(f"The nearest does NOT fit the plan's limit of {format_bytes(plan.usable_bytes)}.")
     return [*lines, *_loop(schedule)]
-
-
-def figures(peak_bytes: int, step_time_s: float) -> str:
-    """Return predicted figures in words."""
-    return f"{format_bytes(peak_bytes)} at the peak of a device, {step_time_s:.4g} s a step"
 
 
 def _loop(schedule: Schedule) -> list[str]:

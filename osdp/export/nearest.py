@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from osdp.plain_text import plain
 from planner.analysis.explain import OpenPlan, open_plan
-from planner.plan import Plan, cluster_ref, read_choices
+from planner.plan import Plan, Prediction, cluster_ref, read_choices
 from planner.strategies.notation import format_choice
 from planner.strategies.spec import Strategy
+from profiler.byte_sizes import format_bytes
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
@@ -65,7 +67,7 @@ def expressible(view: OpenPlan, *, nearest: bool) -> Expressible:
     replaced: dict[tuple[str, str], list[str]] = {}
     choices = {}
     for operator, slices in zip(graph.operators, read_choices(plan, graph, cluster), strict=True):
-        planned, taken = format_choice(slices), str(_nearest(slices, cluster))
+        planned, taken = format_choice(slices), str(nearest_strategy(slices, cluster))
         choices[operator.name] = taken
         if planned != taken:
             replaced.setdefault((planned, taken), []).append(operator.name)
@@ -84,15 +86,42 @@ def expressible(view: OpenPlan, *, nearest: bool) -> Expressible:
     if not found:
         return Expressible(view, compile_plan(plan, graph, cluster), (), view)
     if not nearest:
-        what = "plain FSDP2 cannot do all that the plan says"
-        got = "; ".join(str(one) for one in found)
-        raise OsdpError(what, got=got, advice="add --nearest to export the nearest plan, with its predicted cost")
-    near = open_plan(changed, graph, cluster)
-    near = replace(near, plan=replace(changed, predicted=near.prediction))
+        raise refusal("plain FSDP2", found)
+    near = reopened(changed, graph, cluster)
     return Expressible(near, compile_plan(changed, graph, cluster), tuple(found), view)
 
 
-def _nearest(slices: Sequence[Strategy], cluster: Cluster) -> Strategy:
+def refusal(who: str, found: Sequence[Replacement]) -> OsdpError:
+    """Return the error that names what a library cannot do."""
+    advice = "add --nearest to export the nearest plan, with its predicted cost"
+    return OsdpError(f"{who} cannot do all that the plan says", got="; ".join(map(str, found)), advice=advice)
+
+
+def reopened(changed: Plan, graph: ModelGraph, cluster: Cluster) -> OpenPlan:
+    """Return a changed plan, priced."""
+    near = open_plan(changed, graph, cluster)
+    return replace(near, plan=replace(changed, predicted=near.prediction))
+
+
+def remarks(who: str, view: OpenPlan, planned: OpenPlan, replaced: Sequence[Replacement]) -> list[str]:
+    """Return lines for the user: what is predicted, and what was replaced at which cost."""
+    predicted, before, usable_bytes = view.prediction, planned.prediction, planned.plan.usable_bytes
+    lines = [f"Predicted, not measured: {_figures(predicted)}, {predicted.samples_per_s:.4g} samples/s."]
+    if replaced:
+        lines += ["", f"{who} cannot do all that the plan says, so this is the nearest to it:"]
+        lines += [f"    {plain(str(one))}" for one in replaced]
+        lines.append(f"The plan itself was predicted to take {_figures(before)}.")
+        if predicted.peak_memory_bytes > usable_bytes:
+            lines.append(f"The nearest does NOT fit the plan's limit of {format_bytes(usable_bytes)}.")
+    return lines
+
+
+def _figures(prediction: Prediction) -> str:
+    peak = format_bytes(prediction.peak_memory_bytes)
+    return f"{peak} at the peak of a device, {prediction.step_time_s:.4g} s a step"
+
+
+def nearest_strategy(slices: Sequence[Strategy], cluster: Cluster) -> Strategy:
     """Return the strategy of FSDP2 that is nearest to those of an operator's slices."""
     ((most, _),) = Counter(slices).most_common(1)
     if most.name in FSDP2_STRATEGIES:

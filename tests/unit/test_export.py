@@ -40,7 +40,7 @@ def mixed(family: str, precision: str = "bf16") -> Case:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modules_import_torch_alone_and_are_formatted(family: str, tmp_path: Path) -> None:
     for number, case in enumerate([mixed(family), mixed(family, "fp32"), Case(family, {}, "replicate")]):
-        text = exported(view_of(case), "fsdp2", nearest=True)
+        text = exported(view_of(case), "fsdp2", nearest=True).text
         (tmp_path / f"{number}.py").write_text(text)
         imported = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
         imported |= {
@@ -60,7 +60,7 @@ def test_names_are_literals(text: str) -> None:
 
 
 def test_a_model_without_a_named_module_is_refused_by_the_module() -> None:
-    parallelize = parallelize_of(exported(view_of(Case("gpt2", {})), "fsdp2", nearest=False))
+    parallelize = parallelize_of(exported(view_of(Case("gpt2", {})), "fsdp2", nearest=False).text)
     with pytest.raises(ValueError, match=r"another model: Linear has no module '\w"):
         parallelize(nn.Linear(2, 2), Mock(ndim=1, size=lambda: 4, device_type="cpu"))
     with pytest.raises(ValueError, match="a mesh of one dimension with 4 ranks"):
@@ -90,7 +90,7 @@ def test_what_fsdp2_cannot_do_is_refused_by_name_or_replaced(planned: str, neare
     assert near.plan.choices == {**view.plan.choices, operator: nearest}
     # Priced as a plan is that says so from the start.
     assert near.prediction == view_of(Case("gpt2", {operator: nearest})).prediction
-    text = exported(view, "fsdp2", nearest=True)
+    text = exported(view, "fsdp2", nearest=True).text
     assert f"{planned} -> {nearest} ({operator})" in text
     assert f"{near.prediction.step_time_s:.4g} s a step" in text
 
@@ -113,7 +113,7 @@ def test_a_split_and_selective_recomputation_of_several_units_are_replaced() -> 
 def test_a_nearest_plan_that_does_not_fit_says_so() -> None:
     view = view_of(Case("gpt2", {}, "owner"))
     view = replace(view, plan=replace(view.plan, limit_bytes=1 << 20))
-    assert "does NOT fit the plan's limit of 1.0 MiB" in exported(view, "fsdp2", nearest=True)
+    assert "does NOT fit the plan's limit of 1.0 MiB" in exported(view, "fsdp2", nearest=True).text
 
 
 def test_the_command_prints_or_writes_and_refuses_with_2(cli: Cli) -> None:
