@@ -1,7 +1,8 @@
 """Plans for libraries that shard a whole model in one way: one strategy, and all blocks recomputed alike or none.
 
 The nearest such plan takes the strategy that most parameters have, after each operator has taken the nearest that the
-library offers, and what most blocks do; it is priced by the cost functions that priced the plan.
+library offers, and what most blocks do.  If that does not fit the plan's limit, all blocks are recomputed, then all is
+sharded, then both.  Each is priced by the cost functions that priced the plan.
 """
 
 from __future__ import annotations
@@ -57,28 +58,46 @@ class Uniform:
 
 def uniform(view: OpenPlan, library: Library, *, nearest: bool) -> Uniform:
     """Return a plan as a library can run it; raises OsdpError, naming what it cannot do, unless `nearest`."""
-    plan, graph, cluster = view.plan, view.space.graph, replace(view.load.cluster, ring=())
-    slices = read_choices(plan, graph, view.load.cluster)
+    plan, graph, cluster = view.plan, view.space.graph, view.load.cluster
     numel: Counter[Strategy] = Counter()
-    for operator, taken in zip(graph.operators, slices, strict=True):
+    for operator, taken in zip(graph.operators, read_choices(plan, graph, cluster), strict=True):
         numel[_offered(nearest_strategy(taken, cluster), library, cluster.world_size)] += operator.numel
-    strategy = numel.most_common(1)[0][0]
-    recompute = _recompute(plan, graph, library)
-    replaced = [] if not view.load.cluster.ring else [Replacement("OSDP's ring reduce-scatter", "the backend's", ())]
+    most, recompute = numel.most_common(1)[0][0], _recompute(plan, graph, library)
+    replaced = _replaced(view, most, recompute)
+    if not replaced:
+        return Uniform(view, most, recompute, tuple(remarks(library.name, view, view, ())))
+    if not nearest:
+        raise refusal(library.name, replaced)
+    sharded = Strategy("shard", cluster.world_size, most.offload)
+    pairs = [(one, again) for one in (most, sharded) for again in (recompute, Recompute.EVERYTHING)]
+    found = [(_priced(view, *pair), *pair) for pair in dict.fromkeys(pairs)]
+    fits = [one for one in found if one[0].prediction.peak_memory_bytes <= plan.usable_bytes]
+    near, strategy, again = (fits or [min(found, key=lambda one: one[0].prediction.peak_memory_bytes)])[0]
+    lines = remarks(library.name, near, view, _replaced(view, strategy, again))
+    return Uniform(near, strategy, again, tuple(lines))
+
+
+def _replaced(view: OpenPlan, strategy: Strategy, recompute: Recompute) -> list[Replacement]:
+    """Return what of a plan is otherwise than one strategy and one recomputation."""
+    plan, graph, cluster = view.plan, view.space.graph, view.load.cluster
+    found = [Replacement("OSDP's ring reduce-scatter", "the backend's", ())] if cluster.ring else []
     planned: dict[str, list[str]] = {}
-    for operator, taken in zip(graph.operators, slices, strict=True):
+    for operator, taken in zip(graph.operators, read_choices(plan, graph, cluster), strict=True):
         planned.setdefault(format_choice(taken), []).append(operator.name)
-    replaced += [Replacement(was, str(strategy), tuple(n)) for was, n in planned.items() if was != str(strategy)]
+    found += [Replacement(was, str(strategy), tuple(n)) for was, n in planned.items() if was != str(strategy)]
     blocks: dict[Recompute, list[str]] = {}
     for block in graph.blocks:
         blocks.setdefault(plan.recomputations.get(block.name, Recompute.NOTHING), []).append(block.name)
-    replaced += [
+    return found + [
         Replacement(RECOMPUTED[was], RECOMPUTED[recompute], tuple(names))
         for was, names in blocks.items()
         if was != recompute
     ]
-    if replaced and not nearest:
-        raise refusal(library.name, replaced)
+
+
+def _priced(view: OpenPlan, strategy: Strategy, recompute: Recompute) -> OpenPlan:
+    """Return the plan with one strategy and one recomputation, priced."""
+    plan, graph, cluster = view.plan, view.space.graph, replace(view.load.cluster, ring=())
     names = [block.name for block in graph.blocks]
     changed = replace(
         plan,
@@ -87,8 +106,7 @@ def uniform(view: OpenPlan, library: Library, *, nearest: bool) -> Uniform:
         recomputed_blocks=names if recompute is Recompute.EVERYTHING else [],
         selectively_recomputed_blocks=names if recompute is Recompute.SELECTIVE else [],
     )
-    near = reopened(changed, graph, cluster) if replaced else view
-    return Uniform(near, strategy, recompute, tuple(remarks(library.name, near, view, replaced)))
+    return reopened(changed, graph, cluster)
 
 
 def _offered(strategy: Strategy, library: Library, ranks: int) -> Strategy:

@@ -6,6 +6,7 @@ import json
 import os
 import tomllib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -203,3 +204,17 @@ def test_json_stays_clean_and_remarks_go_to_standard_error(cli: Cli) -> None:
     assert done.status == 0
     assert json.loads(done.out)["zero_optimization"] == {"stage": 3}
     assert "Predicted, not measured" in done.err
+
+
+@pytest.mark.parametrize(("default", "nearest"), [("shard_grad", "shard_grad"), ("replicate", "shard")])
+def test_the_nearest_needs_no_more_than_the_limit_if_one_of_them_does(default: str, nearest: str) -> None:
+    last = graph_of("gpt2").operators[-1].name
+    view = view_of(default, precision="fp32", choices={last: "owner"})
+    wanted = view_of(nearest, "whole" if default == "shard_grad" else "", precision="fp32").prediction
+    assert wanted.peak_memory_bytes < view_of(default, precision="fp32").prediction.peak_memory_bytes
+    view = replace(view, plan=replace(view.plan, limit_bytes=wanted.peak_memory_bytes))
+    said = exported(view, "torchtitan", nearest=True).text
+    assert "does NOT fit" not in said
+    assert f"owner -> {nearest} ({last})" in said
+    tight = replace(view, plan=replace(view.plan, limit_bytes=1))
+    assert "does NOT fit" in exported(tight, "torchtitan", nearest=True).text
