@@ -29,6 +29,7 @@ CHOICES = {
     "fsdp_args": (None, *SETTINGS),
     "device": ("auto", "cpu", "cuda"),
     "on_nonfinite": ("stop", "skip"),
+    "tracker": (None, "wandb", "mlflow"),
 }
 
 
@@ -94,6 +95,8 @@ class TrainConfig:
     resume: str = "auto"
     """`auto`: from the newest whole checkpoint if there is one. `never`, or the path of a checkpoint."""
     tensorboard: str | None = None
+    tracker: str | None = None
+    """`wandb` or `mlflow`, where they are installed; their own settings say where the figures go."""
     trace: str | None = None
     log_every: Steps = 50
 

@@ -21,6 +21,7 @@ from osdp.training.devices import check_gpus, chosen_device
 from osdp.training.launch import CPU_RANKS
 from osdp.training.sentence_pairs import MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import Addition, Bytes, Task
+from osdp.training.trackers import check_installed
 from osdp.zoo import load_model
 from planner.optimizers import fused_name, plain_name
 from planner.plan import Plan
@@ -74,6 +75,8 @@ def prepare(config: TrainConfig) -> Job:
         if importlib.util.find_spec("tensorboard") is None:
             advice = ".venv/bin/pip install tensorboard, or no --tensorboard"
             raise OsdpError("TensorBoard is not installed", advice=advice)
+    if config.tracker is not None:
+        check_installed(config.tracker)
     return Job(config, source, without_data, task, plan, chosen_device(config.device), resume)
 
 

@@ -146,7 +146,9 @@ class Trainer:
             return
         mean, gradient_norm = self.ranks.mean(loss), None if norm is None else float(norm)
         samples, tokens = self.samples_per_step, self.samples_per_step * self.job.task.sequence_length
-        self.report(Step(number, mean, gradient_norm, rate, samples, tokens, measured.recent_s()))
+        step_s, peak_bytes = measured.recent_s(), measured.peak_bytes()
+        left_s = step_s * (self.config.steps - number)
+        self.report(Step(number, mean, gradient_norm, rate, samples, tokens, step_s, peak_bytes, left_s))
 
     def _save(self) -> None:
         """Write a checkpoint, or begin to; older ones go when it is whole."""
