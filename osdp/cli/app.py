@@ -13,6 +13,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from osdp.cli.commands.doctor import doctor
+from osdp.cli.commands.export import export
 from osdp.cli.commands.plan import plan
 from osdp.cli.commands.profile import profile
 from osdp.cli.commands.strategies import partition, strategies
@@ -159,6 +160,7 @@ def schedule(path: PlanPath, model: ModelOfPlan = None, cluster: ClusterOfPlan =
     print(plain(str(compile_plan(view.plan, view.space.graph, view.load.cluster))))
 
 
+app.command()(export)
 app.command()(verify)
 app.command()(profile)
 app.command()(train)
