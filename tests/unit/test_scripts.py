@@ -32,7 +32,7 @@ case "$*" in
     *) echo "ERROR: $STUB_PIP"; exit 1 ;;
     esac ;;
 "-m pip --disable-pip-version-check uninstall"*) ;;
-"-m ruff"* | "-m mypy"* | "-m pytest"*) echo "ran $*"; [ "$2" != "${{STUB_FAILS:-}}" ] ;;
+"-m ruff"* | "-m mkdocs"* | "-m mypy"* | "-m pytest"*) echo "ran $*"; [ "$2" != "${{STUB_FAILS:-}}" ] ;;
 *) PYTHONPATH="{site}" exec "{real}" "$@" ;;
 esac
 """
@@ -331,10 +331,12 @@ def test_stages_run_in_order(sandbox: Sandbox) -> None:
     result = sandbox.run("test.sh", "-k", "one and two")
     assert result.returncode == 0
     pytest_ran = "ran -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=50 -k one and two"
-    assert result.stdout.splitlines() == ["ran -m ruff check", "ran -m ruff format --check", pytest_ran, "ran -m mypy"]
+    site_ran = f"ran -m mkdocs build --quiet --strict --site-dir {sandbox.venv}/site"
+    lint_ran = ["ran -m ruff check", "ran -m ruff format --check"]
+    assert result.stdout.splitlines() == [*lint_ran, site_ran, pytest_ran, "ran -m mypy"]
 
 
-@pytest.mark.parametrize(("fails", "ran"), [("ruff", 1), ("mypy", 4), ("pytest", 4)])
+@pytest.mark.parametrize(("fails", "ran"), [("ruff", 1), ("mkdocs", 3), ("mypy", 5), ("pytest", 5)])
 def test_what_fails_is_named_and_nothing_badly_formed_is_tested(sandbox: Sandbox, fails: str, ran: int) -> None:
     sandbox.add_python("python3")
     result = sandbox.run("test.sh", STUB_FAILS=fails)

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "diff": ((PLAN, PLAN), (PLAN, PLAN, "--json")),
     "schedule": ((PLAN,),),
     "verify": ((PLAN,),),
+    "export": ((PLAN, "--to", "fsdp2"), (PLAN, "--to", "accelerate", "--nearest")),
     "profile": (("--compare", str(CHECKOUT / "configs/clusters/h100-8.yaml"), "a.yaml"),),
     "train": (("--steps", "1", "--model", "gpt2-tiny", "--task", "addition", "--ranks-per-node", "1"),),
     "strategies": (TINY[:4],),
