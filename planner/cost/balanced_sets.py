@@ -71,8 +71,8 @@ def split_step(
     """
     packs = split(costs, ranks * micro_batches, equal_sizes)
     sums = [sum(costs[item] for item in pack) for pack in packs]
-    of_ranks = split(sums, ranks, True)
-    return tuple(tuple(packs[p] for p in sorted(own, key=lambda p: (-sums[p], p))) for own in of_ranks)
+    # Packs come from the costliest on, and so do those of a rank.
+    return tuple(tuple(packs[pack] for pack in own) for own in split(sums, ranks, True))
 
 
 def _falling(costs: Sequence[float]) -> list[int]:
