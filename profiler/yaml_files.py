@@ -213,13 +213,17 @@ def to_yaml(value: Any, header_comment: str = "") -> str:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write `text` to `path` through a temporary file beside it; raises OsdpError.
+    """Write `text` to `path` as `write_bytes_atomic` does."""
+    write_bytes_atomic(path, text.encode())
+
+
+def write_bytes_atomic(path: Path, data: bytes) -> None:
+    """Write `data` to `path` through a temporary file beside it; raises OsdpError.
 
     Keeps the mode of an existing file and follows symbolic links.  What is not a regular file (a pipe, /dev/null)
     is written in place.
     """
     try:
-        data = text.encode()
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file() and not target.is_dir():
             target.write_bytes(data)

@@ -10,10 +10,11 @@ Run on torch 2.13.0 and 2.11.0. 2.12 lies in between.
     share_secondary_mesh         `reshard_after_forward=K` makes a new mesh, and so new process groups,
                                  for every call; here all units with equal K get one
     containers_with_forward      2.11 refuses lists of modules that have a forward, such as parametrizations
-    reset_iteration              2.13 has it, but leaves unsharded gradients for the next backward to add to
+    reset_iteration              2.11 has none; that of 2.13 leaves unsharded gradients for the next backward to add to
     communication_of             what `set_custom_all_gather` and `set_custom_reduce_scatter` have set
     compute_dtypes               the mixed precision policy of a unit
-    free_secondary_shards        what `reshard_after_forward=K` keeps for a backward stays where none comes
+    forget_forward               what `reshard_after_forward=K` keeps for a backward stays where none comes, and 2.11
+                                 waits for modules that a forward without gradients has left out
     has_secondary_mesh           whether `reshard_after_forward` of a unit is a number
     packed_parameters            in what order a unit's parameters are gathered, and where their padded rows lie
     gather_for_every_backward    FSDP2 hooks the outputs of one module of a unit only
@@ -54,8 +55,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from profiler.errors import OsdpError
-
 
 class OrdinaryMemory:
     """Where custom communication of FSDP2 needs no memory of its own."""
@@ -88,22 +87,45 @@ def default_timeout() -> timedelta | None:
 
 
 def reset_iteration(root: FSDPModule) -> None:
-    """Let a model start anew after a forward or backward that failed, or a step that was given up.
-
-    Raises OsdpError before 2.13, which cannot.
-    """
+    """Let a model start anew after a forward or backward that failed, or a step that was given up."""
     reset = getattr(root, "reset_iter_state", None)
-    if reset is None:
-        what = "training cannot continue after a failed or unfinished step on this version of PyTorch"
-        advice = "upgrade PyTorch, or resume from the last checkpoint"
-        raise OsdpError(what, got=f"torch {torch.__version__}", expected="torch 2.13", advice=advice)
-    reset()
+    if reset is not None:
+        reset()
+    else:
+        _forget_iteration(root._get_fsdp_state())
     for module in cast(nn.Module, root).modules():
         for group in _param_groups(module) if isinstance(module, FSDPModule) else ():
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+
+
+def _forget_iteration(root: Any) -> None:
+    """Do before torch 2.13 what `reset_iter_state` does since: end what is under way, and put states back to idle.
+
+    Checked on 2.11.
+    """
+    shared, context = root._comm_ctx, root._state_ctx
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    for state in context.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        group = state._fsdp_param_group
+        if group is None:
+            continue
+        work = getattr(group._all_gather_result, "all_gather_work", None)
+        if isinstance(work, dist.Work):
+            work.wait()
+        group._all_gather_result = group._all_reduce_state = group._partial_reduce_output = None
+        group._post_reduce_event = group._reshard_after_forward_event = None
+        group._post_forward_indices.clear()
+        group._training_state = TrainingState.IDLE
+        group._to_sharded()
+    shared.all_gather_state = shared.reduce_scatter_state = None
+    shared.post_forward_order.clear()
+    context.iter_forward_root, context.post_backward_final_callback_queued = None, False
 
 
 def reduce_all_or_none(module: FSDPModule) -> None:
@@ -218,8 +240,12 @@ def has_secondary_mesh(module: FSDPModule) -> bool:
     return any(group._use_post_forward_mesh for group in _param_groups(module))
 
 
-def free_secondary_shards(module: FSDPModule) -> None:
-    """Free what a forward with `reshard_after_forward=K` has kept of a unit that is sharded again."""
+def forget_forward(module: FSDPModule) -> None:
+    """Let a unit that is sharded again begin anew, though no backward came: free what K has kept for one.
+
+    Before 2.13 a unit gathers nothing while one of its modules that a forward without gradients has left out is due.
+    """
+    cast(Any, module)._get_fsdp_state()._modules_to_run_forward.clear()
     for group in _param_groups(module):
         for one in group.fsdp_params if group._use_post_forward_mesh and group.is_sharded else ():
             one._sharded_post_forward_param = one._sharded_post_forward_param_data = None

@@ -39,6 +39,8 @@ if [ -n "$torch" ]; then
 fi
 stage ruff check
 stage ruff format --check
+# Links, anchors and references of the documents; NO_MKDOCS_2_WARNING: material would tell of its successor.
+NO_MKDOCS_2_WARNING=1 stage mkdocs build --quiet --strict --site-dir "$venv/site"
 # mypy keeps one core busy for most of a minute, so tests run beside it.
 say "mypy, beside the tests"
 types=$venv/mypy-report

@@ -21,6 +21,18 @@ from runtime.local_shards import LocalShard, Origin, local_shard, whole, whole_o
 LAYOUTS = ("replicate", "shard", "group_shard", "owner", "slices", "mixed")
 
 
+def whole_pieces_of(net: nn.Module) -> list[LocalShard]:
+    """Return the parameters of a single process."""
+    return [local_shard(whole(name, parameter.shape), parameter) for name, parameter in net.named_parameters()]
+
+
+def linear(seed: int = 0) -> tuple[nn.Linear, list[LocalShard]]:
+    """Return a layer of a single process and its parameters."""
+    torch.manual_seed(seed)
+    net = nn.Linear(3, 2)
+    return net, whole_pieces_of(net)
+
+
 class Net(nn.Module):
     """Uneven extents, fewer rows than ranks, and buffers of every kind."""
 

@@ -7,18 +7,12 @@ from collections.abc import Iterable
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-NO_RESET = "a step that failed or was given up cannot be begun anew before torch 2.13 (docs/runtime.md)"
 PENDING = (
     "operations on lists of DTensors do not ask their subclasses before torch 2.13: pending gradients are not refused"
 )
 HELD_LONGER = "before torch 2.13 a repeated unit holds what its last reduction left for longer"
 HELD_LESS = "predicted up to 21 % too high before torch 2.13: what the model holds itself and recomputation keeps"
 SKIPPED = {
-    "test_owner.py::test_backward[fails_in_backward]": NO_RESET,
-    "test_recovery.py::test_the_next_step_is_as_if_nothing_had_happened[fails_in_backward]": NO_RESET,
-    "test_recovery.py::test_the_next_step_is_as_if_nothing_had_happened[is_given_up]": NO_RESET,
-    "test_recovery.py::test_a_step_with_fewer_micro_batches_than_planned": NO_RESET,
-    "test_odc_loops.py::test_training_goes_on": NO_RESET,
     "test_changed_by_loops.py::test_gradients_may_be_changed_once_they_are_complete[clip_values]": PENDING,
     "test_changed_by_loops.py::test_gradients_may_be_changed_once_they_are_complete[scale_together]": PENDING,
     "test_changed_by_loops.py::test_gradients_may_be_changed_once_they_are_complete[decay]": PENDING,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +12,16 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperGroup
 
+from osdp.cli.commands.doctor import doctor
+from osdp.cli.commands.export import export
 from osdp.cli.commands.plan import plan
 from osdp.cli.commands.profile import profile
 from osdp.cli.commands.strategies import partition, strategies
 from osdp.cli.commands.train import train
 from osdp.cli.commands.verify import verify
 from osdp.cli.exits import guarded
-from osdp.cli.options import CLUSTER_HELP, AsJson, ClusterOfPlan, ModelOfPlan, PlanPath
-from osdp.cli.terminal import make_console, progress_bar, show
+from osdp.cli.options import CLUSTER_HELP, AsJson, ClusterOfPlan, Html, ModelOfPlan, PlanPath, Quiet, cluster_starts
+from osdp.cli.terminal import make_console, note, progress_bar, show
 from osdp.plain_text import plain
 
 if TYPE_CHECKING:
@@ -53,7 +56,6 @@ app = typer.Typer(
     cls=_Commands,
     help="Finds the fastest parallel plan for a PyTorch model that fits into memory, and explains it.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -96,6 +98,8 @@ def explain(
     model: ModelOfPlan = None,
     cluster: ClusterOfPlan = None,
     what_if: Annotated[bool, Option("--what-if/--no-what-if", help="For a whole plan: find its bottleneck.")] = True,
+    html: Html = None,
+    quiet: Quiet = False,
 ) -> None:
     """Explain a plan. Prints why each part has its choice, what alternatives would cost, and the bottleneck."""
     from osdp.cli.reports.explain import print_plan_reasons, print_target_reasons
@@ -103,6 +107,12 @@ def explain(
     from planner.analysis.explain import find_target
     from profiler.errors import OsdpError
 
+    if html is not None:
+        from osdp.report.render import check_html
+
+        check_html(html)
+        if operator is not None:
+            raise OsdpError("--html is of a whole plan", got=f"also {operator}", advice="leave one of them out")
     view = _reopened(path, model, cluster)
     if operator is not None:
         print_target_reasons(make_console(), view, operator, find_target(view, operator))
@@ -114,6 +124,14 @@ def explain(
                 more = what_if_open(view, progress)
         except OsdpError as error:  # Nothing fits any more, or a file of lengths is gone.
             why_not = ": ".join(part for part in (error.what, error.expected) if part)
+    if html is not None:
+        from osdp import __version__
+        from osdp.report.contents import explained_report
+        from osdp.report.render import write_report
+
+        how = f"Made by osdp {__version__}; every figure is predicted.\n{shlex.join(['osdp', 'explain', str(path)])}"
+        write_report(html, explained_report(view, how, more))
+        note(f"report written to {html}")
     print_plan_reasons(make_console(), view, more, why_not)
 
 
@@ -142,11 +160,13 @@ def schedule(path: PlanPath, model: ModelOfPlan = None, cluster: ClusterOfPlan =
     print(plain(str(compile_plan(view.plan, view.space.graph, view.load.cluster))))
 
 
+app.command()(export)
 app.command()(verify)
 app.command()(profile)
 app.command()(train)
 app.command()(strategies)
 app.command()(partition)
+app.command()(doctor)
 
 
 @app.command()
@@ -161,7 +181,7 @@ def models() -> None:
 @app.command()
 @guarded
 def clusters(
-    name: Annotated[str | None, Argument(help=f"Only this one. {CLUSTER_HELP}")] = None,
+    name: Annotated[str | None, Argument(help=f"Only this one. {CLUSTER_HELP}", autocompletion=cluster_starts)] = None,
     sources: Annotated[bool, Option("--sources", help="List every figure and where it comes from.")] = False,
 ) -> None:
     """List the clusters that come with OSDP."""

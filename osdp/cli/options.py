@@ -1,10 +1,11 @@
 """Options and arguments of commands, with their help: those of `osdp plan`, and those that several commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from osdp.cli.terminal import set_quiet
 from profiler import bounds
 
 MODEL_HELP = "A name from `osdp models`, path/to/model.yaml, package.module:factory or hf:path/to/config.json."
@@ -44,13 +45,46 @@ SOLVER_HELP = "labels, or ilp: the integer program alone, without label setting 
 TIME_LIMIT_HELP = "Seconds after which the search ends with the best plan so far. Default: none; the work is limited."
 OUTPUT_HELP = "Write the plan to this YAML file, for OSDP() to run; with several limits, the plans to this folder."
 
+
+def model_starts(incomplete: str) -> list[str]:
+    """Return the names of models that begin so, for a shell to complete."""
+    return _starts("models", incomplete)
+
+
+def cluster_starts(incomplete: str) -> list[str]:
+    """Likewise of clusters."""
+    return _starts("clusters", incomplete)
+
+
+def _starts(kind: Literal["models", "clusters"], incomplete: str) -> list[str]:
+    from osdp.resources import resource_names
+
+    return [name for name in resource_names(kind) if name.startswith(incomplete)]
+
+
 PlanPath = Annotated[Path, Argument(metavar="PLAN", help="A plan file, as `osdp plan -o` writes it.")]
 ModelOfPlan = Annotated[str | None, Option("--model", help="Name or file to load instead of the plan file's.")]
 ClusterOfPlan = Annotated[str | None, Option("--cluster", help="Name or file to load instead of the plan file's.")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object instead of the report.")]
 
-Model = Annotated[str, Option(help=MODEL_HELP)]
-ClusterName = Annotated[str | None, Option(help=f"{CLUSTER_HELP} Default: the visible GPUs; without any, titan-rtx-8.")]
+Quiet = Annotated[
+    bool,
+    Option(
+        "--quiet",
+        "-q",
+        expose_value=False,
+        is_eager=True,
+        callback=set_quiet,
+        help="Show no progress and no notes; warnings and errors still.",
+    ),
+]
+
+Model = Annotated[str, Option(help=MODEL_HELP, autocompletion=model_starts)]
+ModelOrNone = Annotated[str | None, Option(help=MODEL_HELP, autocompletion=model_starts)]
+ClusterName = Annotated[
+    str | None,
+    Option(help=f"{CLUSTER_HELP} Default: the visible GPUs; without any, titan-rtx-8.", autocompletion=cluster_starts),
+]
 Nodes = Annotated[int | None, Option(min=1, max=bounds.MOST_NODES, help="Number of nodes. Default: the cluster's.")]
 GpusPerNode = Annotated[
     int | None, Option(min=1, max=bounds.MOST_RANKS_PER_NODE, help="Number of ranks per node. Default: the cluster's.")
@@ -85,6 +119,17 @@ Solver = Annotated[str, Option(help=SOLVER_HELP)]
 TimeLimit = Annotated[float | None, Option("--time-limit", min=0, help=TIME_LIMIT_HELP)]
 WhatIf = Annotated[bool, Option("--what-if", help="Also find the bottleneck: what more memory or faster parts gain.")]
 Output = Annotated[Path | None, Option("--output", "-o", help=OUTPUT_HELP)]
+Html = Annotated[
+    Path | None,
+    Option("--html", help="Also write a report for a browser: one file, nothing is fetched (needs plotly)."),
+]
+MemorySnapshot = Annotated[
+    Path | None,
+    Option(metavar="FILE.pickle", help="Write the step's predicted memory for https://pytorch.org/memory_viz."),
+]
+Timeline = Annotated[
+    Path | None, Option(metavar="FILE.json", help="Write the step's predicted trace for https://ui.perfetto.dev.")
+]
 Plot = Annotated[Path | None, Option(help="Plot the frontier to this file (needs matplotlib).")]
 
 RanksPerNode = Annotated[

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from osdp.plain_text import plain
 
@@ -25,6 +26,14 @@ PLAIN_WIDTH = 100
 """Columns where stdout is no terminal."""
 NARROWEST, WIDEST = 60, 1000
 """Columns of a report, whatever the environment variable COLUMNS says."""
+_TRAILING_BLANKS = re.compile(r"[ \t]+$", re.MULTILINE)
+_is_quiet = False
+
+
+def set_quiet(quiet: bool) -> None:
+    """Have notes and the progress bar left out from now on, or shown; warnings and errors are shown in any case."""
+    global _is_quiet
+    _is_quiet = quiet
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -34,11 +43,30 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 def note(text: str) -> None:
     """Likewise, what is neither a warning nor an error."""
-    say(f"note: {text}")
+    if not _is_quiet:
+        say(f"note: {text}")
+
+
+class _WithoutTrailingBlanks:
+    """A file that leaves out the blanks at the ends of lines: tables fill their last column with them."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        """Write whole lines; rich writes nothing else."""
+        self._file.write(_TRAILING_BLANKS.sub("", text))
+        return len(text)
 
 
 def make_console() -> Console:
-    """Return the console for reports, on stdout; what it prints is taken literally, see `osdp.plain_text`."""
+    """Return the console for reports, on stdout; what it prints is taken literally, see `osdp.plain_text`.
+
+    Styles are for terminals, without colours if the environment variable NO_COLOR is set.
+    """
     from rich.console import Console
 
     class ReportConsole(Console):
@@ -50,7 +78,8 @@ def make_console() -> Console:
             """Every text comes by here, be it a line or in a table."""
             return super().render_str(plain(text), **style)
 
-    return ReportConsole(width=columns(), markup=False, highlight=False, emoji=False)
+    file: Any = sys.stdout if sys.stdout.isatty() else _WithoutTrailingBlanks(sys.stdout)
+    return ReportConsole(file=file, width=columns(), markup=False, highlight=False, emoji=False)
 
 
 def columns() -> int:
@@ -98,7 +127,7 @@ def progress_bar() -> Iterator[Progress]:
     A user's model may print as it is built, and stdout is for the report.
     """
     with redirect_stdout(sys.stderr):
-        if not sys.stderr.isatty():
+        if _is_quiet or not sys.stderr.isatty():
             yield lambda what, fraction: None
             return
         from rich import progress

@@ -15,7 +15,7 @@ from planner.cost.workload import Workload
 from planner.options.search_space import Space
 from planner.pins import Pin, parse_pin, resolve
 from planner.plan import Asked, Plan
-from planner.pricing import make_plan
+from planner.pricing import PricedPlan, make_plan
 from planner.problem import Pins, Progress, Task
 from planner.search.baselines import Baseline
 from planner.search.infeasible import NothingFits, Remedy, blame
@@ -84,6 +84,12 @@ class Planned:
     @property
     def cluster(self) -> Cluster:
         return self.found.load.cluster
+
+    @property
+    def as_run(self) -> PricedPlan:
+        """The plan as the runtime executes it, which is what it is priced as."""
+        found, usable_bytes = self.found, self.plan.limit_bytes - self.plan.headroom_bytes
+        return PricedPlan(found.load, found.space, found.spanning, found.options).as_run(usable_bytes)
 
     @property
     def pins(self) -> Pins:

@@ -15,7 +15,18 @@ from profiler.errors import OsdpError
 from runtime.failures.peer_lost import format_ranks
 from runtime.failures.rank_agreement import Agreement
 
-OF_ONE_RANK = ("checkpoint", "data", "log_every", "model", "plan", "tensorboard", "timeout_s", "trace")
+OF_ONE_RANK = (
+    "checkpoint",
+    "data",
+    "log_every",
+    "memory_snapshot",
+    "model",
+    "plan",
+    "tensorboard",
+    "timeline",
+    "timeout_s",
+    "trace",
+)
 """Fields of the configuration that may differ: what they name is compared, where that matters, and not the name."""
 SHOWN = 6
 """Settings that a message names."""

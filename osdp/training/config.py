@@ -29,6 +29,7 @@ CHOICES = {
     "fsdp_args": (None, *SETTINGS),
     "device": ("auto", "cpu", "cuda"),
     "on_nonfinite": ("stop", "skip"),
+    "tracker": (None, "wandb", "mlflow"),
 }
 
 
@@ -94,7 +95,13 @@ class TrainConfig:
     resume: str = "auto"
     """`auto`: from the newest whole checkpoint if there is one. `never`, or the path of a checkpoint."""
     tensorboard: str | None = None
+    tracker: str | None = None
+    """`wandb` or `mlflow`, where they are installed; their own settings say where the figures go."""
     trace: str | None = None
+    memory_snapshot: str | None = None
+    """File of a predicted snapshot, beside which rank 0 writes a real one; see `osdp.training.viewer_files`."""
+    timeline: str | None = None
+    """The same of a trace."""
     log_every: Steps = 50
 
     @property
@@ -141,6 +148,12 @@ def _problems(config: TrainConfig) -> Iterator[Problem]:
 
         if config.steps < TRACE_STEP:
             yield Problem(("steps",), "are too few for a trace", str(config.steps), f"at least {TRACE_STEP}")
+    if config.memory_snapshot is not None or config.timeline is not None:
+        from osdp.training.viewer_files import SNAPSHOT_STEP, TIMELINE_STEP
+
+        for name, step in (("memory_snapshot", SNAPSHOT_STEP), ("timeline", TIMELINE_STEP)):
+            if getattr(config, name) is not None and config.steps < step:
+                yield Problem((name,), "needs more steps", f"{config.steps}", f"at least {step}")
     if config.fsdp_args is not None and config.fsdp_type != "FSDP":
         yield Problem(("fsdp_args",), f"has no effect on {config.fsdp_type}", config.fsdp_args, "fsdp_type FSDP")
     if config.mem is not None:

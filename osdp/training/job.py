@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osdp.planning.plan_file import read_plan
+from osdp.planning.viewer_paths import check_viewer_paths
 from osdp.resources import make_folder
 from osdp.training.config import CHOICES, TrainConfig
 from osdp.training.devices import check_gpus, chosen_device
 from osdp.training.launch import CPU_RANKS
 from osdp.training.sentence_pairs import MadeUp, SentencePairs, TextFile
 from osdp.training.tasks import Addition, Bytes, Task
+from osdp.training.trackers import check_installed
 from osdp.zoo import load_model
 from planner.optimizers import fused_name, plain_name
 from planner.plan import Plan
@@ -69,11 +71,14 @@ def prepare(config: TrainConfig) -> Job:
         from osdp.training.trace_step import ready_folder
 
         ready_folder(config.trace)
+    check_viewer_paths(config.memory_snapshot, config.timeline)
     if config.tensorboard is not None:
         make_folder(Path(config.tensorboard))
         if importlib.util.find_spec("tensorboard") is None:
             advice = ".venv/bin/pip install tensorboard, or no --tensorboard"
             raise OsdpError("TensorBoard is not installed", advice=advice)
+    if config.tracker is not None:
+        check_installed(config.tracker)
     return Job(config, source, without_data, task, plan, chosen_device(config.device), resume)
 
 

@@ -28,6 +28,7 @@ from osdp.training.progress import Progress
 from osdp.training.reporters import Report, Saved, Skipped, Step
 from osdp.training.tasks import batch
 from osdp.training.trace_step import MEMORY_STEP, TRACE_STEP, Tracer
+from osdp.training.viewer_files import StepRecorder
 from profiler.errors import OsdpError
 from runtime.failures.peer_faults import check_finite, naming_faults
 from runtime.local_shards import local_data
@@ -77,13 +78,14 @@ class Trainer:
         config = self.config
         measured = Measurements(self.ranks, config.steps - self.position.step)
         tracer = Tracer(config.trace, self.model, self.optimizer)
+        recorder = StepRecorder(config.memory_snapshot, config.timeline, self.ranks.device, self.ranks.rank)
         self.model.train()
         self.progress.begin(self.position.step)
         while self.position.step < config.steps:
             rate = learning_rate(config, self.position.step)
             what, timing = f"step {self.position.step + 1}", measured.step(self.model, self.optimizer)
-            with naming_faults(what, config.timeout_s), timing, tracer.step():
-                if tracer.slows:
+            with naming_faults(what, config.timeout_s), timing, tracer.step(), recorder.step():
+                if tracer.slows or recorder.slows:
                     measured.leave_out()
                 loss, norm = self._step(rate)
             self.position.step += 1
@@ -99,6 +101,9 @@ class Trainer:
         if config.trace is not None and tracer.steps < TRACE_STEP:
             recorded = f"--trace records steps {MEMORY_STEP} and {TRACE_STEP} of a run"
             warnings.warn(f"only {tracer.steps} steps were left: {recorded}", stacklevel=2)
+        if measured.count < recorder.last_step:
+            recorded = f"step {recorder.last_step} of a run is recorded"
+            warnings.warn(f"only {measured.count} steps were left: {recorded}", stacklevel=2)
         return measured
 
     def _step(self, rate: float) -> tuple[Tensor, Tensor | None]:
@@ -146,7 +151,9 @@ class Trainer:
             return
         mean, gradient_norm = self.ranks.mean(loss), None if norm is None else float(norm)
         samples, tokens = self.samples_per_step, self.samples_per_step * self.job.task.sequence_length
-        self.report(Step(number, mean, gradient_norm, rate, samples, tokens, measured.recent_s()))
+        step_s, peak_bytes = measured.recent_s(), measured.peak_bytes()
+        left_s = step_s * (self.config.steps - number)
+        self.report(Step(number, mean, gradient_norm, rate, samples, tokens, step_s, peak_bytes, left_s))
 
     def _save(self) -> None:
         """Write a checkpoint, or begin to; older ones go when it is whole."""

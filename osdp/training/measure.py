@@ -71,6 +71,11 @@ class Measurements:
         """Median of the steps that count; 0 if there is none."""
         return median(self.timed_s) if self.timed_s else 0.0
 
+    def peak_bytes(self) -> int:
+        """Return the peak of the fullest rank so far, 0 on CPU ranks before the step that is tracked. Collective."""
+        is_cuda = self.ranks.device.type == "cuda"
+        return self.ranks.maximum([torch.cuda.max_memory_allocated() if is_cuda else self._live_bytes])[0]
+
     def memory(self) -> Memory | None:
         """Return the peak of the fullest rank so far; None where no step was run. A collective call."""
         if not self.count:

@@ -1,9 +1,9 @@
-"""Events of a run, for what reports them: `osdp.cli.reports.train` prints them, `Board` keeps them for TensorBoard."""
+"""Events of a run, for what reports them: `osdp.cli.reports.train` prints them, `osdp.training.trackers` keeps them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from osdp.training.config import TrainConfig
 from osdp.training.progress import Restarts
@@ -49,6 +49,10 @@ class Step:
     tokens: int
     step_s: float
     """Wall-clock time of the step on rank 0, median since the last report."""
+    peak_bytes: int = 0
+    """Peak memory of the fullest rank so far, as `Memory.peak_bytes`; 0 while it is not known."""
+    left_s: float = 0.0
+    """Until the last step is done, if all that are left take as long as these."""
 
     @property
     def samples_per_s(self) -> float:
@@ -123,36 +127,3 @@ class Reporter(Protocol):
 
     def report(self, event: Event) -> None:
         """Take note of an event; of steps those come that `log_every` chooses, the first and the last."""
-
-
-class Board:
-    """Writes scalars to TensorBoard's files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def report(self, event: Event) -> None:
-        """Write the scalars of an event; the first one opens the files and the last one closes them."""
-        match event:
-            case Start():
-                from torch.utils.tensorboard import SummaryWriter  # imports tensorboard, which takes a second
-
-                make: Callable[..., Any] = SummaryWriter
-                # What an interrupted run wrote after its last checkpoint is hidden.
-                self._writer = make(str(self.folder), purge_step=event.first_step + 1 if event.first_step else None)
-                self._last_step = 0
-            case Step():
-                self._last_step = event.number
-                for name in ("loss", "learning_rate", "samples_per_s", "gradient_norm"):
-                    self._write(name, getattr(event, name))
-            case Summary():
-                if event.memory is not None:
-                    self._write("peak_memory_bytes", event.memory.peak_bytes)
-                    self._write("predicted_peak_memory_bytes", event.plan.predicted.peak_memory_bytes)
-                for accuracy in event.accuracies:
-                    self._write(f"accuracy/{accuracy.what.replace(' ', '_')}", accuracy.right / accuracy.total)
-                self._writer.close()
-
-    def _write(self, name: str, value: float | None) -> None:
-        if value is not None:
-            self._writer.add_scalar(name, value, self._last_step)

@@ -50,7 +50,7 @@ class Tracer:
         if self.folder is not None and self.steps == MEMORY_STEP:
             return self._memory(self.folder / f"memory-rank{_rank()}.png")
         if self.folder is not None and self.steps == TRACE_STEP:
-            return self._trace(self.folder / f"trace-rank{_rank()}.json")
+            return traced(self.folder / f"trace-rank{_rank()}.json")
         return nullcontext()
 
     @contextmanager
@@ -60,15 +60,17 @@ class Tracer:
         predicted_bytes = self.model.plan.predicted.tensors_bytes if isinstance(self.model, OSDP) else None
         draw_memory(path, moments, f"rank {_rank()}, step {self.steps}", predicted_bytes)
 
-    @contextmanager
-    def _trace(self, path: Path) -> Iterator[None]:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs when it starts and stops, on every rank
-        # Of the CPU, and of a GPU if there is one.  Without `acc_events` torch 2.11 warns of other cycles.
-        with profile(acc_events=True) as profiled:
-            yield
-        whole = path.with_suffix(f".{os.getpid()}.tmp.json")
-        profiled.export_chrome_trace(str(whole))
-        whole.replace(path)
+
+@contextmanager
+def traced(path: Path) -> Iterator[None]:
+    """Write the operators, kernels and collectives of this rank meanwhile as a Chrome trace."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs when it starts and stops, on every rank
+    # Of the CPU, and of a GPU if there is one.  Without `acc_events` torch 2.11 warns of other cycles.
+    with profile(acc_events=True) as profiled:
+        yield
+    whole = path.with_suffix(f".{os.getpid()}.tmp.json")
+    profiled.export_chrome_trace(str(whole))
+    whole.replace(path)
 
 
 def ready_folder(folder: str | Path) -> Path:

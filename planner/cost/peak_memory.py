@@ -15,7 +15,7 @@ moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.cost.option_runs import counted
@@ -26,6 +26,9 @@ from planner.cost.workload import Workload
 
 Runs = Sequence[tuple[StageCandidate, int]]
 """Options in execution order, with how many stages each stands for (`counted`)."""
+HeldMoment = tuple[float, int, Moment, float, float]
+"""Bytes that are held at a moment beyond what rests, the index of its run, the moment, reduced gradients, and the
+buffers of other stages.  A tuple, because searches make millions of them."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,21 @@ def beside(option: StageCandidate, is_above: bool) -> tuple[int, StageCandidate 
 
 def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak:
     """Return the peak of a plan, one option per stage in execution order."""
-    runs, accumulates = counted(options), load.accumulation > 1
-    sharing = shared_by(option for option, _ in runs)
-    resting = float(sum(times * option.rest for option, times in runs))
-    gradients = float(sum(times * option.gradients for option, times in runs))
+    runs = counted(options)
     best = _optimizer_moment(runs, load)
-    highest = best.total_bytes - load.fixed_bytes - resting
-    found: tuple[int, Moment, float, float] | None = None
+    highest = best.total_bytes - load.fixed_bytes - float(sum(times * option.rest for option, times in runs))
+    found: HeldMoment | None = None
+    for held in held_moments(runs, load):
+        if held[0] > highest:
+            highest, found = held[0], held
+    return best if found is None else peak_at(runs, found, load)
+
+
+def held_moments(runs: Runs, load: Workload) -> Iterator[HeldMoment]:
+    """Yield the moments of forward and backward, stage by stage in execution order."""
+    accumulates = load.accumulation > 1
+    sharing = shared_by(option for option, _ in runs)
+    gradients = float(sum(times * option.gradients for option, times in runs))
     reductions, gathers = _reductions_above(runs), _gathers_below(runs)
     before, held, after = 0.0, 0.0, gradients
     waiting = float(sum(times * option.reduced_after_backward for option, times in runs))
@@ -83,12 +94,9 @@ def peak_memory(options: Sequence[StageCandidate], load: Workload) -> MemoryPeak
             reduced += 0.0 if moment.phase == "forward" else waiting
             beside_it = neighbour_bytes(moment, reductions[place], below)
             kept = before - held if moment.phase == "forward" else before
-            total = kept + reduced + option.bytes_at(moment) + beside_it
-            if total > highest:
-                highest, found = total, (place, moment, reduced, beside_it)
+            yield kept + reduced + option.bytes_at(moment) + beside_it, place, moment, reduced, beside_it
         before += times * (_saved(option, sharing) + option.kept)
         held += times * option.held
-    return best if found is None else _peak_at(runs, *found, load)
 
 
 def shared_by(options: Iterable[StageCandidate]) -> set[int]:
@@ -146,7 +154,9 @@ def _stepped_apart(runs: Runs) -> float:
     return float(2 * largest + second)
 
 
-def _peak_at(runs: Runs, place: int, moment: Moment, reduced: float, beside_it: float, load: Workload) -> MemoryPeak:
+def peak_at(runs: Runs, held: HeldMoment, load: Workload) -> MemoryPeak:
+    """Return a moment by category."""
+    _, place, moment, reduced, beside_it = held
     before, (option, _), sharing = runs[:place], runs[place], shared_by(option for option, _ in runs)
     is_forward, around = moment.phase == "forward", option.ambient
     saved = sum(times * (_saved(o, sharing) - (o.held if is_forward else 0.0)) for o, times in before)
@@ -162,3 +172,98 @@ def _peak_at(runs: Runs, place: int, moment: Moment, reduced: float, beside_it: 
         "reserve": load.cluster.reserve_bytes,
     }
     return MemoryPeak(moment.phase, sum(times for _, times in before), moment.operator, categories)
+
+
+# --- over a step -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes of one category that one stage holds at a moment."""
+
+    category: str
+    stage: int | None
+    """Index of the stage that holds it; None: the parameters outside all stages, and what the optimizer makes."""
+    is_passing: bool
+    """Whether it is what the moment itself takes, beside what stays for longer."""
+    size_bytes: float
+
+
+@dataclass(frozen=True)
+class StepMoment:
+    """A moment of a step, with all that is held but the reserve."""
+
+    phase: str
+    """As in `MemoryPeak`, and so are `stage` and `operator`."""
+    stage: int | None
+    operator: int | None
+    holdings: tuple[Holding, ...]
+    """None of zero bytes; those of a category sum to that of `MemoryPeak.categories`."""
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes without the reserve."""
+        return sum(holding.size_bytes for holding in self.holdings)
+
+
+def memory_over_step(options: Sequence[StageCandidate], load: Workload) -> Iterator[StepMoment]:
+    """Yield the highest moments of every stage: one micro-batch's forward and backward, then the optimizer step.
+
+    Their highest is `peak_memory` less the reserve.  All micro-batches are alike.
+    """
+    runs = [(option, 1) for option in options]
+    reductions, gathers = _reductions_above(runs), _gathers_below(runs)
+    order = range(len(options))
+    for is_forward, stages in ((True, order), (False, reversed(order))):
+        for stage in stages:
+            below = gathers[stage][is_forward]
+            around = list(_around(options, stage, is_forward, load))
+            for moment in options[stage].moments:
+                if (moment.phase == "forward") is is_forward:
+                    beside_it = neighbour_bytes(moment, reductions[stage], below)
+                    passing = _passing(options[stage], stage, moment, beside_it)
+                    yield _moment(moment.phase, stage, moment.operator, (*around, *passing))
+    found = _optimizer_moment(runs, load).categories
+    holdings = [*_resting(options, load)]
+    holdings += [Holding("gradients", stage, False, option.stepped) for stage, option in enumerate(options)]
+    holdings.append(Holding("optimizer_temporaries", None, True, found["optimizer_temporaries"]))
+    yield _moment("optimizer", None, None, holdings)
+
+
+def _moment(phase: str, stage: int | None, operator: int | None, holdings: Iterable[Holding]) -> StepMoment:
+    return StepMoment(phase, stage, operator, tuple(holding for holding in holdings if holding.size_bytes))
+
+
+def _resting(options: Sequence[StageCandidate], load: Workload) -> Iterator[Holding]:
+    """Yield what is held throughout a step."""
+    yield Holding("parameters", None, False, load.outside_bytes)
+    for stage, option in enumerate(options):
+        yield Holding("parameters", stage, False, option.parameters)
+        yield Holding("optimizer", stage, False, option.optimizer)
+        yield Holding("communication_buffers", stage, False, option.window)
+
+
+def _around(options: Sequence[StageCandidate], at: int, is_forward: bool, load: Workload) -> Iterator[Holding]:
+    """Yield what is held while stage `at` runs, beside what its own moments take."""
+    yield from _resting(options, load)
+    sharing = shared_by(options)
+    for stage, option in enumerate(options):
+        if load.accumulation > 1 or (stage > at and not is_forward):
+            yield Holding("gradients", stage, False, option.gradients)
+        if stage > at and not is_forward:
+            yield Holding("gradients", stage, True, option.reduced_after_backward)
+        if stage < at:
+            yield Holding("unsharded_parameters", stage, False, option.kept)
+            held = option.held if is_forward else 0.0
+            yield Holding("activations", stage, False, _saved(option, sharing) - held)
+
+
+def _passing(option: StageCandidate, stage: int, moment: Moment, beside_it: float) -> Iterator[Holding]:
+    """Yield what one moment of a stage takes."""
+    is_forward, around = moment.phase == "forward", option.ambient
+    gradients = moment.gradients + (0 if is_forward else around.gradients)
+    unsharded = moment.unsharded + (around.forward if is_forward else around.backward)
+    yield Holding("gradients", stage, True, gradients)
+    yield Holding("unsharded_parameters", stage, True, unsharded)
+    yield Holding("communication_buffers", stage, True, moment.buffers + beside_it)
+    yield Holding("activations", stage, True, moment.activations)

@@ -429,8 +429,12 @@ class Space:
 
         Options are made for one example of each class of stages, and so name the example's operators.
         """
-        if peak.stage is None or peak.operator is None:
+        return self.operator_named_at(peak.stage, peak.operator)
+
+    def operator_named_at(self, index: int | None, operator: int | None) -> Operator | None:
+        """Return the operator that a moment of stage `index` names by one of the example's; None without a stage."""
+        if index is None or operator is None:
             return None
-        stage, example = self.model.stages[peak.stage], self.model.stages[self.examples[self.stage_classes[peak.stage]]]
-        position = [call.operator for call in example.calls].index(peak.operator)
+        stage, example = self.model.stages[index], self.model.stages[self.examples[self.stage_classes[index]]]
+        position = [call.operator for call in example.calls].index(operator)
         return self.model.graph.operators[stage.calls[position].operator]

@@ -88,8 +88,8 @@ class Rendezvous:
     def gone(self, rank: int) -> str:
         """Return how a rank left; empty if it has not."""
         segment = self.segments[rank]
-        has_closed, is_alive = segment.state == CLOSED, segment.is_alive()
-        if has_closed:
+        is_alive = segment.is_alive()
+        if segment.state == CLOSED:  # Asked second: what it is where a rank has ended does not change any more.
             return "closed its windows"
         return "" if is_alive else "died"
 

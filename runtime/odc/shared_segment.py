@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from profiler.byte_sizes import format_bytes
-from profiler.errors import OsdpError
+from profiler.errors import FaultError, OsdpError
 
 FOLDER = Path("/dev/shm")
 PREFIX = "osdp-odc-"
@@ -206,8 +206,10 @@ def remove_leftovers() -> None:
 
 def _no_room(size_bytes: int, error: OSError) -> OsdpError:
     if error.errno != errno.ENOSPC:
-        return OsdpError("no shared memory can be made", got=str(error))
+        return FaultError("no shared memory can be made", got=str(error))
     space = os.statvfs(FOLDER)
     what, got = f"{FOLDER} is too small for the windows", f"{format_bytes(space.f_bavail * space.f_frsize)} free"
     advice = "a larger one (docker run --shm-size=..., mount -o remount,size=... /dev/shm), or another strategy"
-    return OsdpError(what, got=got, expected=f"{format_bytes(size_bytes)} for each rank", advice=advice)
+    # Where it would go in if nothing else were there, it may another time.
+    kind = FaultError if size_bytes <= space.f_blocks * space.f_frsize else OsdpError
+    return kind(what, got=got, expected=f"{format_bytes(size_bytes)} for each rank", advice=advice)

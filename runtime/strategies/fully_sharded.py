@@ -15,7 +15,7 @@ from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import (
     complete_reduction,
     containers_with_forward,
-    free_secondary_shards,
+    forget_forward,
     gather_for_every_backward,
     gathers,
     initialise,
@@ -41,7 +41,7 @@ class FullyShardedUnit(WrappedUnit):
 
     def reshard(self) -> None:
         self.module.reshard()
-        free_secondary_shards(self.module)
+        forget_forward(self.module)
 
     def complete_reduction(self) -> None:
         complete_reduction(self.module)

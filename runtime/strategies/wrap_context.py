@@ -14,6 +14,22 @@ from runtime.parameter_places import ParameterSite, Registration, registered_par
 from runtime.schedule import Schedule, ScheduledUnit
 
 
+def compute_dtype(unit: ScheduledUnit, precision: str) -> torch.dtype | None:
+    """What a unit's parameters are cast to under a precision; None: left as they are."""
+    keeps = any(parameter.keeps_dtype for parameter in unit.parameters)
+    return None if keeps else COMPUTE_DTYPE[precision]
+
+
+def mixed_precision(unit: ScheduledUnit, precision: str) -> MixedPrecisionPolicy:
+    """What `fully_shard` takes as `mp_policy` for a unit; inputs are cast by hooks of the modules themselves."""
+    dtype, trained = compute_dtype(unit, precision), [one for one in unit.parameters if one.trainable]
+    raises = dtype is not None or any(one.element_bytes < torch.float32.itemsize for one in trained)
+    widest = torch.float64 if any(one.element_bytes > torch.float32.itemsize for one in trained) else torch.float32
+    # One-sided accumulators are in fp32 whatever is pushed: gradients go there as they were computed.
+    reduce_dtype = widest if raises and not unit.strategy.spec.one_sided else None
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WrapContext:
     """A model that is being wrapped, and how."""
@@ -34,17 +50,11 @@ class WrapContext:
 
     def compute_dtype(self, unit: ScheduledUnit) -> torch.dtype | None:
         """What a unit's parameters are cast to; None: left as they are."""
-        keeps = any(parameter.keeps_dtype for parameter in unit.parameters)
-        return None if keeps else COMPUTE_DTYPE[self.schedule.precision]
+        return compute_dtype(unit, self.schedule.precision)
 
     def mixed_precision(self, unit: ScheduledUnit) -> MixedPrecisionPolicy:
-        """What `fully_shard` takes as `mp_policy` for a unit; inputs are cast by hooks of the modules themselves."""
-        dtype, trained = self.compute_dtype(unit), [one for one in unit.parameters if one.trainable]
-        raises = dtype is not None or any(one.element_bytes < torch.float32.itemsize for one in trained)
-        widest = torch.float64 if any(one.element_bytes > torch.float32.itemsize for one in trained) else torch.float32
-        # One-sided accumulators are in fp32 whatever is pushed: gradients go there as they were computed.
-        reduce_dtype = widest if raises and not unit.strategy.spec.one_sided else None
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        """What `fully_shard` takes as `mp_policy` for a unit."""
+        return mixed_precision(unit, self.schedule.precision)
 
     def modules(self, unit: ScheduledUnit) -> list[nn.Module]:
         """Return the modules to wrap."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ import torch.distributed as dist
 from ranks import RankError, run_ranks
 from windows import open_transport, sums_large_windows
 
-from profiler.errors import OsdpError
+from profiler.errors import FaultError, OsdpError
 from runtime.failures.peer_faults import PeerLost
 from runtime.odc import shared_memory, shared_segment
 from runtime.odc.shared_memory import can_share
@@ -216,6 +220,19 @@ def test_too_little_shared_memory_is_an_error_and_not_a_crash() -> None:
         assert "131072.00 GiB for each rank" in message  # 2^44 x (4 + 4) bytes
 
 
+@pytest.mark.parametrize(
+    ("number", "size_bytes", "is_fault"),
+    [(errno.ENOSPC, 1 << 60, False), (errno.ENOSPC, 4096, True), (errno.EFBIG, 4096, True), (errno.EDQUOT, 4096, True)],
+)
+def test_what_may_go_in_another_time_is_a_fault(number: int, size_bytes: int, is_fault: bool) -> None:
+    """And not bad input, which `osdp train --restarts` would not try again."""
+    full = OSError(number, os.strerror(number))
+    with patch.object(os, "posix_fallocate", side_effect=full), pytest.raises(OsdpError) as caught:
+        shared_segment.Segment.create(size_bytes)
+    assert isinstance(caught.value, FaultError) == is_fault
+    assert not names_left(os.getpid())
+
+
 def _misused(rank: int) -> None:
     transport = open_transport(ONE)
     window = transport.windows[0]
@@ -305,14 +322,17 @@ def test_a_crash_leaves_nothing(tmp_path: Path) -> None:
     assert run_ranks(sums_large_windows, 2) == [True] * 2
 
 
+def _apart(rank: int, prefix: str, task: Callable[..., Any], *arguments: Any) -> Any:
+    """Do something with shared memory of another name, so that no rank of a test beside this one removes it."""
+    with patch.object(shared_segment, "PREFIX", prefix):
+        return task(rank, *arguments)
+
+
 def test_the_next_run_removes_what_a_crash_at_the_start_left(tmp_path: Path) -> None:
-    for _ in range(5):
-        with pytest.raises(RankError, match="exit code -9"):
-            run_ranks(_killed, 2, tmp_path, "at the start")
-        dead = int((tmp_path / "0").read_text())
-        left = names_left(dead)
-        if left:  # else ranks of a test beside this one were that next run
-            break
-    assert len(left) == 1
-    assert run_ranks(sums_large_windows, 2) == [True] * 2
-    assert names_left(dead) == []
+    prefix = f"osdp-test-{os.getpid()}-"
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(_apart, 2, prefix, _killed, tmp_path, "at the start")
+    dead = int((tmp_path / "0").read_text())
+    assert len(list(shared_segment.FOLDER.glob(f"{prefix}{dead}-*"))) == 1
+    assert run_ranks(_apart, 2, prefix, sums_large_windows) == [True] * 2
+    assert list(shared_segment.FOLDER.glob(f"{prefix}*")) == []

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from toys import Blocks, batch_of, loss_of, plan_of, refusal, seeded
 from osdp import OSDP
 from runtime.failures.peer_faults import PeerLost, naming_faults
 from runtime.odc import shared_segment, windows
+from runtime.odc.rendezvous import Rendezvous
 
 TIMEOUT_S = 4.0
 """Timeout of the process group, and so of meetings."""
@@ -204,3 +206,15 @@ def _comes_and_goes(rank: int, times: int) -> None:
 
 def test_models_that_come_and_go_leave_nothing() -> None:
     run_ranks(_comes_and_goes, 2, 50 if THOROUGH else 16)
+
+
+def test_a_rank_that_closes_and_ends_between_two_looks_at_it_closed() -> None:
+    segment = SimpleNamespace(state=shared_segment.OPEN)
+
+    def ends_meanwhile() -> bool:
+        segment.state = shared_segment.CLOSED
+        return False
+
+    segment.is_alive = ends_meanwhile
+    gone = Rendezvous.gone(SimpleNamespace(segments=[segment]), 0)  # type: ignore[arg-type]
+    assert gone == "closed its windows"

@@ -1,4 +1,4 @@
-"""Checkpoints of a single process: formats, optimizers, refusals, the folder, a writer that is killed."""
+"""Checkpoints of a single process: formats, optimizers, refusals."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import json
 import math
 import os
 import pickle
-import re
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 import torch
-from checkpoint_layouts import train
+from checkpoint_layouts import linear, train, whole_pieces_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -23,22 +19,9 @@ from profiler.errors import OsdpError
 from profiler.yaml_files import validate
 from runtime.local_shards import LocalShard, local_shard, whole
 from runtime.state import checkpoint_files
-from runtime.state.checkpoint import latest, load, prune, save
+from runtime.state.checkpoint import latest, load, save
 from runtime.state.checkpoint_manifest import Manifest, StoredTensor, describe_file, read_manifest, write_manifest
 from runtime.state.dcp_tensor import GlobalTensor
-
-TESTS = Path(__file__).parents[1]
-
-
-def pieces_of(net: nn.Module) -> list[LocalShard]:
-    return [local_shard(whole(name, parameter.shape), parameter) for name, parameter in net.named_parameters()]
-
-
-def linear(seed: int = 0) -> tuple[nn.Linear, list[LocalShard]]:
-    torch.manual_seed(seed)
-    net = nn.Linear(3, 2)
-    return net, pieces_of(net)
-
 
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1}),
@@ -81,7 +64,7 @@ def test_every_optimizer_goes_on_as_if_nothing_had_happened(kind: Any, options: 
 def test_moments_keep_their_dtype(tmp_path: Path) -> None:
     net, _ = linear()
     net.to(torch.bfloat16)
-    shards = pieces_of(net)
+    shards = whole_pieces_of(net)
     optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
     for parameter in net.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.full(parameter.shape, 1.0009765625)
@@ -98,7 +81,7 @@ def test_parameters_are_converted_to_the_dtype_of_the_model(tmp_path: Path) -> N
     save(tmp_path / "a", net, shards)
     half, _ = linear(seed=1)
     half.to(torch.bfloat16)
-    load(tmp_path / "a", half, pieces_of(half))
+    load(tmp_path / "a", half, whole_pieces_of(half))
     assert torch.equal(half.weight, net.weight.to(torch.bfloat16))
 
 
@@ -154,9 +137,9 @@ class Named(nn.Module):
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(saved: Named, here: Named, told: str, tmp_path: Path) -> None:
-    save(tmp_path / "a", saved, pieces_of(saved))
+    save(tmp_path / "a", saved, whole_pieces_of(saved))
     with pytest.raises(OsdpError) as caught:
-        load(tmp_path / "a", here, pieces_of(here))
+        load(tmp_path / "a", here, whole_pieces_of(here))
     assert f"{tmp_path / 'a'} cannot be loaded: {told}" in str(caught.value)
 
 
@@ -276,76 +259,6 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
         load(tmp_path / "a", net, shards)
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_the_folder_keeps_the_newest(tmp_path: Path) -> None:
-    net, shards = linear()
-    assert latest(tmp_path / "none") is None
-    for step in (2, 10, 9, 30):
-        save(tmp_path / f"step-{step:06d}", net, shards)
-    assert latest(tmp_path) == tmp_path / "step-000030"
-    (tmp_path / "step-000030" / "manifest.json").unlink()
-    assert latest(tmp_path) == tmp_path / "step-000010"
-    prune(tmp_path, keep=3)
-    assert len(names(tmp_path)) == 4, "only three are whole"
-    prune(tmp_path, keep=1)
-    assert names(tmp_path) == ["step-000010", "step-000030"]
-    with pytest.raises(OsdpError, match="at least one"):
-        prune(tmp_path, keep=0)
-
-
-def test_a_checkpoint_is_replaced_and_foreign_files_are_left_alone(tmp_path: Path) -> None:
-    net, shards = linear()
-    save(tmp_path / "step-1", net, shards, extra={"try": 1})
-    save(tmp_path / "step-1", net, shards, extra={"try": 2})
-    assert load(tmp_path / "step-1", net, shards) == {"try": 2}
-    assert names(tmp_path) == ["step-1"]
-    (tmp_path / "step-1" / "thesis.txt").write_text("mine")
-    (tmp_path / "file").write_text("mine")
-    for path, told in [("step-1", "it holds thesis.txt"), ("file", "it is a file")]:
-        with pytest.raises(OsdpError, match=told):
-            save(tmp_path / path, net, shards)
-    assert names(tmp_path) == ["file", "step-1"]
-
-
-KILLED = """
-import os, signal, sys, torch
-from pathlib import Path
-from torch import nn
-from runtime.state import checkpoint, checkpoint_files
-from runtime.local_shards import local_shard, whole
-net = nn.Linear(3, 2)
-shards = [local_shard(whole(n, p.shape), p) for n, p in net.named_parameters()]
-checkpoint.save(Path(sys.argv[1]) / "step-1", net, shards)
-die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[2] == "before the manifest":
-    checkpoint_files.write_manifest = die
-else:
-    checkpoint_files.sync_folder = die
-    checkpoint_files.Path.rename = die
-checkpoint.save(Path(sys.argv[1]) / "step-2", net, shards)
-"""
-
-
-@pytest.mark.parametrize("when", ["before the manifest", "before renaming"])
-def test_a_writer_that_is_killed_leaves_the_previous_checkpoint(when: str, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
-    result = subprocess.run([programs.python(), "-c", KILLED, str(tmp_path), when], env=environment)
-    assert result.returncode == -signal.SIGKILL
-    first, second = names(tmp_path)
-    assert first == "step-1"
-    assert re.fullmatch(r"step-2\.[0-9a-f]{8}\.partial", second)
-    assert latest(tmp_path) == tmp_path / "step-1"
-    net, shards = linear()
-    with pytest.raises(OsdpError, match=r"step-2 does not exist\n.*the newest whole checkpoint before it is .*step-1"):
-        load(tmp_path / "step-2", net, shards)
-    load(tmp_path / "step-1", net, shards)
-    save(tmp_path / "step-3", net, shards)
-    assert names(tmp_path) == ["step-1", "step-3"]
-
-
 def test_the_background_writes_what_was_there_when_called(tmp_path: Path) -> None:
     net, shards = linear()
     before = net.weight.detach().clone()
@@ -363,35 +276,6 @@ def test_parts_must_lie_in_the_tensor() -> None:
         GlobalTensor((2, 2), torch.float32, (((1, 0), torch.zeros(2, 2)),))
     with pytest.raises(ValueError, match="is no part of"):
         GlobalTensor((2,), torch.float32, (((0,), torch.zeros(2, dtype=torch.int64)),))
-
-
-# --- two writers, links, foreign files, damage that checksums cannot show
-
-
-def test_two_jobs_that_save_to_one_path_do_not_mix(tmp_path: Path) -> None:
-    """The second begins, writes and publishes while the first is between writing and publishing."""
-    (one, ones), (two, twos) = linear(), linear()
-    with torch.no_grad():
-        one.weight.fill_(1.0)
-        two.weight.fill_(2.0)
-    publish = checkpoint_files.Partial.publish
-
-    def publish_late(partial: checkpoint_files.Partial, manifest: Manifest) -> None:
-        checkpoint_files.Partial.publish = publish  # type: ignore[method-assign]
-        save(tmp_path / "step-1", two, twos, extra={"job": 2})
-        assert load(tmp_path / "step-1", *linear()) == {"job": 2}
-        assert partial.folder.is_dir(), "the first's is being written, and not left over"
-        publish(partial, manifest)
-
-    checkpoint_files.Partial.publish = publish_late  # type: ignore[method-assign]
-    try:
-        save(tmp_path / "step-1", one, ones, extra={"job": 1})
-    finally:
-        checkpoint_files.Partial.publish = publish  # type: ignore[method-assign]
-    found, shards = linear()
-    assert load(tmp_path / "step-1", found, shards) == {"job": 1}
-    assert torch.equal(found.weight, one.weight)
-    assert names(tmp_path) == ["step-1"]
 
 
 def test_checksums_are_of_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,66 +306,7 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
     assert all(describe_file(tmp_path / "a" / name) == file for name, file in manifest.files.items())
 
 
-def test_links_are_never_followed(tmp_path: Path) -> None:
-    net, shards = linear()
-    outside, folder = tmp_path / "outside", tmp_path / "folder"
-    save(outside, net, shards)
-    before = names(outside)
-    folder.mkdir()
-    for name in ("step-1", "step-2.partial", "step-3.00000000.partial"):
-        (folder / name).symlink_to(outside)
-    for step in (4, 5):
-        save(folder / f"step-{step}", net, shards)
-    (folder / "step-4" / "manifest.json").rename(tmp_path / "manifest.json")
-    (folder / "step-4" / "manifest.json").symlink_to(tmp_path / "manifest.json")
-    with pytest.warns(UserWarning, match="is a symbolic link, and is left"):
-        prune(folder, keep=1)
-    with pytest.raises(OsdpError, match="it is a symbolic link"):
-        save(folder / "step-1", net, shards)
-    assert names(outside) == before
-    assert (tmp_path / "manifest.json").is_file()
-
-
-def test_foreign_files_in_old_steps_stop_nothing(tmp_path: Path) -> None:
-    """As `.nfs*` files are, which servers keep for who has a deleted file open."""
-    net, shards = linear()
-    for step in (1, 2, 3):
-        save(tmp_path / f"step-{step}", net, shards)
-    (tmp_path / "step-1" / ".nfs0001").write_text("open elsewhere")
-    (tmp_path / "step-2" / "__9_9.distcp").write_text("of another tool")
-    with pytest.warns(UserWarning, match="which is not part of it"):
-        prune(tmp_path, keep=1)
-    left = {name[:6]: names(tmp_path / name) for name in names(tmp_path) if name != "step-3"}
-    assert left == {"step-1": [".nfs0001"], "step-2": ["__9_9.distcp"]}
-    save(tmp_path / "step-4", net, shards)
-    assert latest(tmp_path) == tmp_path / "step-4"
-
-
-def test_a_step_of_another_tool_is_not_pruned(tmp_path: Path) -> None:
-    """PyTorch's own checkpoints have files of the same names."""
-    net, shards = linear()
-    theirs = tmp_path / "step-1"
-    torch.distributed.checkpoint.save({"weight": net.weight}, checkpoint_id=theirs, no_dist=True)
-    before = names(theirs)
-    for step in (2, 3):
-        save(tmp_path / f"step-{step}", net, shards)
-    with pytest.warns(UserWarning, match="is left: it has no manifest"):
-        prune(tmp_path, keep=1)
-    assert names(theirs) == before
-    assert names(tmp_path) == ["step-1", "step-3"]
-
-
-def test_a_prune_that_fails_only_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, shards = linear()
-    for step in (1, 2):
-        save(tmp_path / f"step-{step}", net, shards)
-
-    def refuse(self: Path, target: Path) -> Path:
-        raise PermissionError("read-only")
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.warns(UserWarning, match="could not be removed: read-only"):
-        prune(tmp_path, keep=1)
+# --- damage that checksums cannot show
 
 
 def trained_checkpoint(folder: Path) -> tuple[nn.Linear, list[LocalShard], torch.optim.Optimizer]:

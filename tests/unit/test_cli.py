@@ -263,7 +263,7 @@ def test_bad_input_is_told(cli: Cli, arguments: tuple[str, ...], part: str) -> N
         (*TINY, "--nodes", "-1"),
         (*TINY, "--seq", "many"),
         (*TINY, "--modle", "x"),
-        ("plan",),
+        ("explain",),
         ("plans",),
     ],
 )

@@ -68,7 +68,7 @@ RULES = {
     "osdp": Rule(
         frozenset({"profiler", "planner", "runtime"}),
         frozenset({"torch", "networkx", "numpy", "pulp", "pydantic", "yaml", "typer", "rich", "fairscale"}),
-        frozenset({"cupy", "matplotlib", "plotly", "tensorboard", "transformers"}),
+        frozenset({"cupy", "jinja2", "matplotlib", "mlflow", "plotly", "tensorboard", "transformers", "wandb"}),
     ),
 }
 

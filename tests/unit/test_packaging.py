@@ -98,7 +98,7 @@ STRANGERS = "osdp|planner|profiler|runtime"
 WRONG_INSTALL = re.compile(
     # The names of a command, up to the end of the sentence; `-e .` and paths are no names.
     rf"\bpip3?\s+install\b(?:[^\n;`|#]*?[\s'\"])?(?:{STRANGERS})(?![\w/]|\.\w)[^\s;`]*"
-    rf"|\b(?:{STRANGERS})(?:-planner)?\\?\[(?:cuda1\d|hf|plot|test)\\?\]"
+    rf"|\b(?:{STRANGERS})(?:-planner)?\\?\[(?:cuda1\d|hf|plot|report|test)\\?\]"
 )
 TEXT_SUFFIXES = {".cfg", ".cu", ".in", ".md", ".py", ".sh", ".toml", ".txt", ".yaml"}
 
@@ -185,6 +185,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_data_inside_osdp(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
     shipped = {f"osdp/{name}" for name in data_files()}
+    shipped |= {path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "osdp" / "report" / "page").iterdir()}
     assert shipped
     assert shipped <= names
     assert {name.split("/")[0] for name in names} == {*CODE, f"osdp_planner-{osdp.__version__}.dist-info"}
@@ -201,7 +202,7 @@ def test_wheel_declares_what_it_needs(wheel: Path) -> None:
     assert "Requires-Python: >=3.11\n" in metadata
     assert "osdp = osdp.cli:main" in commands
     extras = {line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Provides-Extra: ")}
-    assert extras == {"cuda12", "cuda13", "hf", "nvml", "plot", "ray", "test"}
+    assert extras == {"cuda12", "cuda13", "docs", "hf", "nvml", "plot", "ray", "report", "test"}
     needs = [line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
     always = {re.split(r"[<>=]", need)[0] for need in needs if "extra ==" not in need}
     interface = {"pyyaml", "pydantic", "typer", "rich", "tensorboard", "fairscale"}

@@ -39,7 +39,7 @@ def test_every_configuration_that_comes_with_osdp_is_read() -> None:
 
 def test_options_are_the_fields() -> None:
     fields = {field.name for field in dataclasses.fields(TrainConfig)} - {"schema"}
-    own = {"context", "config", "nnodes", "nodes", "node_rank", "rdzv_endpoint", "restarts"}
+    own = {"context", "config", "nnodes", "nodes", "node_rank", "rdzv_endpoint", "restarts", "quiet"}
     assert set(inspect.signature(train).parameters) - own == fields
 
 

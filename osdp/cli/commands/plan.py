@@ -16,19 +16,21 @@ from osdp.cli.terminal import STARTED_S, make_console, note, print_json, progres
 from profiler.garbage_collection import without_garbage_collection
 
 if TYPE_CHECKING:
-    from osdp.planning.request import Request
+    from osdp.planning.request import Planned, Request
+    from planner.analysis.what_if import WhatIf
     from planner.search.search import Effort
     from profiler.cluster.cluster import Cluster
+    from profiler.errors import OsdpError
     from profiler.model_source import ModelSource
 
-_NOT_OF_THE_PLAN = ("output", "plot", "as_json", "what_if")
+_NOT_OF_THE_PLAN = ("output", "plot", "html", "memory_snapshot", "timeline", "as_json", "what_if")
 
 
 @guarded
 @without_garbage_collection()  # walking again and again through what it imports would take a third of its time
 def plan(
     context: Context,
-    model: options.Model,
+    model: options.ModelOrNone = None,
     cluster: options.ClusterName = None,
     nodes: options.Nodes = None,
     gpus_per_node: options.GpusPerNode = None,
@@ -51,7 +53,11 @@ def plan(
     what_if: options.WhatIf = False,
     output: options.Output = None,
     plot: options.Plot = None,
+    html: options.Html = None,
+    memory_snapshot: options.MemorySnapshot = None,
+    timeline: options.Timeline = None,
     as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Find the fastest plan within a memory limit."""
     from osdp.planning.clusters import choose_cluster
@@ -63,9 +69,17 @@ def plan(
     from planner.optimizers import optimizer_name
     from planner.pins import parse_pin
 
+    if model is None:
+        raise _no_model()
     limits = None if mem is None else parse_limits(mem)
     several = limits is not None and limits.several
+    views = _Views(memory_snapshot, timeline)
+    views.check(several)
     _check_outputs(output, plot, what_if, several)
+    if html is not None:
+        from osdp.report.render import check_html
+
+        check_html(html)
     with progress_bar():
         target, why = choose_cluster(cluster, nodes, gpus_per_node)
     limits_bytes = [_limit(target, wanted_bytes) for wanted_bytes in (limits.limits_bytes if limits else (None,))]
@@ -86,11 +100,28 @@ def plan(
     )
     with progress_bar():
         source = load_model(model, sequence_length=seq)
-    task = _PlanTask(source, target, request, why, _how(context, why), output, as_json)
+    task = _PlanTask(source, target, request, why, _how(context, why), output, html, as_json, views)
     if several:
         _plan_several(task, sorted(set(limits_bytes)), plot)
     else:
         _plan_one(task, what_if)
+
+
+def _no_model() -> OsdpError:
+    """Return the error of a command without a model, whose advice is an example for each kind of start."""
+    from profiler.errors import OsdpError
+
+    examples = (
+        "osdp plan --model gpt2-1.5b --mem 8GB                     a model of `osdp models`, on the visible GPUs",
+        "osdp plan --model my_code:make_model --cluster h100-8     a function of yours, for GPUs that are elsewhere",
+        "osdp plan --model gpt2 --mem 4GB:12GB:2GB -o plans/       the fastest plan for each of several limits",
+    )
+    return OsdpError(
+        "there is no model to plan for",
+        got="no --model",
+        expected=options.MODEL_HELP,
+        advice="\n       ".join(examples),
+    )
 
 
 def _style(simple: bool, best: bool, several: bool) -> str:
@@ -119,6 +150,34 @@ def _effort(solver: str, time_limit_s: float | None, is_more: bool) -> Effort:
 
 
 @dataclass(frozen=True)
+class _Views:
+    """Files of one plan for other programs to show."""
+
+    memory_snapshot: Path | None
+    timeline: Path | None
+
+    def check(self, several: bool) -> None:
+        """Raise OsdpError for several plans, and for what cannot be written, before anything takes time."""
+        from osdp.planning.viewer_paths import check_viewer_paths, given
+        from profiler.errors import OsdpError
+
+        for option, _ in given(self.memory_snapshot, self.timeline):
+            if several:
+                raise OsdpError(f"{option} shows one plan", got="several limits in --mem", expected="one limit")
+        check_viewer_paths(self.memory_snapshot, self.timeline)
+
+    def write(self, planned: Planned) -> None:
+        """Write what is asked for."""
+        from osdp.planning.memory_snapshot import write_snapshot
+        from osdp.planning.step_timeline import write_timeline
+
+        if self.memory_snapshot is not None:
+            write_snapshot(self.memory_snapshot, planned.as_run)
+        if self.timeline is not None:
+            write_timeline(self.timeline, planned.as_run)
+
+
+@dataclass(frozen=True)
 class _PlanTask:
     """What is planned, and where the result goes."""
 
@@ -131,7 +190,10 @@ class _PlanTask:
     """The command, for the files of plans."""
     output: Path | None
     """File of the plan, or folder of several."""
+    html: Path | None
+    """File of the report for a browser."""
     as_json: bool
+    views: _Views
 
 
 def _check_outputs(output: Path | None, plot: Path | None, what_if: bool, several: bool) -> None:
@@ -170,7 +232,10 @@ def _how(context: Context, why: str) -> str:
 
     words = ["osdp", "plan"]
     for name, value in context.params.items():
-        if name in _NOT_OF_THE_PLAN or value is None:
+        if name in _NOT_OF_THE_PLAN or value is None or value is False:
+            continue
+        if value is True:
+            words.append(f"--{name.replace('_', '-')}")
             continue
         for one in value if isinstance(value, list | tuple) else (value,):
             words += [f"--{name.replace('_', '-')}", str(one)]
@@ -192,11 +257,28 @@ def _plan_one(task: _PlanTask, what_if: bool) -> None:
         dealing = dealing_planned(planned, task.request, progress)
     if task.output is not None:
         write_plan(task.output, planned.plan, task.how)
+    _write_html(task, [planned], more=more)
+    task.views.write(planned)
     total_s = time.perf_counter() - STARTED_S
     if task.as_json:
         print_json(plan_object(planned, total_s, more, dealing))
     else:
         print_plan(make_console(), planned, Circumstances(total_s, task.why, str(task.output or ""), more, dealing))
+
+
+def _write_html(
+    task: _PlanTask, found: Sequence[Planned], refused: Sequence[str] = (), more: WhatIf | None = None
+) -> None:
+    """Write the report for a browser, if one was asked for."""
+    if task.html is None:
+        return
+    from osdp.report.contents import make_report
+    from osdp.report.render import write_report
+
+    with progress_bar() as progress:
+        progress("writing the report", 0.0)
+        write_report(task.html, make_report(found, task.how, refused, more))
+    note(f"report written to {task.html}")
 
 
 # --- several limits --------------------------------------------------------------------------
@@ -225,6 +307,8 @@ def _plan_several(task: _PlanTask, limits: Sequence[int], plot: Path | None) -> 
     if plot is not None:
         plot_frontier(plot, rows)
         note(f"drawn into {plot}")
+    found, refusals = [row.planned for row in rows if row.planned], [row.refusal for row in rows if row.refusal]
+    _write_html(task, found, [str(refusal.what) for refusal in refusals])
     total_s = time.perf_counter() - STARTED_S
     if task.as_json:
         print_json(frontier_object(rows, total_s))

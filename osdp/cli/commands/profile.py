@@ -44,6 +44,7 @@ def profile(
     timeout_s: Annotated[float, Option(help="Seconds that a rank waits for the others.")] = 300.0,
     compare: Annotated[tuple[Path, Path] | None, Option(metavar="A B", help="Only compare two cluster files.")] = None,
     as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Measure a machine. Writes a cluster file for `osdp plan --cluster`, also of several nodes.
 

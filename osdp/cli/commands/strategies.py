@@ -45,6 +45,7 @@ def strategies(
     optimizer_bytes_per_parameter: options.OptimizerBytes = None,
     measure: Annotated[bool, Option("--measure", help="Also train a few steps on this machine and measure.")] = False,
     as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Compare strategies for a whole model. Prints memory and communication of a step with one micro-batch."""
     from osdp.planning.clusters import choose_cluster
@@ -132,6 +133,7 @@ def partition(
         bool, Option("--by-module", help="Keep a module's parameters on one rank, as the strategy `owner` does.")
     ] = False,
     as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Divide whole tensors among ranks. Prints how evenly, for values of `evenness_priority`."""
     import torch

@@ -68,13 +68,22 @@ def train(
     ] = None,
     resume: Annotated[str | None, Option(help="auto, never, or the path of a checkpoint.")] = None,
     tensorboard: Annotated[str | None, Option(help="Folder for TensorBoard event files.")] = None,
+    tracker: Annotated[str | None, Option(help="wandb or mlflow, if installed.")] = None,
     trace: Annotated[str | None, Option(help="Folder for each rank's memory plot (step 3) and trace (step 4).")] = None,
+    memory_snapshot: Annotated[
+        str | None,
+        Option(metavar="FILE.pickle", help="Write what CUDA's allocator does in step 5 to FILE.measured.pickle."),
+    ] = None,
+    timeline: Annotated[
+        str | None, Option(metavar="FILE.json", help="Write a trace of rank 0's step 6 to FILE.measured.json.")
+    ] = None,
     log_every: Annotated[int | None, Option(help="Steps between progress lines.")] = None,
     nnodes: options.NodeCount = 1,
     nodes: options.NodeRange = None,
     node_rank: options.NodeRank = 0,
     rdzv_endpoint: options.RendezvousEndpoint = "",
     restarts: options.Restarts = 0,
+    quiet: options.Quiet = False,
 ) -> None:
     """Train a model under a plan. Runs on all GPUs of this machine, or on CPU ranks.
 
@@ -116,13 +125,14 @@ def _launch(config: TrainConfig, nodes: Nodes, restarts: int) -> None:
 
 def _run_as_rank(spec: str | None, given: dict[str, Any]) -> None:
     """Be one of the ranks."""
-    from osdp.cli.reports.train import TrainReport
+    from osdp.cli.reports.train import TrainReport, plan_text
     from osdp.training.config import load_config
     from osdp.training.job import prepare
     from osdp.training.progress import continued
     from osdp.training.rank_main import run_rank
-    from osdp.training.reporters import Board
+    from osdp.training.trackers import TRACKERS, Board
 
     config = continued(load_config(spec, given))
-    boards = [] if config.tensorboard is None else [Board(Path(config.tensorboard))]
-    run_rank(prepare(config), TrainReport(), *boards)
+    kept = [] if config.tensorboard is None else [Board(Path(config.tensorboard), plan_text)]
+    tracked = [] if config.tracker is None else [TRACKERS[config.tracker](plan_text)]
+    run_rank(prepare(config), TrainReport(), *kept, *tracked)

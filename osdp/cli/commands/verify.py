@@ -1,13 +1,14 @@
 """`osdp verify`."""
 
 import os
+import shlex
 from typing import Annotated, Literal
 
 from typer import Option
 
 from osdp.cli.exits import FAULT, guarded
-from osdp.cli.options import AsJson, ClusterOfPlan, ExpertImbalanceOfPlan, ModelOfPlan, PlanPath
-from osdp.cli.terminal import progress_bar, show
+from osdp.cli.options import AsJson, ClusterOfPlan, ExpertImbalanceOfPlan, Html, ModelOfPlan, PlanPath, Quiet
+from osdp.cli.terminal import note, progress_bar, show
 
 
 @guarded
@@ -23,9 +24,15 @@ def verify(
         ),
     ] = "auto",
     expert_imbalance: ExpertImbalanceOfPlan = None,
+    html: Html = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Check a plan's predicted memory. Compares it with a step of the runtime; exits with 1 if it is too far off."""
+    if html is not None:
+        from osdp.report.render import check_html
+
+        check_html(html)
     from osdp.training.allocator_settings import use_expandable_segments
 
     use_expandable_segments()
@@ -40,6 +47,14 @@ def verify(
         progress(f"a training step of one of {view.load.cluster.world_size} ranks", 0.3)
         verified = run(view, model, None if device == "auto" else device == "cuda", expert_imbalance)
     if os.environ.get("RANK", "0") == "0":
+        if html is not None:
+            from osdp import __version__
+            from osdp.report.contents import verified_report
+            from osdp.report.render import write_report
+
+            how = f"Made by osdp {__version__}.\n{shlex.join(['osdp', 'verify', str(path)])}"
+            write_report(html, verified_report(view, verified, how))
+            note(f"report written to {html}")
         show(as_json, verified_object, print_verified, verified, view.plan)
     if not verified.holds:
         raise SystemExit(FAULT)

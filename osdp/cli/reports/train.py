@@ -11,9 +11,14 @@ from osdp.cli.terminal import columns, note
 from osdp.plain_text import plain
 from osdp.training.reporters import Event, Saved, Skipped, Start, Step, Summary
 from profiler.byte_sizes import MIB, format_bytes
+from profiler.yaml_files import to_yaml
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+
+TOLERANCE = 0.1
+"""How far measured throughput may be from the predicted, relative, before a profile is advised."""
 
 
 class TrainReport:
@@ -88,6 +93,11 @@ def start_lines(start: Start) -> list[str]:
     return lines
 
 
+def plan_text(start: Start) -> str:
+    """Return the plan for a tracker: what is printed at the start of a run, then the plan's file."""
+    return "\n".join([*start_lines(start), "", to_yaml(start.plan)])
+
+
 def _restart_line(start: Start) -> str:
     plan, cluster = start.plan, start.plan.cluster
     ranks = cluster.nodes * cluster.gpus_per_node
@@ -107,7 +117,17 @@ def step_line(step: Step, steps: int) -> str:
     return (
         f"step {step.number:{width}}/{steps}  loss {step.loss:<9.4g}  lr {step.learning_rate:.2e}{norm}  "
         f"{format_count(step.samples_per_s)} samples/s  {format_count(step.tokens / step.step_s)} tokens/s"
+        f"{'' if step.number == steps else f'  {_left(step.left_s)} left'}"
     )
+
+
+def _left(seconds: float) -> str:
+    """Return a duration as `12:05`, or `3:12:05` with hours, or `2 d 3:12:05`."""
+    minutes, whole_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours}:{minutes:02}:{whole_s:02}" if hours or days else f"{minutes}:{whole_s:02}"
+    return f"{days} d {clock}" if days else clock
 
 
 def summary_lines(summary: Summary) -> list[str]:
@@ -131,10 +151,22 @@ def summary_lines(summary: Summary) -> list[str]:
             f"{summary.timed_steps} steps of {format_seconds(summary.step_s)}; {summary.tokens_per_s:,.0f} tokens/s; "
             f"predicted {plan.predicted.samples_per_s:.1f} seq/sec on {plan.cluster.name})"
         )
+        lines.append(_compared(summary))
     for accuracy in summary.accuracies:
         right, total = accuracy.right, accuracy.total
         lines.append(f"{accuracy.what} held out of training: {right} of {total} right ({right / total:.1%})")
     return lines
+
+
+def _compared(summary: Summary) -> str:
+    """Return how measured and predicted throughput compare, and what to profile where they are apart."""
+    plan = summary.plan
+    ratio = summary.samples_per_s / plan.predicted.samples_per_s
+    found = f"measured throughput is {ratio:.2f} x the predicted"
+    if abs(ratio - 1) <= TOLERANCE:
+        return f"{found}: the prediction holds"
+    profile = f"osdp profile --model {plan.model.name} --batch {plan.micro_batch} -o mine.yaml"
+    return f"{found}: {profile} measures this machine, and --trace FOLDER shows where the time of a step goes"
 
 
 def _megabytes(size_bytes: float) -> str:

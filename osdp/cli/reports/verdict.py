@@ -9,11 +9,16 @@ from planner.plan import Plan
 from planner.strategies.notation import parse_choice
 from profiler.byte_sizes import GIB
 from profiler.cluster.cluster import Cluster
+from profiler.model_graph import ModelGraph
 
 
 def verdict(planned: Planned) -> str:
     """Return e.g. `FSDP on all 48 blocks, 28 of them recomputed, micro-batch 2: 7.97 of 8 GiB, 7.31 samples/s, ...`."""
-    plan, graph, cluster = planned.plan, planned.graph, planned.cluster
+    return f"{summary(planned.plan, planned.graph, planned.cluster)}, {_gain(planned)}"
+
+
+def summary(plan: Plan, graph: ModelGraph, cluster: Cluster) -> str:
+    """Return the same without the comparison: what a plan says by itself."""
     inside: dict[int, set[str]] = {index: set() for index in range(len(graph.blocks))}
     outside: Counter[str] = Counter()
     for operator in graph.operators:
@@ -36,7 +41,7 @@ def verdict(planned: Planned) -> str:
     parts.append(f"micro-batch {plan.micro_batch}")
     predicted = plan.predicted
     limit, speed = f"{plan.limit_bytes / GIB:.4g} GiB", f"{format_count(predicted.samples_per_s)} samples/s"
-    return f"{', '.join(parts)}: {predicted.peak_memory_bytes / GIB:.2f} of {limit}, {speed}, {_gain(planned)}"
+    return f"{', '.join(parts)}: {predicted.peak_memory_bytes / GIB:.2f} of {limit}, {speed}"
 
 
 def _recomputation(plan: Plan, blocks: int) -> Iterator[str]:

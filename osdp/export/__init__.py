@@ -1,0 +1,1 @@
+"""Compiles plans to code and configuration files that run without OSDP."""

@@ -1,0 +1,154 @@
+"""Memory over the step: what is held while each part runs forward and backward, by category, against the limit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from osdp.plots import MEMORY_ORDER
+from osdp.report.figure import COLOURS, IN_COLOUR_OF_TEXT, Figure, hover_text
+from osdp.report.step_streams import StepStreams
+from planner.analysis.explain import OpenPlan
+from planner.cost.memory_over_step import memory_over_step
+from planner.cost.stage_option import StageCandidate
+from profiler.byte_sizes import GIB, MIB, format_bytes
+
+CATEGORIES = ("reserve", *MEMORY_ORDER)
+"""From below."""
+COLOUR_OF = dict(zip(CATEGORIES, (COLOURS[8], *COLOURS[:7]), strict=True))
+NO_BYTES = 0.5
+"""Less than this is rounding of sums."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The highest memory while one part of the model runs forward or backward, or in the optimizer's step."""
+
+    start_s: float
+    """Since the start of the micro-batch."""
+    where: str
+    """Phase and operator, as plans name their peak."""
+    part: str
+    """Block, or operator outside blocks; empty for the optimizer."""
+    categories: dict[str, int]
+    """Bytes by category."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.categories.values())
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Memory over a micro-batch and the optimizer's step."""
+
+    held: tuple[Held, ...]
+    """In the order of the step."""
+    end_s: float
+    limit_bytes: int
+    tracked_bytes: int | None = None
+    """The peak of a step that was run, with what is reserved of the prediction; None if none was."""
+
+    @property
+    def peak(self) -> Held:
+        """The highest of them, the first of equals."""
+        return max(self.held, key=lambda held: held.total_bytes)
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        """Categories that are ever held, from below."""
+        return tuple(name for name in CATEGORIES if any(one.categories.get(name, 0) > NO_BYTES for one in self.held))
+
+
+def memory_curve(view: OpenPlan, options: Sequence[StageCandidate], streams: StepStreams) -> MemoryCurve:
+    """Return the curve of a plan, one option per stage in execution order, at the times of the simulator."""
+    starts = _starts(view, streams)
+    found, free_s = list[Held](), 0.0
+    for peak in memory_over_step(options, view.load):
+        operator = view.space.operator_at(peak)
+        part = "" if peak.stage is None else view.space.model.stages[peak.stage].name
+        where = f"{peak.phase} of {operator.name}" if operator else peak.phase
+        phase = peak.phase if peak.phase in ("forward", "optimizer") else "backward"
+        if found:  # The first part holds its gather from the start.
+            free_s = max(free_s, starts.get((phase, part), free_s))
+        found.append(Held(free_s, where, part, {name: round(size) for name, size in peak.categories.items()}))
+    return MemoryCurve(tuple(found), streams.end_s, view.plan.limit_bytes)
+
+
+def _starts(view: OpenPlan, streams: StepStreams) -> dict[tuple[str, str], float]:
+    """Return when each part's forward and backward begin, and the optimizer's step."""
+    found: dict[tuple[str, str], float] = {}
+    for span in streams.spans:
+        found.setdefault((span.task, span.part), span.start_s)
+    return found
+
+
+def memory_figure(curve: MemoryCurve) -> Figure:
+    """Return stacked areas by category, the limit as a line and the peak by its name."""
+    unit_bytes, unit = (GIB, "GiB") if curve.limit_bytes >= GIB else (MIB, "MiB")
+    at_ms = [round(1e3 * time_s, 4) for time_s in (*(held.start_s for held in curve.held), curve.end_s)]
+    held = [*curve.held, curve.held[-1]]
+    traces: list[dict[str, object]] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "stackgroup": "held",
+            "name": name.replace("_", " "),
+            "x": at_ms,
+            "y": [round(one.categories.get(name, 0) / unit_bytes, 5) for one in held],
+            "line": {"shape": "hv", "width": 0, "color": COLOUR_OF[name]},
+            "fillcolor": COLOUR_OF[name],
+            "hovertemplate": f"%{{y:.2f}} {unit}",
+        }
+        for name in curve.categories
+    ]
+    totals = [round(one.total_bytes / unit_bytes, 5) for one in held]
+    traces.append(
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "in total",
+            "showlegend": False,
+            "x": at_ms,
+            "y": totals,
+            "text": [hover_text([one.where]) for one in held],
+            "line": {"shape": "hv", "width": 1},
+            "meta": IN_COLOUR_OF_TEXT,
+            "hovertemplate": f"%{{y:.2f}} {unit}, %{{text}}",
+        }
+    )
+    lines = (("limit", curve.limit_bytes, "dash"), ("tracked peak", curve.tracked_bytes, "dot"))
+    traces += [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "x": [0, at_ms[-1]],
+            "y": [round(size_bytes / unit_bytes, 5)] * 2,
+            "line": {"dash": dash, "width": 2},
+            "meta": IN_COLOUR_OF_TEXT,
+            "hovertemplate": f"%{{y:.2f}} {unit}",
+        }
+        for name, size_bytes, dash in lines
+        if size_bytes is not None
+    ]
+    peak = curve.peak
+    label = hover_text([f"peak {format_bytes(peak.total_bytes)}", peak.where])
+    is_late = peak.start_s > curve.end_s / 2
+    layout = {
+        "height": 420,
+        "xaxis": {"title": {"text": "ms"}, "range": [0, at_ms[-1]], "unifiedhovertitle": {"text": "%{x:.1f} ms"}},
+        "yaxis": {"title": {"text": unit}, "rangemode": "tozero", "fixedrange": True},
+        "hovermode": "x unified",
+        "annotations": [
+            {
+                "x": round(1e3 * peak.start_s, 4),
+                "y": round(peak.total_bytes / unit_bytes, 5),
+                "text": label,
+                "showarrow": True,
+                "ax": -70 if is_late else 70,
+                "ay": 60,
+                "align": "left",
+                "borderpad": 3,
+            }
+        ],
+    }
+    return Figure(traces, layout)

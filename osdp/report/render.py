@@ -1,0 +1,111 @@
+"""Writes a report: Jinja2 fills the page, plotly.js draws it in the reader's browser, and nothing is fetched."""
+
+import base64
+import gzip
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from osdp import __version__
+from osdp.cli.reports.figures import format_count, format_parameters, format_rate, format_seconds
+from osdp.cli.reports.rows import choice_name
+from osdp.report.contents import PlanContents, Report
+from osdp.report.figure import Figure, colours_of
+from osdp.report.frontier_picture import frontier_figure
+from osdp.report.memory_curve import memory_figure
+from osdp.report.model_strip import price_text, recompute_text, strip_figure
+from osdp.report.step_streams import streams_figure
+from profiler.byte_sizes import format_bytes
+from profiler.errors import OsdpError, install_advice
+from profiler.yaml_files import write_text_atomic
+
+SUFFIXES = (".html", ".htm")
+MOST_ROWS = 6000
+"""Operators that all tables of a page together list one by one: more would make it large."""
+
+
+def check_html(path: Path, option: str = "--html") -> None:
+    """Raise OsdpError if no report can be written to `path`, which was given by `option`."""
+    try:
+        import jinja2  # noqa: F401
+        import plotly  # noqa: F401
+    except ImportError as error:
+        advice = f"{install_advice('report')}; or leave {option} out"
+        raise OsdpError(f"{option} needs {error.name}, which is not installed", advice=advice) from None
+    if path.suffix not in SUFFIXES:
+        what = f"{path} cannot be written: a report is a page for a browser"
+        raise OsdpError(what, got=path.suffix or "no suffix", expected=", ".join(SUFFIXES))
+    if path.is_dir():
+        raise OsdpError(f"{path} cannot be written", got="it is a directory", expected="a file, such as report.html")
+    if not path.parent.is_dir():
+        raise OsdpError(f"{path} cannot be written", got="no such directory", advice=f"mkdir -p {path.parent}")
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Write a report to `path`, whole or not at all.  Raises OsdpError as `check_html` does."""
+    check_html(path)
+    write_text_atomic(path, render(report))
+
+
+def render(report: Report) -> str:
+    """Return a report as one HTML page."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("osdp.report", "page")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    shown = (
+        choice_name,
+        format_bytes,
+        format_count,
+        format_parameters,
+        format_rate,
+        format_seconds,
+        price_text,
+        recompute_text,
+    )
+    environment.filters |= {function.__name__: function for function in shown}
+    page = environment.get_template("page.html")
+    read = files("osdp.report") / "page"
+    return page.render(
+        report=report,
+        version=__version__,
+        figures=_packed(json.dumps(_figures(report))),
+        downloads=[_data_uri(contents.plan_yaml) for contents in report.plans],
+        style=(read / "page.css").read_text(),
+        wiring=(read / "page.js").read_text(),
+        plotly=_packed((files("plotly") / "package_data" / "plotly.min.js").read_text()),
+        lists_operators=sum(len(one.strip.operators) for one in report.plans) <= MOST_ROWS,
+    )
+
+
+def _figures(report: Report) -> dict[str, Any]:
+    """Return the figures as the page's script reads them."""
+    colours = colours_of(cell.strategy for one in report.plans for cell in one.strip.operators)
+    points = [one.point for one in report.plans if one.point is not None]
+    frontier = frontier_figure(points).plain if len(points) > 1 else None
+    return {
+        "plans": [_plan_figures(one, colours) for one in report.plans],
+        "frontier": frontier,
+        "points": [[point.limit_bytes / (1 << 30), point.samples_per_s] for point in points],
+    }
+
+
+def _plan_figures(one: PlanContents, colours: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Figure] = {
+        "memory": memory_figure(one.memory),
+        "strip": strip_figure(one.strip, colours),
+        "streams": streams_figure(one.streams),
+    }
+    return {name: figure.plain for name, figure in found.items()}
+
+
+def _packed(text: str) -> str:
+    """Return a text in a third of its size, as the page's script unpacks it."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def _data_uri(text: str) -> str:
+    return "data:application/yaml;base64," + base64.b64encode(text.encode()).decode()

@@ -1,0 +1,129 @@
+"""Exported FSDP2 modules train as OSDP's runtime does, and send the same collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from exported import ACCUMULATION, as_expressible, drawn_choices, drawn_recomputation, parallelize_of, source_of
+from parity import FAMILIES, TOLERANCE, Case, Sent, batches, cluster_of, compute, graph_of, initial, total
+from ranks import run_ranks
+from thoroughness import THOROUGH
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from planner.plan import Plan
+
+STEPS = 3
+"""In the second, DistributedDataParallel agrees on other buckets."""
+PLANS = range(40 if THOROUGH else 10)
+
+
+def drawn(number: int) -> tuple[Case, Plan]:
+    """Return a case and its plan, one that FSDP2 can run."""
+    draw = Random(f"case {number}")
+    family, precision = FAMILIES[number % len(FAMILIES)], draw.choice(["fp32", "bf16"])
+    graph, cluster = graph_of(family, precision), cluster_of(2, 2)
+    whole, selective = drawn_recomputation(number, graph)
+    choices, accumulation = drawn_choices(number, graph, cluster), draw.choice(ACCUMULATION)
+    case = Case(family, choices, "shard", whole, precision, accumulation, selective=selective)
+    return case, as_expressible(case.plan(), graph, cluster)
+
+
+def last_of_step(model: nn.Module, is_last: bool) -> Any:
+    """Do what the head of an exported module tells a training loop to do."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return nullcontext() if is_last else model.no_sync()
+    model.set_requires_all_reduce(is_last)  # type: ignore[operator]
+    return nullcontext()
+
+
+def train(model: nn.Module, case: Case, rank: int, plain: bool) -> tuple[list[float], Sent]:
+    """Return the mean losses of all micro-batches, and what this rank sends in a step but the first."""
+    from runtime.observe.collective_log import record_collectives
+
+    optimizer = optimizer_of(model)
+    losses, sent = [], Sent()
+    for step in batches(case.family, case.world_size, case.accumulation, STEPS):
+        own = []
+        with record_collectives() as recorded:
+            for index, micro_batch in enumerate(step):
+                args, kwargs = micro_batch[rank]
+                with last_of_step(model, index + 1 == len(step)) if plain else nullcontext():
+                    own.append(model(*args, **kwargs))
+                    (own[-1] / case.accumulation).backward()
+        sent = Counter(
+            (one.operation, len(one.ranks), one.ranks[1] - one.ranks[0], one.size_bytes)
+            for one in recorded
+            if len(one.ranks) > 1
+        )
+        means = torch.stack(own).detach().float()
+        dist.all_reduce(means, op=dist.ReduceOp.AVG)
+        losses += means.tolist()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, sent
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of every run; meshes of parameters differ, so they are stepped one by one."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
+
+
+def alone(case: Case) -> list[float]:
+    """Return the losses of the same training in one process, with PyTorch alone."""
+    model, losses = initial(case.family), []
+    optimizer = optimizer_of(model)
+    for step in batches(case.family, case.world_size, case.accumulation, STEPS):
+        for micro_batch in step:
+            mean = torch.stack([compute(model, case.precision, args, kwargs) for args, kwargs in micro_batch]).mean()
+            (mean / case.accumulation).backward()
+            losses.append(mean.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train_all(rank: int, cases: Sequence[tuple[Case, Plan, str]], plain: bool) -> list[tuple[list[float], Sent, bool]]:
+    """Return losses, collectives and whether DDP runs it, of exported modules if `plain`, or else of OSDP's runtime."""
+    from osdp import OSDP
+
+    found = []
+    for case, plan, source in cases:
+        if plain:
+            model = parallelize_of(source)(initial(case.family), init_device_mesh("cpu", (case.world_size,)))
+            by_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+        else:
+            model = OSDP(initial(case.family), plan, example_inputs=None)
+            by_ddp = model.schedule.by_ddp
+        found.append((*train(model, case, rank, plain), by_ddp))
+    return found
+
+
+def test_exported_modules_train_and_send_as_the_runtime_does() -> None:
+    cases = []
+    for number in PLANS:
+        case, plan = drawn(number)
+        cases.append((case, plan, source_of(plan, graph_of(case.family, case.precision), cluster_of(2, 2))))
+    run = partial(run_ranks, ranks_per_node=2, timeout_s=60 + 10 * len(cases))
+    for of_runtime, of_exported in zip(run(train_all, 4, cases, False), run(train_all, 4, cases, True), strict=True):
+        for (case, plan, _), wanted, got in zip(cases, of_runtime, of_exported, strict=True):
+            check(case, plan, wanted, got)
+
+
+def check(case: Case, plan: Plan, wanted: tuple[list[float], Sent, bool], got: tuple[list[float], Sent, bool]) -> None:
+    """Assert that two runs went the same way."""
+    (losses, sent, by_ddp), (exported, exported_sent, exported_by_ddp) = wanted, got
+    torch.testing.assert_close(exported, losses, rtol=1e-6, atol=1e-6, msg=lambda text: f"{text}\n{case}")
+    torch.testing.assert_close(exported, alone(case), rtol=TOLERANCE[case.precision][0], atol=1e-5)
+    assert exported_by_ddp == by_ddp
+    if by_ddp:  # buckets are cut where gradients come, so that only their sum can agree
+        assert total(exported_sent) == total(sent)
+    else:
+        assert exported_sent == sent, (case, plan)

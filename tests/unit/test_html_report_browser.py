@@ -1,0 +1,161 @@
+"""The report of a frontier in a browser: it renders, the slider moves the plan, hovering tells what the plan says.
+
+Needs the system's Chromium and Playwright, and is skipped without.  Screenshots are in pytest's temporary folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_pages import HOW, hostile, planned_within
+from synthetic import transformer
+
+from osdp.planning.request import Planned
+from osdp.report.contents import make_report
+from osdp.report.render import write_report
+
+LIMITS_MIB = (150, 700)
+SERIOUS = ("serious", "critical")
+PICTURES = ("frontier", "memory", "strip", "streams")
+HOVER = ".hoverlayer .hovertext"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (the extra `test`)")
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.skip("there is no chromium on PATH (apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Planned]:
+    return [planned_within(limit) for limit in LIMITS_MIB]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reports")
+
+
+@pytest.fixture(scope="module")
+def frontier(folder: Path, plans: list[Planned]) -> Path:
+    write_report(folder / "frontier.html", make_report(plans, HOW))
+    return folder / "frontier.html"
+
+
+@dataclass
+class Visit:
+    """A page in the browser, with what went wrong in it."""
+
+    page: Any
+    faults: list[str] = field(default_factory=list)
+
+    def open(self, path: Path) -> None:
+        self.page.on("console", lambda message: self.faults.append(message.text))
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.faults.append(dialog.message) or dialog.dismiss())
+        self.page.on("request", lambda request: self.request(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("#streams .barlayer .point")
+
+    def request(self, url: str) -> None:
+        if not url.startswith(("file:", "data:", "blob:")):
+            self.faults.append(url)
+
+    def text(self, selector: str) -> str:
+        return " ".join(self.page.locator(selector).all_inner_texts())
+
+
+@pytest.fixture
+def visit(browser: Any, request: pytest.FixtureRequest) -> Iterator[Visit]:
+    width, scheme = getattr(request, "param", (1600, "light"))
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    yield Visit(context.new_page())
+    context.close()
+
+
+@pytest.mark.parametrize("visit", [(400, "light"), (1600, "dark")], indirect=True, ids=["phone", "dark"])
+def test_it_renders_without_faults_for_everyone(visit: Visit, frontier: Path, folder: Path) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed (the extra `test`)")
+    visit.open(frontier)
+    width = visit.page.viewport_size["width"]
+    visit.page.screenshot(path=folder / f"frontier-{width}.png", full_page=True)
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+    for name in PICTURES:
+        box = visit.page.locator(f"#{name} svg.main-svg").first.bounding_box()
+        assert box["width"] > 0.8 * min(width, 1280)
+    found = axe.Axe().run(visit.page).response["violations"]
+    assert [(one["id"], one["help"]) for one in found if one["impact"] in SERIOUS] == []
+    assert visit.faults == []
+
+
+def test_the_slider_moves_the_plan(visit: Visit, frontier: Path, plans: list[Planned]) -> None:
+    """By keyboard, as a reader without a mouse does."""
+    visit.open(frontier)
+    for index, (key, planned) in enumerate(zip(("Home", "End"), plans, strict=True)):
+        visit.page.locator("#limit").press(key)
+        plan = planned.plan
+        visit.page.wait_for_function(f"document.getElementById('limit').value === '{index}'")
+        assert f"{plan.predicted.samples_per_s:,.0f}"[:3] in visit.text(".facts:visible dd")
+        assert visit.text("#limit-text") == f"{LIMITS_MIB[index]:.1f} MiB"
+        shown = visit.page.locator("data:visible").evaluate_all("all => all.map(one => Number(one.value))")
+        assert shown == [*plan.predicted.memory_by_category.values(), plan.predicted.peak_memory_bytes]
+        totals = visit.page.evaluate("document.getElementById('memory').data.find(t => t.name === 'in total').y")
+        assert max(totals) == pytest.approx(plan.predicted.peak_memory_bytes / 2**20, abs=1e-3)
+        strategies = visit.page.evaluate("document.getElementById('strip').data.map(t => t.name)")
+        assert set(plan.choices.values()) <= {name for joined in strategies for name in joined.split(" and ")}
+        marked = visit.page.evaluate("document.getElementById('frontier').data[0].y")
+        assert marked == [plan.predicted.samples_per_s]
+        assert f"in {plan.predicted.peak_phase}" in visit.page.locator("#memory").get_attribute("aria-label")
+    assert visit.faults == []
+
+
+def hover(visit: Visit, picture: str, trace: int, point: int) -> str:
+    """Return what the page shows under the pointer at one bar; `trace` is an index of what plotly drew."""
+    visit.page.locator(f"#{picture}").scroll_into_view_if_needed()
+    bars = visit.page.locator(f"#{picture} .barlayer .trace").nth(trace)
+    box = bars.locator(".point").nth(point).bounding_box()
+    visit.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    visit.page.wait_for_selector(f"#{picture} {HOVER}")
+    found: str = visit.page.locator(f"#{picture} {HOVER}").first.text_content()
+    return found
+
+
+def test_hovering_tells_what_the_plan_says(visit: Visit, folder: Path, plans: list[Planned]) -> None:
+    path, planned = folder / "plan.html", plans[0]
+    write_report(path, make_report([planned], HOW))
+    visit.open(path)
+    names = visit.page.evaluate("document.getElementById('strip').data.map(t => t.hovertext)")
+    for operator in (planned.graph.operators[0], planned.graph.operators[8]):
+        trace, point = next(
+            (trace, len(texts) - 1 - texts[::-1].index(text))
+            for trace, texts in enumerate(names)
+            for text in texts
+            if text.startswith(f"{operator.name} (")
+        )
+        shown = hover(visit, "strip", trace, point)
+        assert shown.startswith(f"{operator.name} ({operator.kind})")
+        assert planned.plan.choices[operator.name] in shown
+        visit.page.mouse.move(0, 0)
+        visit.page.wait_for_selector(f"#strip {HOVER}", state="detached")
+    assert "forward" in hover(visit, "streams", 0, 0)
+    assert visit.faults == []
+
+
+def test_a_model_of_html_runs_no_script(visit: Visit, folder: Path) -> None:
+    path = folder / "hostile.html"
+    write_report(path, make_report([planned_within(LIMITS_MIB[1], hostile(transformer(2, 128)))], HOW))
+    visit.open(path)
+    assert "<script>alert(1)</script>" in visit.text("h1")
+    assert "<script>alert(1)</script>" in hover(visit, "strip", 0, 0)
+    assert visit.faults == []
