@@ -47,6 +47,8 @@ class Task:
     """Choices that the user fixed."""
     imbalance: Imbalance = BALANCED
     """How much the compute time of micro-batches varies."""
+    for_uneven: bool = True
+    """Whether strategies that are only for uneven micro-batches (`StrategySpec.offered`) may be taken for such."""
 
     def waits(self, micro_batch: int, accumulation: int) -> Waits:
         """Return how long ranks wait for the slowest at one point of the sweep."""

@@ -17,7 +17,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("osdp.api", "osdp.description", "osdp.resources", "osdp.uneven_lengths", "osdp.odc", "osdp.partition")
+MODULES = (
+    "osdp.api",
+    "osdp.description",
+    "osdp.resources",
+    "osdp.uneven_lengths.balanced_batches",
+    "osdp.odc",
+    "osdp.partition",
+)
 """What users import."""
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from osdp.planning.imbalance_option import read_imbalance
-from osdp.planning.request import Planned, Request, explain_refusal, pins_of, task_of, trace, written
+from osdp.planning.request import Planned, Request, explain_refusal, find_plan, pins_of, task_of, trace, written
+from planner.analysis.dealing import Dealing, compare_dealing
 from planner.analysis.explain import OpenPlan
 from planner.analysis.frontier import frontier
 from planner.analysis.what_if import WhatIf, what_if
 from planner.cost.stragglers import BALANCED
+from planner.options.search_space import Space
 from planner.problem import Progress, Task
 from planner.search.infeasible import NothingFits
-from planner.search.search import search
+from planner.search.search import Found, search
 from profiler.cluster.cluster import Cluster
 from profiler.model_source import ModelSource
 
@@ -55,6 +57,18 @@ def plan_frontier(
 def what_if_planned(planned: Planned, request: Request, progress: Progress) -> WhatIf:
     """Return what binds a plan that was just found, and what more would buy."""
     return what_if(task_of(request, planned.graph, planned.cluster), planned.found, progress)
+
+
+def dealing_planned(planned: Planned, request: Request, progress: Progress) -> Dealing | None:
+    """Return what dealing samples by their cost would buy beside a plan that was just found; None if nobody waits."""
+    if planned.plan.waits.per_micro_batch == 1:
+        return None
+    task = task_of(request, planned.graph, planned.cluster)
+
+    def find(then: Task, space: Space) -> Found:
+        return find_plan(then, request, lambda what, fraction: None, space)
+
+    return compare_dealing(task, planned.found, find, progress)
 
 
 def what_if_open(view: OpenPlan, progress: Progress) -> WhatIf:

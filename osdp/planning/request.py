@@ -12,6 +12,7 @@ from osdp.planning.imbalance_option import lasting
 from osdp.planning.memory_options import NO_HEADROOM, Headroom, check_headroom
 from planner.cost.stragglers import BALANCED, Imbalance
 from planner.cost.workload import Workload
+from planner.options.search_space import Space
 from planner.pins import Pin, parse_pin, resolve
 from planner.plan import Asked, Plan
 from planner.pricing import PricedPlan, make_plan
@@ -119,13 +120,20 @@ def plan_graph(
     """Return the fastest plan within the limit for a model that was traced. Raises OsdpError as `plan_model` does."""
     task = task_of(request, graph, cluster)
     try:
-        few = replace(request.effort, labels=min(request.effort.labels, FEWER_MADE))
-        gain, effort = (None, request.effort) if request.style == BEST else (MATERIAL_GAIN, few)
-        best = search(task, progress, material_gain=gain, effort=effort)
+        found = find_plan(task, request, progress)
     except NothingFits as refused:
         raise explain_refusal(refused, task, request) from None
-    found = preferred(best, request)
     return Planned(written(found, request), graph, found, trace_s=0.0)
+
+
+def find_plan(task: Task, request: Request, progress: Progress, space: Space | None = None) -> Found:
+    """Return the plan of a task in the style, and with the effort, of a request; `space` is as for `search`.
+
+    Raises NothingFits, and OsdpError as `preferred` does.
+    """
+    few = replace(request.effort, labels=min(request.effort.labels, FEWER_MADE))
+    gain, effort = (None, request.effort) if request.style == BEST else (MATERIAL_GAIN, few)
+    return preferred(search(task, progress, space, material_gain=gain, effort=effort), request)
 
 
 def preferred(best: Found, request: Request) -> Found:

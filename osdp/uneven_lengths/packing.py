@@ -12,7 +12,8 @@ with a from the layers that take each token alone, and b from causal attention. 
             number of tokens in which there is room (Johnson 1973); dealt in turn      `first_fit_decreasing`
     kk      largest differencing (Karmarkar and Karp 1982) of the samples by cost into N k packs, k the
             least with which no pack has too many tokens; dealt from the costliest on, back and forth,
-            so that both the packs that run side by side and the sums of ranks are alike   `karmarkar_karp`
+            so that both the packs that run side by side and the sums of ranks are alike
+            (`planner.cost.balanced_sets`)
 
 Communication that synchronizes ranks in every micro-batch needs equally many on each: what is missing are empty
 packs.  If the cost of computing is all that counts, a step takes
@@ -23,12 +24,12 @@ packs.  If the cost of computing is all that counts, a step takes
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count, zip_longest
+from itertools import zip_longest
 
 from osdp.models.config import LlamaConfig
+from planner.cost.balanced_sets import karmarkar_karp
 from profiler.errors import OsdpError
 
 Pack = tuple[int, ...]
@@ -119,26 +120,6 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Pack]:
         packs[place].append(sample)
         room[place] -= lengths[sample]
     return [tuple(pack) for pack in packs]
-
-
-def karmarkar_karp(costs: Sequence[float], parts: int) -> list[Pack]:
-    """Split items into `parts` sets of about equal cost, some perhaps empty; return them from the costliest on.
-
-    Each item starts as a solution of its own, with one full and parts - 1 empty sets.  The two solutions whose
-    costliest and cheapest set differ most become one, the costliest set of either with the cheapest of the
-    other, until one is left.
-    """
-    tie = count()
-    solutions: list[tuple[float, int, list[tuple[float, Pack]]]] = []
-    for item, cost in enumerate(costs):
-        alone: list[tuple[float, Pack]] = [(cost, (item,)), *[(0.0, ())] * (parts - 1)]
-        heapq.heappush(solutions, (-cost, next(tie), alone))
-    while len(solutions) > 1:
-        (_, _, first), (_, _, second) = heapq.heappop(solutions), heapq.heappop(solutions)
-        sets = [(a + b, p + q) for (a, p), (b, q) in zip(first, reversed(second), strict=True)]
-        sets.sort(key=lambda one: -one[0])
-        heapq.heappush(solutions, (sets[-1][0] - sets[0][0], next(tie), sets))
-    return [tuple(sorted(items)) for _, items in solutions[0][2]]
 
 
 def weights(counts: Sequence[int], targets: int) -> tuple[float, float]:

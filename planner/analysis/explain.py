@@ -182,7 +182,7 @@ def _places(view: OpenPlan) -> dict[str, Target]:
 def alternatives(view: OpenPlan, target: Target) -> list[Alternative]:
     """Return the alternatives for a target, the fastest first."""
     stages = [view.space.model.stages[index] for index in target.stages]
-    strategies = strategies_on(view.load.cluster, view.load.waits.are_uneven)
+    strategies = strategies_on(view.load.cluster, view.load.offers_uneven)
     if not target.spanning and not any(stage.operators for stage in stages):
         strategies = strategies[:1]  # Nothing to shard; only recomputation is left.
     modes = sorted(set[Recompute]().union(*(stage.recomputations for stage in stages)))

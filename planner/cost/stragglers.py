@@ -27,13 +27,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 from numpy.typing import NDArray
+
+from planner.cost.balanced_waits import balanced_lengths, balanced_lognormal
 
 Array = NDArray[np.float64]
 Factor = Annotated[float, Ge(1), Lt(math.inf)]
@@ -88,18 +90,36 @@ class Imbalance:
     """Lengths of samples, in any unit (`histogram`), the longest being full; they take precedence over `variation`."""
     source: str = ""
     """Description of where that comes from; empty if micro-batches are equal."""
+    balanced: bool = False
+    """Whether the samples of a step are dealt to ranks by their cost (`planner.cost.balanced_waits`); with a
+    `variation`, whole micro-batches are."""
 
     def waits(self, ranks: int, micro_batch: int, accumulation: int) -> Waits:
         """Return the waits of so many ranks at one workload."""
-        if self.lengths:
-            return Waits(
+        if not self.lengths:
+            per_step = lognormal_slowest(self.variation / math.sqrt(accumulation), ranks)
+            found = Waits(lognormal_slowest(self.variation, ranks), per_step, self.source)
+        else:
+            found = Waits(
                 lengths_slowest(self.lengths, micro_batch, ranks),
                 lengths_slowest(self.lengths, micro_batch * accumulation, ranks),
                 self.source,
                 sum(length * share for length, share in self.lengths) / self.lengths[-1][0],
             )
-        per_step = lognormal_slowest(self.variation / math.sqrt(accumulation), ranks)
-        return Waits(lognormal_slowest(self.variation, ranks), per_step, self.source)
+        return self._dealt(found, ranks, micro_batch, accumulation) if self.balanced and ranks > 1 else found
+
+    def _dealt(self, drawn: Waits, ranks: int, micro_batch: int, accumulation: int) -> Waits:
+        """Return the waits of samples that are dealt by their cost, given those of samples as they are drawn."""
+        if (micro_batch if self.lengths else 1) * accumulation == 1:  # a sample for each rank: nothing to deal
+            return drawn
+        if self.lengths:
+            each, once = balanced_lengths(self.lengths, micro_batch, accumulation, ranks)
+        else:
+            each, once = balanced_lognormal(math.sqrt(math.log1p(self.variation**2)), accumulation, ranks)
+        # Sums of the same numbers in another order; and dealing makes nothing worse.
+        once = max(1.0, min(once, drawn.per_step))
+        each = max(once, min(each, drawn.per_micro_batch))
+        return replace(drawn, per_micro_batch=each, per_step=once)
 
 
 BALANCED = Imbalance()

@@ -41,6 +41,8 @@ class Workload:
     """How long ranks wait for the slowest."""
     outside: tuple[Parameter, ...] = ()
     """Tensors that no unit holds (`ModelGraph.held_whole`)."""
+    for_uneven: bool = True
+    """Whether strategies that are only for uneven micro-batches may be offered for such."""
 
     def __post_init__(self) -> None:
         optimizer_of(self.optimizer_name)  # raises for an unknown one
@@ -62,6 +64,11 @@ class Workload:
     ) -> Workload:
         """Return the workload of a model that was traced: it gives the precision, and parameters outside units."""
         return cls(cluster, optimizer_name, graph.precision, micro_batch, accumulation, waits, graph.held_whole)
+
+    @property
+    def offers_uneven(self) -> bool:
+        """Whether strategies that are only for uneven micro-batches are offered (`StrategySpec.offered`)."""
+        return self.for_uneven and self.waits.are_uneven
 
     @cached_property
     def optimizer(self) -> Optimizer:

@@ -209,8 +209,8 @@ class Space:
 
     def known_load(self, load: Workload) -> Workload:
         """Return the first workload that equalled this one: the caches here compare workloads by identity."""
-        settings = (load.optimizer_name, load.precision, load.micro_batch, load.accumulation, load.waits)
-        return self._loads.setdefault((id(load.cluster), *settings), load)
+        settings = (load.optimizer_name, load.precision, load.micro_batch, load.accumulation)
+        return self._loads.setdefault((id(load.cluster), *settings, load.waits, load.for_uneven), load)
 
     def _make_variant(self, stage_class: int, counts: tuple[int, ...]) -> tuple[StagedModel, dict[int, int]]:
         """Return the model with one example's operators split, and for each of its operators the one of this model."""
@@ -273,7 +273,7 @@ class Space:
 
     def _find_first_load(self, load: Workload) -> Workload:
         """Return the first workload that differed from this one in the micro-batch and its waiting alone."""
-        settings = id(load.cluster), load.precision, load.optimizer_name, load.accumulation, load.waits.are_uneven
+        settings = id(load.cluster), load.precision, load.optimizer_name, load.accumulation, load.offers_uneven
         return self._first_loads.setdefault(settings, load)
 
     def _make_frame(self, stage_class: int, counts: tuple[int, ...], load: Workload) -> StageFrame:
@@ -313,7 +313,7 @@ class Space:
 
     def choices(self, stage_class: int, load: Workload) -> tuple[StageDecision, ...]:
         """Return the choices of a class of stages, without those that no plan needs at any micro-batch."""
-        example, uneven = self.examples[stage_class], load.waits.are_uneven
+        example, uneven = self.examples[stage_class], load.offers_uneven
         key = (example, id(load.cluster), load.precision, load.optimizer_name, uneven)
         if key not in self._offers:
             stage = self.model.stages[example]
@@ -351,7 +351,7 @@ class Space:
     def spanning_offered(self, load: Workload) -> tuple[Spanning, ...]:
         """Return the strategies of the spanning operators that the search tries."""
         spanning = self.model.spanning
-        strategies = self._fitting(spanning, strategies_on(load.cluster, load.waits.are_uneven))
+        strategies = self._fitting(spanning, strategies_on(load.cluster, load.offers_uneven))
         if not spanning:
             return (None,)
         if self.pins.strategies.keys().isdisjoint(spanning):

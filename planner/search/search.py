@@ -261,7 +261,8 @@ def _with_fewer_choices(task: Task, known: PricedPlan, sweep: _Sweep) -> PricedP
 def loads_of(task: Task, space: Space) -> tuple[Workload, ...]:
     """Return the workloads of the sweep, by growing micro-batch; raises OsdpError as `micro_batches` does."""
     settings = task.graph, task.cluster, task.optimizer
-    return tuple(space.known_load(Workload.of(*settings, *sizes, task.waits(*sizes))) for sizes in micro_batches(task))
+    loads = (Workload.of(*settings, *sizes, task.waits(*sizes)) for sizes in micro_batches(task))
+    return tuple(space.known_load(replace(load, for_uneven=task.for_uneven)) for load in loads)
 
 
 @dataclass(frozen=True)

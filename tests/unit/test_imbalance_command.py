@@ -100,3 +100,36 @@ def test_a_plan_with_windows_is_taken_as_any_other(cli: Cli) -> None:
     text = " ".join(cli.done(*TINY, "--pin", "*=odc:8").split())
     assert "odc:8" in text
     assert "do not run" not in text
+
+
+def test_dealing_samples_is_compared_with_odc(cli: Cli) -> None:
+    printed = " ".join(cli.done(*TINY, "--imbalance", "0.5").split())
+    assert "Samples dealt by cost: all derived from the cost model" in printed
+    report = cli.json(*TINY, "--imbalance", "0.5")
+    dealing = report["dealing"]
+    assert dealing["source"] == "derived from the cost model, not measured in a run"
+    assert dealing["strategies_for_uneven"] == ["odc"]
+    rows = {(row["balanced"], row["for_uneven"]): row for row in dealing["rows"]}
+    assert len(rows) == len(dealing["rows"]) == 4
+    # The plan that is reported is one of the rows.
+    assert rows[False, True]["samples_per_s"] == pytest.approx(report["predicted"]["samples_per_s"])
+    drawn, by_cost = rows[False, False], rows[True, False]
+    assert drawn["slowest_per_micro_batch"] == lognormal_slowest(0.5, 8)
+    assert drawn["slowest_per_step"] == lognormal_slowest(0.25, 8)
+    assert by_cost["slowest_per_micro_batch"] < drawn["slowest_per_micro_batch"]
+    assert by_cost["ratio"] == by_cost["samples_per_s"] / drawn["samples_per_s"] > 1
+    assert f"{by_cost['ratio']:.3f} x 2 x 4" in printed
+
+
+def test_dealing_is_left_out_where_nobody_waits(cli: Cli) -> None:
+    for asked in (TINY, (*TINY, "--imbalance", "0"), (*TINY, "--imbalance", "0.5", "--gpus-per-node", "1")):
+        assert "dealing" not in cli.json(*asked)
+        assert "Samples dealt" not in cli.done(*asked)
+
+
+def test_pins_and_the_style_hold_for_all_rows(cli: Cli) -> None:
+    """With everything pinned no strategy can be added, and samples that are dealt by cost are all that helps."""
+    found = cli.json(*TINY, "--imbalance", "0.5", "--pin", "*=shard", "--simple")["dealing"]["rows"]
+    speeds = [row["samples_per_s"] for row in found]
+    assert speeds[0] == speeds[2]
+    assert speeds[1] == speeds[3] > speeds[0]

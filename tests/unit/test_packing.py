@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import chain, product
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osdp.models.config import LlamaConfig
-from osdp.uneven_lengths.packing import METHODS, Cost, Deal, deal, first_fit_decreasing, karmarkar_karp, weights
+from osdp.uneven_lengths.packing import METHODS, Cost, Deal, deal, first_fit_decreasing, weights
 from profiler.errors import OsdpError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=24)
@@ -36,22 +36,6 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
     return next(bins for bins in range(1, len(lengths) + 1) if fits(sorted(lengths)[::-1], [capacity] * bins))
 
 
-def least_makespan(costs: list[int], parts: int) -> int:
-    """Return the least possible largest sum, by trying everything."""
-    return min(
-        max(sum(c for c, p in zip(costs, places, strict=True) if p == part) for part in range(parts))
-        for places in product(range(parts), repeat=len(costs))
-    )
-
-
-def longest_first(costs: list[int], parts: int) -> list[int]:
-    """Return the sums of the greedy rule: the costliest item first, to whoever has least."""
-    found = [0] * parts
-    for cost in sorted(costs, reverse=True):
-        found[found.index(min(found))] += cost
-    return found
-
-
 # --- first-fit decreasing
 
 
@@ -73,44 +57,6 @@ def test_first_fit_decreasing_keeps_every_sample_within_the_limit(lengths: list[
 def test_first_fit_decreasing_is_near_the_least(lengths: list[int]) -> None:
     """At most 11/9 of the least plus 6/9 (Dosa 2007)."""
     assert len(first_fit_decreasing(lengths, 10)) <= 11 / 9 * fewest_bins(lengths, 10) + 6 / 9
-
-
-# --- largest differencing
-
-
-@pytest.mark.parametrize(
-    ("costs", "parts", "wanted"),
-    [
-        # Karmarkar and Karp's own steps: 8-7=1, 6-5=1, 4-1=3, 3-1=2.
-        ([8, 7, 6, 5, 4], 2, [16, 14]),
-        ([4, 5, 6, 7, 8], 3, [11, 11, 8]),
-        ([10], 3, [10, 0, 0]),
-        ([3, 3, 3, 3], 4, [3, 3, 3, 3]),
-    ],
-)
-def test_differencing_by_hand(costs: list[int], parts: int, wanted: list[int]) -> None:
-    packs = karmarkar_karp(costs, parts)
-    assert sums(packs, costs) == wanted
-
-
-def test_differencing_beats_greedy_where_the_literature_says_so() -> None:
-    costs = [8, 7, 6, 5, 4]
-    assert sorted(longest_first(costs, 2)) == [13, 17]
-    assert max(sums(karmarkar_karp(costs, 2), costs)) == 16
-    assert least_makespan(costs, 2) == 15
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 3))
-def test_differencing_keeps_every_item_and_its_bound(costs: list[int], parts: int) -> None:
-    packs = karmarkar_karp(costs, parts)
-    found = sums(packs, costs)
-    assert sorted(chain(*packs)) == list(range(len(costs)))
-    assert len(packs) == parts
-    assert found == sorted(found, reverse=True)
-    # For two sets at most 7/6 of the best (Fischetti and Martello 1987), for more 4/3 - 1/(3 n).
-    bound = 7 / 6 if parts == 2 else 4 / 3 - 1 / (3 * parts)
-    assert found[0] <= bound * least_makespan(costs, parts) + 1e-9
 
 
 # --- dealing

@@ -248,21 +248,22 @@ def _plan_one(task: _PlanTask, what_if: bool) -> None:
     from osdp.cli.reports.plan import Circumstances, print_plan
     from osdp.cli.reports.plan_json import plan_object
     from osdp.planning.plan_file import write_plan
-    from osdp.planning.plan_questions import what_if_planned
+    from osdp.planning.plan_questions import dealing_planned, what_if_planned
     from osdp.planning.request import plan_model
 
     with progress_bar() as progress:
         planned = plan_model(task.source, task.cluster, task.request, progress)
         more = what_if_planned(planned, task.request, progress) if what_if else None
+        dealing = dealing_planned(planned, task.request, progress)
     if task.output is not None:
         write_plan(task.output, planned.plan, task.how)
     _write_html(task, [planned], more=more)
     task.views.write(planned)
     total_s = time.perf_counter() - STARTED_S
     if task.as_json:
-        print_json(plan_object(planned, total_s, more))
+        print_json(plan_object(planned, total_s, more, dealing))
     else:
-        print_plan(make_console(), planned, Circumstances(total_s, task.why, str(task.output or ""), more))
+        print_plan(make_console(), planned, Circumstances(total_s, task.why, str(task.output or ""), more, dealing))
 
 
 def _write_html(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from osdp.cli.reports import dealing
 from osdp.cli.reports.figures import (
     assumed_of,
     bar,
@@ -20,6 +21,7 @@ from osdp.cli.reports.verdict import verdict
 from osdp.cli.terminal import make_table, print_section
 from osdp.planning.clusters import is_derived, reserve_use
 from osdp.planning.request import Planned
+from planner.analysis.dealing import Dealing
 from planner.analysis.plan_diff import HIDDEN
 from planner.analysis.what_if import MATERIAL, WhatIf
 from planner.cost.stragglers import Waits
@@ -55,6 +57,8 @@ class Circumstances:
     """File that the plan was written to, or folder of several."""
     more: WhatIf | None = None
     """What binds and what more would buy, if that was asked."""
+    dealing: Dealing | None = None
+    """What dealing samples by their cost would buy, if micro-batches are uneven."""
 
 
 def print_plan(console: Console, planned: Planned, around: Circumstances) -> None:
@@ -64,6 +68,8 @@ def print_plan(console: Console, planned: Planned, around: Circumstances) -> Non
     print_section(console, *_memory(planned))
     print_section(console, *_time(planned))
     print_section(console, BASELINES_HEADLINE, baseline_table(planned))
+    if around.dealing is not None:
+        print_section(console, dealing.HEADLINE, dealing.dealing_table(around.dealing), dealing.HOW)
     if around.more is not None:
         print_what_if(console, around.more)
     console.print(_footer(planned, around))

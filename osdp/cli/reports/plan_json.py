@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from osdp.cli.reports.dealing import dealing_object
 from osdp.cli.reports.figures import assumed_of
 from osdp.cli.reports.verdict import verdict
 from osdp.planning.plan_questions import FrontierRow
 from osdp.planning.request import Planned
+from planner.analysis.dealing import Dealing
 from planner.analysis.plan_diff import HIDDEN
 from planner.analysis.what_if import WhatIf
 
@@ -15,7 +17,9 @@ SCHEMA = "osdp.plan_report/1"
 FRONTIER_SCHEMA = "osdp.frontier/1"
 
 
-def plan_object(planned: Planned, total_s: float, more: WhatIf | None = None) -> dict[str, Any]:
+def plan_object(
+    planned: Planned, total_s: float, more: WhatIf | None = None, dealing: Dealing | None = None
+) -> dict[str, Any]:
     """Return the report as plain data; `total_s` is seconds since the command started.
 
     The categories of memory sum to the peak and the terms of time to the step, so communication
@@ -60,6 +64,7 @@ def plan_object(planned: Planned, total_s: float, more: WhatIf | None = None) ->
         "pins": plan.asked.pins,
         "not_run_yet": [],  # a published key; every strategy that is planned runs
         **what_if,
+        **({} if dealing is None else {"dealing": dealing_object(dealing)}),
         "verdict": verdict(planned),
         "assumed_of_cluster": assumed_of(planned.cluster),
         "simple_samples_per_s": simple.samples_per_s if simple else None,
