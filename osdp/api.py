@@ -22,6 +22,7 @@ from osdp.description import Described, factory_of
 from osdp.models.user_factory import Model
 from osdp.planning.rank_grid import DeviceInfo
 from osdp.prepare import prepare
+from osdp.wrapped_once import WrappedOnce, check_unwrapped
 from planner.plan import Plan
 from profiler.errors import OsdpError
 from runtime.apply_schedule import apply_schedule, default_device
@@ -36,7 +37,7 @@ from runtime.step.grad_norm import clip, total_norm
 from runtime.step.gradient_accumulation import Accumulation, naming_sharded_parameters
 
 
-class OSDP(nn.Module):
+class OSDP(WrappedOnce):
     """A model that trains as planned.
 
     Attributes: `module`, the model given, sharded in place; `plan`; `schedule`, which prints as a
@@ -74,6 +75,8 @@ class OSDP(nn.Module):
         self.plan: Plan
         self.schedule: Schedule
         built = model if isinstance(model, nn.Module) else factory_of(model, description)
+        if isinstance(built, nn.Module):
+            check_unwrapped(built)
         with torch.random.fork_rng(devices=[]):
             self.plan, self.schedule = prepare(built, description, device_info, example_inputs, find_unused_parameters)
         self.sharded: ShardedModel = shard(built, self.schedule, compile_backend, find_unused_parameters)
