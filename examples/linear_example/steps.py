@@ -20,7 +20,7 @@ from linear_example.flags import Options
 from linear_example.memory import Peak, memory_at
 from linear_example.model import LinearStack, learning_rate, make_data, make_model
 from osdp import OSDP
-from osdp.tracing import TRACE_STEP, Tracer
+from osdp.tracing import TRACE_STEP, Tracer, let_gloo_end
 from osdp.training.process_group import Ranks
 from planner.plan import Plan
 
@@ -127,4 +127,5 @@ def _profile(step: Callable[[], None], device: torch.device, folder: Path, rank:
     ) as profiler:
         for _ in range(1 + PROFILED_STEPS):
             step()
+            let_gloo_end()
             profiler.step()
