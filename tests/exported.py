@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from osdp.export.formats import exported
-from osdp.export.nearest import FSDP2_STRATEGIES, expressible
+from osdp.export.nearest import PLAIN_WRAPPING, expressible
 from planner.analysis.explain import open_plan
 from planner.plan import Plan
 from planner.strategies.registry import known_strategies
@@ -23,7 +23,7 @@ ACCUMULATION = (1, 2)
 def drawn_choices(number: int, graph: ModelGraph, cluster: Cluster) -> Mapping[str, str]:
     """Return strategies of FSDP2 for every operator: in some plans one for all, in others a few of their own."""
     draw = Random(f"export {number}")
-    offers = [one for one in known_strategies(cluster) if one.name in FSDP2_STRATEGIES]
+    offers = [one for one in known_strategies(cluster) if one.spec.wrapping == PLAIN_WRAPPING]
     names = [str(one) for one in offers if not one.offload or draw.random() < 0.1]
     default, often = draw.choice(names), draw.choice([0.0, 0.1, 0.5])
     return {one.name: draw.choice(names) if draw.random() < often else default for one in graph.operators}

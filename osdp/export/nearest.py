@@ -28,8 +28,8 @@ from profiler.model_graph import ModelGraph
 from runtime.compile_plan import compile_plan
 from runtime.schedule import Schedule
 
-FSDP2_STRATEGIES = frozenset({"replicate", "shard", "shard_grad", "group_shard", "secondary_shard"})
-"""Strategies that `fully_shard` runs without custom communication."""
+PLAIN_WRAPPING = "fully_sharded"
+"""The wrapping (`StrategySpec.wrapping`) of strategies that are calls of `fully_shard`."""
 SHOWN = 3
 """Places that a message names for each replacement."""
 
@@ -124,7 +124,7 @@ def _figures(prediction: Prediction) -> str:
 def nearest_strategy(slices: Sequence[Strategy], cluster: Cluster) -> Strategy:
     """Return the strategy of FSDP2 that is nearest to those of an operator's slices."""
     ((most, _),) = Counter(slices).most_common(1)
-    if most.name in FSDP2_STRATEGIES:
+    if most.spec.wrapping == PLAIN_WRAPPING:
         return most
     world = cluster.world_size
     is_grouped = most.spec.stride == 1 and not most.spec.has_owner and 1 < most.group < world

@@ -1,8 +1,8 @@
 """A plan's predicted memory as a snapshot of PyTorch's allocator, for https://pytorch.org/memory_viz.
 
 The format is that of `torch.cuda.memory._snapshot()`.  Between two moments of the memory model
-(`planner.cost.peak_memory.memory_over_step`) what is gone is freed, then what is new is allocated, so that the peak of
-the replayed trace is the plan's predicted peak less the reserve, which PyTorch's allocator does not hold.
+(`planner/cost/memory_over_step.py`) what is gone is freed, then what is new is allocated, so that the peak of the
+replayed trace is the plan's predicted peak less the reserve, which PyTorch's allocator does not hold.
 """
 
 import pickle
@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.cost.peak_memory import Holding, StepMoment, memory_over_step
+from planner.cost.memory_over_step import StepMoment, moments_of_step
+from planner.cost.peak_memory import Holding
 from planner.pricing import PricedPlan
 from profiler.yaml_files import write_bytes_atomic
 
@@ -34,7 +35,7 @@ def snapshot(plan: PricedPlan) -> dict[str, Any]:
     """
     peak_bytes = sum(round(size) for name, size in plan.peak.categories.items() if name != "reserve")
     heap = _Heap()
-    for number, moment in enumerate(memory_over_step(plan.options, plan.load)):
+    for number, moment in enumerate(moments_of_step(plan.options, plan.load)):
         heap.time_us = number
         heap.become(_whole_bytes(moment, peak_bytes), moment, plan)
     return heap.snapshot()
@@ -59,7 +60,7 @@ def _whole_bytes(moment: StepMoment, peak_bytes: int) -> dict[_Owner, int]:
 
 
 def _owner(holding: Holding) -> _Owner:
-    return holding.category, holding.stage, holding.is_passing
+    return holding.category, holding.place, holding.is_passing
 
 
 class _Heap:

@@ -7,7 +7,7 @@ from osdp.plots import MEMORY_ORDER
 from osdp.report.figure import COLOURS, IN_COLOUR_OF_TEXT, Figure, hover_text
 from osdp.report.step_streams import StepStreams
 from planner.analysis.explain import OpenPlan
-from planner.cost.memory_over_step import memory_over_step
+from planner.cost.memory_over_step import highest_of_stages
 from planner.cost.stage_option import StageCandidate
 from profiler.byte_sizes import GIB, MIB, format_bytes
 
@@ -62,7 +62,7 @@ def memory_curve(view: OpenPlan, options: Sequence[StageCandidate], streams: Ste
     """Return the curve of a plan, one option per stage in execution order, at the times of the simulator."""
     starts = _starts(view, streams)
     found, free_s = list[Held](), 0.0
-    for peak in memory_over_step(options, view.load):
+    for peak in highest_of_stages(options, view.load):
         operator = view.space.operator_at(peak)
         part = "" if peak.stage is None else view.space.model.stages[peak.stage].name
         where = f"{peak.phase} of {operator.name}" if operator else peak.phase

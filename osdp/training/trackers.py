@@ -7,6 +7,7 @@ setting (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`).
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -100,8 +101,6 @@ class WeightsAndBiases(Tracker):
         self._describe = describe
 
     def begin(self, start: Start) -> None:
-        import os
-
         import wandb
 
         config = asdict(start.config) | {"predicted_samples_per_s": start.plan.predicted.samples_per_s}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.cost.option_runs import counted
 from planner.cost.stage_memory import Moment
@@ -29,6 +30,8 @@ Runs = Sequence[tuple[StageCandidate, int]]
 HeldMoment = tuple[float, int, Moment, float, float]
 """Bytes that are held at a moment beyond what rests, the index of its run, the moment, reduced gradients, and the
 buffers of other stages.  A tuple, because searches make millions of them."""
+CATEGORIES = ("parameters", "optimizer", "gradients", "unsharded_parameters", "communication_buffers", "activations")
+"""Of the moments of forward and backward, beside the reserve."""
 
 
 @dataclass(frozen=True)
@@ -156,114 +159,63 @@ def _stepped_apart(runs: Runs) -> float:
 
 def peak_at(runs: Runs, held: HeldMoment, load: Workload) -> MemoryPeak:
     """Return a moment by category."""
-    _, place, moment, reduced, beside_it = held
-    before, (option, _), sharing = runs[:place], runs[place], shared_by(option for option, _ in runs)
-    is_forward, around = moment.phase == "forward", option.ambient
-    saved = sum(times * (_saved(o, sharing) - (o.held if is_forward else 0.0)) for o, times in before)
-    categories = {
-        "parameters": float(sum(times * o.parameters for o, times in runs)) + load.outside_bytes,
-        "optimizer": float(sum(times * o.optimizer for o, times in runs)),
-        "gradients": reduced + moment.gradients + (0 if is_forward else around.gradients),
-        "unsharded_parameters": moment.unsharded
-        + (around.forward if is_forward else around.backward)
-        + sum(times * o.kept for o, times in before),
-        "communication_buffers": moment.buffers + beside_it + sum(times * o.window for o, times in runs),
-        "activations": moment.activations + saved,
-        "reserve": load.cluster.reserve_bytes,
-    }
-    return MemoryPeak(moment.phase, sum(times for _, times in before), moment.operator, categories)
+    _, place, moment, *_ = held
+    categories = dict.fromkeys(CATEGORIES, 0.0)
+    for holding in holdings_at(runs, held, load):
+        categories[holding.category] += holding.size_bytes
+    stage = sum(times for _, times in runs[:place])
+    return MemoryPeak(moment.phase, stage, moment.operator, categories | {"reserve": load.cluster.reserve_bytes})
 
 
-# --- over a step -----------------------------------------------------------------------------
+# --- what is held at a moment ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Holding:
-    """Bytes of one category that one stage holds at a moment."""
+class Holding(NamedTuple):
+    """Bytes of one category that one run of stages holds at a moment."""
 
     category: str
-    stage: int | None
-    """Index of the stage that holds it; None: the parameters outside all stages, and what the optimizer makes."""
+    place: int | None
+    """Of the run that holds it; None: the parameters outside all stages, and what the optimizer makes."""
     is_passing: bool
     """Whether it is what the moment itself takes, beside what stays for longer."""
     size_bytes: float
 
 
-@dataclass(frozen=True)
-class StepMoment:
-    """A moment of a step, with all that is held but the reserve."""
-
-    phase: str
-    """As in `MemoryPeak`, and so are `stage` and `operator`."""
-    stage: int | None
-    operator: int | None
-    holdings: tuple[Holding, ...]
-    """None of zero bytes; those of a category sum to that of `MemoryPeak.categories`."""
-
-    @property
-    def total_bytes(self) -> float:
-        """Bytes without the reserve."""
-        return sum(holding.size_bytes for holding in self.holdings)
-
-
-def memory_over_step(options: Sequence[StageCandidate], load: Workload) -> Iterator[StepMoment]:
-    """Yield the highest moments of every stage: one micro-batch's forward and backward, then the optimizer step.
-
-    Their highest is `peak_memory` less the reserve.  All micro-batches are alike.
-    """
-    runs = [(option, 1) for option in options]
-    reductions, gathers = _reductions_above(runs), _gathers_below(runs)
-    order = range(len(options))
-    for is_forward, stages in ((True, order), (False, reversed(order))):
-        for stage in stages:
-            below = gathers[stage][is_forward]
-            around = list(_around(options, stage, is_forward, load))
-            for moment in options[stage].moments:
-                if (moment.phase == "forward") is is_forward:
-                    beside_it = neighbour_bytes(moment, reductions[stage], below)
-                    passing = _passing(options[stage], stage, moment, beside_it)
-                    yield _moment(moment.phase, stage, moment.operator, (*around, *passing))
-    found = _optimizer_moment(runs, load).categories
-    holdings = [*_resting(options, load)]
-    holdings += [Holding("gradients", stage, False, option.stepped) for stage, option in enumerate(options)]
-    holdings.append(Holding("optimizer_temporaries", None, True, found["optimizer_temporaries"]))
-    yield _moment("optimizer", None, None, holdings)
+def holdings_at(runs: Runs, held: HeldMoment, load: Workload) -> Iterator[Holding]:
+    """Yield what is held at a moment of forward or backward, but the reserve."""
+    _, at, moment, _, beside_it = held
+    is_forward, (option, _), sharing = moment.phase == "forward", runs[at], shared_by(one for one, _ in runs)
+    around = option.ambient
+    yield from _resting(runs, load)
+    for place, (other, times) in enumerate(runs):
+        if load.accumulation > 1 or (place > at and not is_forward):
+            yield Holding("gradients", place, False, times * other.gradients)
+        if place > at and not is_forward:
+            yield Holding("gradients", place, True, times * other.reduced_after_backward)
+        if place < at:
+            yield Holding("unsharded_parameters", place, False, times * other.kept)
+            saved = _saved(other, sharing) - (other.held if is_forward else 0.0)
+            yield Holding("activations", place, False, times * saved)
+    yield Holding("gradients", at, True, moment.gradients + (0 if is_forward else around.gradients))
+    unsharded = moment.unsharded + (around.forward if is_forward else around.backward)
+    yield Holding("unsharded_parameters", at, True, unsharded)
+    yield Holding("communication_buffers", at, True, moment.buffers + beside_it)
+    yield Holding("activations", at, True, moment.activations)
 
 
-def _moment(phase: str, stage: int | None, operator: int | None, holdings: Iterable[Holding]) -> StepMoment:
-    return StepMoment(phase, stage, operator, tuple(holding for holding in holdings if holding.size_bytes))
+def optimizer_holdings(runs: Runs, load: Workload) -> Iterator[Holding]:
+    """Yield what is held in the optimizer step, but the reserve."""
+    yield from _resting(runs, load)
+    for place, (option, times) in enumerate(runs):
+        yield Holding("gradients", place, False, times * option.stepped)
+    temporaries = _optimizer_moment(runs, load).categories["optimizer_temporaries"]
+    yield Holding("optimizer_temporaries", None, True, temporaries)
 
 
-def _resting(options: Sequence[StageCandidate], load: Workload) -> Iterator[Holding]:
+def _resting(runs: Runs, load: Workload) -> Iterator[Holding]:
     """Yield what is held throughout a step."""
     yield Holding("parameters", None, False, load.outside_bytes)
-    for stage, option in enumerate(options):
-        yield Holding("parameters", stage, False, option.parameters)
-        yield Holding("optimizer", stage, False, option.optimizer)
-        yield Holding("communication_buffers", stage, False, option.window)
-
-
-def _around(options: Sequence[StageCandidate], at: int, is_forward: bool, load: Workload) -> Iterator[Holding]:
-    """Yield what is held while stage `at` runs, beside what its own moments take."""
-    yield from _resting(options, load)
-    sharing = shared_by(options)
-    for stage, option in enumerate(options):
-        if load.accumulation > 1 or (stage > at and not is_forward):
-            yield Holding("gradients", stage, False, option.gradients)
-        if stage > at and not is_forward:
-            yield Holding("gradients", stage, True, option.reduced_after_backward)
-        if stage < at:
-            yield Holding("unsharded_parameters", stage, False, option.kept)
-            held = option.held if is_forward else 0.0
-            yield Holding("activations", stage, False, _saved(option, sharing) - held)
-
-
-def _passing(option: StageCandidate, stage: int, moment: Moment, beside_it: float) -> Iterator[Holding]:
-    """Yield what one moment of a stage takes."""
-    is_forward, around = moment.phase == "forward", option.ambient
-    gradients = moment.gradients + (0 if is_forward else around.gradients)
-    unsharded = moment.unsharded + (around.forward if is_forward else around.backward)
-    yield Holding("gradients", stage, True, gradients)
-    yield Holding("unsharded_parameters", stage, True, unsharded)
-    yield Holding("communication_buffers", stage, True, moment.buffers + beside_it)
-    yield Holding("activations", stage, True, moment.activations)
+    for place, (option, times) in enumerate(runs):
+        yield Holding("parameters", place, False, times * option.parameters)
+        yield Holding("optimizer", place, False, times * option.optimizer)
+        yield Holding("communication_buffers", place, False, times * option.window)

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from synthetic import cluster, transformer
 
-from planner.cost.memory_over_step import memory_over_step
+from planner.cost.memory_over_step import highest_of_stages
 from planner.cost.peak_memory import optimizer_moment, peak_memory
 from planner.cost.workload import Workload
 from planner.options.search_space import Space
@@ -26,7 +26,7 @@ def test_the_highest_moment_is_the_peak_of_any_plan(seed: int, accumulation: int
             for stage_class in space.stage_classes
         ]
         options = fixed(space, load, choices, draw.choice(space.spanning_offered(load)))
-        found = memory_over_step(options, load)
+        found = highest_of_stages(options, load)
         highest, peak = max(found, key=lambda moment: moment.total_bytes), peak_memory(options, load)
         assert highest.total_bytes == pytest.approx(peak.total_bytes)
         assert (highest.phase, highest.stage, highest.operator) == (peak.phase, peak.stage, peak.operator)
@@ -44,7 +44,7 @@ def test_activations_grow_in_forward_and_fall_in_backward() -> None:
         next(c for c in space.choices(one, load) if not c.recompute and {str(s) for s in c.strategies} == {"replicate"})
         for one in space.stage_classes
     ]
-    found = memory_over_step(fixed(space, load, choices, None), load)
+    found = highest_of_stages(fixed(space, load, choices, None), load)
     blocks = [index for index, stage in enumerate(space.model.stages) if stage.block is not None]
     first = graph.blocks[0]
     saved = sum(call.saved_bytes(4) for call in graph.calls[first.first_call : first.last_call])

@@ -16,7 +16,7 @@ from torch.cuda import _memory_viz
 from osdp.planning.clusters import load_cluster
 from osdp.planning.request import Request, plan_graph
 from osdp.zoo import load_model
-from planner.cost.peak_memory import memory_over_step
+from planner.cost.memory_over_step import moments_of_step
 from planner.pins import parse_pin
 
 CASES: tuple[tuple[str, ...], ...] = (
@@ -175,6 +175,6 @@ def test_moments_over_a_step_are_never_above_the_peak_and_once_at_it(
     graph = trace_once(load_model("gpt2-tiny"), "fp32", target.device.kind)
     asked = Request(4 << 30, micro_batch=2, global_batch=2 * ranks * accumulation, pins=tuple(map(parse_pin, pins)))
     run = plan_graph(graph, target, asked).as_run
-    totals = [moment.total_bytes for moment in memory_over_step(run.options, run.load)]
+    totals = [moment.total_bytes for moment in moments_of_step(run.options, run.load)]
     assert max(totals) == pytest.approx(run.peak.total_bytes - run.load.cluster.reserve_bytes, rel=1e-12)
-    assert all(holding.size_bytes > 0 for one in memory_over_step(run.options, run.load) for holding in one.holdings)
+    assert all(holding.size_bytes > 0 for one in moments_of_step(run.options, run.load) for holding in one.holdings)
