@@ -334,7 +334,7 @@ def _quick_point(candidates: CandidateSet, limit_bytes: int, relaxed: bool, near
     chain, events = ChainBound(candidates), events_near(candidates, None)
     if any(chain.least_bytes(event) > limit_bytes for event in events):
         return None
-    bound_s, price = chain.near(limit_bytes, events[0], near) if near else chain.dual(limit_bytes, events[0], rounds=1)
+    bound_s, price = chain.near(limit_bytes, events[0], near) if near else chain.dual(limit_bytes, events[0])
     bound = chain.load.samples_per_step / bound_s
     return _Point(chain, bound, full=False, price=price, relaxed=relaxed)
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solve.label_memory import BACKWARD, HIGHEST, OPTIMIZER, REDUCTION, StageMemory, peaks
-from planner.solve.lagrangian_bound import ChainBound, MemoryEvent, highest_event
+from planner.solve.lagrangian_bound import TOLERANCE, ChainBound, MemoryEvent, highest_event
 from planner.solve.overlap_states import OverlapStates
 from planner.solve.room_tables import RoomTable
 
@@ -116,18 +116,25 @@ class CompletionBounds:
         return rows, whole
 
     def _table(self, event: MemoryEvent | None, rows: Sequence[Array], prices: Array) -> _Priced:
-        """Return the table of one moment; None: of those that are already seen."""
-        least_s = []
-        below: Array | None = None
-        for index, states in enumerate(self.states):
-            rest = np.zeros((len(prices), len(states.upward)))
+        """Return the table of one moment; None: of those that are already seen.
+
+        Where Z has grown by nearly the same in all states from one stage to an equal one above, as in
+        `planner.solve.lagrangian_bound`, it grows by the least of that to the last of equal stages.
+        """
+        least_s, index, below, above = list[Array](), 0, None, _alike_above(self.states, rows)
+        while index < len(self.states):
+            states, rest = self.states[index], np.zeros((len(prices), len(self.states[index].upward)))
             if below is not None:
                 rest = (states.more_s.T[None] + below[:, :, states.upward]).min(axis=1)
             least_s.append(rest)
-            cost = states.base_s[None] + rest[:, states.of] + (prices[:, None] * rows[index][None])[:, :, None]
-            order = np.argsort(states.downward_of, kind="stable")
-            starts = np.searchsorted(states.downward_of[order], np.arange(states.downward_of.max() + 1))
-            below = np.minimum.reduceat(cost[:, order], starts, axis=1)
+            if index and above[index - 1] and above[index]:
+                growth = rest - least_s[-2]
+                least = growth.min(axis=1)
+                if (above[index] * (growth.max(axis=1) - least) <= TOLERANCE * self.chain.free_s).all():
+                    least_s += [rest + (number + 1) * least[:, None] for number in range(above[index])]
+                    index += above[index]
+            below = states.least_by_pair(least_s[-1], prices[:, None] * rows[index][None])
+            index += 1
         if event is None or event.stage is None:
             return _Priced(HIGHEST if event is None else OPTIMIZER, -1, prices, False, least_s)
         sees_reduction = event.sees is not None and event.sees[1].above
@@ -163,6 +170,14 @@ class CompletionBounds:
         fits: NDArray[np.bool_] = peaks(held) + self.least_passing[index] <= room
         fits &= (held[:, BACKWARD] + self.least_peak[index] <= room) & (held[:, OPTIMIZER] <= room)
         return fits
+
+
+def _alike_above(states: Sequence[OverlapStates], rows: Sequence[Array]) -> list[int]:
+    """Return how many stages directly above each have the same states and bytes."""
+    found, rules = [0], [(id(one), id(row)) for one, row in zip(states, rows, strict=True)]
+    for own, above in zip(rules[-2::-1], rules[:0:-1], strict=True):
+        found.append(found[-1] + 1 if own == above else 0)
+    return found[::-1]
 
 
 def _at(held: Array, column: int) -> Array:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
@@ -42,8 +42,10 @@ TOLERANCE = 1e-5
 """Relative loss of the bound that is accepted for stopping within a run of equal stages."""
 JOINT_PRICES = (-1.0, -0.6, -0.3, 0.0, 0.4, 1.2), (-0.15, 0.0, 0.15)
 """Steps by which prices at several moments are changed together, in one good price, and then again."""
-ROUNDS = 4
-"""Grids of prices, each three times finer than the one before."""
+NEAR = 0.6, 1.0, 1.7
+"""Multiples of a price that is good at one moment, of which one is good at another."""
+WIDTHS = 1.0, 1 / 3, 1 / 9
+"""Powers of two that grids of prices reach to both sides of the best so far, each three times finer than the last."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class ChainBound:
     def __init__(self, candidates: CandidateSet) -> None:
         self.candidates, self.load = candidates, candidates.load
         self.faces = [faces_of(columns.terms) for columns in candidates.columns]
-        self._duals: dict[tuple[float, MemoryEvent, int], tuple[float, float]] = {}
+        self._duals: dict[tuple[float, MemoryEvent], tuple[float, float]] = {}
         faces, load, columns = self.faces, self.load, candidates.columns  # not `self`: chains are large, and many
 
         @cache
@@ -132,8 +134,7 @@ class ChainBound:
         index, alike = len(self.candidates.stage_classes) - 1, self._alike_below(seconds)
         while index >= 0:
             before, states = value, self.states[index]
-            cost = self._costs(index, value, seconds[index])
-            value = states.least_by_face(states.least_by_state(cost))
+            value = states.least_by_face(states.least_by_state(value, seconds[index]))
             index -= 1
             rest = alike[index + 1]
             if rest and before is not None and before.shape == value.shape:
@@ -155,21 +156,17 @@ class ChainBound:
             found.append(found[-1] + 1 if index and rule == rules[index - 1] else 0)
         return found
 
-    def _costs(self, index: int, value: Array | None, seconds: Array) -> Array:
-        """Return the least cost of this stage and all above but for what the face below adds, shape (prices, options,
-        faces above); `value` is V of the stage above, `seconds` what options pay for memory."""
-        states = self.states[index]
-        cost: Array = states.base_s[None] + seconds[:, :, None]
-        return cost if value is None else cost + value[:, :, states.downward_of].transpose(0, 2, 1)
-
     def sequence(self, memory: Sequence[Array], price: float) -> tuple[int, ...]:
         """Return, for each stage, the option of a sequence that attains `least` at one price."""
         value: Array | None = None
         costs, least = dict[int, Array](), dict[int, Array]()
         for index in reversed(range(len(self.states))):
-            cost = self._costs(index, value, price * memory[index][None])
-            of_state = self.states[index].least_by_state(cost)
-            value, costs[index], least[index] = self.states[index].least_by_face(of_state), cost[0], of_state[0]
+            states, paid_s = self.states[index], price * memory[index][None]
+            costs[index] = states.base_s + paid_s[0, :, None]
+            if value is not None:
+                costs[index] += value[0][:, states.downward_of].T
+            of_state = states.least_by_state(value, paid_s)
+            value, least[index] = states.least_by_face(of_state), of_state[0]
         picks, seen, below = list[int](), None, 0  # the upward face that the pick below is priced with, and its face
         for index, states in enumerate(self.states):
             ends = least[index] + states.more_s[:, below]
@@ -199,37 +196,32 @@ class ChainBound:
             best = prices[np.argmax(self._least_priced(seconds) - room_bytes * prices.sum(axis=1))]
         return [float(at) for at in best]
 
-    def dual(self, limit_bytes: float, event: MemoryEvent, rounds: int = ROUNDS) -> tuple[float, float]:
-        """Return the bound at one moment, and the price of a byte that gives it."""
-        key = (limit_bytes, event, rounds)
+    def dual(self, limit_bytes: float, event: MemoryEvent) -> tuple[float, float]:
+        """Return the best bound at one moment and its price, of prices of any size, each twice the one before."""
+        key = limit_bytes, event
         if key not in self._duals:
-            self._duals[key] = self._dual(*key)
+            prices = self.free_s / max(limit_bytes - self.load.fixed_bytes, 1.0) * 2.0 ** np.arange(-7.0, 6.0)
+            # The dual is concave in the price: where the lowest gains nothing over none, no higher one does.
+            gains = self._dual(limit_bytes, event, prices[:1])[0] > self.free_s
+            self._duals[key] = self._dual(limit_bytes, event, prices) if gains else (self.free_s, 0.0)
         return self._duals[key]
 
     def near(self, limit_bytes: float, event: MemoryEvent, price: float) -> tuple[float, float]:
         """Return the best bound at one moment and its price, of a few prices about a given one."""
-        memory, prices = self.memory(event), price * np.array([0.6, 1.0, 1.7])
-        duals = self.least(memory, prices) - prices * (limit_bytes - self.load.fixed_bytes)
-        return float(duals.max()), float(prices[np.argmax(duals)])
+        return self._dual(limit_bytes, event, price * np.array(NEAR))
 
-    def _dual(self, limit_bytes: float, event: MemoryEvent, rounds: int) -> tuple[float, float]:
-        room = limit_bytes - self.load.fixed_bytes
-        memory = self.memory(event)
-        best, price, scale = self.free_s, 0.0, self.free_s / max(room, 1.0)
-        low, high, steps = -7.0, 5.0, 13
-        for _ in range(rounds):
-            exponents = np.linspace(low, high, steps)
-            prices = scale * 2.0**exponents
-            top = 0
-            # The dual is concave in the price: where the lowest gains nothing over none, no higher one does.
-            if price or self.least(memory, prices[:1])[0] - prices[0] * room > best:
-                duals = self.least(memory, prices) - prices * room
-                top = int(np.argmax(duals))
-                if duals[top] > best:
-                    best, price = float(duals[top]), float(prices[top])
-            width = (high - low) / (steps - 1)
-            low, high, steps = exponents[top] - width, exponents[top] + width, 7
-        return best, price
+    def refined(self, limit_bytes: float, event: MemoryEvent) -> tuple[float, float]:
+        """Return the best bound at one moment and its price, of prices of any size, closer and closer."""
+        bound = self.dual(limit_bytes, event)
+        for width in WIDTHS if bound[1] else ():
+            bound = max(bound, self._dual(limit_bytes, event, bound[1] * 2.0 ** np.linspace(-width, width, 7)))
+        return bound
+
+    def _dual(self, limit_bytes: float, event: MemoryEvent, prices: Array) -> tuple[float, float]:
+        """Return the best bound at one moment, and which of the prices of a byte gives it."""
+        duals = self.least(self.memory(event), prices) - prices * (limit_bytes - self.load.fixed_bytes)
+        best = int(np.argmax(duals))
+        return float(duals[best]), float(prices[best])
 
     @cached_property
     def free_s(self) -> float:
@@ -249,11 +241,10 @@ class ChainBound:
             if best >= enough_s:
                 return best, price
             # A good price at one moment is nearly right at the others.
-            find = partial(self.near, price=price) if price else partial(self.dual, rounds=1)
-            bound_s, at = find(limit_bytes, event)
+            bound_s, at = self.near(limit_bytes, event, price) if price else self.dual(limit_bytes, event)
             if bound_s > best:
                 best, best_event, price = bound_s, event, at
-        return (best, price) if best_event is None else max((best, price), self.dual(limit_bytes, best_event))
+        return (best, price) if best_event is None else max((best, price), self.refined(limit_bytes, best_event))
 
 
 def events_near(candidates: CandidateSet, stage: int | None) -> tuple[MemoryEvent, ...]:

@@ -19,6 +19,7 @@ There are far fewer states than pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,10 +102,14 @@ class OverlapStates:
     """Upward face of each state."""
     downward_of: Indices
     """Downward face of each option, which the stage above sees."""
-    order: Indices
-    """Pairs of an option and an upward face, by state."""
+    option: Indices
+    """Option of each pair with an upward face of the stage above, by state."""
+    pair_faces: Indices
+    """Number of (upward face of the stage above, downward face of the option) of each pair."""
+    pair_s: Array
+    """The least seconds of each pair."""
     starts: Indices
-    """Where each state starts in `order`."""
+    """Where the pairs of each state start."""
     upward_starts: Indices
     """The first state of each upward face."""
 
@@ -117,26 +122,61 @@ class OverlapStates:
         upward = np.repeat(faces.upward_of, above_faces)
         first, of = distinct(np.column_stack([upward, more]))
         order = np.argsort(of, kind="stable")
+        option, above = np.divmod(order, above_faces)
+        base_s = least + alone_s[:, None]
         return cls(
             of=of.reshape(options, above_faces),
-            base_s=least + alone_s[:, None],
+            base_s=base_s,
             more_s=more[first] * SAME_S,
             upward=upward[first],
             downward_of=faces.downward_of,
-            order=order,
+            option=option,
+            pair_faces=above * len(faces.downward) + faces.downward_of[option],
+            pair_s=base_s.reshape(-1)[order],
             starts=np.searchsorted(of[order], np.arange(len(first))),
             upward_starts=np.searchsorted(upward[first], np.arange(len(faces.upward))),
         )
 
-    def least_by_state(self, cost: Array) -> Array:
-        """Return the least cost of every state, shape (prices, states), of one for each price, option and face above"""
-        found: Array = np.minimum.reduceat(cost.reshape(len(cost), -1)[:, self.order], self.starts, axis=1)
+    def least_by_state(self, value: Array | None, paid_s: Array) -> Array:
+        """Return the least cost of every state but for what the face below adds, shape (prices, states).
+
+        `value` is V of the stage above, shape (prices, faces above, downward faces), None at the end of the chain;
+        `paid_s` is what options pay for memory, shape (prices, options).
+        """
+        cost: Array = np.take(paid_s, self.option, axis=1)
+        cost += self.pair_s
+        if value is not None:
+            cost += np.take(value.reshape(len(value), -1), self.pair_faces, axis=1)
+        found: Array = np.minimum.reduceat(cost, self.starts, axis=1)
         return found
 
     def least_by_face(self, least: Array) -> Array:
         """Return the least cost by upward face and face below, shape (prices, faces, faces), of one for each state."""
-        found: Array = np.minimum.reduceat(least[:, :, None] + self.more_s, self.upward_starts, axis=1)
+        by_face = least[:, None, :] + np.ascontiguousarray(self.more_s.T)
+        found: Array = np.minimum.reduceat(by_face, self.upward_starts, axis=2).transpose(0, 2, 1)
         return found
+
+    @cached_property
+    def _by_pair(self) -> tuple[Indices, Indices, Array, Indices]:
+        """State, option and base seconds of each pair of an option and a face above, by (downward face, face above),
+        and where each of those starts."""
+        above_faces = self.of.shape[1]
+        key = (self.downward_of[:, None] * above_faces + np.arange(above_faces)).reshape(-1)
+        order = np.argsort(key, kind="stable")
+        starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+        return self.of.reshape(-1)[order], order // above_faces, self.base_s.reshape(-1)[order], starts
+
+    def least_by_pair(self, rest_s: Array, paid_s: Array) -> Array:
+        """Return the least cost of the stages up to this one, shape (prices, downward faces, faces above).
+
+        `rest_s` is what the stages below cost at least, shape (prices, states); `paid_s` as in `least_by_state`.
+        """
+        state, option, base_s, starts = self._by_pair
+        cost = np.take(rest_s, state, axis=1)
+        cost += base_s
+        cost += np.take(paid_s, option, axis=1)
+        found: Array = np.minimum.reduceat(cost, starts, axis=1)
+        return found.reshape(len(found), -1, self.of.shape[1])
 
 
 def distinct(rows: Array) -> tuple[Indices, Indices]:
