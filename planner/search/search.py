@@ -224,9 +224,9 @@ def search(
     queue = _sizes(space, loads, task.limit_bytes)
     count = len(queue)
     sweep = _Sweep(task.limit_bytes, enough, started + effort.seconds, effort.labels, progress)
-    plan, top = sweep.best_first(queue, space, known)
+    plan, top, lacks_labels = sweep.best_first(queue, space, known)
     unproven = WORTH if effort.labels >= MOST_MADE else MUCH
-    if effort.labels and plan is not None and top > max(enough, plan.samples_per_s * (1 + unproven)):
+    if lacks_labels and plan is not None and top > max(enough, plan.samples_per_s * (1 + unproven)):
         plan = _with_fewer_choices(task, plan, sweep)
     if plan is None:
         plan = smallest_of(space, loads, task.limit_bytes)
@@ -243,9 +243,9 @@ def search(
 def _with_fewer_choices(task: Task, known: PricedPlan, sweep: _Sweep) -> PricedPlan:
     """Return the best plan of a search that could not prove its own, after one without selective recomputation.
 
-    In a smaller space labels go further, and where memory hardly needs recomputation its best plan is as good.  What
-    the first search could not rule out bounds what this one can gain, so it is made, and its labels are, only for plans
-    that are faster by `WORTH`.
+    In a smaller space labels, of which the first had too few, go further, and where memory hardly needs recomputation
+    its best plan is as good.  What the first search could not rule out bounds what this one can gain, so it is made,
+    and its labels are, only for plans that are faster by `WORTH`.
     """
     graph = task.graph
     if Recompute.SELECTIVE in task.pins.recompute.values() or not any(call.selective for call in graph.calls):
@@ -254,7 +254,7 @@ def _with_fewer_choices(task: Task, known: PricedPlan, sweep: _Sweep) -> PricedP
     space = Space(fewer.graph, pins=task.pins)
     queue = _sizes(space, loads_of(fewer, space), task.limit_bytes)
     sweep = replace(sweep, enough=max(sweep.enough, known.samples_per_s * (1 + WORTH)))
-    plan, _ = sweep.best_first(queue, space, known)
+    plan, _, _ = sweep.best_first(queue, space, known)
     return plan or known
 
 
@@ -280,12 +280,13 @@ class _Sweep:
 
     def best_first(
         self, queue: list[_Size | _Point], space: Space, incumbent: PricedPlan | None
-    ) -> tuple[PricedPlan | None, float]:
-        """Return the best plan, and what no plan of the points exceeds in samples per second.
+    ) -> tuple[PricedPlan | None, float, bool]:
+        """Return the best plan, what no plan of the points exceeds in samples per second, and whether with more labels
+        there could be a better one.
 
-        If that is not more than `enough`, it may be of any plan that is known.
+        If what no plan exceeds is not more than `enough`, it may be of any plan that is known.
         """
-        count, solved, programmed_points, made, top = len(queue), 0, 0, 0, 0.0
+        count, solved, programmed_points, made, top, lacks_labels = len(queue), 0, 0, 0, 0.0, False
         while queue:
             point = heapq.heappop(queue)
             speed, left_s = incumbent.samples_per_s if incumbent else 0.0, self.ends_at - time.perf_counter()
@@ -295,7 +296,7 @@ class _Sweep:
             wanted = max(speed * (1 + (CLOSE_ENOUGH if made >= MANY_MADE else 0.0)), self.enough)
             close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
             if spent or point.bound <= max(close, floor):
-                return incumbent, max(top, point.bound)
+                return incumbent, max(top, point.bound), lacks_labels or (spent and self.labels > 0)
             if isinstance(point, _Size):
                 for found in point.points(space, self.limit_bytes):
                     heapq.heappush(queue, found)
@@ -306,6 +307,7 @@ class _Sweep:
                     heapq.heappush(queue, child)
             elif point.is_over:
                 top = max(top, point.bound)
+                lacks_labels |= point.widening is not None and point.widening.lacks_labels
             else:
                 self.progress("solving", solved / (solved + count))
                 programs = not self.labels or (
@@ -321,7 +323,7 @@ class _Sweep:
                 heapq.heappush(queue, advanced)
                 if plan is not None and plan.samples_per_s > speed:
                     incumbent = plan
-        return incumbent, top
+        return incumbent, top, lacks_labels
 
 
 def _quick_point(candidates: CandidateSet, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:

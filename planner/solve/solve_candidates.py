@@ -97,8 +97,8 @@ class Widening:
         """Whether a beam search was made, and whether the next run is one."""
         self.is_hard, self.was_tightened = False, False
         """Whether a run made many labels without a plan, and whether bounds were made tighter for that."""
-        self.is_over = False
-        """Whether another run is of no use."""
+        self.is_over, self.lacks_labels = False, False
+        """Whether another run is of no use, and whether the last one had to leave out labels."""
         self.pricing = 0
         """Labels that the plans priced so far count for."""
 
@@ -128,6 +128,7 @@ class Widening:
         pricing = self.pricing
         plan = self._fastest([picks for picks in (first, *others) if picks])
         self.least_s = max(self.least_s, run.least_s)
+        self.lacks_labels = run.dropped
         self.is_hard |= run.made >= HARD_MADE and len(self.candidates.stage_classes) <= MOST_TIGHTENED
         if not beam:
             self._decide(

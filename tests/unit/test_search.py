@@ -225,8 +225,10 @@ def test_the_solver_has_no_longer_than_the_search() -> None:
     assert not fastest(candidates, 1 << 40, ends_at=0.0)
 
 
-@pytest.mark.parametrize(("top", "times"), [(1.004, 1), (1.006, 2)])
-def test_a_second_search_is_made_only_for_plans_that_are_worth_it(top: float, times: int) -> None:
+@pytest.mark.parametrize(("top", "lacks_labels", "times"), [(1.004, True, 1), (1.006, True, 2), (1.006, False, 1)])
+def test_a_second_search_is_made_only_where_labels_lacked_for_what_is_worth_it(
+    top: float, lacks_labels: bool, times: int
+) -> None:
     graph, machine = transformer(4, 512, selective=0.5), cluster(1, 4, intra=2e9)
     task = Task(graph, machine, int(1.2 * smallest_limit(graph, machine)), micro_batch=1)
     known, floors = search(task), list[float]()
@@ -234,7 +236,7 @@ def test_a_second_search_is_made_only_for_plans_that_are_worth_it(top: float, ti
     def noted(sweep: _Sweep, queue: object, space: Space, incumbent: PricedPlan | None) -> object:
         plan = PricedPlan(known.load, known.space, known.spanning, known.options)
         floors.append(sweep.enough / plan.samples_per_s)
-        return plan, plan.samples_per_s * top
+        return plan, plan.samples_per_s * top, lacks_labels
 
     with patch.object(_Sweep, "best_first", noted):
         assert search(task).bound_samples_per_s == pytest.approx(known.samples_per_s * top)
