@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from osdp.api import OSDP
 from osdp.wrapped_once import PAGE
@@ -52,14 +53,10 @@ class OsdpAccelerator(Accelerator):
             what, got = "accelerate does not see the ranks of the model", f"{self.num_processes} processes"
             advice = "on CPUs give cpu=True (TrainingArguments: use_cpu=True); start all ranks with torchrun"
             raise OsdpError(what, got=got, expected=f"{ranks} ranks", advice=advice)
-        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-            what, got = (
-                "accelerate cannot compile a model that OSDP has sharded",
-                self.state.dynamo_plugin.backend.value,
-            )
-            raise OsdpError(
-                what, got=got, expected="no", advice='OSDP(..., compile_backend="inductor") compiles blocks'
-            )
+        if (compiler := self.state.dynamo_plugin.backend) != DynamoBackend.NO:
+            what = "accelerate cannot compile a model that OSDP has sharded"
+            advice = 'OSDP(model, ..., compile_backend="inductor") compiles blocks'
+            raise OsdpError(what, got=compiler.value, expected="no dynamo_backend", advice=advice)
         if self.mixed_precision not in ("no", precision):
             what = "accelerate is asked for another precision than the plan's"
             advice = 'plan for it: OSDP(model, {"precision": "bf16"}) computes in bf16, and needs nothing of accelerate'
@@ -151,8 +148,10 @@ class OsdpAccelerator(Accelerator):
             what, got = "a sharded model is saved with one optimizer", f"{len(several)} optimizers of one model"
             raise OsdpError(what, got=got, expected="1", advice="give one optimizer all parameters, in groups")
         theirs = {id(one) for found in of_model for one in found}
+        others = [one for one in optimizers if id(one) not in theirs]
+        _check_whole(others)
         self._models = [model for model in models if not isinstance(model, OSDP)]
-        self._optimizers = [one for one in optimizers if id(one) not in theirs]
+        self._optimizers = others
         try:
             pairs = zip(sharded, of_model, strict=True)
             yield [(model, own_optimizer(found[0]) if found else None) for model, found in pairs]
@@ -165,6 +164,16 @@ def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _check_whole(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Raise OsdpError if accelerate would save rank 0's part of an optimizer for the whole."""
+    for optimizer in map(own_optimizer, optimizers):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if sharded := sum(isinstance(parameter, DTensor) for parameter in parameters):
+            what = f"{type(optimizer).__name__} has sharded parameters of a model that was not prepared"
+            got, advice = f"{sharded} of {len(parameters)} parameters", "accelerator.prepare(model, optimizer)"
+            raise OsdpError(what, got=got, expected="those of a prepared model", advice=advice)
 
 
 def _identities(optimizer: torch.optim.Optimizer) -> set[int]:

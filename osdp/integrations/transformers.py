@@ -176,7 +176,7 @@ class OsdpTrainer(Trainer):
 
     def _shards(self) -> list[LocalShard]:
         """Return what checkpoints hold of this rank: of a model with adapters what is trained."""
-        has_adapters = getattr(self.model, "peft_config", None) is not None
+        has_adapters = bool(getattr(self.model, "peft_config", None))
         shards = self.model.sharded.local_shards
         return [shard for shard in shards if shard.parameter.requires_grad or not has_adapters]
 
