@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from osdp.api import OSDP
+from osdp.tracing import let_gloo_end
 from osdp.wrapped_once import PAGE
 from profiler.errors import OsdpError
 
@@ -128,6 +129,11 @@ class OsdpAccelerator(Accelerator):
                 super().load_state(input_dir, load_kwargs, **options)
             finally:
                 handle.remove()
+
+    def end_training(self) -> None:
+        """End trackers and the process group, when threads of gloo hold nothing: else a rank may be aborted."""
+        let_gloo_end()
+        super().end_training()
 
     def _finish_gradients(self, parameters: list[Tensor]) -> bool:
         """Complete the gradients of the sharded models that have any of these; return whether there are such models."""

@@ -107,17 +107,18 @@ class OsdpTrainer(Trainer):
 
         The Trainer makes one for each mesh, and what schedulers save is a list with a number for each group.
         """
-        was_given = self.optimizer is not None
+        if self.optimizer is not None:
+            return super().create_optimizer(model)
+        if self.optimizer_cls_and_kwargs is not None:
+            self.optimizer_cls_and_kwargs = _over_all_meshes(*self.optimizer_cls_and_kwargs)
         optimizer = super().create_optimizer(model)
-        if not was_given:
-            optimizer.param_groups = _joined(optimizer.param_groups)
+        optimizer.param_groups = _joined(optimizer.param_groups)
         return optimizer
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Return the optimizer's class and settings; a fused one steps over all meshes at once."""
-        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        return on_local_tensors(kind) if settings.get("fused") else kind, settings
+        """Return the optimizer's class and settings, by the name that the arguments have of it."""
+        return _over_all_meshes(*Trainer.get_optimizer_cls_and_kwargs(args, model))
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch; the last of a step reduces, whatever the plan's accumulation is."""
@@ -156,7 +157,9 @@ class OsdpTrainer(Trainer):
         folder = Path(output_dir)
         checkpoint.save(folder / FOLDER, self.model.module, self._shards(), own_optimizer(self.optimizer))
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+            partial_file = folder / f".{SCHEDULER}.partial"
+            torch.save(self.lr_scheduler.state_dict(), partial_file)
+            partial_file.replace(folder / SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -171,6 +174,12 @@ class OsdpTrainer(Trainer):
 
     def _load(self, folder: str, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Load the model, and its optimizer if one is given. A collective call; raises OsdpError."""
+        if not Path(folder, FOLDER).is_dir():
+            what, expected = f"{folder} is no checkpoint of OsdpTrainer", f"a folder {FOLDER} in it"
+            advice = (
+                "begin with a model that another Trainer has saved, or save_only_model: model.load_pretrained(folder)"
+            )
+            raise OsdpError(what, got="none there", expected=expected, advice=advice)
         checkpoint.load(Path(folder, FOLDER), self.model.module, self._shards(), optimizer)
         self.model.sharded.expire()
 
@@ -193,6 +202,12 @@ def _check(args: TrainingArguments) -> None:
     if args.save_only_model and args.load_best_model_at_end:
         what, got = "the best model cannot be loaded from what save_only_model saves", "load_best_model_at_end=True"
         raise OsdpError(what, got=got, expected="one of the two", advice="leave save_only_model out")
+
+
+def _over_all_meshes(kind: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return an optimizer's class and settings, so that it steps at once over parameters of several meshes."""
+    at_once = settings.get("fused") or settings.get("foreach")
+    return on_local_tensors(kind) if at_once else kind, settings
 
 
 def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -206,10 +206,11 @@ def own_loss(rank: int, names: dict[str, Any], folder: Path) -> dict[str, Any]:
             loss = nn.functional.cross_entropy(2 * outputs["logits"], inputs["labels"])
             return (loss, outputs) if return_outputs else loss
 
-    args = arguments(folder, max_steps=3, gradient_accumulation_steps=2, save_strategy="no", learning_rate=1e-2)
+    args = arguments(folder, max_steps=3, gradient_accumulation_steps=2, save_strategy="no")
+    fused = torch.optim.AdamW, {"lr": 1e-2, "fused": True}
     told = {"pins": ["*=odc:2", "blocks.0=replicate", "head=owner"], "micro_batch": 2}
     data, model = names["samples"](24, 3), OSDP(names["build"](), told)
-    trainer = Mine(model, args, train_dataset=data)
+    trainer = Mine(model, args, train_dataset=data, optimizer_cls_and_kwargs=fused)
     trainer.train()
     found = {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], "wanted": []}
     if rank == 0:
@@ -282,7 +283,10 @@ def trainer_refusals(names: dict[str, Any], folder: Path) -> list[str]:
         {"save_only_model": True, **best},
     ]
     said = [refusal(lambda: OsdpTrainer(model, arguments(folder, **options))) for options in given]  # noqa: B023
-    return [*said, refusal(lambda: OsdpTrainer(names["build"](), arguments(folder)))]
+    said.append(refusal(lambda: OsdpTrainer(names["build"](), arguments(folder))))
+    (folder / "checkpoint-1").mkdir(parents=True, exist_ok=True)
+    resumed = OsdpTrainer(model, arguments(folder, max_steps=1), train_dataset=names["samples"](4))
+    return [*said, refusal(lambda: resumed.train(resume_from_checkpoint=True))]
 
 
 def accelerate_details(rank: int, names: dict[str, Any], folder: Path) -> list[str]:
@@ -354,7 +358,8 @@ def documented(names: dict[str, dict[str, Any]], folder: Path) -> list[list[str]
         given |= {"loader": torch.utils.data.DataLoader(data, batch_size=2), "torch": torch}
         if name == "transformers":
             given["OSDP"] = partial(OSDP, example_inputs=known["example_inputs"])
-        with contextlib.chdir(there), contextlib.redirect_stdout(io.StringIO()):
+        keeps_group = mock.patch.object(dist, "destroy_process_group")
+        with keeps_group, contextlib.chdir(there), contextlib.redirect_stdout(io.StringIO()):
             exec(sections[name], {"OSDP": OSDP, "TrainingArguments": TrainingArguments} | given)
         dist.barrier()
         left.append(sorted(str(path.relative_to(there)) for path in there.rglob("*")))
@@ -441,7 +446,9 @@ def test_what_cannot_work_is_refused(told: list[dict[str, Any]]) -> None:
         expected += ["accelerate is asked for another precision than the plan's"]
         expected += ["the best model cannot be loaded from what save_only_model saves"]
         expected += ["OsdpTrainer trains a model that OSDP has sharded"]
-        assert [message.splitlines()[0] for message in trainer] == expected
+        *first, last = (message.splitlines()[0] for message in trainer)
+        assert first == expected
+        assert last.endswith("checkpoint-1 is no checkpoint of OsdpTrainer")
         assert [message.splitlines()[0] for message in accelerator] == [
             "SGD has sharded parameters of a model that was not prepared",
             "DistributedDataParallel cannot wrap a model that OSDP has sharded",
