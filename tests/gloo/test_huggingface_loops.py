@@ -383,7 +383,8 @@ def loops(rank: int, folder: Path) -> dict[str, Any]:
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    found: list[dict[str, Any]] = run_ranks(loops, RANKS, tmp_path_factory.mktemp("loops"), joins=False)
+    folder = tmp_path_factory.mktemp("loops")
+    found: list[dict[str, Any]] = run_ranks(loops, RANKS, folder, joins=False, timeout_s=240)
     return found
 
 
