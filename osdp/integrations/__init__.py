@@ -1,0 +1,1 @@
+"""Training loops of other projects, for models that OSDP has sharded: one file each."""
