@@ -139,7 +139,7 @@ def make_report(found: Sequence[Planned], how: str, refused: Sequence[str] = (),
 def explained_report(view: OpenPlan, how: str, more: WhatIf | None = None) -> Report:
     """Return the report of a plan that was made before, with its prediction made anew; without uniform plans."""
     view = replace(view, plan=replace(view.plan, predicted=view.prediction))
-    contents = _contents(view, summary(view.plan, view.space.graph, view.load.cluster), how, with_prices=True)
+    contents = open_contents(view, summary(view.plan, view.space.graph, view.load.cluster), how, with_prices=True)
     return _report((contents,), view.space.graph, view.load.cluster, how, (), more)
 
 
@@ -176,11 +176,11 @@ def _report(
 def plan_contents(planned: Planned, how: str, *, with_prices: bool) -> PlanContents:
     """Return what a report says of one plan that was just found."""
     view = open_plan(planned.plan, planned.graph, planned.cluster)
-    contents = _contents(view, verdict(planned), how, with_prices=with_prices)
+    contents = open_contents(view, verdict(planned), how, with_prices=with_prices)
     return replace(contents, baselines=tuple(_baselines(planned)), point=frontier_point(planned))
 
 
-def _contents(view: OpenPlan, text: str, how: str, *, with_prices: bool) -> PlanContents:
+def open_contents(view: OpenPlan, text: str, how: str, *, with_prices: bool) -> PlanContents:
     """Return what a plan says by itself, under a verdict."""
     plan = view.plan
     options = view.decided.options(view.space, view.load, plan.usable_bytes)
