@@ -53,6 +53,8 @@ class Step:
     """Peak memory of the fullest rank so far, as `Memory.peak_bytes`; 0 while it is not known."""
     left_s: float = 0.0
     """Until the last step is done, if all that are left take as long as these."""
+    waits_s: tuple[float, ...] = ()
+    """How long each rank waits in that step, in their order; empty for one rank. See `osdp.training.waiting`."""
 
     @property
     def samples_per_s(self) -> float:
@@ -108,6 +110,8 @@ class Summary:
     """Steps that were left out, as their gradients were not finite."""
     restarts: Restarts | None = None
     """What restarts have cost; None if there was none."""
+    waits_s: tuple[float, ...] = ()
+    """As in `Step`, of the median step; empty also where none was timed."""
 
 
 @dataclass(frozen=True)
