@@ -136,10 +136,12 @@ def make_report(found: Sequence[Planned], how: str, refused: Sequence[str] = (),
     return _report(plans, found[0].graph, found[0].cluster, how, tuple(refused), more)
 
 
-def explained_report(view: OpenPlan, how: str, more: WhatIf | None = None) -> Report:
+def explained_report(view: OpenPlan, how: str, more: WhatIf | None = None, *, with_prices: bool = True) -> Report:
     """Return the report of a plan that was made before, with its prediction made anew; without uniform plans."""
     view = replace(view, plan=replace(view.plan, predicted=view.prediction))
-    contents = open_contents(view, summary(view.plan, view.space.graph, view.load.cluster), how, with_prices=True)
+    contents = open_contents(
+        view, summary(view.plan, view.space.graph, view.load.cluster), how, with_prices=with_prices
+    )
     return _report((contents,), view.space.graph, view.load.cluster, how, (), more)
 
 

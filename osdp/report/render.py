@@ -3,6 +3,8 @@
 import base64
 import gzip
 import json
+import re
+from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -20,11 +22,16 @@ from osdp.report.figure import Figure, colours_of
 from osdp.report.frontier_picture import frontier_figure
 from osdp.report.memory_curve import memory_figure
 from osdp.report.model_strip import price_text, recompute_text, strip_figure
+from osdp.report.over_steps import loss_figure, peak_figure, step_time_figure
 from osdp.report.step_streams import streams_figure
+from osdp.report.training_contents import TrainingContents
+from osdp.report.waiting_picture import waiting_figure
+from osdp.training.reporters import Step
 from profiler.byte_sizes import format_bytes
 from profiler.errors import OsdpError, install_advice
 from profiler.yaml_files import write_text_atomic
 
+FIGURES = r'<script id="figures" type="application/gzip">([^<]*)</script>'
 SUFFIXES = (".html", ".htm")
 MOST_ROWS = 6000
 """Operators that all tables of a page together list one by one: more would make it large."""
@@ -47,10 +54,17 @@ def check_html(path: Path, option: str = "--html") -> None:
         raise OsdpError(f"{path} cannot be written", got="no such directory", advice=f"mkdir -p {path.parent}")
 
 
-def write_report(path: Path, report: Report | DiffContents) -> None:
+def write_report(path: Path, report: Report | DiffContents | TrainingContents) -> None:
     """Write a report to `path`, whole or not at all.  Raises OsdpError as `check_html` does."""
     check_html(path)
-    write_text_atomic(path, render(report) if isinstance(report, Report) else render_diff(report))
+    match report:
+        case Report():
+            text = render(report)
+        case DiffContents():
+            text = render_diff(report)
+        case TrainingContents():
+            text = render_training(report)
+    write_text_atomic(path, text)
 
 
 def render(report: Report) -> str:
@@ -66,6 +80,33 @@ def render_diff(diff: DiffContents) -> str:
     }
     downloads = [_data_uri(side.plan_yaml) for side in (diff.before, diff.after)]
     return _page("diff.html", {"plans": [figures]}, diff=diff, downloads=downloads)
+
+
+def render_training(run: TrainingContents) -> str:
+    """Return a training run as one HTML page, which `steps_in` reads again."""
+    plan = run.start.plan
+    figures = _figures(run.report)
+    if run.steps:
+        figures["plans"][0] |= {
+            "loss": loss_figure(run.steps).plain,
+            "step-time": step_time_figure(run.steps, plan).plain,
+            "memory-of-steps": peak_figure(run.steps, plan).plain,
+        }
+    if run.waits_s:
+        figures["plans"][0]["waiting"] = waiting_figure(run.waits_s, run.step_s).plain
+    # A text of its own: a loss may not be a number, for which browsers' JSON has no word.
+    figures["steps"] = json.dumps([asdict(step) for step in run.steps])
+    return _page("training.html", figures, run=run, **_of_plans(run.report))
+
+
+def steps_in(path: Path, last: int) -> tuple[Step, ...]:
+    """Return the steps up to the one of a number in the page of a run; none if that is not what the file is."""
+    try:
+        found = re.search(FIGURES, path.read_text())
+        steps = json.loads(json.loads(gzip.decompress(base64.b64decode(found[1])))["steps"]) if found else []
+        return tuple(Step(**{**step, "waits_s": tuple(step["waits_s"])}) for step in steps if step["number"] <= last)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
 
 
 def _of_plans(report: Report) -> dict[str, Any]:

@@ -93,6 +93,8 @@ def start_lines(start: Start) -> list[str]:
     ]
     if start.resumed is not None:
         lines.append(f"resumed    {start.resumed}: {start.first_step} of {config.steps} steps are done")
+    if config.html is not None:
+        lines.append(f"report     {config.html}")
     return lines
 
 
