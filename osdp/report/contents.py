@@ -18,6 +18,7 @@ from osdp.report.frontier_picture import FrontierPoint, frontier_point
 from osdp.report.memory_curve import MemoryCurve, memory_curve
 from osdp.report.model_strip import ModelStrip, model_strip, operators_in
 from osdp.report.step_streams import StepStreams, step_streams
+from osdp.report.tracked_parts import with_tracked
 from planner.analysis.explain import OpenPlan, open_plan
 from planner.analysis.plan_diff import HIDDEN
 from planner.analysis.what_if import WhatIf
@@ -146,11 +147,13 @@ def explained_report(view: OpenPlan, how: str, more: WhatIf | None = None, *, wi
 
 
 def verified_report(view: OpenPlan, verified: Verified, how: str) -> Report:
-    """Return the same with the peak of a step that was run; what the step does not have is on top as predicted."""
+    """Return the same with what a step held that was run; what the step does not have is on top as predicted."""
     report = explained_report(view, how)
     (contents,) = report.plans
     apart_bytes = view.prediction.peak_memory_bytes - verified.predicted_peak_bytes
     memory = replace(contents.memory, tracked_bytes=verified.tracked_peak_bytes + apart_bytes)
+    if verified.parts:
+        memory = with_tracked(memory, view, verified.parts, "tracked")
     return replace(report, plans=(replace(contents, memory=memory),), verified=verified)
 
 

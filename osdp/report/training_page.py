@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from osdp import __version__
-from osdp.report.contents import explained_report
+from osdp.report.contents import Report, explained_report
 from osdp.report.render import steps_in, write_report
+from osdp.report.tracked_parts import with_tracked
 from osdp.report.training_contents import TrainingContents
-from osdp.training.reporters import Event, Saved, Skipped, Start, Step, Summary
+from osdp.training.reporters import Counted, Event, Saved, Skipped, Start, Step, Summary
 from planner.analysis.explain import OpenPlan
 from planner.plan import Plan
 from profiler.errors import OsdpError
@@ -41,7 +42,8 @@ class TrainingPage:
     def report(self, event: Event) -> None:
         """Take note of an event; the first one is a `Start`."""
         if isinstance(event, Start):
-            report = explained_report(self._opened(event.plan), self._how, with_prices=False)
+            self._view = self._opened(event.plan)
+            report = explained_report(self._view, self._how, with_prices=False)
             earlier = steps_in(self.path, event.first_step) if event.first_step else ()
             self._contents = TrainingContents(event, report, self._how, earlier)
             self._began_s = time.monotonic()
@@ -56,6 +58,8 @@ class TrainingPage:
                 contents = replace(contents, steps=(*steps, event))
             case Skipped():
                 is_due, contents = False, replace(contents, skipped=contents.skipped + 1)
+            case Counted():
+                is_due, contents = False, replace(contents, report=self._with_counted(contents.report, event))
             case Saved():
                 contents = replace(contents, saved=str(event.path))
             case Summary():
@@ -63,6 +67,12 @@ class TrainingPage:
         self._contents = contents
         if is_due:
             self._write()
+
+    def _with_counted(self, report: Report, counted: Counted) -> Report:
+        """Put what was measured into the curve of the plan's memory."""
+        (one,) = report.plans
+        memory = with_tracked(one.memory, self._view, counted.parts, "measured in a step of rank 0")
+        return replace(report, plans=(replace(one, memory=memory),))
 
     @property
     def _may_spend(self) -> bool:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from osdp.api import OSDP
 from osdp.training.process_group import Ranks
 from osdp.training.reporters import Memory
 from osdp.training.waiting import Stalls, waits
-from runtime.observe.live_bytes import LiveBytes
+from runtime.observe.part_peaks import PartPeak, PartPeaks
 
 WARM_UP_STEPS = 2
 """First steps of a run that are not timed: they allocate, and their kernels are chosen."""
@@ -36,14 +37,17 @@ class Recent:
 class Measurements:
     """Takes the time and the memory of a run's steps."""
 
-    def __init__(self, ranks: Ranks, steps: int, stalls: Stalls) -> None:
-        self.ranks, self._stalls = ranks, stalls
+    def __init__(self, ranks: Ranks, steps: int, stalls: Stalls, *, by_part: bool = False) -> None:
+        """`by_part`: also what lives while each part of the model runs, for which a step on a GPU is counted too."""
+        self.ranks, self._stalls, self._by_part = ranks, stalls, by_part
+        self.parts: tuple[PartPeak, ...] = ()
+        """What lived at most while each part of the model ran, in the order of the step that was counted."""
         self.timed_s: list[float] = []
         """Of every step that counts."""
         self._computes_s: list[float] = []
         """The same without where computation was stalled."""
         # The second step: then the optimizer's states exist.
-        self._tracked = min(2, steps) if ranks.device.type == "cpu" else 0
+        self._tracked = min(2, steps) if ranks.device.type == "cpu" or by_part else 0
         self.count = 0
         self._live_bytes = 0
         self._left_out = False
@@ -53,17 +57,22 @@ class Measurements:
             torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
-    def step(self, module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    def step(self, model: OSDP, optimizer: Optimizer) -> Iterator[None]:
         """Measure the step that runs inside."""
         self.count += 1
         self._left_out = False
         started = time.perf_counter()
         with self._stalls.step():
             if self.count == self._tracked:
-                with LiveBytes() as live:
-                    live.hold(held_tensors(module, optimizer))
+                with PartPeaks() as live:
+                    live.hold(held_tensors(model, optimizer))
+                    if self._by_part:
+                        units = model.schedule.units
+                        live.follow(model.module, (name for unit in units for name in (*unit.modules, *unit.operators)))
+                        live.follow_optimizer(optimizer)
                     yield
-                self._live_bytes = live.peak_bytes
+                    live.unwatch()
+                self._live_bytes, self.parts = live.peak_bytes, tuple(live.parts)
             else:
                 yield
         if self.ranks.device.type == "cuda":

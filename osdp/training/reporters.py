@@ -8,6 +8,7 @@ from typing import Protocol
 from osdp.training.config import TrainConfig
 from osdp.training.progress import Restarts
 from planner.plan import Plan
+from runtime.observe.part_peaks import PartPeak
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,15 @@ class Skipped:
     """From 1."""
 
 
-Event = Start | Step | Skipped | Saved | Summary
+@dataclass(frozen=True)
+class Counted:
+    """Rank 0 has counted the bytes of a step."""
+
+    parts: tuple[PartPeak, ...]
+    """What lived at most while each part of the model ran, in the order of the step."""
+
+
+Event = Start | Step | Skipped | Saved | Counted | Summary
 Report = Callable[[Event], None]
 
 

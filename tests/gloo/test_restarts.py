@@ -96,6 +96,8 @@ def test_a_killed_rank_changes_nothing(tmp_path: Path, undisturbed: tuple[Path, 
     assert dict(zip(line["x"], line["y"], strict=True)) == pytest.approx(undisturbed[1], rel=1e-3)
     facts = dict(zip(page.facts[::3], page.facts[1::3], strict=True))
     assert (facts["restarts"], facts["steps"]) == ("1", "6 of 6")
+    lines = {line["name"]: line["y"] for line in page.figures["plans"][0]["memory"]["data"]}
+    assert lines["measured in a step of rank 0"] == pytest.approx(lines["in total"], abs=1.0)  # MiB
 
 
 def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:

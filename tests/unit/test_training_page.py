@@ -18,11 +18,12 @@ from osdp.report.training_page import TrainingPage
 from osdp.training.config import load_config
 from osdp.training.job import prepare
 from osdp.training.progress import Restarts
-from osdp.training.reporters import Accuracy, Event, Memory, Saved, Skipped, Start, Step, Summary
+from osdp.training.reporters import Accuracy, Counted, Event, Memory, Saved, Skipped, Start, Step, Summary
 from osdp.zoo import load_model
 from planner.analysis.explain import open_plan
 from profiler.byte_sizes import GIB, MIB
 from profiler.errors import OsdpError
+from runtime.observe.part_peaks import PartPeak
 
 COMMAND = f"osdp train {HOSTILE}"
 WAITS_S = (0.0, 0.125)
@@ -96,6 +97,31 @@ def test_figures_are_those_of_the_run(tmp_path: Path, planned: Planned) -> None:
     assert {"memory", "strip", "streams"} <= set(page.figures["plans"][0])
     assert HOSTILE not in (tmp_path / "run.html").read_text()
     assert len(page.scripts) == 3
+
+
+def test_what_a_step_held_is_beside_the_prediction(tmp_path: Path, planned: Planned) -> None:
+    """A tied head and a layer in a block count as the stage that they are in; the highest moment of each counts."""
+    parts = (
+        PartPeak("forward", "", 1 * MIB),
+        PartPeak("forward", "wte", 2 * MIB),
+        PartPeak("forward", "blocks.0", 4 * MIB),
+        PartPeak("forward", "blocks.0.mlp.up", 3 * MIB),
+        PartPeak("forward", "norm", 5 * MIB),
+        PartPeak("forward", "lm_head", 7 * MIB),
+        PartPeak("backward", "", 6 * MIB),
+        PartPeak("optimizer", "", 8 * MIB),
+        PartPeak("zero", "", 9 * MIB),
+    )
+    page = told(tmp_path / "run.html", planned, start(planned), Counted(parts), step(1, 5.0))
+    (line,) = [line for line in page.figures["plans"][0]["memory"]["data"] if line["name"].startswith("measured")]
+    view = open_plan(planned.plan, planned.graph, planned.cluster)
+    names = [stage.name for stage in view.space.model.stages]
+    first, last, optimizer = 0, len(names) - 1, 2 * len(names)
+    wanted = {first: 2, names.index("blocks.0"): 4, last: 7, last + 1: 6, optimizer: 8, optimizer + 1: 8}
+    reserve_bytes = planned.plan.predicted.memory_by_category["reserve"]
+    assert {place: size for place, size in enumerate(line["y"]) if size is not None} == pytest.approx(
+        {place: (size * MIB + reserve_bytes) / GIB for place, size in wanted.items()}, abs=1e-5
+    )
 
 
 def test_a_run_that_is_killed_has_a_page(tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
