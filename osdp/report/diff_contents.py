@@ -5,6 +5,7 @@ from math import isclose
 
 from osdp.cli.reports.verdict import summary
 from osdp.report.contents import PlanContents, open_contents
+from osdp.report.model_strip import PricesWanted
 from planner.analysis.explain import OpenPlan
 from planner.analysis.plan_diff import Comparison, compare
 
@@ -29,7 +30,7 @@ class DiffContents:
 def diff_contents(before: OpenPlan, after: OpenPlan, names: tuple[str, str], how: str) -> DiffContents:
     """Return how two plans differ; the pictures are of predictions made anew, the figures are the files'."""
     old, new = (
-        open_contents(view, summary(view.plan, view.space.graph, view.load.cluster), how, with_prices=False)
+        open_contents(view, summary(view.plan, view.space.graph, view.load.cluster), how, PricesWanted.NONE)
         for view in (before, after)
     )
     is_outdated = any(

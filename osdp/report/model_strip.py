@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import groupby
 from typing import Any
 
@@ -27,6 +28,16 @@ MOST_CELLS = 3000
 """Operators that are drawn one by one."""
 MOST_OUTLINED = 120
 """Operators whose bars have an outline, which would hide more and thinner ones."""
+
+
+class PricesWanted(Enum):
+    """How thoroughly the alternatives of a plan are priced."""
+
+    NONE = auto()
+    SAMPLED = auto()
+    """For one stage of each part, in its middle: a fraction of a second."""
+    ALL = auto()
+    """As `osdp explain`, for all stages: some seconds."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +104,10 @@ class ModelStrip:
     """Empty if prices were not asked for."""
 
 
-def model_strip(view: OpenPlan, options: Sequence[StageCandidate], *, with_prices: bool = True) -> ModelStrip:
-    """Return the strip of a plan, one option per stage in execution order; prices take a second or more."""
+def model_strip(view: OpenPlan, options: Sequence[StageCandidate], wanted: PricesWanted) -> ModelStrip:
+    """Return the strip of a plan, one option per stage in execution order."""
     graph, model = view.space.graph, view.space.model
-    found = parts(view) if with_prices else []
+    found = [] if wanted is PricesWanted.NONE else parts(view, sampled=wanted is PricesWanted.SAMPLED)
     part_of_stage = {stage: place for place, part in enumerate(found) for stage in part.stages}
     tied = next((place for place, part in enumerate(found) if part.label == TIED), None)
     starts = slice_starts(graph, view.space.counts)

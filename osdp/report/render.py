@@ -33,8 +33,8 @@ from profiler.yaml_files import write_text_atomic
 
 FIGURES = r'<script id="figures" type="application/gzip">([^<]*)</script>'
 SUFFIXES = (".html", ".htm")
-MOST_ROWS = 6000
-"""Operators that all tables of a page together list one by one: more would make it large."""
+MOST_ROWS, MOST_PRICES = 6000, 1500
+"""Operators, and alternatives, that all tables of a page together list: more would make it large."""
 
 
 def check_html(path: Path, option: str = "--html") -> None:
@@ -115,6 +115,7 @@ def _of_plans(report: Report) -> dict[str, Any]:
         "report": report,
         "downloads": [_data_uri(contents.plan_yaml) for contents in report.plans],
         "lists_operators": sum(len(one.strip.operators) for one in report.plans) <= MOST_ROWS,
+        "lists_prices": sum(len(part.alternatives) for one in report.plans for part in one.strip.parts) <= MOST_PRICES,
     }
 
 

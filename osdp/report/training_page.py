@@ -16,6 +16,7 @@ from pathlib import Path
 
 from osdp import __version__
 from osdp.report.contents import Report, explained_report
+from osdp.report.model_strip import PricesWanted
 from osdp.report.render import steps_in, write_report
 from osdp.report.tracked_parts import with_tracked
 from osdp.report.training_contents import TrainingContents
@@ -43,7 +44,7 @@ class TrainingPage:
         """Take note of an event; the first one is a `Start`."""
         if isinstance(event, Start):
             self._view = self._opened(event.plan)
-            report = explained_report(self._view, self._how, with_prices=False)
+            report = explained_report(self._view, self._how, prices=PricesWanted.SAMPLED)
             earlier = steps_in(self.path, event.first_step) if event.first_step else ()
             self._contents = TrainingContents(event, report, self._how, earlier)
             self._began_s = time.monotonic()
