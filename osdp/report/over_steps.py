@@ -10,6 +10,9 @@ from osdp.training.reporters import Step
 from planner.plan import Plan
 from profiler.byte_sizes import GIB, MIB
 
+FEW_STEPS = 10
+"""So many are marked one by one."""
+
 
 def loss_figure(steps: Sequence[Step]) -> Figure:
     """Return the loss, with learning rate and gradient norm where it is pointed at."""
@@ -86,7 +89,7 @@ def _figure(lines: Sequence[Mapping[str, Any]], unit: str, *, from_zero: bool = 
     layout = {
         "height": 300,
         "showlegend": len(lines) > 1,
-        "xaxis": {"title": {"text": "step"}},
+        "xaxis": {"title": {"text": "step"}} | ({"dtick": 1} if len(lines[0]["x"]) <= FEW_STEPS else {}),
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero" if from_zero else "normal", "fixedrange": True},
         "hovermode": "closest",
     }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from collected import Collected
 from ranks import run_ranks
+from thoroughness import THOROUGH
 from torch import nn
 
 from osdp.planning.clusters import load_cluster
@@ -50,7 +51,7 @@ def odc_plan(folder: Path) -> dict[str, str | int]:
     return {"plan": str(folder / "plan.yaml"), "global_batch": 8}
 
 
-@pytest.mark.parametrize("how", ["DDP", "FSDP", "odc"])
+@pytest.mark.parametrize("how", ["FSDP", *(["odc", "DDP"] if THOROUGH else [])])
 def test_the_others_wait_as_long_as_one_is_slower(how: str, tmp_path: Path) -> None:
     options = odc_plan(tmp_path) if how == "odc" else {"fsdp_type": how, "batch": 4, "global_batch": 8}
     found: Collected = run_ranks(trained, 2, options, joins=False)[0]

@@ -19,6 +19,9 @@ from osdp.planning.request import Planned
 from osdp.report.contents import make_report
 from osdp.report.diff_contents import diff_contents
 from osdp.report.render import write_report
+from osdp.report.training_page import TrainingPage
+from osdp.training.config import load_config
+from osdp.training.reporters import Start, Step
 from planner.analysis.explain import open_plan
 
 LIMITS_MIB = (150, 700)
@@ -88,9 +91,11 @@ def visit(browser: Any, request: pytest.FixtureRequest) -> Iterator[Visit]:
 
 
 @pytest.mark.parametrize("visit", [(400, "light"), (1600, "dark")], indirect=True, ids=["phone", "dark"])
-def test_it_renders_without_faults_for_everyone(visit: Visit, frontier: Path) -> None:
+def test_it_renders_without_faults_for_everyone(visit: Visit, frontier: Path, folder: Path) -> None:
     visit.open(frontier)
-    check(visit, PICTURES, frontier.with_suffix(""))
+    width = visit.page.viewport_size["width"]
+    visit.page.screenshot(path=folder / f"frontier-{width}.png", full_page=True)
+    check(visit, PICTURES)
 
 
 @pytest.mark.parametrize("visit", [(400, "dark")], indirect=True, ids=["phone"])
@@ -99,14 +104,23 @@ def test_two_plans_beside_each_other_likewise(visit: Visit, folder: Path, plans:
     views = (open_plan(planned.plan, planned.graph, planned.cluster) for planned in plans)
     write_report(path, diff_contents(*views, ("before.yaml", "after.yaml"), HOW))
     visit.open(path, "strips")
-    check(visit, ("memory", "strips"), path.with_suffix(""))
+    check(visit, ("memory", "strips"))
 
 
-def check(visit: Visit, pictures: tuple[str, ...], screenshot: Path) -> None:
+@pytest.mark.parametrize("visit", [(400, "light")], indirect=True, ids=["phone"])
+def test_a_training_likewise(visit: Visit, folder: Path, plans: list[Planned]) -> None:
+    path, planned = folder / "training.html", plans[0]
+    page = TrainingPage(path, lambda plan: open_plan(plan, planned.graph, planned.cluster), "osdp train")
+    page.report(Start(planned.plan, load_config("gpt2", {"steps": 2, "device": "cpu"}), 0.5, "cpu", 0, None))
+    page.report(Step(1, 5.0, 2.0, 0.1, 8, 56, 0.5, 1 << 20, 1.0, (0.0, 0.125)))
+    visit.open(path)
+    check(visit, ("loss", "step-time", "memory-of-steps", "waiting", *PICTURES[1:]))
+
+
+def check(visit: Visit, pictures: tuple[str, ...]) -> None:
     """Check that pictures fill the page, that nothing sticks out, that all can read it, and that nothing went wrong."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed (the extra `test`)")
     width = visit.page.viewport_size["width"]
-    visit.page.screenshot(path=f"{screenshot}-{width}.png", full_page=True)
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
     for name in pictures:
         box = visit.page.locator(f"#{name} svg.main-svg").first.bounding_box()

@@ -89,7 +89,8 @@ def test_figures_are_those_of_the_run(tmp_path: Path, planned: Planned) -> None:
     }
     for name, size_bytes in held.items():
         assert memory[name][1] == pytest.approx([size_bytes / GIB] * 2, abs=1e-5)
-    assert drawn(page, "waiting")["waits"] == ([0, 1], [0.0, 50.0])
+    (waits,) = [bars for bars in page.figures["plans"][0]["waiting"]["data"] if bars["name"] == "waits"]
+    assert (waits["y"], waits["x"], waits["orientation"]) == ([0, 1], [0.0, 50.0], "h")
     assert ["1", "50.0 ms", "20.0%"] in page.rows
     assert ["2", "4", "0.1", "2", "500.0 ms", "16.00", "3.0 MiB", "125.0 ms"] in page.rows
     # The plan's own report is below, and nothing of the run is markup.

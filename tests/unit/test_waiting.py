@@ -16,6 +16,7 @@ from osdp.training import waiting
 from osdp.training.reporters import Step
 from osdp.training.trackers import scalars
 from osdp.training.waiting import Stalls, waits
+from runtime.odc.step_protocol import Exchange
 
 
 class Clock:
@@ -53,7 +54,10 @@ def test_stalls_inside_stalls_count_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return "waited"
 
     monkeypatch.setattr(dist.Work, "wait", take_two_seconds)
-    stalls = Stalls(torch.device("cpu"), SimpleNamespace(units=[]))  # type: ignore[arg-type]
+    exchange = Exchange.__new__(Exchange)
+    transport = SimpleNamespace(barrier=lambda: take_two_seconds(None))
+    exchange.groups = (SimpleNamespace(transport=transport),)  # type: ignore[assignment]
+    stalls = Stalls(torch.device("cpu"), SimpleNamespace(units=[exchange]))  # type: ignore[arg-type]
     with stalls.step():
         clock.now_s = 1.0
         assert dist.Work.wait(None) == "waited"  # type: ignore[arg-type]
@@ -63,7 +67,12 @@ def test_stalls_inside_stalls_count_once(monkeypatch: pytest.MonkeyPatch) -> Non
         clock.note(7.0, 7.25)
     assert stalls.seconds() == 2.5 + 0.25
     with stalls.step():
+        clock.own_stream = True
+        transport.barrier()
+    assert stalls.seconds() == 2
+    with stalls.step():
         pass
+    transport.barrier()  # noted no more
     assert stalls.seconds() == 0
 
 
