@@ -95,17 +95,18 @@ def render_training(run: TrainingContents) -> str:
     if run.waits_s:
         figures["plans"][0]["waiting"] = waiting_figure(run.waits_s, run.step_s).plain
     # A text of its own: a loss may not be a number, for which browsers' JSON has no word.
-    figures["steps"] = json.dumps([asdict(step) for step in run.steps])
+    figures["run"] = json.dumps({"model": plan.model.name, "steps": [asdict(step) for step in run.steps_to_keep]})
     return _page("training.html", figures, run=run, **_of_plans(run.report))
 
 
-def steps_in(path: Path, last: int) -> tuple[Step, ...]:
-    """Return the steps up to the one of a number in the page of a run; none if that is not what the file is."""
+def steps_in(path: Path, model: str, last: int) -> tuple[Step, ...]:
+    """Return the steps up to the one of a number in the page of a run of a model; none if the file is none."""
     try:
         found = re.search(FIGURES, path.read_text())
-        steps = json.loads(json.loads(gzip.decompress(base64.b64decode(found[1])))["steps"]) if found else []
-        return tuple(Step(**{**step, "waits_s": tuple(step["waits_s"])}) for step in steps if step["number"] <= last)
-    except (OSError, ValueError, KeyError, TypeError):
+        run = json.loads(json.loads(gzip.decompress(base64.b64decode(found[1])))["run"]) if found else {}
+        steps = [Step(**step | {"waits_s": tuple(step["waits_s"])}) for step in run.get("steps", ())]
+        return tuple(step for step in steps if step.number <= last) if run.get("model") == model else ()
+    except (OSError, EOFError, ValueError, LookupError, TypeError):
         return ()
 
 

@@ -1,7 +1,7 @@
 """What the page of a training run says, gathered from its events: nothing here is drawn or written."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from osdp.cli.reports.figures import format_count, format_seconds
 from osdp.report.contents import Fact, Report
@@ -18,7 +18,10 @@ class TrainingContents:
     """Of its plan."""
     how: str
     steps: tuple[Step, ...]
-    """Those that were reported, in their order; also of the run that this one continues."""
+    """Those that were reported, in their order; also of the run that this one continues.
+
+    All but the newest have of the waits only the longest: with many ranks and steps they would be many.
+    """
     skipped: int = 0
     """Steps that were left out until now."""
     saved: str = ""
@@ -61,7 +64,13 @@ class TrainingContents:
         """How long each rank waits in a step; empty: not known."""
         if self.summary is not None and self.summary.waits_s:
             return self.summary.waits_s
-        return self.last.waits_s if self.last else ()
+        is_of_this_run = self.last is not None and self.last.number > self.start.first_step
+        return self.last.waits_s if self.last and is_of_this_run else ()
+
+    @property
+    def steps_to_keep(self) -> tuple[Step, ...]:
+        """What a run that continues this one needs."""
+        return tuple(map(without_ranks, self.steps))
 
     @property
     def state(self) -> str:
@@ -101,3 +110,8 @@ class TrainingContents:
         for accuracy in self.summary.accuracies if self.summary else ():
             share = f"{accuracy.right / accuracy.total:.1%}"
             yield Fact("held-out accuracy", share, f"{accuracy.right} of {accuracy.total} {accuracy.what} right")
+
+
+def without_ranks(step: Step) -> Step:
+    """Return a step with the longest of its waits alone."""
+    return replace(step, waits_s=(max(step.waits_s),)) if step.waits_s else step

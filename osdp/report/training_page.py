@@ -19,7 +19,7 @@ from osdp.report.contents import Report, explained_report
 from osdp.report.model_strip import PricesWanted
 from osdp.report.render import steps_in, write_report
 from osdp.report.tracked_parts import with_tracked
-from osdp.report.training_contents import TrainingContents
+from osdp.report.training_contents import TrainingContents, without_ranks
 from osdp.training.reporters import Counted, Event, Saved, Skipped, Start, Step, Summary
 from planner.analysis.explain import OpenPlan
 from planner.plan import Plan
@@ -45,7 +45,8 @@ class TrainingPage:
         if isinstance(event, Start):
             self._view = self._opened(event.plan)
             report = explained_report(self._view, self._how, prices=PricesWanted.SAMPLED)
-            earlier = steps_in(self.path, event.first_step) if event.first_step else ()
+            name = event.plan.model.name
+            earlier = steps_in(self.path, name, event.first_step) if event.first_step else ()
             self._contents = TrainingContents(event, report, self._how, earlier)
             self._began_s = time.monotonic()
             self._write()
@@ -56,7 +57,7 @@ class TrainingPage:
             case Step():
                 is_due = contents.last is None or contents.last.number == contents.start.first_step or self._may_spend
                 steps = contents.steps if len(contents.steps) < MOST_STEPS else contents.steps[::2]
-                contents = replace(contents, steps=(*steps, event))
+                contents = replace(contents, steps=(*steps[:-1], *map(without_ranks, steps[-1:]), event))
             case Skipped():
                 is_due, contents = False, replace(contents, skipped=contents.skipped + 1)
             case Counted():

@@ -133,8 +133,9 @@ def test_a_run_that_is_killed_has_a_page(tmp_path: Path, planned: Planned, monke
     states = []
     for event in (first, step(1, 5.0), step(2, 4.0), Saved(Path("saved")), step(3, math.nan)):
         page.report(event)
-        states.append(json.loads(read_page(path.read_text()).figures.get("steps", "[]")))
+        states.append(json.loads(read_page(path.read_text()).figures["run"])["steps"])
     assert [len(steps) for steps in states] == [0, 1, 1, 2, 2]
+    assert [one["waits_s"] for one in states[-1]] == [[0.125], [0.125]]  # of many ranks, they would be many
     assert "Written after step 2 of 4" in path.read_text()
     monkeypatch.setattr(training_page, "MOST_SHARE", 1e9)
     page.report(step(4, 3.0))
@@ -152,10 +153,17 @@ def test_a_restart_goes_on_in_the_page(tmp_path: Path, planned: Planned, monkeyp
     assert drawn(page, "loss")["loss"] == ([1, 2, 3, 4], [5.0, None, 3.0, 2.0])
     facts = dict(zip(page.facts[::3], zip(page.facts[1::3], page.facts[2::3], strict=True), strict=True))
     assert facts["restarts"] == ("1", "1 step lost and run again, 2.5 s lost")
-    # A run from the beginning, or another file, has no earlier steps.
+    assert [row[-1] for row in page.rows if len(row) == 8 and row[0] in "1234"] == ["125.0 ms"] * 4
+    # A run that goes on has not measured yet who waits, and one from the beginning has no other steps.
+    assert "waiting" not in told(path, planned, start(planned, first_step=3)).figures["plans"][0]
     assert drawn(told(path, planned, start(planned), step(1, 7.0)), "loss")["loss"] == ([1], [7.0])
-    path.write_text('<script id="figures" type="application/gzip">AAAA</script>')
-    assert drawn(told(path, planned, again, step(3, 3.0)), "loss")["loss"] == ([3], [3.0])
+    # Nor has one where the page is of another model, or the file is no page, or is not there.
+    model = dataclasses.replace(planned.plan.model, name="other")
+    other = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, model=model))
+    told(path, other, start(other), step(1, 7.0))
+    for text in (path.read_text(), '<script id="figures" type="application/gzip">AAAA</script>', "", None):
+        path.unlink() if text is None else path.write_text(text)
+        assert drawn(told(path, planned, again, step(3, 3.0)), "loss")["loss"] == ([3], [3.0])
 
 
 def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, planned: Planned) -> None:
