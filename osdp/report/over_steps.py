@@ -86,10 +86,11 @@ def _level(name: str, steps: Sequence[Step], value: float, dash: str, hover: str
 
 
 def _figure(lines: Sequence[Mapping[str, Any]], unit: str, *, from_zero: bool = True) -> Figure:
+    numbers = lines[0]["x"]
     layout = {
         "height": 300,
         "showlegend": len(lines) > 1,
-        "xaxis": {"title": {"text": "step"}} | ({"dtick": 1} if len(lines[0]["x"]) <= FEW_STEPS else {}),
+        "xaxis": {"title": {"text": "step"}} | ({"dtick": 1} if numbers and numbers[-1] <= FEW_STEPS else {}),
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero" if from_zero else "normal", "fixedrange": True},
         "hovermode": "closest",
     }
