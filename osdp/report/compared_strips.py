@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from osdp.cli.reports.rows import choice_name
-from osdp.report.figure import IN_COLOUR_OF_TEXT, Figure, hover_text
+from osdp.report.figure import IN_COLOUR_OF_TEXT, Figure, colours_of, hover_text
 from osdp.report.model_strip import Cell, ModelStrip, strategy_bars, strip_layout, strip_rows
 
 MARKS_BASE, MARKS_HEIGHT, BEFORE_BASE = 2.25, 0.5, 2.9
@@ -20,7 +20,8 @@ def compared_strips_figure(before: ModelStrip, after: ModelStrip) -> Figure:
         for row in strip_rows(strip, base)
     ]
     pairs = list(_differing(before, after))
-    traces, layout = strategy_bars(rows), strip_layout(rows)
+    cells = (*before.operators, *after.operators, *before.blocks, *after.blocks)
+    traces, layout = strategy_bars(rows, colours_of(cell.strategy for cell in cells)), strip_layout(rows)
     if pairs:
         marks = {
             "type": "bar",
