@@ -44,6 +44,9 @@ class Ranks:
         dist.all_reduce(total)
         return float(total) / self.world_size
 
+    def maximum(self, values: list[int]) -> list[int]:
+        return self.total(values, dist.ReduceOp.MAX)
+
     def everyone(self, values: list[int]) -> list[list[int]]:
         """Return what each rank gives, equally many numbers; in the order of ranks. A collective call."""
         own = on_device(torch.tensor(values, dtype=torch.int64), self.device)

@@ -116,7 +116,7 @@ def peak_bytes(wrap: Wrap, inputs: Callable[[int], tuple[Any]], ranks: Ranks, op
     runner = training(wrap, options)
     for number in range(2):
         runner.timed_step(*inputs(number))
-    found: int = max(ranks.everyone([torch.cuda.max_memory_allocated()]))[0]
+    found: int = ranks.maximum([torch.cuda.max_memory_allocated()])[0]
     del runner
     gc.collect()
     return found
