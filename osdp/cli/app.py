@@ -90,6 +90,13 @@ def _reopened(path: Path, model: str | None, cluster: str | None) -> OpenPlan:
         return reopen(found, model, cluster)
 
 
+def _how(*words: str | Path) -> str:
+    """Return the version and the command that make a report."""
+    from osdp import __version__
+
+    return f"Made by osdp {__version__}; every figure is predicted.\n{shlex.join(['osdp', *map(str, words)])}"
+
+
 @app.command()
 @guarded
 def explain(
@@ -125,12 +132,10 @@ def explain(
         except OsdpError as error:  # Nothing fits any more, or a file of lengths is gone.
             why_not = ": ".join(part for part in (error.what, error.expected) if part)
     if html is not None:
-        from osdp import __version__
         from osdp.report.contents import explained_report
         from osdp.report.render import write_report
 
-        how = f"Made by osdp {__version__}; every figure is predicted.\n{shlex.join(['osdp', 'explain', str(path)])}"
-        write_report(html, explained_report(view, how, more))
+        write_report(html, explained_report(view, _how("explain", path), more))
         note(f"report written to {html}")
     print_plan_reasons(make_console(), view, more, why_not)
 
@@ -140,6 +145,7 @@ def explain(
 def diff(
     before: PlanPath,
     after: Annotated[Path, Argument(metavar="OTHER", help="The plan file to compare it with.")],
+    html: Html = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two plan files. Prints how choices, predicted memory and predicted time differ."""
@@ -147,6 +153,14 @@ def diff(
     from osdp.planning.plan_file import read_plan
     from planner.analysis.plan_diff import compare
 
+    if html is not None:
+        from osdp.report.diff_contents import diff_contents
+        from osdp.report.render import check_html, write_report
+
+        check_html(html)
+        old, new = (_reopened(path, None, None) for path in (before, after))
+        write_report(html, diff_contents(old, new, (str(before), str(after)), _how("diff", before, after)))
+        note(f"report written to {html}")
     show(as_json, diff_object, print_diff, compare(read_plan(before), read_plan(after)), str(before), str(after))
 
 

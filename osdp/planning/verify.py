@@ -37,6 +37,7 @@ from runtime.compile_plan import compile_plan
 from runtime.observe.allocation_trace import AllocationTrace
 from runtime.observe.allocator_replay import least_limit_bytes, replay
 from runtime.observe.dry_run import DryRun, Script, dry_run
+from runtime.observe.part_peaks import PartPeak
 from runtime.optimizers import as_priced
 from runtime.own_gpu import keep_within, own_gpu
 
@@ -94,6 +95,8 @@ class Verified:
     """What the plan's limit leaves PyTorch's allocator to reserve."""
     allocators: Mapping[str, Allocator] = field(default_factory=dict)
     """Of a dry run for CUDA, what the allocator would do: by `DEFAULT` and `EXPANDABLE`."""
+    parts: tuple[PartPeak, ...] = ()
+    """Of a dry run, what lived at most while each part of the model ran, in the order of the step."""
 
     @property
     def error(self) -> float:
@@ -156,6 +159,7 @@ def verify(
         seconds=time.perf_counter() - started,
         allocatable_bytes=allocatable_bytes(view.load.cluster, view.plan.limit_bytes),
         allocators=held.allocators,
+        parts=held.parts,
     )
 
 
@@ -168,6 +172,7 @@ class _Held:
     peak_bytes: int
     phase: str
     allocators: Mapping[str, Allocator] = field(default_factory=dict)
+    parts: tuple[PartPeak, ...] = ()
 
 
 def rehearse(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> tuple[int, DryRun]:
@@ -188,7 +193,7 @@ def _dry_run(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> _H
     if view.load.cluster.device.kind == "cuda":
         workspaces = workspaces_bytes(view.load.cluster)
         allocators = {name: _replayed(found.trace, name, limit_bytes, workspaces) for name in (DEFAULT, EXPANDABLE)}
-    return _Held(rank, peak.categories, peak.total_bytes, f"{peak.phase}, {peak.op}", allocators)
+    return _Held(rank, peak.categories, peak.total_bytes, f"{peak.phase}, {peak.op}", allocators, found.parts)
 
 
 def _replayed(trace: AllocationTrace, settings: str, limit_bytes: int, workspaces: Sequence[int]) -> Allocator:

@@ -16,8 +16,9 @@ from osdp.cli.reports.verdict import summary, verdict
 from osdp.planning.request import Planned
 from osdp.report.frontier_picture import FrontierPoint, frontier_point
 from osdp.report.memory_curve import MemoryCurve, memory_curve
-from osdp.report.model_strip import ModelStrip, model_strip, operators_in
+from osdp.report.model_strip import ModelStrip, PricesWanted, model_strip, operators_in
 from osdp.report.step_streams import StepStreams, step_streams
+from osdp.report.tracked_parts import with_tracked
 from planner.analysis.explain import OpenPlan, open_plan
 from planner.analysis.plan_diff import HIDDEN
 from planner.analysis.what_if import WhatIf
@@ -130,25 +131,30 @@ class Report:
 def make_report(found: Sequence[Planned], how: str, refused: Sequence[str] = (), more: WhatIf | None = None) -> Report:
     """Return the report of at least one plan, all for one model and cluster.
 
-    Of one plan it has the prices of all alternatives, which take as long as `osdp explain`.
+    Of one plan it has the prices of all alternatives, which take as long as `osdp explain`, else of some.
     """
-    plans = tuple(plan_contents(planned, how, with_prices=len(found) == 1) for planned in found)
+    prices = PricesWanted.ALL if len(found) == 1 else PricesWanted.SAMPLED
+    plans = tuple(plan_contents(planned, how, prices) for planned in found)
     return _report(plans, found[0].graph, found[0].cluster, how, tuple(refused), more)
 
 
-def explained_report(view: OpenPlan, how: str, more: WhatIf | None = None) -> Report:
+def explained_report(
+    view: OpenPlan, how: str, more: WhatIf | None = None, prices: PricesWanted = PricesWanted.ALL
+) -> Report:
     """Return the report of a plan that was made before, with its prediction made anew; without uniform plans."""
     view = replace(view, plan=replace(view.plan, predicted=view.prediction))
-    contents = _contents(view, summary(view.plan, view.space.graph, view.load.cluster), how, with_prices=True)
+    contents = open_contents(view, summary(view.plan, view.space.graph, view.load.cluster), how, prices)
     return _report((contents,), view.space.graph, view.load.cluster, how, (), more)
 
 
 def verified_report(view: OpenPlan, verified: Verified, how: str) -> Report:
-    """Return the same with the peak of a step that was run; what the step does not have is on top as predicted."""
+    """Return the same with what a step held that was run; what the step does not have is on top as predicted."""
     report = explained_report(view, how)
     (contents,) = report.plans
     apart_bytes = view.prediction.peak_memory_bytes - verified.predicted_peak_bytes
     memory = replace(contents.memory, tracked_bytes=verified.tracked_peak_bytes + apart_bytes)
+    if verified.parts:
+        memory = with_tracked(memory, view, verified.parts, "tracked")
     return replace(report, plans=(replace(contents, memory=memory),), verified=verified)
 
 
@@ -173,19 +179,19 @@ def _report(
     )
 
 
-def plan_contents(planned: Planned, how: str, *, with_prices: bool) -> PlanContents:
+def plan_contents(planned: Planned, how: str, prices: PricesWanted) -> PlanContents:
     """Return what a report says of one plan that was just found."""
     view = open_plan(planned.plan, planned.graph, planned.cluster)
-    contents = _contents(view, verdict(planned), how, with_prices=with_prices)
+    contents = open_contents(view, verdict(planned), how, prices)
     return replace(contents, baselines=tuple(_baselines(planned)), point=frontier_point(planned))
 
 
-def _contents(view: OpenPlan, text: str, how: str, *, with_prices: bool) -> PlanContents:
+def open_contents(view: OpenPlan, text: str, how: str, prices: PricesWanted) -> PlanContents:
     """Return what a plan says by itself, under a verdict."""
     plan = view.plan
     options = view.decided.options(view.space, view.load, plan.usable_bytes)
     streams = step_streams(view, options)
-    strip = model_strip(view, options, with_prices=with_prices)
+    strip = model_strip(view, options, prices)
     return PlanContents(
         plan=plan,
         verdict=text,

@@ -12,7 +12,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b
 """Those of Okabe and Ito, which people who are colour-blind tell apart, and three more."""
 
 IN_COLOUR_OF_TEXT = "text"
-"""What `meta` of a trace says whose lines the page's script colours as its text."""
+"""What `meta` of a trace says whose lines and bars the page's script colours as its text."""
 HATCHED = {"fillmode": "overlay", "fgcolor": "#ffffff", "fgopacity": 0.75}
 """How bars are hatched: white on their own colour."""
 

@@ -24,6 +24,8 @@ class Held:
 
     start_s: float
     """Since the start of the micro-batch."""
+    phase: str
+    """`forward`, `backward` or `optimizer`."""
     where: str
     """Phase and operator, as plans name their peak."""
     part: str
@@ -46,6 +48,10 @@ class MemoryCurve:
     limit_bytes: int
     tracked_bytes: int | None = None
     """The peak of a step that was run, with what is reserved of the prediction; None if none was."""
+    tracked: tuple[int | None, ...] = ()
+    """Of a step that was run, the same for each of `held`, in total; None where nothing is known."""
+    tracked_name: str = ""
+    """What that line is called."""
 
     @property
     def peak(self) -> Held:
@@ -69,7 +75,7 @@ def memory_curve(view: OpenPlan, options: Sequence[StageCandidate], streams: Ste
         phase = peak.phase if peak.phase in ("forward", "optimizer") else "backward"
         if found:  # The first part holds its gather from the start.
             free_s = max(free_s, starts.get((phase, part), free_s))
-        found.append(Held(free_s, where, part, {name: round(size) for name, size in peak.categories.items()}))
+        found.append(Held(free_s, phase, where, part, {name: round(size) for name, size in peak.categories.items()}))
     return MemoryCurve(tuple(found), streams.end_s, view.plan.limit_bytes)
 
 
@@ -115,7 +121,21 @@ def memory_figure(curve: MemoryCurve) -> Figure:
             "hovertemplate": f"%{{y:.2f}} {unit}, %{{text}}",
         }
     )
-    lines = (("limit", curve.limit_bytes, "dash"), ("tracked peak", curve.tracked_bytes, "dot"))
+    if curve.tracked:
+        sizes = [None if size is None else round(size / unit_bytes, 5) for size in (*curve.tracked, curve.tracked[-1])]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": curve.tracked_name,
+                "x": at_ms,
+                "y": sizes,
+                "line": {"shape": "hv", "width": 2.5, "dash": "dot"},
+                "meta": IN_COLOUR_OF_TEXT,
+                "hovertemplate": f"%{{y:.2f}} {unit}",
+            }
+        )
+    lines = (("limit", curve.limit_bytes, "dash"), ("tracked peak", curve.tracked_bytes, "dashdot"))
     traces += [
         {
             "type": "scatter",

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import groupby
+from typing import Any
 
 from osdp.cli.reports.figures import format_parameters, format_rate, format_seconds
 from osdp.cli.reports.rows import RECOMPUTED, choice_name
@@ -26,6 +28,16 @@ MOST_CELLS = 3000
 """Operators that are drawn one by one."""
 MOST_OUTLINED = 120
 """Operators whose bars have an outline, which would hide more and thinner ones."""
+
+
+class PricesWanted(Enum):
+    """How thoroughly the alternatives of a plan are priced."""
+
+    NONE = auto()
+    SAMPLED = auto()
+    """For one stage of each part, in its middle: a fraction of a second."""
+    ALL = auto()
+    """As `osdp explain`, for all stages: some seconds."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +104,10 @@ class ModelStrip:
     """Empty if prices were not asked for."""
 
 
-def model_strip(view: OpenPlan, options: Sequence[StageCandidate], *, with_prices: bool = True) -> ModelStrip:
-    """Return the strip of a plan, one option per stage in execution order; prices take a second or more."""
+def model_strip(view: OpenPlan, options: Sequence[StageCandidate], wanted: PricesWanted) -> ModelStrip:
+    """Return the strip of a plan, one option per stage in execution order."""
     graph, model = view.space.graph, view.space.model
-    found = parts(view) if with_prices else []
+    found = [] if wanted is PricesWanted.NONE else parts(view, sampled=wanted is PricesWanted.SAMPLED)
     part_of_stage = {stage: place for place, part in enumerate(found) for stage in part.stages}
     tied = next((place for place, part in enumerate(found) if part.label == TIED), None)
     starts = slice_starts(graph, view.space.counts)
@@ -206,33 +218,65 @@ def _signed_bytes(size_bytes: int) -> str:
     return f"{'-' if size_bytes < 0 else '+'}{format_bytes(abs(size_bytes))}"
 
 
+@dataclass(frozen=True)
+class Row:
+    """Cells side by side at one height."""
+
+    label: str
+    cells: tuple[Cell, ...]
+    base: float
+    """Lower edge; a row is 1 high."""
+    texts: tuple[str, ...]
+    """What each cell says when it is pointed at, as `hover_text` gives it."""
+
+
+def strip_rows(strip: ModelStrip, base: float = 0.0) -> list[Row]:
+    """Return the blocks, and below them their operators if those are not too many, from `base` upwards."""
+    shown = [("blocks", strip.blocks, base + 1.1)]
+    if len(strip.operators) <= MOST_CELLS:
+        shown.append(("operators", strip.operators, base))
+    return [
+        Row(label, cells, height, tuple(hover_text(describe(cell, strip)) for cell in cells))
+        for label, cells, height in shown
+    ]
+
+
 def strip_figure(strip: ModelStrip, colours: Mapping[str, str] | None = None) -> Figure:
     """Return two rows of bars, blocks above their operators; `colours` are those of strategies."""
-    colours = colours or colours_of(cell.strategy for cell in strip.operators)
-    colours = {**colours_of([*colours, *(cell.strategy for cell in strip.blocks)]), **colours}
-    is_fine = len(strip.operators) <= MOST_CELLS
-    rows = [(strip.blocks, 1.1), *([(strip.operators, 0.0)] if is_fine else [])]
-    line_width = 0.5 if len(strip.operators) <= MOST_OUTLINED else 0
+    rows = strip_rows(strip)
+    return Figure(strategy_bars(rows, colours), {"height": 250, **strip_layout(rows)})
+
+
+def strategy_bars(rows: Sequence[Row], colours: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Return a trace of bars for each strategy in some rows."""
+    colours = colours or {}
+    colours = {**colours_of([*colours, *(cell.strategy for row in reversed(rows) for cell in row.cells)]), **colours}
+    line_width = 0.5 if max(len(row.cells) for row in rows) <= MOST_OUTLINED else 0
     traces = []
     for strategy, colour in colours.items():
-        placed = [(cell, base) for cells, base in rows for cell in cells if cell.strategy == strategy]
+        placed = [
+            (cell, row.base, text)
+            for row in rows
+            for cell, text in zip(row.cells, row.texts, strict=True)
+            if cell.strategy == strategy
+        ]
         if not placed:
             continue
         traces.append(
             {
                 "type": "bar",
                 "name": strategy,
-                "x": [cell.first + cell.count / 2 for cell, _ in placed],
-                "width": [cell.count for cell, _ in placed],
-                "base": [base for _, base in placed],
+                "x": [cell.first + cell.count / 2 for cell, *_ in placed],
+                "width": [cell.count for cell, *_ in placed],
+                "base": [base for _, base, _ in placed],
                 "y": [1] * len(placed),
-                "hovertext": [hover_text(describe(cell, strip)) for cell, _ in placed],
+                "hovertext": [text for *_, text in placed],
                 "hovertemplate": "%{hovertext}<extra></extra>",
                 "marker": {
                     "color": colour,
                     "line": {"width": line_width, "color": "rgba(255,255,255,0.6)"},
                     "pattern": {
-                        "shape": [HATCH[cell.recompute] for cell, _ in placed],
+                        "shape": [HATCH[cell.recompute] for cell, *_ in placed],
                         "size": 7,
                         "solidity": 0.25,
                         **HATCHED,
@@ -240,26 +284,28 @@ def strip_figure(strip: ModelStrip, colours: Mapping[str, str] | None = None) ->
                 },
             }
         )
-    labels = (["operators", "blocks"], [0.5, 1.6]) if is_fine else (["blocks"], [1.6])
-    layout = {
+    return traces
+
+
+def strip_layout(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the axes of some rows."""
+    return {
         "barmode": "overlay",
-        "height": 250,
         "showlegend": True,
         "xaxis": {
             "title": {"text": "operators in execution order"},
             "showgrid": False,
-            "range": [0, len(strip.operators)],
+            "range": [0, max(cell.first + cell.count for row in rows for cell in row.cells)],
         },
         "yaxis": {
-            "ticktext": labels[0],
-            "tickvals": labels[1],
+            "ticktext": [row.label for row in rows],
+            "tickvals": [row.base + 0.5 for row in rows],
             "showgrid": False,
             "zeroline": False,
             "fixedrange": True,
         },
         "hovermode": "closest",
     }
-    return Figure(traces, layout)
 
 
 def recompute_text(cell: Cell) -> str:

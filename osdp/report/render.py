@@ -3,26 +3,38 @@
 import base64
 import gzip
 import json
+import re
+from dataclasses import asdict
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from osdp import __version__
+from osdp.cli.reports.diff import bytes_texts, changed_names, seconds_texts, setting_name, setting_text, term_name
 from osdp.cli.reports.figures import format_count, format_parameters, format_rate, format_seconds
 from osdp.cli.reports.rows import choice_name
+from osdp.report.compared_memory import compared_memory_figure
+from osdp.report.compared_strips import compared_strips_figure
 from osdp.report.contents import PlanContents, Report
+from osdp.report.diff_contents import DiffContents
 from osdp.report.figure import Figure, colours_of
 from osdp.report.frontier_picture import frontier_figure
 from osdp.report.memory_curve import memory_figure
 from osdp.report.model_strip import price_text, recompute_text, strip_figure
+from osdp.report.over_steps import loss_figure, peak_figure, step_time_figure
 from osdp.report.step_streams import streams_figure
+from osdp.report.training_contents import TrainingContents
+from osdp.report.waiting_picture import waiting_figure
+from osdp.training.reporters import Step
 from profiler.byte_sizes import format_bytes
 from profiler.errors import OsdpError, install_advice
 from profiler.yaml_files import write_text_atomic
 
+FIGURES = r'<script id="figures" type="application/gzip">([^<]*)</script>'
 SUFFIXES = (".html", ".htm")
-MOST_ROWS = 6000
-"""Operators that all tables of a page together list one by one: more would make it large."""
+MOST_ROWS, MOST_PRICES = 6000, 1500
+"""Operators, and alternatives, that all tables of a page together list: more would make it large."""
 
 
 def check_html(path: Path, option: str = "--html") -> None:
@@ -42,14 +54,89 @@ def check_html(path: Path, option: str = "--html") -> None:
         raise OsdpError(f"{path} cannot be written", got="no such directory", advice=f"mkdir -p {path.parent}")
 
 
-def write_report(path: Path, report: Report) -> None:
+def write_report(path: Path, report: Report | DiffContents | TrainingContents) -> None:
     """Write a report to `path`, whole or not at all.  Raises OsdpError as `check_html` does."""
     check_html(path)
-    write_text_atomic(path, render(report))
+    match report:
+        case Report():
+            text = render(report)
+        case DiffContents():
+            text = render_diff(report)
+        case TrainingContents():
+            text = render_training(report)
+    write_text_atomic(path, text)
 
 
 def render(report: Report) -> str:
     """Return a report as one HTML page."""
+    return _page("plan.html", _figures(report), **_of_plans(report))
+
+
+def render_diff(diff: DiffContents) -> str:
+    """Return two plans beside each other as one HTML page."""
+    figures = {
+        "memory": compared_memory_figure(diff.before.memory, diff.after.memory).plain,
+        "strips": compared_strips_figure(diff.before.strip, diff.after.strip).plain,
+    }
+    downloads = [_data_uri(side.plan_yaml) for side in (diff.before, diff.after)]
+    return _page("diff.html", {"plans": [figures]}, diff=diff, downloads=downloads)
+
+
+def render_training(run: TrainingContents) -> str:
+    """Return a training run as one HTML page, which `steps_in` reads again."""
+    plan = run.start.plan
+    figures = _figures(run.report)
+    if run.steps:
+        figures["plans"][0] |= {
+            "loss": loss_figure(run.steps).plain,
+            "step-time": step_time_figure(run.steps, plan).plain,
+            "memory-of-steps": peak_figure(run.steps, plan).plain,
+        }
+    if run.waits_s:
+        figures["plans"][0]["waiting"] = waiting_figure(run.waits_s, run.step_s).plain
+    # A text of its own: a loss may not be a number, for which browsers' JSON has no word.
+    figures["run"] = json.dumps({"model": plan.model.name, "steps": [asdict(step) for step in run.steps_to_keep]})
+    return _page("training.html", figures, run=run, **_of_plans(run.report))
+
+
+def steps_in(path: Path, model: str, last: int) -> tuple[Step, ...]:
+    """Return the steps up to the one of a number in the page of a run of a model; none if the file is none."""
+    try:
+        found = re.search(FIGURES, path.read_text())
+        run = json.loads(json.loads(gzip.decompress(base64.b64decode(found[1])))["run"]) if found else {}
+        steps = [Step(**step | {"waits_s": tuple(step["waits_s"])}) for step in run.get("steps", ())]
+        return tuple(step for step in steps if step.number <= last) if run.get("model") == model else ()
+    except (OSError, EOFError, ValueError, LookupError, TypeError):
+        return ()
+
+
+def _of_plans(report: Report) -> dict[str, Any]:
+    """Return what `plan_sections.html` needs."""
+    return {
+        "report": report,
+        "downloads": [_data_uri(contents.plan_yaml) for contents in report.plans],
+        "lists_operators": sum(len(one.strip.operators) for one in report.plans) <= MOST_ROWS,
+        "lists_prices": sum(len(part.alternatives) for one in report.plans for part in one.strip.parts) <= MOST_PRICES,
+    }
+
+
+def _page(name: str, figures: dict[str, Any], **shown: Any) -> str:
+    """Return a page of the folder `page`; `figures` is what its script reads, and `shown` what its template does."""
+    read = files("osdp.report") / "page"
+    template = _environment().get_template(name)
+    page: str = template.render(
+        version=__version__,
+        figures=_packed(json.dumps(figures)),
+        style=(read / "page.css").read_text(),
+        wiring=(read / "page.js").read_text(),
+        plotly=_packed_plotly(),
+        **shown,
+    )
+    return page
+
+
+@cache
+def _environment() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("osdp.report", "page")
@@ -57,6 +144,8 @@ def render(report: Report) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     shown = (
+        bytes_texts,
+        changed_names,
         choice_name,
         format_bytes,
         format_count,
@@ -65,20 +154,18 @@ def render(report: Report) -> str:
         format_seconds,
         price_text,
         recompute_text,
+        seconds_texts,
+        setting_name,
+        setting_text,
+        term_name,
     )
     environment.filters |= {function.__name__: function for function in shown}
-    page = environment.get_template("page.html")
-    read = files("osdp.report") / "page"
-    return page.render(
-        report=report,
-        version=__version__,
-        figures=_packed(json.dumps(_figures(report))),
-        downloads=[_data_uri(contents.plan_yaml) for contents in report.plans],
-        style=(read / "page.css").read_text(),
-        wiring=(read / "page.js").read_text(),
-        plotly=_packed((files("plotly") / "package_data" / "plotly.min.js").read_text()),
-        lists_operators=sum(len(one.strip.operators) for one in report.plans) <= MOST_ROWS,
-    )
+    return environment
+
+
+@cache
+def _packed_plotly() -> str:
+    return _packed((files("plotly") / "package_data" / "plotly.min.js").read_text())
 
 
 def _figures(report: Report) -> dict[str, Any]:

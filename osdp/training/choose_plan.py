@@ -11,10 +11,11 @@ import warnings
 from osdp.compat.seed_groups import grouped_strategy
 from osdp.planning.clusters import memory_limit
 from osdp.planning.memory_options import default_headroom
-from osdp.planning.rank_grid import cluster_of_ranks, grid
+from osdp.planning.rank_grid import cluster_of_plan, cluster_of_ranks, grid
 from osdp.planning.request import Request, plan_model
 from osdp.training.config import TrainConfig
 from osdp.training.job import Job, check_ranks
+from planner.analysis.explain import OpenPlan, open_plan
 from planner.cost.peak_memory import peak_memory
 from planner.cost.workload import Workload
 from planner.options.search_space import Space
@@ -48,6 +49,13 @@ def choose_plan(job: Job) -> tuple[Plan, float]:
         if getattr(job.config, name) is not None:
             warnings.warn(f"{name} has no effect: the plan file has it", stacklevel=2)
     return job.plan, 0.0
+
+
+def opened(job: Job, plan: Plan) -> OpenPlan:
+    """Trace the model of a job again and return the plan with all that its figures are made of."""
+    cluster, ref = cluster_of_plan(plan, None), plan.model
+    settings = plan.micro_batch, ref.master_weights, plan.asked.expert_imbalance
+    return open_plan(plan, trace_model(job.source, ref.precision, cluster.device.kind, *settings), cluster)
 
 
 def _planned(job: Job) -> Plan:

@@ -97,6 +97,8 @@ class TrainConfig:
     tensorboard: str | None = None
     tracker: str | None = None
     """`wandb` or `mlflow`, where they are installed; their own settings say where the figures go."""
+    html: str | None = None
+    """File of a report for a browser, which rank 0 writes while the run goes on."""
     trace: str | None = None
     memory_snapshot: str | None = None
     """File of a predicted snapshot, beside which rank 0 writes a real one; see `osdp.training.viewer_files`."""

@@ -67,6 +67,10 @@ def prepare(config: TrainConfig) -> Job:
         expected = f"{task.sequence_length}, as the task {task.name} has"
         raise OsdpError(what, got=f"{length} tokens", expected=expected, advice=f"--seq {length}, or another plan")
     resume = _checkpoint(config)
+    if config.html is not None:
+        from osdp.report.render import check_html
+
+        check_html(Path(config.html))
     if config.trace is not None:
         from osdp.training.trace_step import ready_folder
 

@@ -25,10 +25,11 @@ from osdp.training.lr_schedule import learning_rate
 from osdp.training.measure import Measurements
 from osdp.training.process_group import Ranks
 from osdp.training.progress import Progress
-from osdp.training.reporters import Report, Saved, Skipped, Step
+from osdp.training.reporters import Counted, Report, Saved, Skipped, Step
 from osdp.training.tasks import batch
 from osdp.training.trace_step import MEMORY_STEP, TRACE_STEP, Tracer
 from osdp.training.viewer_files import StepRecorder
+from osdp.training.waiting import Stalls
 from profiler.errors import OsdpError
 from runtime.failures.peer_faults import check_finite, naming_faults
 from runtime.local_shards import local_data
@@ -76,7 +77,9 @@ class Trainer:
     def run(self) -> Measurements:
         """Train until the configuration's last step; return what was measured."""
         config = self.config
-        measured = Measurements(self.ranks, config.steps - self.position.step)
+        stalls = Stalls(self.ranks.device, self.model.sharded)
+        steps_left, by_part = config.steps - self.position.step, config.html is not None
+        measured = Measurements(self.ranks, steps_left, stalls, by_part=by_part)
         tracer = Tracer(config.trace, self.model, self.optimizer)
         recorder = StepRecorder(config.memory_snapshot, config.timeline, self.ranks.device, self.ranks.rank)
         self.model.train()
@@ -151,9 +154,13 @@ class Trainer:
             return
         mean, gradient_norm = self.ranks.mean(loss), None if norm is None else float(norm)
         samples, tokens = self.samples_per_step, self.samples_per_step * self.job.task.sequence_length
-        step_s, peak_bytes = measured.recent_s(), measured.peak_bytes()
+        step_s, recent = measured.recent_s(), measured.recent()
         left_s = step_s * (self.config.steps - number)
-        self.report(Step(number, mean, gradient_norm, rate, samples, tokens, step_s, peak_bytes, left_s))
+        if measured.parts:
+            self.report(Counted(measured.parts))
+            measured.parts = ()
+        figures = mean, gradient_norm, rate, samples, tokens, step_s, recent.peak_bytes, left_s, recent.waits_s
+        self.report(Step(number, *figures))
 
     def _save(self) -> None:
         """Write a checkpoint, or begin to; older ones go when it is whole."""

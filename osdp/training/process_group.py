@@ -47,6 +47,13 @@ class Ranks:
     def maximum(self, values: list[int]) -> list[int]:
         return self.total(values, dist.ReduceOp.MAX)
 
+    def everyone(self, values: list[int]) -> list[list[int]]:
+        """Return what each rank gives, equally many numbers; in the order of ranks. A collective call."""
+        own = on_device(torch.tensor(values, dtype=torch.int64), self.device)
+        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(found, own)
+        return [one.tolist() for one in found]
+
     def total(self, values: list[int], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
         found = on_device(torch.tensor(values, dtype=torch.int64), self.device)
         dist.all_reduce(found, operation)

@@ -109,11 +109,12 @@ def _own_checkpoints(job: Job, ranks: Ranks) -> Iterator[None]:
 
 def _summary(trainer: Trainer, measured: Measurements) -> Summary:
     """Sum up, with the accuracy on held-out samples. A collective call."""
-    task, step_s, memory = trainer.job.task, measured.step_s, measured.memory()
+    task, step_s, (memory, waits_s) = trainer.job.task, measured.step_s, measured.whole()
     accuracies = held_out_accuracies(trainer.model, task, trainer.ranks, trainer.plan.micro_batch)
     samples_per_s = trainer.samples_per_step / step_s if step_s else 0.0
     timed_steps, tokens_per_s = len(measured.timed_s), samples_per_s * task.sequence_length
     rates = samples_per_s, tokens_per_s
     skipped = trainer.nonfinite.skipped
     restarts = trainer.progress.restarts()
-    return Summary(trainer.plan, measured.count, timed_steps, step_s, *rates, memory, accuracies, skipped, restarts)
+    run = trainer.plan, measured.count, timed_steps, step_s, *rates, memory, accuracies
+    return Summary(*run, skipped, restarts, waits_s)

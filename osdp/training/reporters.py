@@ -8,6 +8,7 @@ from typing import Protocol
 from osdp.training.config import TrainConfig
 from osdp.training.progress import Restarts
 from planner.plan import Plan
+from runtime.observe.part_peaks import PartPeak
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Step:
     """Peak memory of the fullest rank so far, as `Memory.peak_bytes`; 0 while it is not known."""
     left_s: float = 0.0
     """Until the last step is done, if all that are left take as long as these."""
+    waits_s: tuple[float, ...] = ()
+    """How long each rank waits in that step, in their order; empty for one rank. See `osdp.training.waiting`."""
 
     @property
     def samples_per_s(self) -> float:
@@ -108,6 +111,8 @@ class Summary:
     """Steps that were left out, as their gradients were not finite."""
     restarts: Restarts | None = None
     """What restarts have cost; None if there was none."""
+    waits_s: tuple[float, ...] = ()
+    """As in `Step`, of the median step; empty also where none was timed."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,15 @@ class Skipped:
     """From 1."""
 
 
-Event = Start | Step | Skipped | Saved | Summary
+@dataclass(frozen=True)
+class Counted:
+    """Rank 0 has counted the bytes of a step."""
+
+    parts: tuple[PartPeak, ...]
+    """What lived at most while each part of the model ran, in the order of the step."""
+
+
+Event = Start | Step | Skipped | Saved | Counted | Summary
 Report = Callable[[Event], None]
 
 

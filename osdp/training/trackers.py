@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from osdp.training.reporters import Event, Reporter, Start, Step, Summary
 from planner.plan import Plan
 from profiler.errors import OsdpError
 
+MOST_RANKS = 64
+"""Ranks whose waiting is kept one by one."""
 Describe = Callable[[Start], str]
 """Returns the plan, and what it is predicted to do, as text."""
 
@@ -27,6 +29,7 @@ def scalars(event: Event, plan: Plan) -> dict[str, float]:
         case Step():
             found: dict[str, float | None] = {name: getattr(event, name) for name in ("loss", "learning_rate")}
             found |= {"samples_per_s": event.samples_per_s, "gradient_norm": event.gradient_norm}
+            found |= _waits(event.waits_s)
             memory_bytes = event.peak_bytes or None
         case Summary():
             found = {
@@ -40,6 +43,15 @@ def scalars(event: Event, plan: Plan) -> dict[str, float]:
         found["memory/predicted_bytes"] = plan.predicted.tensors_bytes
         found["memory/limit_bytes"] = plan.limit_bytes
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _waits(waits_s: Sequence[float]) -> dict[str, float]:
+    """Return how long ranks wait in a step: all in the mean, the longest, and each if they are few."""
+    if not waits_s:
+        return {}
+    found = {"waiting_s/mean": sum(waits_s) / len(waits_s), "waiting_s/longest": max(waits_s)}
+    each = {f"waiting_s/rank_{rank}": wait_s for rank, wait_s in enumerate(waits_s)}
+    return found | (each if len(each) <= MOST_RANKS else {})
 
 
 class Tracker:

@@ -222,8 +222,11 @@ def _alternative(view: OpenPlan, strategy: Strategy, recompute: Recompute | None
     )
 
 
-def parts(view: OpenPlan) -> list[Part]:
-    """Return the parts of a plan in execution order, each with the best changes of one of its stages."""
+def parts(view: OpenPlan, *, sampled: bool = False) -> list[Part]:
+    """Return the parts of a plan in execution order, each with the best changes of one of its stages.
+
+    If `sampled`, of the stage in its middle: what is tried takes a time that does not grow with the model.
+    """
     groups: dict[tuple[str, StageDecision], list[int]] = {}
     for index, choice in enumerate(view.decided.choices):
         if choice.strategies or choice.recompute:
@@ -232,7 +235,8 @@ def parts(view: OpenPlan) -> list[Part]:
     found = []
     for (label, choice), stages in groups.items():
         members = [view.space.model.stages[index] for index in stages]
-        changes = [other for index in stages for other in alternatives(view, Target(frozenset({index})))]
+        tried = [stages[len(stages) // 2]] if sampled else stages
+        changes = [other for index in tried for other in alternatives(view, Target(frozenset({index})))]
         recompute = choice.recompute if members[0].block is not None else None
         pinned = any(not operators.isdisjoint(stage.operators) or stage.block in blocks for stage in members)
         found.append(Part(label, tuple(stages), _distinct(choice.strategies), recompute, *best_of(changes), pinned))

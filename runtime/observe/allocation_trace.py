@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes
+from runtime.observe.live_bytes import ACTIVATIONS
+from runtime.observe.part_peaks import PartPeaks
 
 
 class Resize(NamedTuple):
@@ -38,7 +39,7 @@ class AllocationTrace:
     """Whether the last step leaves the very storages that it found, so that it can follow itself."""
 
 
-class AllocationRecorder(LiveBytes):  # type: ignore[no-untyped-call]
+class AllocationRecorder(PartPeaks):  # type: ignore[no-untyped-call]
     """Live bytes whose changes are remembered, from the first `begin_step` on."""
 
     def __init__(self) -> None:
@@ -61,6 +62,7 @@ class AllocationRecorder(LiveBytes):  # type: ignore[no-untyped-call]
 
     def begin_step(self) -> None:
         """Start the next step's record."""
+        self.parts.clear()
         self._starts.append(dict(self._allocated))
         self._steps.append([])
 

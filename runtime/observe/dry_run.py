@@ -27,6 +27,7 @@ from profiler.garbage_collection import without_garbage_collection
 from runtime.apply_schedule import apply_schedule
 from runtime.observe.allocation_trace import AllocationRecorder, AllocationTrace
 from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
+from runtime.observe.part_peaks import PartPeak, PartPeaks
 from runtime.optimizers import as_priced
 from runtime.schedule import Schedule
 from runtime.step.gradient_accumulation import Accumulation
@@ -61,6 +62,8 @@ class DryRun:
     """Live between steps."""
     trace: AllocationTrace
     """What the two steps allocate and free."""
+    parts: tuple[PartPeak, ...] = ()
+    """The most that lives while each part of the model runs, in the order of the step, to its end."""
 
 
 def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: bool = False) -> DryRun:
@@ -87,6 +90,7 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: boo
             sharded = apply_schedule(model, schedule, torch.device("cpu"))
             offloaded = {p.path for unit in schedule.units for p in unit.parameters if unit.strategy.offload}
             live.watch(model, offloaded)
+            live.follow(model, (name for unit in schedule.units for name in (*unit.modules, *unit.operators)))
             for unit in sharded.units:
                 live.hold(unit.communication_tensors(), "communication_buffers")
             optimizers = [
@@ -105,19 +109,20 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: boo
                     with script.answering():
                         _train(accumulation.run, model, script, live)
                 _step(live, optimizers)
-            peak, trace = live.peak, live.trace()
+            peak, trace, parts = live.peak, live.trace(), tuple(live.parts)
+            live.unwatch()
             del optimizers, model, sharded, accumulation
-    return DryRun(peak, rest_bytes, trace)
+    return DryRun(peak, rest_bytes, trace, parts)
 
 
-def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: LiveBytes) -> None:
+def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: PartPeaks) -> None:
     """Run one micro-batch forward and, if anything is trained, backward."""
-    live.phase = "forward"
+    live.enter("forward")
     args, kwargs = script.feed(model, script.micro_batch)
     output = run(*args, **kwargs)
     if any(parameter.requires_grad for parameter in model.parameters()):
         loss = script.find_loss(output)
-        live.phase = "backward"
+        live.enter("backward")
         # The output is held meanwhile, logits and all: as in most loops, and as the tracer counts.
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -158,11 +163,12 @@ class _Optimizer:
             parameter.grad = shard.grad = None
 
 
-def _step(live: LiveBytes, optimizers: Sequence[_Optimizer]) -> None:
+def _step(live: PartPeaks, optimizers: Sequence[_Optimizer]) -> None:
     """Run the optimizers' steps and drop the gradients."""
-    live.phase = "optimizer"
+    live.enter("optimizer")
     for optimizer in optimizers:
         optimizer.step(live)
-    live.phase, live.category = "zero", ACTIVATIONS
+    live.enter("zero")
+    live.category = ACTIVATIONS
     for optimizer in optimizers:
         optimizer.zero_grad()

@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -194,7 +194,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         states = tree_leaves(list(optimizer.state.values()))
         self.hold((state for state in states if isinstance(state, Tensor)), home or "optimizer")
 
-    def __enter__(self) -> LiveBytes:
+    def __enter__(self) -> Self:
         tracker, resize = self, torch.UntypedStorage.resize_
         self._resize = resize
 

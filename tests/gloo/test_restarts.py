@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from programs import process_of, python
 from ranks import children
+from report_pages import read_page
 from thoroughness import THOROUGH
 
 from runtime.state.checkpoint import latest
@@ -80,7 +81,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[in
 
 def test_a_killed_rank_changes_nothing(tmp_path: Path, undisturbed: tuple[Path, dict[int, float]]) -> None:
     """It dies in its fourth step, of which three are done and two are saved."""
-    status, printed, told = train(tmp_path, *SAVED, "--restarts", "2")
+    status, printed, told = train(tmp_path, *SAVED, "--restarts", "2", "--html", "run.html")
     assert status == 0, told
     assert told.startswith("osdp: note: restart 1 of 2: rank 1 was killed by SIGKILL")
     assert losses(printed) == undisturbed[1]
@@ -89,6 +90,14 @@ def test_a_killed_rank_changes_nothing(tmp_path: Path, undisturbed: tuple[Path, 
     assert re.findall(r"^step (\d)/6", printed, re.MULTILINE) == list("1233456")
     first, second = (read_manifest(folder / "saved/step-000006").files for folder in (tmp_path, undisturbed[0]))
     assert {**first, ".metadata": None} == {**second, ".metadata": None}  # bit for bit
+    # The page of the run that was killed had the first two steps, and that of the second has all.
+    page = read_page((tmp_path / "run.html").read_text())
+    (line,) = page.figures["plans"][0]["loss"]["data"]
+    assert dict(zip(line["x"], line["y"], strict=True)) == pytest.approx(undisturbed[1], rel=1e-3)
+    facts = dict(zip(page.facts[::3], page.facts[1::3], strict=True))
+    assert (facts["restarts"], facts["steps"]) == ("1", "6 of 6")
+    lines = {line["name"]: line["y"] for line in page.figures["plans"][0]["memory"]["data"]}
+    assert lines["measured in a step of rank 0"] == pytest.approx(lines["in total"], abs=1.0)  # MiB
 
 
 def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from osdp.planning.plan_file import read_plan
 from osdp.planning.request import Planned
 from osdp.report.contents import PlanContents, make_report, plan_contents
 from osdp.report.memory_curve import memory_figure
+from osdp.report.model_strip import PricesWanted, price_text
 from osdp.report.render import render
 from osdp.report.step_streams import streams_figure
 from planner.analysis.explain import Target, alternatives, open_plan
@@ -37,7 +38,7 @@ def planned() -> Planned:
 
 @pytest.fixture(scope="module")
 def contents(planned: Planned) -> PlanContents:
-    return plan_contents(planned, HOW, with_prices=True)
+    return plan_contents(planned, HOW, PricesWanted.ALL)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def test_prices_are_those_of_explain(page: Page, contents: PlanContents, planned
 @pytest.mark.parametrize(("limit_mib", "micro_batch"), [(LIMIT_MIB, None), (LIMIT_MIB, 1), (WIDE_MIB, 2)])
 def test_the_highest_point_of_the_curve_is_the_peak(limit_mib: int, micro_batch: int | None) -> None:
     predicted = (found := planned_within(limit_mib, micro_batch=micro_batch)).plan.predicted
-    curve = plan_contents(found, HOW, with_prices=False).memory
+    curve = plan_contents(found, HOW, PricesWanted.NONE).memory
     assert curve.peak.categories == pytest.approx(predicted.memory_by_category, abs=1)
     assert curve.peak.where == predicted.peak_phase
     starts = [held.start_s for held in curve.held]
@@ -174,6 +175,21 @@ def test_a_frontier_has_all_plans(frontier: Page) -> None:
     ((_, slider),) = [element for element in frontier.elements if element[0] == "input"]
     assert (slider["type"], slider["max"]) == ("range", "1")
     assert json.loads(slider["data-labels"] or "") == ["150.0 MiB", "700.0 MiB"]
+
+
+def test_prices_at_each_limit_are_under_the_pointer(frontier: Page) -> None:
+    """Of a block in the middle of those with the same choice, as `osdp explain` prices it."""
+    for limit, figures in zip((LIMIT_MIB, WIDE_MIB), frontier.figures["plans"], strict=True):
+        found = planned_within(limit)
+        view = open_plan(found.plan, found.graph, found.cluster)
+        names = [stage.name for stage in view.space.model.stages]
+        texts = [text for trace in figures["strip"]["data"] for text in trace["hovertext"]]
+        (shown,) = [text for text in texts if text.startswith("blocks.1 (")]
+        priced = [
+            [price_text(other) for other in alternatives(view, Target(frozenset({names.index(f"blocks.{block}")})))[:5]]
+            for block in range(3)
+        ]
+        assert shown.split("<br>")[-5:] in priced
 
 
 def test_one_plan_has_no_slider(page: Page) -> None:
@@ -284,6 +300,11 @@ def test_what_was_verified_is_on_the_page(cli: Cli, tmp_path: Path) -> None:
     (line,) = [trace for trace in page.figures["plans"][0]["memory"]["data"] if trace["name"] == "tracked peak"]
     reserve_bytes = read_plan(plan).predicted.reserve_bytes
     assert line["y"] == pytest.approx([(told["tracked_peak_bytes"] + reserve_bytes) / GIB] * 2, abs=1e-5)
+    lines = {trace["name"]: trace["y"] for trace in page.figures["plans"][0]["memory"]["data"]}
+    assert max(lines["tracked"]) == line["y"][0]
+    # Every part of the model holds in its forward and in its backward what is predicted.
+    assert lines["tracked"] == pytest.approx(lines["in total"], abs=0.01 * told["tracked_peak_bytes"] / GIB)
+    assert len(set(lines["tracked"])) > 8
     assert f"predicted {told['error']:+.2%} against tracked" in page.text
     activations = told["predicted"]["activations"], told["tracked"]["activations"]
     assert ["activations", *(f"{size / MIB:.1f} MiB" for size in activations)] in page.rows

@@ -1,4 +1,4 @@
-"""The report of a frontier in a browser: it renders, the slider moves the plan, hovering tells what the plan says.
+"""Reports in a browser: they render, the slider moves the plan, hovering tells what the plan says.
 
 Needs the system's Chromium and Playwright, and is skipped without.  Screenshots are in pytest's temporary folder.
 """
@@ -17,7 +17,12 @@ from synthetic import transformer
 
 from osdp.planning.request import Planned
 from osdp.report.contents import make_report
+from osdp.report.diff_contents import diff_contents
 from osdp.report.render import write_report
+from osdp.report.training_page import TrainingPage
+from osdp.training.config import load_config
+from osdp.training.reporters import Start, Step
+from planner.analysis.explain import open_plan
 
 LIMITS_MIB = (150, 700)
 SERIOUS = ("serious", "critical")
@@ -60,13 +65,14 @@ class Visit:
     page: Any
     faults: list[str] = field(default_factory=list)
 
-    def open(self, path: Path) -> None:
+    def open(self, path: Path, last: str = "streams") -> None:
+        """Open a report and wait until its last picture is drawn."""
         self.page.on("console", lambda message: self.faults.append(message.text))
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on("dialog", lambda dialog: self.faults.append(dialog.message) or dialog.dismiss())
         self.page.on("request", lambda request: self.request(request.url))
         self.page.goto(path.as_uri())
-        self.page.wait_for_selector("#streams .barlayer .point")
+        self.page.wait_for_selector(f"#{last} .barlayer .point")
 
     def request(self, url: str) -> None:
         if not url.startswith(("file:", "data:", "blob:")):
@@ -86,12 +92,37 @@ def visit(browser: Any, request: pytest.FixtureRequest) -> Iterator[Visit]:
 
 @pytest.mark.parametrize("visit", [(400, "light"), (1600, "dark")], indirect=True, ids=["phone", "dark"])
 def test_it_renders_without_faults_for_everyone(visit: Visit, frontier: Path, folder: Path) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed (the extra `test`)")
     visit.open(frontier)
     width = visit.page.viewport_size["width"]
     visit.page.screenshot(path=folder / f"frontier-{width}.png", full_page=True)
+    check(visit, PICTURES)
+
+
+@pytest.mark.parametrize("visit", [(400, "dark")], indirect=True, ids=["phone"])
+def test_two_plans_beside_each_other_likewise(visit: Visit, folder: Path, plans: list[Planned]) -> None:
+    path = folder / "diff.html"
+    views = (open_plan(planned.plan, planned.graph, planned.cluster) for planned in plans)
+    write_report(path, diff_contents(*views, ("before.yaml", "after.yaml"), HOW))
+    visit.open(path, "strips")
+    check(visit, ("memory", "strips"))
+
+
+@pytest.mark.parametrize("visit", [(400, "light")], indirect=True, ids=["phone"])
+def test_a_training_likewise(visit: Visit, folder: Path, plans: list[Planned]) -> None:
+    path, planned = folder / "training.html", plans[0]
+    page = TrainingPage(path, lambda plan: open_plan(plan, planned.graph, planned.cluster), "osdp train")
+    page.report(Start(planned.plan, load_config("gpt2", {"steps": 2, "device": "cpu"}), 0.5, "cpu", 0, None))
+    page.report(Step(1, 5.0, 2.0, 0.1, 8, 56, 0.5, 1 << 20, 1.0, (0.0, 0.125)))
+    visit.open(path)
+    check(visit, ("loss", "step-time", "memory-of-steps", "waiting", *PICTURES[1:]))
+
+
+def check(visit: Visit, pictures: tuple[str, ...]) -> None:
+    """Check that pictures fill the page, that nothing sticks out, that all can read it, and that nothing went wrong."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed (the extra `test`)")
+    width = visit.page.viewport_size["width"]
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
-    for name in PICTURES:
+    for name in pictures:
         box = visit.page.locator(f"#{name} svg.main-svg").first.bounding_box()
         assert box["width"] > 0.8 * min(width, 1280)
     found = axe.Axe().run(visit.page).response["violations"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from base64 import b64decode
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,14 @@ def test_pytorchs_own_functions_take_the_snapshot(cli: Cli) -> None:
     for page in (_memory_viz.trace_plot(snapshot), _memory_viz.segment_plot(snapshot)):
         inside = page.partition('"base64": "')[2].partition('"')[0]
         assert pickle.loads(b64decode(inside)) == snapshot
+    (segment,) = snapshot["segments"]
+    for flames in (_memory_viz.memory, _memory_viz.segments):
+        lines = flames(snapshot, format_flamegraph=lambda lines: lines).splitlines()
+        sizes = [(line.rpartition(" ")[0], int(line.rpartition(" ")[2])) for line in lines]
+        assert sum(size for _, size in sizes) == segment["total_size"]
+        assert sum(size for name, size in sizes if ";active_allocated;" in name) == segment["active_size"]
+    still = _memory_viz.filter_alloc_free_pairs(deepcopy(snapshot))["device_traces"][0]
+    assert {entry["addr"]: entry["size"] for entry in still if entry["action"] == "alloc"} == replayed(snapshot)[1]
     frames = [frame["name"] for entry in snapshot["device_traces"][0] for frame in entry["frames"]]
     assert any(name.startswith("forward of blocks.0.") for name in frames)
     assert report["predicted"]["peak_phase"] in frames

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,6 +71,10 @@ def train(
     resume: Annotated[str | None, Option(help="auto, never, or the path of a checkpoint.")] = None,
     tensorboard: Annotated[str | None, Option(help="Folder for TensorBoard event files.")] = None,
     tracker: Annotated[str | None, Option(help="wandb or mlflow, if installed.")] = None,
+    html: Annotated[
+        str | None,
+        Option(metavar="FILE.html", help="Write a report for a browser while the run goes on and at its end."),
+    ] = None,
     trace: Annotated[str | None, Option(help="Folder for each rank's memory plot (step 3) and trace (step 4).")] = None,
     memory_snapshot: Annotated[
         str | None,
@@ -130,9 +136,18 @@ def _run_as_rank(spec: str | None, given: dict[str, Any]) -> None:
     from osdp.training.job import prepare
     from osdp.training.progress import continued
     from osdp.training.rank_main import run_rank
+    from osdp.training.reporters import Reporter
     from osdp.training.trackers import TRACKERS, Board
 
     config = continued(load_config(spec, given))
-    kept = [] if config.tensorboard is None else [Board(Path(config.tensorboard), plan_text)]
+    kept: list[Reporter] = [] if config.tensorboard is None else [Board(Path(config.tensorboard), plan_text)]
     tracked = [] if config.tracker is None else [TRACKERS[config.tracker](plan_text)]
-    run_rank(prepare(config), TrainReport(), *kept, *tracked)
+    job = prepare(config)
+    if config.html is not None:
+        from osdp.report.training_page import TrainingPage
+        from osdp.training.choose_plan import opened
+
+        kept.append(
+            TrainingPage(Path(config.html), lambda plan: opened(job, plan), shlex.join(["osdp", *sys.argv[1:]]))
+        )
+    run_rank(job, TrainReport(), *kept, *tracked)

@@ -64,12 +64,18 @@ def print_diff(console: Console, found: Comparison, before: str, after: str) -> 
 def _settings(changes: tuple[SettingChange, ...]) -> Table:
     table = make_table("", "before", "after")
     for change in changes:
-        values = [_setting(change.setting, value) for value in (change.before, change.after)]
-        table.add_row(change.setting.removesuffix("_bytes").replace("_", " "), *values)
+        values = [setting_text(change.setting, value) for value in (change.before, change.after)]
+        table.add_row(setting_name(change.setting), *values)
     return table
 
 
-def _setting(name: str, value: str | int) -> str:
+def setting_name(name: str) -> str:
+    """Return a setting in words."""
+    return name.removesuffix("_bytes").replace("_", " ")
+
+
+def setting_text(name: str, value: str | int) -> str:
+    """Return the value of a setting, sizes in their unit."""
     if isinstance(value, str):
         return value
     return format_bytes(value) if name.endswith("_bytes") else f"{value:,}"
@@ -78,9 +84,14 @@ def _setting(name: str, value: str | int) -> str:
 def _choices(changes: tuple[ChoiceChange, ...]) -> Table:
     table = make_table(">count", "=before", "=after", "which")
     for change in changes:
-        inside = f": {', '.join(name or 'itself' for name in change.operators)}" if change.operators else ""
-        table.add_row(str(len(change.names)), change.before, change.after, short_names(change.names) + inside)
+        table.add_row(str(len(change.names)), change.before, change.after, changed_names(change))
     return table
+
+
+def changed_names(change: ChoiceChange) -> str:
+    """Return the blocks or operators that changed, and which operators inside blocks."""
+    inside = f": {', '.join(name or 'itself' for name in change.operators)}" if change.operators else ""
+    return short_names(change.names) + inside
 
 
 def _memory(found: Comparison) -> tuple[str, Table]:
@@ -88,10 +99,14 @@ def _memory(found: Comparison) -> tuple[str, Table]:
     table = make_table("", ">before", ">after", ">change")
     for delta in (*found.memory, peak):
         if delta.before or delta.after:
-            sign = "+" if delta.change > 0 else ""
-            sizes = (format_bytes(delta.before), format_bytes(delta.after), sign + format_bytes(delta.change))
-            table.add_row(delta.name.replace("_", " "), *sizes)
+            table.add_row(delta.name.replace("_", " "), *bytes_texts(delta))
     return f"Memory at the peak: {format_bytes(peak.before)} to {format_bytes(peak.after)}", table
+
+
+def bytes_texts(delta: Delta) -> tuple[str, str, str]:
+    """Return sizes before and after, and the change with its sign."""
+    sign = "+" if delta.change > 0 else ""
+    return format_bytes(delta.before), format_bytes(delta.after), sign + format_bytes(delta.change)
 
 
 def _time(found: Comparison) -> tuple[str, Table]:
@@ -100,6 +115,15 @@ def _time(found: Comparison) -> tuple[str, Table]:
     table = make_table("per step", ">before", ">after", ">change")
     for delta in (*found.time, found.step_time_s):
         if delta.before or delta.after:
-            seconds = [format_seconds(value) for value in (delta.before, delta.after)]
-            table.add_row(TERMS.get(delta.name, delta.name), *seconds, format_seconds(delta.change, signed=True))
+            table.add_row(term_name(delta.name), *seconds_texts(delta))
     return f"Time: {before} to {after} samples/s, {speed.after / speed.before:.3f} x as fast", table
+
+
+def term_name(term: str) -> str:
+    """Return a term of the step time, or the whole, in words."""
+    return TERMS.get(term, term)
+
+
+def seconds_texts(delta: Delta) -> tuple[str, str, str]:
+    """Return times before and after, and the change with its sign."""
+    return format_seconds(delta.before), format_seconds(delta.after), format_seconds(delta.change, signed=True)

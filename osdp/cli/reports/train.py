@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from osdp.cli.reports.figures import format_count, format_seconds
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 0.1
 """How far measured throughput may be from the predicted, relative, before a profile is advised."""
+MOST_RANKS = 4
+"""Ranks whose waiting is printed one by one."""
 
 
 class TrainReport:
@@ -90,6 +93,8 @@ def start_lines(start: Start) -> list[str]:
     ]
     if start.resumed is not None:
         lines.append(f"resumed    {start.resumed}: {start.first_step} of {config.steps} steps are done")
+    if config.html is not None:
+        lines.append(f"report     {config.html}")
     return lines
 
 
@@ -152,6 +157,8 @@ def summary_lines(summary: Summary) -> list[str]:
             f"predicted {plan.predicted.samples_per_s:.1f} seq/sec on {plan.cluster.name})"
         )
         lines.append(_compared(summary))
+    if summary.waits_s:
+        lines.append(waits_line(summary.waits_s, summary.step_s))
     for accuracy in summary.accuracies:
         right, total = accuracy.right, accuracy.total
         lines.append(f"{accuracy.what} held out of training: {right} of {total} right ({right / total:.1%})")
@@ -167,6 +174,19 @@ def _compared(summary: Summary) -> str:
         return f"{found}: the prediction holds"
     profile = f"osdp profile --model {plan.model.name} --batch {plan.micro_batch} -o mine.yaml"
     return f"{found}: {profile} measures this machine, and --trace FOLDER shows where the time of a step goes"
+
+
+def waits_line(waits_s: Sequence[float], step_s: float) -> str:
+    """Return how long ranks wait in a step, those that wait longest first."""
+    slowest = min(range(len(waits_s)), key=waits_s.__getitem__)
+    others = sorted((rank for rank in range(len(waits_s)) if rank != slowest), key=lambda rank: -waits_s[rank])
+    shown = [
+        f"rank {rank} {format_seconds(waits_s[rank])} ({waits_s[rank] / step_s:.1%})" for rank in others[:MOST_RANKS]
+    ]
+    if len(others) > MOST_RANKS:
+        mean_s = sum(waits_s) / len(waits_s)
+        shown.append(f"all ranks in the mean {format_seconds(mean_s)} ({mean_s / step_s:.1%})")
+    return f"waiting for the slowest, rank {slowest}, in a step: {', '.join(shown)}"
 
 
 def _megabytes(size_bytes: float) -> str:

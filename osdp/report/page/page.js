@@ -37,7 +37,8 @@ function draw(name, figure) {
   const place = document.getElementById(name);
   if (place && figure) {
     const line = getComputedStyle(document.documentElement).getPropertyValue("--text").trim();
-    const data = figure.data.map((trace) => (trace.meta === "text" ? { ...trace, line: { ...trace.line, color: line } } : { ...trace }));
+    const data = figure.data.map((trace) => (trace.meta === "text"
+      ? { ...trace, line: { ...trace.line, color: line }, marker: { ...trace.marker, color: line } } : { ...trace }));
     return Plotly.react(place, data, themed(figure.layout), { displayModeBar: false, responsive: true });
   }
 }
@@ -46,10 +47,10 @@ function show(index) {
   shown = index;
   document.querySelectorAll("[data-plan]").forEach((part) => { part.hidden = Number(part.dataset.plan) !== index; });
   const plan = figures.plans[index];
-  for (const name of ["memory", "strip", "streams"]) {
-    draw(name, plan[name]);
+  for (const [name, figure] of Object.entries(plan)) {
+    draw(name, figure);
     const place = document.getElementById(name);
-    place.setAttribute("aria-label", place.dataset.labels ? JSON.parse(place.dataset.labels)[index] : name);
+    if (place.dataset.labels) place.setAttribute("aria-label", JSON.parse(place.dataset.labels)[index]);
   }
   if (figures.frontier) {
     const [limit, speed] = figures.points[index];
