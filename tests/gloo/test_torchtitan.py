@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import examples_path  # noqa: F401
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from toys import plan_of, refusal
 
 from osdp.integrations.torchtitan import parallelize
@@ -35,9 +38,18 @@ MAX_NORM = 0.2
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+def split_qkv(block: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Take a fused projection apart in a state dict, as models of torchtitan 0.3 do by a collective call."""
+    fused = state.pop(f"{prefix}qkv.weight")
+    whole = fused.full_tensor() if isinstance(fused, DTensor) else fused
+    state |= {f"{prefix}{name}.weight": part for name, part in zip("qkv", whole.chunk(3), strict=True)}
+
+
 def build() -> nn.Module:
     """Return the model, without values that count."""
-    return example.Decoder(LENGTH)
+    model = example.Decoder(LENGTH)
+    model.layers["2"].register_state_dict_post_hook(split_qkv)
+    return model
 
 
 def plan(default: str = "shard", **choices: str) -> Plan:
@@ -49,8 +61,7 @@ def plan(default: str = "shard", **choices: str) -> Plan:
 
     model = build()
     model.example_inputs = tokens  # type: ignore[assignment]
-    of_model = plan_of(model, default, mixed, recomputed=("layers.0", "layers.3"), ranks=(1, RANKS))
-    return of_model
+    return plan_of(model, default, mixed, recomputed=("layers.0", "layers.3"), ranks=(1, RANKS))
 
 
 def training(**changes: Any) -> SimpleNamespace:
@@ -95,7 +106,7 @@ def reference() -> tuple[list[float], float, dict[str, Tensor]]:
     with torch.no_grad():
         inputs, labels = batch_of(STEPS, 0, 0)
         held_out = example.summed_loss(model(inputs), labels).item()
-    return losses, held_out, {name: one.detach() for name, one in model.state_dict().items()}
+    return losses, held_out, {name: one.detach() for name, one in model.named_parameters()}
 
 
 def trainer(description: Any, **changes: Any) -> example.Trainer:
@@ -187,3 +198,34 @@ def test_torchtitans_trainer_trains_as_one_process_does(tmp_path: Path) -> None:
     losses = [float(found) for found in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert losses[-1] < losses[0] - 0.5
     assert other[2] == ""
+
+
+def shard_by_real_configuration(rank: int) -> tuple[str, int, int]:
+    """Shard a model as torchtitan's trainer asks for it; return precision, micro-batch and accumulation."""
+    import torchtitan.config as real
+    from torchtitan.distributed.parallel_dims import ParallelDims
+
+    degrees = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "world_size": RANKS}
+    sizes = {"local_batch_size": BATCH, "global_batch_size": ACCUMULATION * BATCH * RANKS, "seq_len": LENGTH}
+    function = parallelize({"optimizer": "adamw"})
+    with torch.device("meta"):
+        model = build()
+    if hasattr(real, "JobConfig"):  # 0.2
+        config = real.JobConfig()
+        for name, value in sizes.items():
+            setattr(config.training, name, value)
+        made = function(model, ParallelDims(**degrees, etp=1), config)
+    else:
+        sections = {"training": real.TrainingConfig(**sizes), "parallelism": real.ParallelismConfig()}
+        dims = ParallelDims(**degrees, spmd_backend=sections["parallelism"].spmd_backend)
+        others = {"compile_config": real.CompileConfig(), "ac_config": None, "dump_folder": ""}
+        made = function(model, parallel_dims=dims, **sections, **others)
+    return made.plan.model.precision, made.plan.micro_batch, made.plan.accumulation
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan, which the tests do not ask for"
+)
+def test_the_real_configuration_is_read() -> None:
+    wanted = "bf16", BATCH, ACCUMULATION  # bf16 is torchtitan's default
+    assert run_ranks(shard_by_real_configuration, RANKS) == [wanted] * RANKS
