@@ -73,7 +73,7 @@ RULES = {
 }
 
 
-FRAMEWORKS = {"osdp.integrations": frozenset({"lightning"})}
+FRAMEWORKS = {"osdp.integrations": frozenset({"lightning", "ray"})}
 """What the modules of a package are imported beside, and may so import at the top."""
 
 
