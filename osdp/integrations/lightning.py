@@ -88,6 +88,12 @@ class OSDPStrategy(trainer_strategies.DDPStrategy):  # type: ignore[misc]  # Lig
     def _get_process_group_backend(self) -> str:
         return self._process_group_backend or _backend(self.root_device)
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Have a model made on the host, or on the meta device, from where `OSDP` takes it part by part."""
+        with _made_for_osdp(empty_init), self.precision_plugin.tensor_init_context():
+            yield
+
     def setup(self, trainer: Any) -> None:
         """Shard the model unless it is, and have the optimizers made. Raises OsdpError for what cannot work."""
         self.accelerator.setup(trainer)
@@ -195,6 +201,12 @@ class OSDPFabricStrategy(fabric_strategies.DDPStrategy):  # type: ignore[misc]
 
     def _get_process_group_backend(self) -> str:
         return self._process_group_backend or _backend(self.root_device)
+
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Have a model made on the host, or on the meta device, from where `OSDP` takes it part by part."""
+        with _made_for_osdp(empty_init), self.precision.module_init_context():
+            yield
 
     def module_to_device(self, module: nn.Module) -> None:
         """Leave the module where it is: `OSDP` moves each rank's part."""
@@ -339,6 +351,10 @@ def _tell_ranks(strategy: Any) -> None:
 def _backend(device: torch.device) -> str:
     """Return the backend of ranks on such devices: OSDP exchanges sizes and messages on the CPU."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _made_for_osdp(is_empty: bool | None) -> AbstractContextManager[Any]:
+    return torch.device("meta") if is_empty else nullcontext()
 
 
 def _check_device(chosen: torch.device) -> None:

@@ -86,7 +86,18 @@ def module_of(model: nn.Module) -> Any:
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             loss: Tensor = self.model(batch)
             self.losses.append(mean(loss))
+            if not self.automatic_optimization:
+                self.step_by_hand(loss, index)
             return loss
+
+        def step_by_hand(self, loss: Tensor, index: int) -> None:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(loss / ACCUMULATION)
+            if (index + 1) % ACCUMULATION == 0:
+                self.clip_gradients(optimizer, gradient_clip_val=MAX_NORM, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+                self.lr_schedulers().step()
 
         def validation_step(self, batch: Tensor, index: int) -> None:
             self.evaluated.append(mean(self.model(batch)))
@@ -168,7 +179,41 @@ def by_fabric(folder: Path) -> Seen:
     )
 
 
-def refused(folder: Path) -> list[str]:
+def otherwise() -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Train the first half in other ways: optimization by hand, a model that is sharded by the user, or made empty."""
+    import lightning
+
+    from osdp import OSDP
+    from osdp.integrations.lightning import OSDPFabricStrategy, OSDPStrategy
+
+    by_hand = module_of(build())
+    by_hand.automatic_optimization = False
+    by_user = module_of(build())
+    by_user.configure_model = lambda: setattr(by_user, "model", OSDP(by_user.model, plan()))
+    automatic: Any = {"accumulate_grad_batches": ACCUMULATION, "gradient_clip_val": MAX_NORM}
+    found = []
+    for strategy, module, options in ((OSDPStrategy(plan()), by_hand, {}), (OSDPStrategy(), by_user, automatic)):
+        options = {"max_epochs": 1, "enable_checkpointing": False, **QUIET, **options}
+        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
+        trainer.fit(module, loaders()[0])
+        found.append((module.losses, module.model.full_state_dict()))
+
+    strategy = OSDPFabricStrategy({"pins": ["*=shard"]}, example_inputs=lambda batch: torch.randn(batch, 6))
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    with fabric.init_module(empty_init=True):
+        empty: Any = nn.Linear(6, 8)
+    assert empty.weight.is_meta
+    torch.manual_seed(4)
+    empty = fabric.setup_module(empty)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(empty.parameters(), lr=0.5))
+    loss = empty(torch.ones(2, 6)).sum()
+    fabric.backward(loss)
+    optimizer.step()
+    return [*found, ([mean(loss)], fabric.strategy.get_module_state_dict(empty._forward_module))]
+
+
+def refused() -> list[str]:
     """Return what is said of what cannot work."""
     import lightning
 
@@ -249,7 +294,7 @@ def everything(rank: int, folder: Path) -> Any:
     """Return what the frameworks see, what they refuse and what the examples print; Lightning is imported once."""
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    return [by_trainer(folder), by_fabric(folder)], refused(folder), run_examples(folder)
+    return [by_trainer(folder), by_fabric(folder)], refused(), run_examples(folder), otherwise()
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +325,7 @@ def test_a_framework_trains_as_one_process_does(by_rank: list[Any], framework: s
 
 
 def test_what_cannot_work_is_refused(by_rank: list[Any]) -> None:
-    for _, refusals, _ in by_rank:
+    for _, refusals, *_ in by_rank:
         for text, part in zip(refusals, SAID, strict=True):
             assert part in text
 
@@ -293,3 +338,16 @@ def test_examples_learn(by_rank: list[Any]) -> None:
     for values in (held_out, losses):
         assert len(values) == 2
         assert values[1] < values[0] < 5.55  # about ln 256, of an even distribution over bytes
+
+
+def test_other_ways_train_alike(by_rank: list[Any]) -> None:
+    by_hand, by_user, empty = by_rank[0][3]
+    wanted = reference().losses[: HALF * ACCUMULATION]
+    compare((by_hand[0], by_user[0]), (wanted, wanted))
+    compare((by_hand[1],), (by_user[1],))
+    torch.manual_seed(4)
+    plain = nn.Linear(6, 8)
+    loss = plain(torch.ones(2, 6)).sum()
+    loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    compare(empty, ([loss.item()], dict(plain.state_dict())))
