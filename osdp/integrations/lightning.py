@@ -4,8 +4,10 @@
     Fabric(strategy=OSDPFabricStrategy(description, device_info))
 
 Checkpoints are single files with whole tensors, as those of Lightning's DDP and of one device, which load each other's:
-ranks gather them on rank 0 and read no more of a local file than their parts.  Names with an underscore are Lightning's
-private ones, checked on 2.6.6.
+ranks gather them on rank 0 and read no more of a local file than their parts.  With `save_distributed_checkpoint`, as
+Lightning calls it, they are folders, to which each rank writes its parts, and which load under any plan too.
+
+Names with an underscore are Lightning's private ones, checked on 2.6.6.
 """
 
 from __future__ import annotations
@@ -13,14 +15,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric import strategies as fabric_strategies
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch import strategies as trainer_strategies
 from lightning.pytorch.trainer.states import TrainerFn
@@ -31,11 +31,19 @@ from torch.optim import Optimizer
 from osdp.api import OSDP
 from osdp.description import Described
 from osdp.integrations.early_optimizers import names_of, take_over
+from osdp.integrations.lightning_checkpoints import (
+    LoadedByParts,
+    MappedCheckpointIO,
+    load_into,
+    load_parts,
+    save_parts,
+    save_state,
+    whole_state,
+)
 from osdp.planning.rank_grid import DeviceInfo
 from profiler.errors import OsdpError
 from runtime.apply_schedule import default_device
 from runtime.parameter_places import is_inside
-from runtime.state.full_optimizer_state import full_optimizer_state, load_full_optimizer_state
 
 PRECISIONS = ("32-true", "bf16-true", "64-true")
 """Those that say in which dtype parameters rest."""
@@ -50,6 +58,7 @@ class OSDPStrategy(trainer_strategies.DDPStrategy):  # type: ignore[misc]  # Lig
         device_info: DeviceInfo = None,
         *,
         module: str | None = None,
+        save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
         **options: Any,
@@ -57,6 +66,7 @@ class OSDPStrategy(trainer_strategies.DDPStrategy):  # type: ignore[misc]  # Lig
         """Take what `OSDP` takes.
 
         module: name of the model in the LightningModule; by default its one part with trained parameters.
+        save_distributed_checkpoint: save folders, each rank its parts.
         process_group_backend: default "cpu:gloo,cuda:nccl" on GPUs, "gloo" without.
         options: further arguments of `OSDP`, such as `example_inputs`.
 
@@ -65,7 +75,8 @@ class OSDPStrategy(trainer_strategies.DDPStrategy):  # type: ignore[misc]  # Lig
         files = MappedCheckpointIO()
         super().__init__(checkpoint_io=files, process_group_backend=process_group_backend, timeout=timeout)
         self._arguments = (description, device_info), options
-        self._path = module
+        self._named, self._path = module, ""
+        self._saves_parts = save_distributed_checkpoint
         self._sharded: OSDP | None = None
 
     @property
@@ -108,7 +119,7 @@ class OSDPStrategy(trainer_strategies.DDPStrategy):  # type: ignore[misc]  # Lig
 
     def _shard(self, module: nn.Module) -> None:
         made = next((path for path, one in module.named_modules() if isinstance(one, OSDP)), None)
-        path = made or _path_of_model(module, self._path)
+        path = made or _path_of_model(module, self._named)
         parent, leaf = module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
         if made is None:
             self.precision_plugin.convert_module(module)
@@ -150,19 +161,47 @@ class OSDPStrategy(trainer_strategies.DDPStrategy):  # type: ignore[misc]  # Lig
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the LightningModule with whole tensors, on rank 0. A collective call."""
+        """Return the state dict of the LightningModule with whole tensors, on rank 0. A collective call.
+
+        Without the model if each rank saves its parts.
+        """
+        if self._saves_parts:
+            state = self.lightning_module.state_dict()
+            return {name: one for name, one in state.items() if not is_inside(name, self._path)}
         whole = {f"{self._path}.{name}": one for name, one in self.sharded.full_state_dict().items()}
         state = self.lightning_module.state_dict()
         return {name: whole.get(name, one) for name, one in state.items()} if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict that the optimizer would have in one process, on rank 0. A collective call."""
-        return _optimizer_state(optimizer, self.sharded)
+        """Return the state dict that the optimizer would have in one process, on rank 0. A collective call.
+
+        Nothing if each rank saves its parts.
+        """
+        return {} if self._saves_parts else whole_state(optimizer, self.sharded)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers, each rank its parts."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_full_optimizer_state(optimizer, self.sharded.sharded.local_shards, state)
+            if state:
+                LoadedByParts(optimizer, self.sharded).load_state_dict(state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint, whole on rank 0 or each rank its parts. A collective call."""
+        if self._saves_parts:
+            optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+            save_parts(self.broadcast(filepath), self.sharded, optimizers, checkpoint)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what a checkpoint holds; of a folder, model and optimizer are loaded then."""
+        if not Path(checkpoint_path).is_dir():
+            whole: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+            return whole
+        trains = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        rest = load_parts(checkpoint_path, self.sharded, self.optimizers if trains else [], weights_only)
+        loaded = {f"{self._path}.{name}": one for name, one in self.sharded.state_dict().items()}
+        return rest | {"state_dict": loaded | rest["state_dict"]}
 
     def teardown(self) -> None:
         """Give back what Lightning holds; the model stays where it is, sharded."""
@@ -180,12 +219,14 @@ class OSDPFabricStrategy(fabric_strategies.DDPStrategy):  # type: ignore[misc]
         description: Described = None,
         device_info: DeviceInfo = None,
         *,
+        save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
         **options: Any,
     ) -> None:
         """Take what `OSDP` takes; `options` are its further arguments, such as `example_inputs`.
 
+        save_distributed_checkpoint: save folders, each rank its parts.
         process_group_backend: default "cpu:gloo,cuda:nccl" on GPUs, "gloo" without.
         """
         files = MappedCheckpointIO()
@@ -193,6 +234,7 @@ class OSDPFabricStrategy(fabric_strategies.DDPStrategy):  # type: ignore[misc]
         self._arguments = (description, device_info), options
         self._backward_sync_control = _SyncControl()
         self._models: list[OSDP] = []
+        self._saves_parts = save_distributed_checkpoint
 
     def setup_environment(self) -> None:
         """Join the process group."""
@@ -254,57 +296,41 @@ class OSDPFabricStrategy(fabric_strategies.DDPStrategy):  # type: ignore[misc]
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict that the optimizer would have in one process, on rank 0. A collective call."""
         model = self._model_of(optimizer)
-        return optimizer.state_dict() if model is None else _optimizer_state(optimizer, model)
+        return optimizer.state_dict() if model is None else whole_state(optimizer, model)
 
     def _model_of(self, optimizer: Optimizer) -> OSDP | None:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         shards = ((model, shard) for model in self._models for shard in model.sharded.local_shards)
         return next((model for model, shard in shards if id(shard.parameter) in own), None)
 
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Any] | None = None
+    ) -> None:
+        """Save models, optimizers and the like, whole on rank 0 or each rank its parts. A collective call."""
+        if self._saves_parts:
+            save_state(self.broadcast(path), state, filter)
+        else:
+            super().save_checkpoint(path, state, storage_options, filter)
+
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint into what `state` holds, each rank its parts; return the rest."""
         if isinstance(state, Optimizer) and (model := self._model_of(state)) is not None:
-            _LoadedByParts(state, model).load_state_dict(self.checkpoint_io.load_checkpoint(path, None, weights_only))
+            LoadedByParts(state, model).load_state_dict(self.checkpoint_io.load_checkpoint(path, None, weights_only))
             return {}
+        if isinstance(state, dict) and Path(path).is_dir():
+            return load_into(path, state, strict, weights_only)
         if not isinstance(state, dict):
             rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
             return rest
         optimizers = {name: one for name, one in state.items() if isinstance(one, Optimizer)}
         models = {name: self._model_of(one) for name, one in optimizers.items()}
-        by_parts = {name: _LoadedByParts(optimizers[name], one) for name, one in models.items() if one is not None}
+        by_parts = {name: LoadedByParts(optimizers[name], one) for name, one in models.items() if one is not None}
         given = state | by_parts
         rest = super().load_checkpoint(path, given, strict, weights_only)
         state.update({name: one for name, one in given.items() if name not in by_parts})
         return rest
-
-
-@dataclass(frozen=True)
-class _LoadedByParts:
-    """An optimizer as Fabric sees it while a checkpoint is loaded."""
-
-    optimizer: Optimizer
-    model: OSDP
-
-    def state_dict(self) -> dict[str, Any]:
-        return _optimizer_state(self.optimizer, self.model)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_full_optimizer_state(self.optimizer, self.model.sharded.local_shards, state)
-
-
-class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
-    """Reads no more of a file on this machine than is used: of a sharded model a rank's parts."""
-
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
-        held: dict[str, Any]
-        if Path(path).is_file():
-            held = torch.load(path, "cpu", mmap=True, weights_only=weights_only)
-        else:
-            held = super().load_checkpoint(path, map_location, weights_only)
-        return held
 
 
 class _SyncControl(_BackwardSyncControl):  # type: ignore[misc]
@@ -336,10 +362,6 @@ def _path_of_model(module: nn.Module, named: str | None) -> str:
         advice = "put its layers into one module, or name it: OSDPStrategy(..., module=NAME)"
         raise OsdpError(what, got=got, expected="one part with all trained parameters", advice=advice)
     return found[0]
-
-
-def _optimizer_state(optimizer: Optimizer, model: OSDP) -> dict[str, Any]:
-    return full_optimizer_state(optimizer, model.sharded.local_shards, model.sharded.device)
 
 
 def _tell_ranks(strategy: Any) -> None:

@@ -111,7 +111,7 @@ def module_of(model: nn.Module) -> Any:
     return Module()
 
 
-def by_trainer(folder: Path) -> Seen:
+def by_trainer(folder: Path, parts: bool) -> Seen:
     """Train half, save, and go on from there with another model."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -124,7 +124,7 @@ def by_trainer(folder: Path) -> Seen:
     for epochs, clipping in ((1, by_norm), (2, by_value)):
         keeps = ModelCheckpoint(folder, "{epoch}", monitor="held_out", save_top_k=-1)
         options: Any = {"max_epochs": epochs, "accumulate_grad_batches": ACCUMULATION, "callbacks": [keeps]}
-        strategy = OSDPStrategy(plan())
+        strategy = OSDPStrategy(plan(), save_distributed_checkpoint=parts)
         trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, **QUIET, **options, **clipping)
         module = module_of(build())
         trainer.fit(module, *loaders(), ckpt_path=last)
@@ -138,14 +138,15 @@ def by_trainer(folder: Path) -> Seen:
     return Seen(losses, evaluated, module.model.full_state_dict(), folder / "epoch=1.ckpt")
 
 
-def by_fabric(folder: Path) -> Seen:
+def by_fabric(folder: Path, parts: bool) -> Seen:
     """Train half, save, and go on from there with another model."""
     import lightning
 
     from osdp.integrations.lightning import OSDPFabricStrategy
 
     losses, evaluated = [], []
-    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=OSDPFabricStrategy(plan(accumulation=1)))
+    strategy = OSDPFabricStrategy(plan(accumulation=1), save_distributed_checkpoint=parts)
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     train, held_out = loaders()
     for first in (0, HALF):
@@ -177,6 +178,14 @@ def by_fabric(folder: Path) -> Seen:
     return Seen(
         losses, evaluated, fabric.strategy.get_module_state_dict(model._forward_module), folder / f"{STEPS}.ckpt"
     )
+
+
+RUNS = {
+    "Trainer": (by_trainer, False),
+    "Fabric": (by_fabric, False),
+    "Trainer, each rank its parts": (by_trainer, True),
+    "Fabric, each rank its parts": (by_fabric, True),
+}
 
 
 def otherwise() -> list[tuple[list[float], dict[str, Tensor]]]:
@@ -242,6 +251,7 @@ def refused() -> list[str]:
     stepped.step()
     fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=OSDPFabricStrategy(plan()))
     fabric.launch()
+    parts = OSDPFabricStrategy(save_distributed_checkpoint=True)
     whole = module_of(build())
     whole.configure_optimizers = lambda: torch.optim.LBFGS(whole.parameters())
     return [
@@ -254,6 +264,8 @@ def refused() -> list[str]:
         fit(OSDPStrategy(plan()), whole),
         refusal(lambda: fabric.setup(build(), others)),
         refusal(lambda: fabric.setup(stepped_model, stepped)),
+        refusal(lambda: parts.save_checkpoint("nowhere", {})),
+        refusal(lambda: parts.save_checkpoint("nowhere", {}, filter={"model": bool})),
     ]
 
 
@@ -267,6 +279,8 @@ SAID = (
     "*=replicate",
     "parameters that are not the model's",
     "has stepped before its model was sharded",
+    "hold one model",
+    "got: filter",
 )
 
 
@@ -294,7 +308,8 @@ def everything(rank: int, folder: Path) -> Any:
     """Return what the frameworks see, what they refuse and what the examples print; Lightning is imported once."""
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    return [by_trainer(folder), by_fabric(folder)], refused(), run_examples(folder), otherwise()
+    seen = [by(folder / name, parts) for name, (by, parts) in RUNS.items()]
+    return seen, refused(), run_examples(folder), otherwise()
 
 
 @pytest.fixture(scope="module")
@@ -302,17 +317,22 @@ def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks(everything, 2, tmp_path_factory.mktemp("lightning"), timeout_s=300)
 
 
-@pytest.mark.parametrize("framework", ["Trainer", "Fabric"])
-def test_a_framework_trains_as_one_process_does(by_rank: list[Any], framework: str) -> None:
-    wanted, number = reference(), ["Trainer", "Fabric"].index(framework)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_framework_trains_as_one_process_does(by_rank: list[Any], run: str) -> None:
+    wanted, number = reference(), list(RUNS).index(run)
     seen = by_rank[0][0][number]
     compare((seen.losses, seen.evaluated, seen.parameters), (wanted.losses, wanted.evaluated, wanted.parameters))
     assert by_rank[1][0][number].losses == seen.losses
-    # What was saved last loads as it is in one process without Lightning.
-    saved = torch.load(seen.file, weights_only=True)
+    assert seen.file.is_dir() == RUNS[run][1]
+
+
+@pytest.mark.parametrize("run", ["Trainer", "Fabric"])
+def test_a_file_loads_in_one_process_without_lightning(by_rank: list[Any], run: str) -> None:
+    wanted = reference()
+    saved = torch.load(by_rank[0][0][list(RUNS).index(run)].file, weights_only=True)
     model = build()
     optimizer = optimizer_of(model.parameters())
-    if framework == "Trainer":
+    if run == "Trainer":
         model.load_state_dict({name.removeprefix("model."): one for name, one in saved["state_dict"].items()})
         optimizer.load_state_dict(saved["optimizer_states"][0])
     else:
