@@ -96,8 +96,8 @@ class Trainer:
         self.model.train()
         self.max_norm, self.optimizer = training.max_norm, make_optimizer(self.model.parameters())
 
-    def train_step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """Train on micro-batches of tokens and labels; return the loss per token over all ranks."""
+    def train_step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+        """Train on micro-batches of tokens and labels; return the loss per token over all ranks, and the norm."""
         self.optimizer.zero_grad()
         tokens = torch.stack([(labels != IGNORED).sum() for _, labels in micro_batches]).sum()
         dist.all_reduce(tokens)
@@ -112,7 +112,7 @@ class Trainer:
         self.optimizer.step()
         total = torch.stack(losses).sum()
         dist.all_reduce(total)
-        return total.item()
+        return total.item(), norm.item()
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def main() -> None:
     for step in range(1, 31):
         starts = torch.randint(len(text) - 65, (8,), generator=draw)
         windows = torch.stack([text[start : start + 65] for start in starts]).to(device)
-        loss = trainer.train_step([(windows[:, :-1], windows[:, 1:])])
+        loss, _ = trainer.train_step([(windows[:, :-1], windows[:, 1:])])
         if dist.get_rank() == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss:.3f}")
     dist.barrier()  # gloo's threads end what they do; one that is still at it when Python ends aborts the process

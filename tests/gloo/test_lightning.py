@@ -198,7 +198,7 @@ def otherwise() -> list[tuple[list[float], dict[str, Tensor]]]:
     by_hand = module_of(build())
     by_hand.automatic_optimization = False
     by_user = module_of(build())
-    by_user.configure_model = lambda: setattr(by_user, "model", OSDP(by_user.model, plan()))
+    by_user.configure_model = lambda: setattr(by_user, "model", OSDP(by_user.model, plan(accumulation=3)))
     automatic: Any = {"accumulate_grad_batches": ACCUMULATION, "gradient_clip_val": MAX_NORM}
     found = []
     for strategy, module, options in ((OSDPStrategy(plan()), by_hand, {}), (OSDPStrategy(), by_user, automatic)):

@@ -85,8 +85,12 @@ def batch_of(step: int, index: int, rank: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], labels
 
 
-def reference() -> tuple[list[float], float, dict[str, Tensor]]:
-    """Train in one process; return losses per token, that of a batch held out, and what was learnt."""
+Seen = tuple[list[tuple[float, float]], float, dict[str, Tensor]]
+"""Losses per token with the norms of gradients, the loss of a batch held out, and what was learnt."""
+
+
+def reference() -> Seen:
+    """Train in one process."""
     torch.manual_seed(5)
     with torch.device("meta"):
         model = build()
@@ -99,10 +103,11 @@ def reference() -> tuple[list[float], float, dict[str, Tensor]]:
         tokens = sum(int((labels != example.IGNORED).sum()) for _, labels in batches)
         loss = sum(example.summed_loss(model(inputs), labels) for inputs, labels in batches) / tokens
         loss.backward()
-        assert nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM) > MAX_NORM
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        assert norm > MAX_NORM
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append((loss.item(), norm.item()))
     with torch.no_grad():
         inputs, labels = batch_of(STEPS, 0, 0)
         held_out = example.summed_loss(model(inputs), labels).item()
@@ -114,7 +119,7 @@ def trainer(description: Any, **changes: Any) -> example.Trainer:
     return example.Trainer(parallelize(description), build, training(**changes), optimizer_of)
 
 
-def train(rank: int, of_plan: Plan, folder: Path) -> tuple[list[float], float, dict[str, Tensor]]:
+def train(rank: int, of_plan: Plan, folder: Path) -> Seen:
     """Train half, save, load into another model and optimizer, and go on; torchtitan's checkpoints are these calls."""
     losses, made = [], trainer(of_plan)
     kept = get_model_state_dict(made.model)  # torchtitan asks once, before the first step
