@@ -30,10 +30,9 @@ def build(seed: int = 3) -> nn.Module:
 
 def plan(accumulation: int = ACCUMULATION) -> Plan:
     """Return a plan of several strategies: sharded and recomputed, replicated, of one owner, and split."""
-    choices = {"blocks.1.up": "replicate", "blocks.1.norm": "replicate", "blocks.1.down": "split(shard, replicate)"}
-    whole = build()
-    of_all = {**choices, "head": "owner"}
-    return plan_of(whole, "shard", of_all, accumulation=accumulation, recomputed=("blocks.0",), ranks=(1, RANKS))
+    replicated = dict.fromkeys(("blocks.1.up", "blocks.1.norm"), "replicate")
+    choices = {**replicated, "blocks.1.down": "split(shard, replicate)", "head": "owner"}
+    return plan_of(build(), "shard", choices, accumulation=accumulation, recomputed=("blocks.0",), ranks=(1, RANKS))
 
 
 def samples() -> Tensor:

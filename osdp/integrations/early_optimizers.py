@@ -13,24 +13,26 @@ from profiler.errors import OsdpError
 Names = Mapping[nn.Parameter, str]
 
 
-def names_of(model: nn.Module) -> Names:
-    """Return the names of a model's parameters, to be called before it is sharded."""
-    return {parameter: name for name, parameter in model.named_parameters()}
+def names_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Names:
+    """Return the names of a model's parameters before it is sharded.
+
+    Raises OsdpError if an optimizer has other parameters or has stepped already.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        _check(optimizer, names)
+    return names
 
 
 def take_over(optimizers: Sequence[torch.optim.Optimizer], before: Names, model: OSDP) -> None:
-    """Give optimizers the parameters that rest in place of those that the model had before, group by group.
-
-    Raises OsdpError, and changes none, if one has other parameters than the model's or has stepped already.
-    """
+    """Give optimizers the parameters that rest in place of those that the model had before, group by group."""
     now: dict[str, list[nn.Parameter]] = {}
     for shard in model.sharded.local_shards:  # of split layers several
         now.setdefault(shard.name, []).append(shard.parameter)
     for optimizer in optimizers:
-        _check(optimizer, before)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:  # those that hold other tensors, such as packed weights, stay
-            group["params"] = [new for old in group["params"] for new in now.get(before[old], [old])]
+        for group in optimizer.param_groups:
+            # In place, as LBFGS has the list too.  What holds other tensors, such as packed weights, stays.
+            group["params"][:] = [new for old in group["params"] for new in now.get(before[old], [old])]
 
 
 def _check(optimizer: torch.optim.Optimizer, before: Names) -> None:

@@ -266,8 +266,8 @@ class OSDPFabricStrategy(fabric_strategies.DDPStrategy):  # type: ignore[misc]
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[OSDP, list[Optimizer], Any]:
-        """Shard a model, and give the optimizers its parameters in place of those before."""
-        before = names_of(module)
+        """Shard a model, and give the optimizers its parameters in place of those before. Raises OsdpError."""
+        before = names_of(module, optimizers)
         model = self.setup_module(module)
         take_over(optimizers, before, model)
         return model, optimizers, scheduler
