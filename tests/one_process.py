@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Trained:
     """Running means of squared gradients at the end."""
 
 
+@cache
 def reference() -> Trained:
     """Train in one process."""
     model = build()
