@@ -24,6 +24,9 @@ MODULES = (
     "osdp.uneven_lengths.balanced_batches",
     "osdp.odc",
     "osdp.partition",
+    "osdp.integrations.lightning",
+    "osdp.integrations.torchtitan",
+    "osdp.integrations.ray",
 )
 """What users import."""
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")

@@ -1,7 +1,8 @@
 """A small GPT-2 learns this file on the workers of Ray Train: python examples/cluster/ray_train.py --workers 2
 
 Ray places the workers, sets RANK, WORLD_SIZE and the like, and joins them in a process group; inside, OSDP runs as
-under torchrun. On a cluster, with a folder that all nodes share:
+under torchrun. If a worker is lost, Ray starts all anew, once, and they go on from the checkpoint that was reported
+last. On a cluster, with a folder that all nodes share:
 
     ray job submit --working-dir . -- python examples/cluster/ray_train.py --workers 16 --gpu --storage /shared/ray
 """
@@ -9,12 +10,11 @@ under torchrun. On a cluster, with a folder that all nodes share:
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import ray.train
-from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 
@@ -22,18 +22,19 @@ def train(settings: dict[str, Any]) -> None:
     """Be one of the workers."""
     import torch
 
-    from osdp import OSDP
+    from osdp.integrations.ray import prepare_model, report, resume
     from osdp.models.config import GPT2Config
     from osdp.models.gpt2 import GPT2
 
     device, rank = ray.train.torch.get_device(), ray.train.get_context().get_world_rank()
     torch.manual_seed(0)
     model = GPT2(GPT2Config(vocabulary_size=256, maximum_positions=64, hidden_size=64, layers=4, heads=4))
-    model = OSDP(model, {"optimizer": "adamw", "micro_batch": 8}, "4GB")
+    model = prepare_model(model, {"optimizer": "adamw", "micro_batch": 8}, "4GB")
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     text = torch.tensor(list(settings["text"].encode()))
-    draw = torch.Generator().manual_seed(rank)  # every rank its own samples
-    for step in range(1, settings["steps"] + 1):
+    done = (resume(model, optimizer) or {"step": 0})["step"]
+    for step in range(done + 1, settings["steps"] + 1):
+        draw = torch.Generator().manual_seed(1000 * step + rank)  # every rank and step its own samples
         starts = torch.randint(len(text) - 64, (8,), generator=draw)
         tokens = torch.stack([text[start : start + 64] for start in starts]).to(device)
         loss = model(tokens, labels=tokens)
@@ -41,14 +42,11 @@ def train(settings: dict[str, Any]) -> None:
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step < settings["steps"]:
-            ray.train.report({"step": step, "loss": loss.item()})
-    weights = model.full_state_dict()  # whole tensors under the names of GPT2, on rank 0; all ranks take part
-    with tempfile.TemporaryDirectory() as folder:
-        if rank == 0:
-            torch.save(weights, Path(folder, "model.pt"))
-        checkpoint = Checkpoint.from_directory(folder) if rank == 0 else None
-        ray.train.report({"step": step, "loss": loss.item()}, checkpoint=checkpoint)
+        metrics = {"step": step, "loss": loss.item()}
+        if step % 10 == 0 or step == settings["steps"]:
+            report(metrics, model, optimizer, {"step": step})  # with a checkpoint
+        else:
+            ray.train.report(metrics)
 
 
 def main() -> None:
@@ -64,7 +62,7 @@ def main() -> None:
         scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=options.gpu),
         # OSDP exchanges sizes and messages on the CPU: gloo beside NCCL.
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if options.gpu else "gloo"),
-        run_config=RunConfig(name="osdp", storage_path=options.storage),
+        run_config=RunConfig(storage_path=options.storage, failure_config=FailureConfig(max_failures=1)),
     )
     found = trainer.fit()
     assert found.metrics is not None

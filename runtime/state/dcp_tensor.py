@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -40,6 +41,15 @@ class GlobalTensor:
         """Return a copy whose data does not change when training goes on."""
         copies = tuple((offsets, data.to("cpu", copy=True)) for offsets, data in self.parts)
         return GlobalTensor(self.shape, self.dtype, copies)
+
+    def gather(self, device: torch.device) -> Tensor:
+        """Return the whole tensor, on a device. A collective call."""
+        full = torch.zeros(self.shape, dtype=self.dtype, device=device)
+        for offsets, data in self.parts:
+            full[tuple(slice(start, start + size) for start, size in zip(offsets, data.shape, strict=True))] = data
+        # All ranks that have a byte have the same, and the others zero.
+        dist.all_reduce(full.reshape(-1).view(torch.uint8), op=dist.ReduceOp.MAX)
+        return full
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{tuple(data.shape)} at {offsets}" for offsets, data in self.parts)

@@ -5,7 +5,7 @@ tensors (`step`), and plain values.  So it fits an optimizer over any sharding o
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -38,7 +38,7 @@ def optimizer_tensors(
     moments: dict[str, list[tuple[LocalShard, Tensor]]] = {}
     scalars: dict[str, GlobalTensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    for shard, _ in _held(optimizer, shards):
+    for shard, _ in held_shards(optimizer, shards):
         for state, value in optimizer.state.get(shard.parameter, {}).items():
             key = _key(optimizer, shard, state)
             if isinstance(value, Tensor) and value.dim() == 0 and (shard.parameter.dim() > 0 or state == "step"):
@@ -54,7 +54,7 @@ def optimizer_tensors(
                 expected = f"tensors of the parameter's shape {shard.shape}, and numbers"
                 advice = "save without the optimizer, or use another one"
                 raise OsdpError(f"{what} checkpoints do not support", got=got, expected=expected, advice=advice)
-    groups = tuple(_record_group(group, _names(group, shards)) for group in optimizer.param_groups)
+    groups = tuple(_record_group(group, original_names(group, shards)) for group in optimizer.param_groups)
     tensors = {key: assemble(parts) for key, parts in moments.items() if prod(parts[0][0].shape)}
     return tensors | scalars, OptimizerRecord(type(optimizer).__name__, groups, values)
 
@@ -71,13 +71,13 @@ def check_optimizer(manifest: Manifest, optimizer: Optimizer, shards: Sequence[L
     if record.kind != optimizer_class:
         raise OsdpError("it is of another optimizer", got=record.kind, expected=optimizer_class)
     saved = {name: index for index, group in enumerate(record.groups) for name in group["params"]}
-    here = {shard.name for shard, _ in _held(optimizer, shards)}
+    here = {shard.name for shard, _ in held_shards(optimizer, shards)}
     differing = sorted(here ^ saved.keys())
     if differing:
         what = "its optimizer has other parameters"
         raise OsdpError(what, got=", ".join(differing[:NAMES_SHOWN]), expected="the same parameters being trained")
     for group in optimizer.param_groups:
-        names = _names(group, shards)
+        names = original_names(group, shards)
         if len({saved[name] for name in names}) > 1:
             what = "its optimizer has other parameter groups"
             raise OsdpError(what, expected="parameters of a group that were in one group when saved")
@@ -130,7 +130,7 @@ class Restoration:
         """Parameter, its group, state and key of the others, of which `targets` has one for all slices."""
         stored = _stored_states(manifest)
         moments: dict[str, list[tuple[LocalShard, Tensor]]] = {}
-        for shard, group in _held(optimizer, shards):
+        for shard, group in held_shards(optimizer, shards):
             state = self.states.setdefault(shard.parameter, dict(self.record.values.get(shard.name, {})))
             for name, tensor in stored.get(shard.name, {}).items():
                 key = _key(optimizer, shard, name)
@@ -148,17 +148,20 @@ class Restoration:
     def finish(self) -> None:
         """Give the optimizer its state, and its groups their options."""
         for parameter, group, name, key in self.scalars:
-            # Where torch's optimizers want it: on the host, unless the step runs on the device.
-            home = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
-            self.states[parameter][name] = self.targets[key].parts[0][1].to(home, copy=True)
+            self.states[parameter][name] = self.targets[key].parts[0][1].to(scalar_home(parameter, group), copy=True)
         for parameter, state in self.states.items():
             self.optimizer.state.pop(parameter, None)
             if state:
                 self.optimizer.state[parameter] = state
         saved = {name: group for group in self.record.groups for name in group["params"]}
         for group in self.optimizer.param_groups:
-            for name in _names(group, self.shards)[:1]:
-                _restore_group(group, saved[name])
+            for name in original_names(group, self.shards)[:1]:
+                restore_group(group, saved[name])
+
+
+def scalar_home(parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.device:
+    """Return where torch's optimizers want scalars: on the host, unless the step runs on the device."""
+    return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def is_laid_out_as(tensor: Tensor, parameter: nn.Parameter) -> bool:
@@ -176,7 +179,7 @@ def _stored_states(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
     return states
 
 
-def _held(optimizer: Optimizer, shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, dict[str, Any]]]:
+def held_shards(optimizer: Optimizer, shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, dict[str, Any]]]:
     """Yield the shards whose parameters the optimizer has, each with its group; raises OsdpError."""
     of = {shard.parameter: shard for shard in shards}
     for group in optimizer.param_groups:
@@ -188,7 +191,7 @@ def _held(optimizer: Optimizer, shards: Sequence[LocalShard]) -> Iterator[tuple[
             yield of[parameter], group
 
 
-def _names(group: dict[str, Any], shards: Sequence[LocalShard]) -> list[str]:
+def original_names(group: dict[str, Any], shards: Sequence[LocalShard]) -> list[str]:
     """Return the original names of a group's parameters, each once, in order."""
     of = {shard.parameter: shard.name for shard in shards}
     return list(dict.fromkeys(of[parameter] for parameter in _with_data(group)))
@@ -221,7 +224,7 @@ def _record_group(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return record
 
 
-def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
+def restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
     for option, value in saved.items():
         here = group.get(option)
         if option in _NAMES or (option in HOW and option in group):

@@ -47,14 +47,17 @@ def wrappers(sharded: ShardedModel) -> dict[str, nn.Parameter]:
 
 
 def _in_order(sharded: ShardedModel, state: dict[str, T]) -> dict[str, T]:
-    """Return a state dict in the order in which the original model lists its parameters and buffers."""
+    """Return a state dict in the order in which the original model lists its parameters and buffers.
+
+    What the model's own hooks rename or take out of its state dict comes last.  On every rank: they may communicate.
+    """
     of_parameter = {id(shard.parameter): shard.name for shard in sharded.local_shards}
     ordered: dict[str, T] = {}
     for path, value in sharded.module.state_dict(keep_vars=True).items():
         name = path if path in state else of_parameter.get(id(value), path)  # a slice of a split layer
         if name in state:
             ordered[name] = state[name]
-    return ordered
+    return ordered | {name: value for name, value in state.items() if name not in ordered}
 
 
 def full_state_dict(sharded: ShardedModel, rank0_only: bool = True) -> dict[str, Tensor]:
@@ -77,10 +80,11 @@ def full_state_dict(sharded: ShardedModel, rank0_only: bool = True) -> dict[str,
         for part, shards in zip(parts, bucket, strict=True):
             if keeps:
                 whole[id(shards[0].parameter)] = part.to("cpu", copy=True)
+    buffers = persistent_buffers(sharded.module)
     if not keeps:
-        return {}
+        return _in_order(sharded, {})
     state = {name: whole[id(shards[0].parameter)] for name, shards in by_name.items()}
-    for name, value in persistent_buffers(sharded.module).items():
+    for name, value in buffers.items():
         buffer = value.detach().to(sharded.device, copy=True)
         if not rank0_only:
             dist.broadcast(buffer, src=0)

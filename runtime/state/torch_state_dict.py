@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -26,7 +25,7 @@ def watch_full_state_dicts(device: torch.device) -> None:
     gather_by_torch, distribute_by_torch = by_torch._gather_state_dict, by_torch._distribute_state_dict
 
     def gather(state: dict[str, Any], **options: Any) -> dict[str, Any]:
-        whole = {name: _whole(one, device) if isinstance(one, GlobalTensor) else one for name, one in state.items()}
+        whole = {name: one.gather(device) if isinstance(one, GlobalTensor) else one for name, one in state.items()}
         gathered: dict[str, Any] = gather_by_torch(whole, **options)
         return gathered
 
@@ -54,16 +53,6 @@ def watch_full_state_dicts(device: torch.device) -> None:
 
     by_torch._gather_state_dict, by_torch._distribute_state_dict = gather, distribute
     by_torch._broadcast_state_dict = broadcast
-
-
-def _whole(tensor: GlobalTensor, device: torch.device) -> Tensor:
-    """Return a tensor of which every rank has parts. A collective call."""
-    full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-    for offsets, data in tensor.parts:
-        full[tuple(slice(start, start + size) for start, size in zip(offsets, data.shape, strict=True))] = data
-    # All ranks that have a byte have the same, and the others zero.
-    dist.all_reduce(full.reshape(-1).view(torch.uint8), op=dist.ReduceOp.MAX)
-    return full
 
 
 def _is_uneven(tensor: Any) -> bool:

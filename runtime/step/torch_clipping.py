@@ -2,7 +2,8 @@
 
 By itself it fails on gradients of different meshes and for some norms of empty shards, and takes gradients that are
 still to be reduced for complete.  It looks up two functions of its module when it is called (checked on torch 2.13),
-and these are replaced, so that it is right wherever it was imported from.  Other models are left to PyTorch.
+and these are replaced, so that it is right wherever it was imported from; and so they are in `torch.nn.utils`, where
+they are public, for who calls them from there.  Other models are left to PyTorch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import utils
 from torch.nn.utils import clip_grad
 
 from profiler.errors import OsdpError
@@ -91,3 +93,4 @@ def _replace() -> None:
             scale_by_torch(others, max_norm, total_norm, foreach)
 
     clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = get_total_norm, clip_grads_with_norm_
+    utils.get_total_norm, utils.clip_grads_with_norm_ = get_total_norm, clip_grads_with_norm_

@@ -73,7 +73,7 @@ RULES = {
 }
 
 
-INTEGRATED = frozenset({"accelerate", "transformers"})
+INTEGRATED = frozenset({"accelerate", "lightning", "ray", "transformers"})
 """What the files of `osdp/integrations` are for, and import at the top."""
 
 
@@ -166,6 +166,7 @@ def test_imports_keep_to_the_rule(folder: str) -> None:
         ("runtime", "from planner.search.search import search"),
         ("osdp", "import pandas"),
         ("osdp", "import accelerate"),
+        ("osdp", "import lightning"),
     ],
 )
 def test_each_forbidden_import_is_noticed(folder: str, source: str) -> None:
