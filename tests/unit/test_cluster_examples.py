@@ -76,9 +76,10 @@ def test_kubernetes_manifests_have_what_their_definitions_need() -> None:
     assert job["spec"]["runtimeRef"]["name"] == "torch-distributed"
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
     assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 8}
-    (override,) = job["spec"]["podTemplateOverrides"]
-    assert override["targetJobs"] == [{"name": "node"}]
-    check_volumes(override["spec"])
+    (patch,) = job["spec"]["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["name"] == "node"
+    check_volumes(replicated["template"]["spec"]["template"]["spec"])
     worker = older["spec"]["pytorchReplicaSpecs"]["Worker"]
     pod = worker["template"]["spec"]
     (container,) = pod["containers"]
@@ -89,6 +90,16 @@ def test_kubernetes_manifests_have_what_their_definitions_need() -> None:
     for each in (trainer, container):
         assert each["command"] == ["torchrun"]
         assert each["args"][:3] == ["-m", "osdp", "train"]
+
+
+def test_a_train_job_is_read_whole_by_the_models_of_its_own_project() -> None:
+    """Which are made from the definition that a cluster checks it by, and drop what that does not have."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api (the extra `test`)")
+    job, _ = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+    (patch,) = job["spec"].pop("runtimePatches")
+    job["spec"]["podTemplateOverrides"] = [patch]  # as before Kubeflow Trainer 2.2
+    assert "podTemplateOverrides" not in models.TrainerV1alpha1TrainJob.from_dict(job).to_dict()["spec"]
 
 
 def check_volumes(pod: dict[str, Any]) -> None:
