@@ -28,6 +28,7 @@ from profiler.errors import OsdpError
 from runtime.apply_schedule import apply_schedule, default_device
 from runtime.deferred_init.deferred_init import is_meta, record
 from runtime.deferred_init.initialise import fill, share_rank_0
+from runtime.failures.gloo_threads import let_gloo_end_at_exit
 from runtime.schedule import Schedule
 from runtime.sharded_model import ShardedModel
 from runtime.state import checkpoint, pretrained
@@ -84,6 +85,7 @@ class OSDP(WrappedOnce):
         self.module: nn.Module = self.sharded.module
         self._accumulation = Accumulation(self.sharded, self.plan.accumulation)
         self.register_load_state_dict_post_hook(self._forget_missing)  # type: ignore[no-untyped-call]
+        let_gloo_end_at_exit()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns for these arguments."""

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from osdp.api import OSDP
-from osdp.tracing import let_gloo_end
 from osdp.wrapped_once import PAGE
 from profiler.errors import OsdpError
+from runtime.failures.gloo_threads import let_gloo_end
 
 FOLDER = "osdp_{}"
 """What `save_state` calls the checkpoint of a sharded model, by its number."""

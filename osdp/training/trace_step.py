@@ -24,14 +24,11 @@ from torch.profiler import profile
 from osdp.api import OSDP
 from osdp.plots import Moment, check_drawing, draw_memory
 from osdp.resources import make_folder
+from runtime.failures.gloo_threads import let_gloo_end
 from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes
 
 MEMORY_STEP, TRACE_STEP = 3, 4
 """Steps that are traced; in the first ones memory is allocated and kernels are chosen."""
-
-
-GLOO_ENDS_S = 0.05
-"""Far more than the microseconds that gloo's threads take after a collective."""
 
 
 class Tracer:
@@ -76,16 +73,6 @@ def traced(path: Path) -> Iterator[None]:
     whole = path.with_suffix(f".{os.getpid()}.tmp.json")
     profiled.export_chrome_trace(str(whole))
     whole.replace(path)
-
-
-def let_gloo_end() -> None:
-    """Wait until gloo's threads have noted the end of their last collective; call it before a profiler stops.
-
-    They do so after the collective has returned here, and write into what a profiler that stops meanwhile has freed:
-    ranks died of a corrupted heap, one run in some hundred (torch 2.13).
-    """
-    if dist.is_initialized():
-        time.sleep(GLOO_ENDS_S)
 
 
 def ready_folder(folder: str | Path) -> Path:
