@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake as is_fake
+from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fully_shard
@@ -336,14 +337,20 @@ def initialise(root: FSDPModule) -> None:
 def gathers(module: FSDPModule, parameter: nn.Parameter) -> bool:
     """Return whether a unit's modules have had this in place of a parameter that rests.
 
-    After a forward with `reshard_after_forward=K` that is a new one each time, on a mesh that nothing rests on.
+    After a forward with `reshard_after_forward=K` that is a new one each time, on a mesh that nothing of it rests on.
+    What rests on an equal mesh is another model's: DTensors of equal meshes can have the same one.
     """
     if any(parameter is getattr(one, "_unsharded_param", None) for one in packed_parameters(module)):
         return True
-    return isinstance(parameter, DTensor) and any(
-        group._use_post_forward_mesh and parameter.device_mesh is group.post_forward_mesh_info.mesh
-        for group in _param_groups(module)
-    )
+    secondary = (group.post_forward_mesh_info.mesh for group in _param_groups(module) if group._use_post_forward_mesh)
+    is_on_one = isinstance(parameter, DTensor) and any(parameter.device_mesh is mesh for mesh in secondary)
+    return is_on_one and not _rests_in_a_unit(parameter)
+
+
+def _rests_in_a_unit(parameter: nn.Parameter) -> bool:
+    """Return whether it is of a unit of FSDP2, of any model in this process."""
+    units = [module for module in _composable_state._module_state_mapping if isinstance(module, FSDPModule)]
+    return any(parameter is one.sharded_param for unit in units for one in packed_parameters(unit))
 
 
 def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:

@@ -63,3 +63,28 @@ def test_osdp_wraps_nothing_that_is_wrapped() -> None:
             "  got: a DistributedDataParallel",
             "  got: a FSDPBlocks",
         ]
+
+
+def _beside_another(rank: int) -> list[torch.Tensor]:
+    """Return the parameters of a model that FSDP2 alone trains for a step, beside one of OSDP's on an equal mesh."""
+    args, kwargs = batch_of(build(), rank)
+    ours = OSDP(build(), plan_of(build(), "secondary_shard:2"))
+    loss_of(ours(*args, **kwargs)).backward()
+    theirs = build()
+    fully_shard(theirs, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    loss_of(theirs(*args, **kwargs)).backward()
+    optimizer.step()
+    return [one.full_tensor().detach() for one in theirs.parameters()]
+
+
+def test_a_model_of_another_wrapper_trains_beside_one_of_osdp() -> None:
+    alone = build()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for rank in range(4):
+        args, kwargs = batch_of(build(), rank)
+        (loss_of(alone(*args, **kwargs)) / 4).backward()
+    optimizer.step()
+    for told in run_ranks(_beside_another, 4, ranks_per_node=2):
+        for got, wanted in zip(told, alone.parameters(), strict=True):
+            torch.testing.assert_close(got, wanted.detach())
