@@ -49,7 +49,7 @@ PRECISIONS = ("32-true", "bf16-true", "64-true")
 """Those that say in which dtype parameters rest."""
 
 
-class OSDPStrategy(trainer_strategies.DDPStrategy):  # type: ignore[misc]  # Lightning's types are not read
+class OSDPStrategy(trainer_strategies.DDPStrategy):
     """Has `Trainer` train the model within a LightningModule as planned."""
 
     def __init__(
@@ -211,7 +211,7 @@ class OSDPStrategy(trainer_strategies.DDPStrategy):  # type: ignore[misc]  # Lig
         self.checkpoint_io.teardown()
 
 
-class OSDPFabricStrategy(fabric_strategies.DDPStrategy):  # type: ignore[misc]
+class OSDPFabricStrategy(fabric_strategies.DDPStrategy):
     """Has `Fabric` train models as planned."""
 
     def __init__(
@@ -333,7 +333,7 @@ class OSDPFabricStrategy(fabric_strategies.DDPStrategy):  # type: ignore[misc]
         return rest
 
 
-class _SyncControl(_BackwardSyncControl):  # type: ignore[misc]
+class _SyncControl(_BackwardSyncControl):
     """Fabric's `no_backward_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

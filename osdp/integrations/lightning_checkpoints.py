@@ -42,7 +42,7 @@ class LoadedByParts:
         load_full_optimizer_state(self.optimizer, self.model.sharded.local_shards, state)
 
 
-class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
+class MappedCheckpointIO(TorchCheckpointIO):
     """Reads no more of a file on this machine than is used: of a sharded model a rank's parts."""
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
