@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from host_device import HostDevice, build_kernels
@@ -59,7 +60,7 @@ def test_rates_and_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.skipif(torch.cuda.is_available() and find_spec("cupy") is not None, reason="there is a GPU")
 def test_it_says_what_is_missing() -> None:
-    done = subprocess.run([sys.executable, SCRIPTS / "odc_gpu.py"], capture_output=True, text=True)
+    done = subprocess.run([programs.python(), SCRIPTS / "odc_gpu.py"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "CuPy cannot be loaded" in done.stderr or "PyTorch finds no GPU" in done.stderr
     assert "Traceback" not in done.stderr

@@ -11,6 +11,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import programs
 import pytest
 from command_line import Cli
 from typer.main import get_command
@@ -38,6 +39,12 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "clusters": ((), ("--sources",)),
 }
 """Arguments for every command; `PLAN` is made by the first."""
+
+
+@pytest.fixture(autouse=True)
+def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests and `osdp doctor` start are forks of a process that holds torch."""
+    monkeypatch.setattr(sys, "executable", programs.python())
 
 
 def test_every_command_is_here() -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 
@@ -177,7 +178,7 @@ def test_rates_are_judged_by_their_targets() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_to_do() -> None:
-    command = [sys.executable, str(SCRIPTS / "validate_gpu.py"), "--only", "1"]
+    command = [programs.python(), str(SCRIPTS / "validate_gpu.py"), "--only", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "osdp: PyTorch finds no GPU\n  try: --cpu, which runs the checks without one\n"
