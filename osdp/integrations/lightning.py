@@ -49,7 +49,22 @@ PRECISIONS = ("32-true", "bf16-true", "64-true")
 """Those that say in which dtype parameters rest."""
 
 
-class OSDPStrategy(trainer_strategies.DDPStrategy):
+class _JoinsRanks:
+    """What both strategies do to join the process group."""
+
+    root_device: torch.device
+    _process_group_backend: str | None
+
+    def setup_environment(self) -> None:
+        """Join the process group."""
+        _tell_ranks(self)
+        super().setup_environment()  # type: ignore[misc]  # of Lightning's strategy
+
+    def _get_process_group_backend(self) -> str:
+        return self._process_group_backend or _backend(self.root_device)
+
+
+class OSDPStrategy(_JoinsRanks, trainer_strategies.DDPStrategy):
     """Has `Trainer` train the model within a LightningModule as planned."""
 
     def __init__(
@@ -90,14 +105,6 @@ class OSDPStrategy(trainer_strategies.DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether a checkpoint is loaded into the sharded model."""
         return True
-
-    def setup_environment(self) -> None:
-        """Join the process group."""
-        _tell_ranks(self)
-        super().setup_environment()
-
-    def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or _backend(self.root_device)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -211,7 +218,7 @@ class OSDPStrategy(trainer_strategies.DDPStrategy):
         self.checkpoint_io.teardown()
 
 
-class OSDPFabricStrategy(fabric_strategies.DDPStrategy):
+class OSDPFabricStrategy(_JoinsRanks, fabric_strategies.DDPStrategy):
     """Has `Fabric` train models as planned."""
 
     def __init__(
@@ -235,14 +242,6 @@ class OSDPFabricStrategy(fabric_strategies.DDPStrategy):
         self._backward_sync_control = _SyncControl()
         self._models: list[OSDP] = []
         self._saves_parts = save_distributed_checkpoint
-
-    def setup_environment(self) -> None:
-        """Join the process group."""
-        _tell_ranks(self)
-        super().setup_environment()
-
-    def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or _backend(self.root_device)
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

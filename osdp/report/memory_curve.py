@@ -107,46 +107,15 @@ def memory_figure(curve: MemoryCurve) -> Figure:
         for name in curve.categories
     ]
     totals = [round(one.total_bytes / unit_bytes, 5) for one in held]
-    traces.append(
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "in total",
-            "showlegend": False,
-            "x": at_ms,
-            "y": totals,
-            "text": [hover_text([one.where]) for one in held],
-            "line": {"shape": "hv", "width": 1},
-            "meta": IN_COLOUR_OF_TEXT,
-            "hovertemplate": f"%{{y:.2f}} {unit}, %{{text}}",
-        }
-    )
+    where, hover = [hover_text([one.where]) for one in held], f"%{{y:.2f}} {unit}"
+    total = _line("in total", at_ms, totals, hover + ", %{text}", shape="hv", width=1)
+    traces.append({**total, "text": where, "showlegend": False})
     if curve.tracked:
         sizes = [None if size is None else round(size / unit_bytes, 5) for size in (*curve.tracked, curve.tracked[-1])]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": curve.tracked_name,
-                "x": at_ms,
-                "y": sizes,
-                "line": {"shape": "hv", "width": 2.5, "dash": "dot"},
-                "meta": IN_COLOUR_OF_TEXT,
-                "hovertemplate": f"%{{y:.2f}} {unit}",
-            }
-        )
+        traces.append(_line(curve.tracked_name, at_ms, sizes, hover, shape="hv", width=2.5, dash="dot"))
     lines = (("limit", curve.limit_bytes, "dash"), ("tracked peak", curve.tracked_bytes, "dashdot"))
     traces += [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": name,
-            "x": [0, at_ms[-1]],
-            "y": [round(size_bytes / unit_bytes, 5)] * 2,
-            "line": {"dash": dash, "width": 2},
-            "meta": IN_COLOUR_OF_TEXT,
-            "hovertemplate": f"%{{y:.2f}} {unit}",
-        }
+        _line(name, [0, at_ms[-1]], [round(size_bytes / unit_bytes, 5)] * 2, hover, dash=dash, width=2)
         for name, size_bytes, dash in lines
         if size_bytes is not None
     ]
@@ -172,3 +141,9 @@ def memory_figure(curve: MemoryCurve) -> Figure:
         ],
     }
     return Figure(traces, layout)
+
+
+def _line(name: str, x: Sequence[float], y: Sequence[float | None], hover: str, **line: object) -> dict[str, object]:
+    """Return a line in the colour of text."""
+    look = {"type": "scatter", "mode": "lines", "meta": IN_COLOUR_OF_TEXT}
+    return {**look, "name": name, "x": x, "y": y, "line": line, "hovertemplate": hover}
