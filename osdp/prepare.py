@@ -45,20 +45,28 @@ def prepare(
 ) -> tuple[Plan, Schedule]:
     """Return the plan and its schedule, the same on all ranks. A collective call; raises OsdpError."""
     check_process_group()
-    ranks = Agreement.all()
-    traced = ranks.together("trace the model", lambda: _trace(model, description, device_info, example_inputs))
-    given = ranks.gather("tell whether it has a plan", lambda: isinstance(traced.wish, Plan))
-    if len(set(given)) > 1:
+    traces: list[_Traced] = []
+
+    def trace() -> bool:
+        traces.append(_trace(model, description, device_info, example_inputs))
+        return isinstance(traces[0].wish, Plan)
+
+    if len(set(Agreement.all().gather("trace the model", trace))) > 1:
         raise OsdpError("some ranks were given a plan and some were not", advice="give every rank the same description")
+    traced = traces[0]
     if isinstance(wish := traced.wish, Plan):
         plan = wish
     else:  # rank 0's on every rank: a search within a time limit need not end alike everywhere
         plan = from_rank_0("plan", lambda: plan_graph(traced.graph, traced.cluster, wish).plan)
-    schedule = ranks.together("compile the plan", lambda: compile_plan(plan, traced.graph, traced.cluster))
-    if not (schedule.world_size == 1 or (schedule.by_ddp and find_unused_parameters)):
-        _check_all_run(traced.graph)
-    agree("the schedule", repr(schedule), "give every rank the same model, description and device_info")
-    return plan, schedule
+
+    def compiled() -> Schedule:
+        schedule = compile_plan(plan, traced.graph, traced.cluster)
+        if not (schedule.world_size == 1 or (schedule.by_ddp and find_unused_parameters)):
+            _check_all_run(traced.graph)
+        return schedule
+
+    advice = "give every rank the same model, description and device_info"
+    return plan, agree("the schedule", "compile the plan", compiled, advice)
 
 
 def _check_all_run(graph: ModelGraph) -> None:

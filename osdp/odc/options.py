@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from profiler.errors import OsdpError
-from runtime.failures.rank_agreement import Agreement, agree
+from runtime.failures.rank_agreement import agree
 from runtime.meshes import check_process_group
 
 
@@ -45,9 +46,9 @@ def init(*, ordered: bool = False, timeout_s: float | None = None, accumulation:
     """
     global _options
     check_process_group("odc.init()")
-    ranks = Agreement.all()
-    options = ranks.together("check what odc.init() was given", lambda: Options(ordered, timeout_s, accumulation))
-    agree("what odc.init() was given", str(options), "the same options on every rank")
+    given = "what odc.init() was given"
+    make = partial(Options, ordered, timeout_s, accumulation)
+    options = agree(given, f"check {given}", make, advice="the same options on every rank")
     if _options not in (None, options):
         what = "odc.init() was called before with other options"
         raise OsdpError(what, got=str(options), expected=str(_options), advice="call stop() first")

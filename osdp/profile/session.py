@@ -45,6 +45,8 @@ COMMUNICATION_SHARE = 0.6
 """Part of the budget that communication may take, and of the progress that it makes."""
 UNIT_REPETITIONS = 4
 """Steps of small units for each repetition of other timings: they are short, and so is what is looked for."""
+OPTIMIZER_REPETITIONS = 4
+"""Likewise steps of an optimizer: where ranks share cores, one in some is put aside for as long as a step takes."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ def measure_model(
     # As FSDP2 holds them; optimizers that step on local tensors unwrap them.
     mesh = Meshes(device.type, *grid()).mesh(dist.get_world_size())
     held = partial(DTensor.from_local, device_mesh=mesh, placements=[Shard(0)], run_check=False)
-    steps = optimizer_times(shapes, OPTIMIZERS, device, repetitions, barrier, held=held)
+    steps = optimizer_times(shapes, OPTIMIZERS, device, OPTIMIZER_REPETITIONS * repetitions, barrier, held=held)
     everyone = Agreement.all().gather("measure the model", lambda: (mine, steps))
     by_optimizer = zip(*(steps for _, steps in everyone), strict=True)
     slowest = [max(of_ranks, key=lambda one: one.step_s(len(shapes), size_bytes)) for of_ranks in by_optimizer]

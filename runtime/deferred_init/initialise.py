@@ -3,7 +3,7 @@
 No rank holds more than a few whole tensors at a time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,34 @@ from runtime.deferred_init.deferred_init import Recording, reset
 from runtime.sharded_model import ShardedModel
 from runtime.state.state_dict import local_shards_by_name
 
+BUCKET_BYTES = 25 << 20
+"""So much of small tensors is sent at once, as DistributedDataParallel does."""
+
 
 def share_rank_0(model: nn.Module, device: torch.device) -> None:
     """Give every rank's model the parameters and buffers of rank 0. A collective call."""
     with torch.no_grad():
-        for tensor in _values(model):
-            sent = tensor.detach().to(device)
+        for bucket in _buckets(_values(model)):
+            flat = [tensor.detach().to(device).flatten() for tensor in bucket]
+            sent = flat[0] if len(flat) == 1 else torch.cat(flat)
             dist.broadcast(sent, src=0)
             if dist.get_rank() != 0:
-                tensor.copy_(sent)
+                for tensor, part in zip(bucket, sent.split([one.numel() for one in bucket]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors in order, together those of one dtype as long as they are small."""
+    bucket: list[Tensor] = []
+    held_bytes = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or held_bytes + tensor.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, held_bytes = [], 0
+        bucket.append(tensor)
+        held_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def _values(model: nn.Module) -> Iterator[Tensor]:

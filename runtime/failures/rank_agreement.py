@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,13 +82,23 @@ def from_rank_0(doing: str, make: Callable[[], T]) -> T:
     return cast(T, ranks.gather(doing, lambda: make() if ranks.rank == 0 else None)[0])
 
 
-def agree(what: str, value: str, advice: str) -> None:
-    """Raise OsdpError on every rank if the ranks' values differ. Collective."""
-    values = Agreement.all().gather(f"send {what}", lambda: value)
-    odd = [str(rank) for rank, other in enumerate(values) if other != values[0]]
+def agree(what: str, doing: str, make: Callable[[], T], advice: str) -> T:
+    """Return what `make` returns, or raise OsdpError on every rank if it fails on one or results print differently.
+
+    `what` is the name of the result, `doing` completes "rank 2 could not ...". Collective.
+    """
+    results: list[T] = []
+
+    def digest() -> str:
+        results.append(make())
+        return hashlib.sha256(repr(results[0]).encode()).hexdigest()
+
+    digests = Agreement.all().gather(doing, digest)
+    odd = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
     if odd:
         got = f"ranks {', '.join(odd[:8])} differ from rank 0"
         raise OsdpError(f"{what} is not the same on all ranks", got=got, advice=advice)
+    return results[0]
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from runtime.failures.peer_lost import format_ranks
 from runtime.failures.rank_agreement import Agreement
 from runtime.odc.shared_segment import CLOSED, FLAGS, HEADER_BYTES, OPEN, Patience, Segment
 
+GAVE_UP = "gave up waiting"
+
 
 class Rendezvous:
     """The segments of all ranks of a group, as this rank has them mapped."""
@@ -65,7 +67,7 @@ class Rendezvous:
             raise self.held(self.rank, FLAGS, timeout_s)
         missing = [rank for rank in self.others_first() if rank != self.rank]
         while missing := [rank for rank in missing if not self.segments[rank].has_reached(number)]:
-            lost = {rank: how for rank in missing if (how := self._fate(rank, number))}
+            lost = self._lost_of(missing, number)
             if not lost and not patience.sleep():
                 lost = dict.fromkeys(missing, "did not reach the barrier")
             if lost:
@@ -73,14 +75,22 @@ class Rendezvous:
         # One that gave up a later barrier did reach this one.
         gave_up = [rank for rank, segment in enumerate(self.segments) if OPEN < segment.state <= number]
         if gave_up:
-            raise self.lost(dict.fromkeys(gave_up, "gave up waiting"), number, timeout_s)
+            raise self.lost(dict.fromkeys(gave_up, GAVE_UP), number, timeout_s)
         return tuple(segment.note(number) for segment in self.segments)
+
+    def _lost_of(self, missing: list[int], number: int) -> dict[int, str]:
+        """Return which of the missing ranks do not come any more, and why: only those that others gave up for."""
+        fates = {rank: how for rank in missing if (how := self._fate(rank, number))}
+        if GAVE_UP in fates.values():  # For one that was gone before: seen now, if it was not when it was looked at.
+            again = {rank: self._fate(rank, number) for rank in missing}
+            fates = {rank: how for rank, how in again.items() if how not in ("", GAVE_UP)} or fates
+        return fates
 
     def _fate(self, rank: int, number: int) -> str:
         """Return what became of a rank that has not reached a barrier; empty if it still may."""
         segment = self.segments[rank]
         if OPEN < segment.state <= number:
-            return "gave up waiting"
+            return GAVE_UP
         # A rank may reach it and then leave, so whether it did is asked last.
         gone = self.gone(rank)
         return "" if segment.has_reached(number) else gone

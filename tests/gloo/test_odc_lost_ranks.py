@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,3 +218,28 @@ def test_a_rank_that_closes_and_ends_between_two_looks_at_it_closed() -> None:
     segment.is_alive = ends_meanwhile
     gone = Rendezvous.gone(SimpleNamespace(segments=[segment]), 0)  # type: ignore[arg-type]
     assert gone == "closed its windows"
+
+
+def test_who_gave_up_for_a_rank_that_is_gone_is_not_named_for_it() -> None:
+    closed: list[bool] = []
+
+    class Silent:
+        """The segment of a rank that lives and does not reach the barrier."""
+
+        def __init__(self, state: Callable[[], int]) -> None:
+            self._state = state
+
+        state = property(lambda self: self._state())
+        is_alive = reach = lambda self, *_: True
+        has_reached = lambda self, *_: False  # noqa: E731
+
+    def gives_up() -> int:
+        closed.append(True)  # rank 2 was looked at before, and closes in between
+        return 2
+
+    rendezvous: Any = Rendezvous.__new__(Rendezvous)
+    rendezvous.ranks, rendezvous.rank = (0, 1, 2), 1
+    of_rank_2 = Silent(lambda: shared_segment.CLOSED if closed else shared_segment.OPEN)
+    rendezvous.segments = [Silent(gives_up), Silent(lambda: shared_segment.OPEN), of_rank_2]
+    with pytest.raises(PeerLost, match=r"failed: rank 2 closed its windows\n"):
+        rendezvous.wait(2, 0.0, timeout_s=5.0)
