@@ -37,6 +37,7 @@ from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.metered_pass import find_loss
 from runtime.failures.rank_agreement import from_rank_0
+from runtime.optimizers import OPTIMIZERS
 
 BATCH, SEED = 2, 3
 GRIDS = {2: (1, 2), 4: (2, 2)}
@@ -57,7 +58,7 @@ def built(source: ModelSource) -> nn.Module:
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of every training; gradients of nothing but rounding do not move a parameter far."""
-    return torch.optim.Adam([one for one in module.parameters() if one.requires_grad], lr=1e-2, eps=1e-3)
+    return OPTIMIZERS["fused_adam"]([one for one in module.parameters() if one.requires_grad], lr=1e-2, eps=1e-3)
 
 
 # --- in one process ---------------------------------------------------------------------------

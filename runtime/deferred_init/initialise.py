@@ -26,7 +26,7 @@ def share_rank_0(model: nn.Module, device: torch.device) -> None:
             sent = flat[0] if len(flat) == 1 else torch.cat(flat)
             dist.broadcast(sent, src=0)
             if dist.get_rank() != 0:
-                for tensor, part in zip(bucket, sent.split([one.numel() for one in bucket]), strict=True):
+                for tensor, part in zip(bucket, torch.split(sent, [one.numel() for one in bucket]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
 
