@@ -96,7 +96,8 @@ def fullest(
     idle: Idle = None,
     limit_bytes: float = float("inf"),
 ) -> tuple[int, Options]:
-    """Return the rank that holds most under a whole plan, one choice per stage, and its options.
+    """Return the rank that holds most under a whole plan, one choice per stage, and its options; the optimizer's step
+    takes as long as on the rank where it takes longest.
 
     If some hold more than `limit_bytes`, it is any of those.
     """
@@ -133,16 +134,20 @@ def fullest(
     if len(ranks) < 2:
         rank = ranks[0] if ranks else 0
         return rank, on_rank(rank)
-    best, most_bytes = None, 0.0
+    best, most_bytes, longest_s = None, 0.0, 0.0
     for rank in ranks:
         options = on_rank(rank)
+        longest_s = max(longest_s, sum(option.optimizer_s for option in options))
         held_bytes = peak_memory(options, load).total_bytes
         if best is None or held_bytes > most_bytes:
             best, most_bytes = (rank, options), held_bytes
         if most_bytes > limit_bytes:
             break
     assert best is not None, "there are several ranks"
-    return best
+    rank, (first, *others) = best
+    # All wait for the rank whose optimizer steps longest, which may be another, say one that owns what is offloaded.
+    waiting_s = longest_s - sum(option.optimizer_s for option in best[1])
+    return rank, (replace(first, optimizer_s=first.optimizer_s + waiting_s), *others) if waiting_s else best[1]
 
 
 def _owners(

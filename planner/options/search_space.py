@@ -6,7 +6,9 @@ All spanning operators take one strategy.
 Choices with split operators are priced in a variant of the model in which one stage's operators are sliced; a whole
 plan is then priced in the model with all its slices (`planner.pricing`).  Ranks differ by the operators that each of
 them owns whole.  In a `CandidateSet` each rank owns 1/N of them: the mean over ranks never exceeds what the fullest
-rank holds, so bounds stay valid; a whole plan is priced on the fullest rank.
+rank holds, so bounds stay valid; a whole plan is priced on the fullest rank.  Where spanning operators are owned, there
+is a set of the rank that owns the largest of them too, as if other ranks owned all else: the fullest rank holds no less
+than that either, and where it owns no more, that is all it holds.
 """
 
 from __future__ import annotations
@@ -185,6 +187,10 @@ class Space:
         self.replica = cache(self._make_replica)
 
     @cached_property
+    def _every_operator(self) -> frozenset[int]:
+        return frozenset(range(len(self.model.graph.operators)))
+
+    @cached_property
     def light(self) -> frozenset[int]:
         """Stages whose strategies hardly matter; spaces that only price plans never ask."""
         return light_stages(self.model.stages, self.model.graph)
@@ -255,14 +261,15 @@ class Space:
             numbers = {whole: o for o, whole in reversed(wholes.items())}
             spans = {numbers[o]: strategy for o, strategy in around.items()}
             units = self._unit_costs(load, mean, (stage_class, choice.counts), model)
-            option = make_option(frame, units, choice.strategies, choice.recompute, spans)
+            away = frozenset(o for o, whole in wholes.items() if whole in (elsewhere or ()))
+            option = make_option(frame, units, choice.strategies, choice.recompute, spans, away)
             option = option.renumbered(wholes)
         else:
             units = self._unit_costs(load, mean)
             option = make_option(frame, units, choice.strategies, choice.recompute, around, elsewhere or frozenset())
         if self.model.idle and self.examples[stage_class] == 0:
             idle = dict(zip(self.model.idle, self.idle_strategies(load.cluster), strict=True))
-            more = self.resting_bytes(idle, load, mean=mean)
+            more = self.resting_bytes(idle, load, elsewhere or frozenset(), mean)
             constants = {**option.constants, "parameters": option.constants["parameters"] + more}
             return replace(option, constants=constants)
         return option
@@ -358,23 +365,33 @@ class Space:
             return self._offered(spanning, strategies, load, alone=True)
         return tuple(dict.fromkeys(tuple(self.pins.strategies.get(o, (s,))[0] for o in spanning) for s in strategies))
 
-    def _make_worthwhile(self, stage_class: int, spanning: Spanning, load: Workload, syncs: bool) -> Priced:
-        """Return the undominated choices of a class of stages and their options, on the mean rank if ranks differ.
+    def largest_owned(self, spanning: Spanning) -> int | None:
+        """Return the largest of the spanning operators that one rank owns, if there is one."""
+        owned = [o for o, strategy in self.spanning_choices(spanning).items() if strategy.spec.has_owner]
+        parameters = {o: sum(p.numel for p in self.model.graph.operators[o].parameters) for o in owned}
+        return max(parameters, key=parameters.__getitem__, default=None)
+
+    def _make_worthwhile(
+        self, stage_class: int, spanning: Spanning, load: Workload, syncs: bool, owned: int | None
+    ) -> Priced:
+        """Return the undominated choices of a class of stages and their options, as `_make_all` has them.
 
         They leave out the memory of spanning operators called only elsewhere: it is the same for all of them, so it
         does not affect dominance.
         """
-        table = self._table(stage_class, spanning, self._first_load(load))
+        table = self._table(stage_class, spanning, self._first_load(load), owned)
         return table.worthwhile(lambda counts: self.costs(stage_class, counts, load), load, syncs)
 
     def _make_all(
-        self, stage_class: int, spanning: Spanning, load: Workload
+        self, stage_class: int, spanning: Spanning, load: Workload, owned: int | None = None
     ) -> list[tuple[StageDecision, StageOption]]:
-        """Return the choices of a class of stages and their options, on the mean rank if ranks differ."""
+        """Return the choices of a class of stages and their options, if ranks differ on the mean rank or on that which
+        owns one operator and no other."""
         others, found = {*self.spanning_choices(spanning).values(), *self.idle_strategies(load.cluster)}, []
+        away = None if owned is None else self._every_operator - {owned}
         for choice in self.choices(stage_class, load):
             differ = any(strategy.spec.has_owner for strategy in (*choice.strategies, *others))
-            option = self._at_any_batch(stage_class, choice, spanning, load, None if differ else NOWHERE)
+            option = self._at_any_batch(stage_class, choice, spanning, load, away if differ else NOWHERE)
             found.append((choice, option))
         return found
 
@@ -383,14 +400,18 @@ class Space:
         takes = self.spanning_offered(load) if self.model.stages[self.examples[stage_class]].spanning else (None,)
         return [pair for take in takes for pair in self._all(stage_class, take, self._first_load(load))]
 
-    def _candidates(self, load: Workload, spanning: Spanning, syncs: bool = True) -> CandidateSet:
+    def _candidates(
+        self, load: Workload, spanning: Spanning, syncs: bool = True, owned: int | None = None
+    ) -> CandidateSet:
         """Return the options of every stage under given strategies of the spanning operators.
 
         With `syncs`, plans are charged as if ranks waited for each other in every micro-batch, as most do.  Without,
         only options with which ranks wait once per step are kept, and charged so.  Every plan is in one of the two
-        sets at its own price, and in the other, if at all, at no lower one.
+        sets at its own price, and in the other, if at all, at no lower one.  Where ranks differ, costs are those of the
+        mean rank or, given `owned`, of the rank that owns that operator and no other.
         """
-        return CandidateSet(load, spanning, self.stage_classes, *self._options_of((spanning,), load, syncs), syncs)
+        options = self._options_of((spanning,), load, syncs, owned)
+        return CandidateSet(load, spanning, self.stage_classes, *options, syncs)
 
     def _relaxed_candidates(self, load: Workload, syncs: bool = True) -> CandidateSet:
         """Return candidates that cost no plan more than its price, whatever strategy the spanning operators take."""
@@ -401,7 +422,7 @@ class Space:
         return CandidateSet(load, None, self.stage_classes, *found, syncs).without_dominated()
 
     def _options_of(
-        self, takes: Sequence[Spanning], load: Workload, syncs: bool
+        self, takes: Sequence[Spanning], load: Workload, syncs: bool, owned: int | None = None
     ) -> tuple[tuple[OptionList, ...], tuple[tuple[StageDecision, ...], ...]]:
         """Return the options and their choices, by class of stages, whichever of `takes` the spanning operators take.
 
@@ -413,7 +434,7 @@ class Space:
             around = list(zip(takes, held, strict=True))
             if not self.model.stages[example].spanning:
                 around = [(None, Ambient(*map(min, zip(*held, strict=True))))]
-            found = [(*self._worthwhile(stage_class, take, load, syncs), at) for take, at in around]
+            found = [(*self._worthwhile(stage_class, take, load, syncs, owned), at) for take, at in around]
             options.append(OptionList.joined([some.around(at) for _, some, at in found]))
             choices.append(tuple(choice for some, _, _ in found for choice in some))
         return tuple(options), tuple(choices)

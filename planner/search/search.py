@@ -35,7 +35,9 @@ from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits, refusal_of
 from planner.search.least_memory import smallest_of
 from planner.search.simple_plan import simplest
+from planner.solve.core_options import core_of
 from planner.solve.lagrangian_bound import ChainBound, events_near, highest_event
+from planner.solve.misfits import without_misfits
 from planner.solve.solve_candidates import Widening, programmed
 from profiler.model_graph import Recompute
 
@@ -55,6 +57,8 @@ FEWER_MADE = 200_000
 """Labels of a search for a plan where the last per cents do not matter; such a search is not made twice either."""
 MUCH = 0.05
 """While a plan may be slower than the best by more than this share, a search makes `MOST_MADE` labels all the same."""
+CORE_MADE = 600_000
+"""Labels of a search among few options (`planner.solve.core_options`) that follows where `MUCH` is unproven."""
 LABELS_PER_S = 200_000
 """Labels that a run may make for each second that is left of a time limit."""
 
@@ -156,11 +160,20 @@ class _Point:
         return replace(self, bound=min(self.bound, samples / bound_s), full=True, price=price)
 
     def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
-        """Yield one point for each strategy of the spanning operators."""
-        for spanning in space.spanning_offered(self.chain.load):
-            candidates = space.candidates(self.chain.load, spanning, self.chain.candidates.syncs_each_microbatch)
-            if child := _quick_point(candidates.sharing(self.sharing), limit_bytes, False, self.price):
-                yield replace(child, bound=min(self.bound, child.bound), sharing=self.sharing)
+        """Yield one point for each strategy of the spanning operators.
+
+        Where an operator of them is owned, plans are looked for on the mean rank and bounded on its owner too.
+        """
+        load, syncs = self.chain.load, self.chain.candidates.syncs_each_microbatch
+        for spanning in space.spanning_offered(load):
+            candidates = space.candidates(load, spanning, syncs).sharing(self.sharing)
+            child, bound = _quick_point(candidates, limit_bytes, False, self.price), self.bound
+            if child and (owned := space.largest_owned(spanning)) is not None:
+                on_owner = space.candidates(load, spanning, syncs, owned).sharing(self.sharing)
+                limits = _quick_point(on_owner, limit_bytes, False, self.price)
+                bound = min(bound, limits.tightened(limit_bytes, 0.0).bound) if limits else 0.0
+            if child and bound > 0.0:
+                yield replace(child, bound=min(bound, child.bound), sharing=self.sharing)
 
     def advanced(
         self,
@@ -172,20 +185,25 @@ class _Point:
         *,
         programs: bool,
         labels: bool,
+        core: bool,
     ) -> tuple[_Point, PricedPlan | None, int]:
         """Return the point after a piece of work for plans faster than `floor`, a plan if one was found, and the
         labels that were made for it.
 
         `programs` is whether it gets the integer program first, which has until `ends_at`; `labels` whether more than
-        that.
+        that, `core` whether that is among few of its options.
         """
         samples, widening, made = self.chain.load.samples_per_step, self.widening, 0
         if widening is None:
-            plan = programmed(self.chain.candidates, space, limit_bytes, ends_at) if programs else None
+            chain = without_misfits(self.chain, limit_bytes)
+            if chain is None:
+                return replace(self, bound=0.0, is_over=True), None, made
+            chain = core_of(chain) if core else chain
+            plan = programmed(chain.candidates, space, limit_bytes, ends_at) if programs else None
             if not labels:
                 return replace(self, is_over=True), plan, made
             start = samples / self.bound, self.price
-            widening = Widening(self.chain, space, limit_bytes, start, plan.peak.stage if plan else None)
+            widening = Widening(chain, space, limit_bytes, start, plan.peak.stage if plan else None)
             widening.is_searching = widening.was_searched = programs
         else:
             plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)
@@ -228,6 +246,9 @@ def search(
     unproven = WORTH if effort.labels >= MOST_MADE else MUCH
     if lacks_labels and plan is not None and top > max(enough, plan.samples_per_s * (1 + unproven)):
         plan = _with_fewer_choices(task, plan, sweep)
+    if lacks_labels and (plan is None or top > max(enough, plan.samples_per_s * (1 + MUCH))):
+        of_core = replace(sweep, labels=min(sweep.labels, CORE_MADE), core=True)
+        plan = of_core.best_first(_sizes(space, loads, task.limit_bytes), space, plan)[0] or plan
     if plan is None:
         plan = smallest_of(space, loads, task.limit_bytes)
         if plan.peak.total_bytes > task.limit_bytes:
@@ -277,6 +298,8 @@ class _Sweep:
     labels: int
     """As in `Effort`."""
     progress: Progress
+    core: bool = False
+    """Whether plans are looked for among few options of each stage: then what no plan exceeds means nothing."""
 
     def best_first(
         self, queue: list[_Size | _Point], space: Space, incumbent: PricedPlan | None
@@ -290,7 +313,8 @@ class _Sweep:
         while queue:
             point = heapq.heappop(queue)
             speed, left_s = incumbent.samples_per_s if incumbent else 0.0, self.ends_at - time.perf_counter()
-            most = MOST_MADE if self.labels and point.bound > speed * (1 + MUCH) else self.labels
+            much = bool(self.labels) and not self.core and point.bound > speed * (1 + MUCH)
+            most = MOST_MADE if much else self.labels
             spent = left_s < 0 or (incumbent is not None and made >= most > 0)
             floor = max(speed, self.enough)
             wanted = max(speed * (1 + (CLOSE_ENOUGH if made >= MANY_MADE else 0.0)), self.enough)
@@ -315,9 +339,8 @@ class _Sweep:
                 )
                 programmed_points += programs
                 most_made = int(min(most - made, left_s * LABELS_PER_S))
-                advanced, plan, more = point.advanced(
-                    space, self.limit_bytes, wanted, most_made, self.ends_at, programs=programs, labels=self.labels > 0
-                )
+                how = {"programs": programs, "labels": self.labels > 0, "core": self.core}
+                advanced, plan, more = point.advanced(space, self.limit_bytes, wanted, most_made, self.ends_at, **how)
                 solved += 1
                 made += more
                 heapq.heappush(queue, advanced)
