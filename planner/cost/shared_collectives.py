@@ -14,7 +14,8 @@ of the latencies that shares do not make up:
     rest of a plan     (1 - sum_u b_u / B) * t(0)            `rest_s`
 
 The rest is nothing where all units that train are of the strategy.  In other plans the search's bound is lower by it,
-at most the latencies of one step, and so is valid; what whole plans take has it.
+at most the latencies of one step for each strategy, and so is valid; what whole plans take has it.  A plan that is
+slower in the sum over stages and has less of it can be passed over, which the gap covers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from dataclasses import dataclass, replace
 from planner.strategies.spec import Strategy, Volume
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import Parameter
+
+ROUNDING = 1e-9
+"""What parts that add up to a whole may lack of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,4 +85,5 @@ def added(parts: Iterable[tuple[Parts, int]]) -> Parts:
 
 def rest_s(parts: Iterable[tuple[Parts, int]]) -> float:
     """Return the seconds of latencies in a step that the shares of stages, each so many times, do not make up."""
-    return sum(max(0.0, 1.0 - part) * shared.latency_s for shared, part in added(parts))
+    missing = ((shared, 1.0 - part) for shared, part in added(parts))
+    return sum(part * shared.latency_s for shared, part in missing if part > ROUNDING)
