@@ -61,6 +61,18 @@ template <> struct Element<unsigned short> {
     }
 };
 
+// Four neighbours in the widest loads that their place allows: of four, of two, or of two between
+// two of one.
+static __device__ float4 read_four(const float* source) {
+    if ((Size)source % 16 == 0) return __ldcs((const float4*)source);
+    if ((Size)source % 8 == 0) {
+        const float2 low = __ldcs((const float2*)source), high = __ldcs((const float2*)(source + 2));
+        return {low.x, low.y, high.x, high.y};
+    }
+    const float2 middle = __ldcs((const float2*)(source + 1));
+    return {__ldcs(source), middle.x, middle.y, __ldcs(source + 3)};
+}
+
 // Copy one segment with all threads along x.  Sources are read once, so they are streamed past the
 // caches (`cs`); the window is left in L2 (`cg`), where peers will read it.
 template <typename T> __device__ void pack_segment(const float* source, T* target, Size count) {
@@ -68,12 +80,13 @@ template <typename T> __device__ void pack_segment(const float* source, T* targe
     const Size first = (Size)blockIdx.x * blockDim.x + threadIdx.x;
     const Size stride = (Size)gridDim.x * blockDim.x;
 
-    // Four at a time from the source's first 16-byte boundary on, if the target is aligned there.
-    Size head = (16 - (Size)source % 16) % 16 / sizeof(float);
-    if (head > count || (Size)(target + head) % sizeof(Four) != 0) head = count;
+    // Four at a time from the target's first boundary on, whatever the source's alignment: segments lie
+    // one behind the other in the window, as what is gathered must, and any of them may be odd.
+    Size head = (sizeof(Four) - (Size)target % sizeof(Four)) % sizeof(Four) / sizeof(T);
+    if (head > count) head = count;
     const Size fours = (count - head) / 4;
     for (Size i = first; i < fours; i += stride) {
-        const float4 in = __ldcs((const float4*)(source + head) + i);
+        const float4 in = read_four(source + head + 4 * i);
         const Four out = {Element<T>::cast(in.x), Element<T>::cast(in.y), Element<T>::cast(in.z),
                           Element<T>::cast(in.w)};
         __stcg((Four*)(target + head) + i, out);

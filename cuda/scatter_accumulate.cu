@@ -112,15 +112,26 @@ template <bool ALONE, typename Wide> static __device__ void add(Wide* target, Wi
 static __device__ float widen(float value) { return value; }
 static __device__ float widen(unsigned short value) { return __uint_as_float((unsigned int)value << 16); }
 
+// Four neighbours in the widest loads that their place allows: of four, of two, or of one (of fp32, two
+// between two of one).
 static __device__ float4 load_four(const float* source) {
     if ((Size)source % 16 == 0) return __ldcs((const float4*)source);
-    return {__ldcs(source), __ldcs(source + 1), __ldcs(source + 2), __ldcs(source + 3)};
+    if ((Size)source % 8 == 0) {
+        const float2 low = __ldcs((const float2*)source), high = __ldcs((const float2*)(source + 2));
+        return {low.x, low.y, high.x, high.y};
+    }
+    const float2 middle = __ldcs((const float2*)(source + 1));
+    return {__ldcs(source), middle.x, middle.y, __ldcs(source + 3)};
 }
 
 static __device__ float4 load_four(const unsigned short* source) {
     if ((Size)source % 8 == 0) {
         const ushort4 in = __ldcs((const ushort4*)source);
         return {widen(in.x), widen(in.y), widen(in.z), widen(in.w)};
+    }
+    if ((Size)source % 4 == 0) {
+        const ushort2 low = __ldcs((const ushort2*)source), high = __ldcs((const ushort2*)(source + 2));
+        return {widen(low.x), widen(low.y), widen(high.x), widen(high.y)};
     }
     return {widen(__ldcs(source)), widen(__ldcs(source + 1)), widen(__ldcs(source + 2)),
             widen(__ldcs(source + 3))};

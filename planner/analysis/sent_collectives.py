@@ -29,6 +29,8 @@ class Sent:
 def sent_collectives(view: OpenPlan) -> list[Sent]:
     """Return the collectives of a plan, those of the largest tensors first."""
     found: Counter[tuple[Operation, int, int, int]] = Counter()
+    shared: dict[tuple[str, Operation, int, int], tuple[int, int]] = {}
+    """Bytes of all units of a strategy together, and how often a step sends that."""
     model, graph, cluster = view.space.model, view.space.graph, view.load.cluster
     if runs_by_ddp(view.plan, graph, cluster):
         found.update(("all_reduce", cluster.world_size, 1, bucket.size_bytes) for bucket in buckets(graph))
@@ -42,7 +44,12 @@ def sent_collectives(view: OpenPlan) -> list[Sent]:
             for unit in join(graph, operators, ((one,) for one in strategies), model.slices):
                 parameters = [p for operator in unit.operators for p in graph.operators[operator].parameters]
                 sent = unit_collectives(parameters, unit.strategy, view.load.precision, cluster, trains=graph.trains)
-                found.update((one.operation, one.ranks, one.stride, one.size_bytes) for one in sent)
+                found.update((one.operation, one.ranks, one.stride, one.size_bytes) for one in sent if not one.shared)
+                for one, count in Counter(one for one in sent if one.shared).items():
+                    kind = unit.strategy.name, one.operation, one.ranks, one.stride
+                    shared[kind] = shared.get(kind, (0, 0))[0] + one.size_bytes, count
+    for (_, operation, ranks, stride), (size, count) in shared.items():
+        found[operation, ranks, stride, size] += count
     alike: dict[tuple[Operation, int, int, str], list[tuple[int, int]]] = {}
     for (operation, ranks, stride, size), count in found.items():
         name = algorithm_of(operation, size, cluster, ranks, stride)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.cost.shared_collectives import rest_s
 from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.step_time import plan_syncs, waiting_s
 from planner.cost.workload import Workload
@@ -111,12 +112,13 @@ def _backward(streams: _Streams, segments: Sequence[Segment], last: bool, gather
     all_reduce(0, reduced_s)
 
 
-def _micro_batch(streams: _Streams, segments: Sequence[Segment], last: bool, wait_s: float) -> None:
-    """Simulate one micro-batch and the wait at its end."""
+def _micro_batch(streams: _Streams, segments: Sequence[Segment], last: bool, wait_s: float, shared_s: float) -> None:
+    """Simulate one micro-batch and the wait at its end; `shared_s` is what units share (`rest_s`) in the last."""
     gather = _forward(streams, segments)
     _backward(streams, segments, last, gather)
     streams.join()
     lost_s = sum(s.interference_s + (s.step_exposed_s if last else 0.0) for s in segments)
+    lost_s += shared_s if last else 0.0
     for label, seconds in (("exposed", lost_s), ("waiting", wait_s)):
         if seconds:
             streams.run("compute", label, -1, seconds)
@@ -134,8 +136,9 @@ def simulate(options: Sequence[StageCandidate], load: Workload) -> tuple[Event, 
     """Return every event of one step, which ends at the last one's `end_s`."""
     segments = [segment for option in options for segment in option.segments]
     streams, (each_s, once_s) = _Streams(load.cluster.overlaps), _waits(options, load)
+    shared_s = rest_s((option.parts, 1) for option in options)
     for micro_batch in range(load.accumulation):
-        _micro_batch(streams, segments, micro_batch == load.accumulation - 1, each_s)
+        _micro_batch(streams, segments, micro_batch == load.accumulation - 1, each_s, shared_s)
     if once_s:
         streams.run("compute", "waiting", -1, once_s)
     streams.run("compute", "optimizer", -1, sum(option.optimizer_s for option in options))
@@ -146,9 +149,9 @@ def simulated_s(options: Sequence[StageCandidate], load: Workload) -> float:
     """Return the simulated seconds of one step: as `simulate`, but equal micro-batches are simulated once."""
     segments = [segment for option in options for segment in option.segments]
     each_s, once_s = _waits(options, load)
-    total_s = once_s + sum(option.optimizer_s for option in options)
+    total_s, shared_s = once_s + sum(option.optimizer_s for option in options), rest_s((o.parts, 1) for o in options)
     for last, times in load.passes:
         streams = _Streams(load.cluster.overlaps)
-        _micro_batch(streams, segments, last, each_s)
+        _micro_batch(streams, segments, last, each_s, shared_s)
         total_s += times * streams.now_s
     return total_s

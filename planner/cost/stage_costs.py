@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
+from planner.cost.shared_collectives import trained_bytes
 from planner.cost.unit_communication import UnitTraffic, unit_traffic
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
@@ -27,6 +28,8 @@ class UnitCosts:
     def __init__(self, model: StagedModel, load: Workload) -> None:
         self.graph, self.load = model.graph, load
         self.known: dict[tuple[tuple[int, ...], Strategy, bool], Costs] = {}
+        called = dict.fromkeys(call.operator for call in model.graph.calls)
+        self.model_bytes = sum(trained_bytes(model.graph.operators[operator].parameters) for operator in called)
 
     def __call__(self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False) -> Costs:
         key, load, cluster = (operators, strategy, elsewhere), self.load, self.load.cluster
@@ -34,7 +37,9 @@ class UnitCosts:
             parameters = [p for operator in operators for p in self.graph.operators[operator].parameters]
             ranks = cluster.gpus_per_node, cluster.world_size
             held = unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, *ranks)
-            traffic = unit_traffic(parameters, strategy, load.precision, cluster, trains=self.graph.trains)
+            traffic = unit_traffic(
+                *(parameters, strategy, load.precision, cluster), trains=self.graph.trains, model_bytes=self.model_bytes
+            )
             self.known[key] = held, traffic
         return self.known[key]
 

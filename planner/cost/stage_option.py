@@ -14,6 +14,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from planner.cost.shared_collectives import Parts, added
 from planner.cost.stage_costs import StageCosts, StageFrame, UnitCosts
 from planner.cost.stage_memory import Moment, Notes, StageMemoryWalk, highest_moments
 from planner.cost.staged_unit import StagedUnit, make_unit, runs_often
@@ -159,6 +160,8 @@ class StageCandidate:
     """W, at rest, and gradients of offloaded units that wait on the device for the last micro-batch."""
     syncs_each_microbatch: bool = False
     """Whether a unit of it makes ranks wait for each other in every micro-batch."""
+    parts: Parts = ()
+    """What its units share with others, and their part of that."""
 
     @property
     def rest(self) -> int:
@@ -339,6 +342,7 @@ def make_option(
         "reduces": reducing is not None,
         "optimizer_s": load.optimizer_s(stepped, sum(unit.bytes.offloaded for unit in opened), tensors),
         "syncs_each_microbatch": any(unit.traffic.syncs_each_microbatch for unit in walk.units),
+        "parts": added((unit.traffic.parts, 1) for unit in opened),
         "window": sum(unit.bytes.window for unit in opened) + partial,
         "block": stage.block if any(call.sharers for call in stage.calls) else None,
         "takes": stage.takes if recompute else (),

@@ -25,6 +25,9 @@ Waiting is what uneven micro-batches cost (`planner.cost.stragglers`), one charg
 any of its units makes ranks wait for each other in every micro-batch, the slowest rank of each counts,
 otherwise the slowest over the step; in both cases (factor - 1) times the seconds of computation.
 
+What units send together once per step (`planner.cost.shared_collectives`) is in their segments by shares, and what
+those leave of its latencies is a charge of the plan too.
+
 `planner.cost.simulator` simulates the same plan event by event; the two agree (tested).
 
 `planner.options.overlap_terms` says what of that a stage contributes.
@@ -37,6 +40,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.cost.option_runs import counted
+from planner.cost.shared_collectives import rest_s
 from planner.cost.stage_option import Segment, StageCandidate
 from planner.cost.workload import Workload
 
@@ -130,6 +134,7 @@ def step_time(options: Sequence[StageCandidate], load: Workload) -> StepTime:
         for s, times in segments
     )
     apart = sum(times * (repeats * s.interference_s + s.step_exposed_s) for s, times in segments)
+    apart += rest_s((option.parts, times) for option, times in runs)
     elapsed = apart + repeats * forward_s(segments, overlaps) + backward_s(segments, overlaps, last=True)
     if repeats > 1:
         elapsed += (repeats - 1) * backward_s(segments, overlaps, last=False)

@@ -37,6 +37,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planner.collectives import ONE_SIDED
+from planner.cost.shared_collectives import Parts, SharedCollectives, trained_bytes
 from planner.strategies.spec import Phase, Strategy
 from planner.strategies.unit_collectives import is_plain, unit_collectives, volume_of
 from profiler.cluster.cluster import Cluster
@@ -57,7 +58,7 @@ class UnitTraffic:
     reduce_s: float
     """After its backward, in every micro-batch."""
     step_reduce_s: float
-    """After its backward, in the last micro-batch of a step only."""
+    """After its backward, in the last micro-batch of a step only; with its share of what units send together."""
     add_s: float = 0.0
     """After its reduction in every micro-batch but the first: adding the gradient to the one on the host."""
     copy_out_s: float = 0.0
@@ -69,16 +70,35 @@ class UnitTraffic:
     """After its backward, on the compute stream: gradients into what is reduced."""
     syncs_each_microbatch: bool = False
     """Whether ranks wait for each other in every micro-batch."""
+    parts: Parts = ()
+    """What it shares with other units, and its part of that."""
 
 
 def unit_traffic(
-    parameters: Iterable[Parameter], strategy: Strategy, precision: str, cluster: Cluster, *, trains: bool = True
+    parameters: Iterable[Parameter],
+    strategy: Strategy,
+    precision: str,
+    cluster: Cluster,
+    *,
+    trains: bool = True,
+    model_bytes: int | None = None,
 ) -> UnitTraffic:
-    """Return the seconds of a unit's collectives and copies; `trains`: see `unit_collectives`."""
+    """Return the seconds of a unit's collectives and copies.
+
+    `trains`: see `unit_collectives`; `model_bytes` are the `trained_bytes` of the model, by default of the unit alone.
+    """
     parameters = tuple(parameters)
     seconds: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "step": 0.0}
     syncs = False
+    parts: Parts = ()
+    own_bytes = trained_bytes(parameters)
+    shared = SharedCollectives.of(strategy, own_bytes if model_bytes is None else model_bytes, cluster)
+    if shared and trains:
+        parts = ((shared, shared.part(own_bytes)),)
+        seconds["step"] += shared.share_s(own_bytes)
     for collective in unit_collectives(parameters, strategy, precision, cluster, trains=trains):
+        if collective.shared:
+            continue
         seconds[collective.phase] += collective.time_s(cluster)
         syncs = syncs or (collective.phase != "step" and collective.operation not in ONE_SIDED)
         seconds[collective.phase] += strategy.spec.extra_s(collective, cluster)
@@ -106,4 +126,4 @@ def unit_traffic(
     out_s += host_s
     again_s = out_s if trains and not strategy.keeps_unsharded else 0.0
     own_s = seconds["forward"], seconds["backward"], seconds["reduce"], seconds["step"]
-    return UnitTraffic(*own_s, add_s, out_s, again_s, in_s, syncs)
+    return UnitTraffic(*own_s, add_s, out_s, again_s, in_s, syncs, parts)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from planner.cost.peak_memory import peak_memory
+from planner.cost.shared_collectives import rest_s
 from planner.cost.step_time import step_time
 from planner.options.search_space import CandidateSet, Space
 from planner.pricing import PricedPlan, priced
@@ -169,12 +170,15 @@ class Widening:
         return peak_memory(options, load).total_bytes <= self.limit_bytes
 
     def _fastest(self, tried: Sequence[Picks]) -> PricedPlan | None:
-        """Return the fastest of some plans that fits as a whole; they are by rising seconds on the mean rank."""
+        """Return the fastest of some plans that fits as a whole; they are by rising sum of seconds on the mean rank."""
         best: PricedPlan | None = None
         for picks in tried:
             samples, options = self.candidates.load.samples_per_step, self.candidates.picked(picks)
-            if best and samples / step_time(options, self.candidates.load).total_s <= best.samples_per_s:
-                break
+            total_s = step_time(options, self.candidates.load).total_s
+            if best and samples / total_s <= best.samples_per_s:
+                if samples / (total_s - rest_s((option.parts, 1) for option in options)) <= best.samples_per_s:
+                    break
+                continue
             plan = self._priced(picks)
             if plan and (best is None or plan.samples_per_s > best.samples_per_s):
                 best = plan

@@ -7,10 +7,10 @@
 
 Each rank has a window that all ranks of its group map: the published shard, and A = 1 accumulator for its gradient.
 Ranks wait for each other once per step: at the first barrier all pushes are over and the accumulator becomes the
-gradient, at the second all shards are published.  Each unit is charged for both, and for an all-reduce of its own,
-though all units share one.  Publish reads the fp32 shard and writes it in compute dtype, and reads, copies out and
-clears the accumulators.  What others push is added as it comes, so that the last bits of a sum differ from run to run
-(not so in `planner.strategies.odc_ordered`).
+gradient, at the second all shards are published.  Units of the same G share both barriers, and one all-reduce of all
+accumulators (`planner.cost.shared_collectives`).  Publish reads the fp32 shard and writes it in compute dtype, and
+reads, copies out and clears the accumulators.  What others push is added as it comes, so that the last bits of a sum
+differ from run to run (not so in `planner.strategies.odc_ordered`).
 
     W    (e_p P + A e_r T)/G, always there; of a unit that is never called there is none
     RSI  is pushed as it was computed, e_p T: the accumulators are in fp32 all the same (a link carries fp32)
@@ -20,7 +20,7 @@ With `+offload`, windows stay on the device and are filled from the host: S and 
 on a GPU).  The search offers it where micro-batches are uneven, which is what it is for, and on the device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.collectives import Operation
 from planner.strategies.spec import Collective, Phase, Strategy, StrategySpec, Volume
@@ -48,7 +48,8 @@ class OneSided(StrategySpec):
         moved = 4 * self.accumulators(strategy) - 1
         copied = volume.rested + volume.gathered + moved * volume.reduced
         publish = Collective("publish", strategy.group, 1, copied // strategy.group, "step")
-        barrier = Collective("barrier", strategy.group, 1, 0, "step")
+        barrier = Collective("barrier", strategy.group, 1, 0, "step", shared=True)
+        across = replace(across, shared=not self.ordered)
         return pulled, again, pushed, barrier, across, publish, barrier
 
     def host_copies(self, strategy: Strategy, cluster: Cluster) -> tuple[tuple[Phase, bool], ...]:

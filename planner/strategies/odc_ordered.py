@@ -1,6 +1,7 @@
 """As `planner.strategies.odc`, with A = G accumulators, one for each rank of the group.
 
-They are added up in the order of ranks, which gives the same bits in every run.  The search never offers it: it does
+They are added up in the order of ranks, which gives the same bits in every run; each unit's sum has an all-reduce of
+its own.  The search never offers it: it does
 the same as `odc` with more memory.
 """
 

@@ -86,6 +86,8 @@ class Collective:
     phase: Phase
     algorithm: str = "native"
     """`native` (the backend's), or `ring` (ours)."""
+    shared: bool = False
+    """Whether all units of the strategy send one together, once per step, with the bytes of all."""
 
     def time_s(self, cluster: Cluster) -> float:
         """Return how long it takes."""

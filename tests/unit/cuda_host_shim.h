@@ -23,9 +23,10 @@
 
 struct dim3 { unsigned int x = 1, y = 1, z = 1; };
 struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
-struct alignas(8) uint2 { unsigned int x, y; };
 struct alignas(8) ushort4 { unsigned short x, y, z, w; };
+struct alignas(4) ushort2 { unsigned short x, y; };
 
 inline thread_local dim3 blockIdx, threadIdx, gridDim, blockDim;
 
@@ -66,6 +67,10 @@ inline float __uint_as_float(unsigned int bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
+}
+
+inline unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigned int bits) {
+    return (unsigned int)((((std::uint64_t)high << 32) | low) >> (bits % 32));
 }
 
 template <typename T> T load(const T* address, bool of_peer) {
@@ -129,9 +134,23 @@ inline void __nanosleep(unsigned int time_ns) {
 inline thread_local pthread_barrier_t* block_barrier;
 inline void __syncthreads() { pthread_barrier_wait(block_barrier); }
 
+// What each thread of the block hands to its neighbour.
+inline thread_local std::vector<uint4>* block_values;
+
+// All threads of the block call it at once.
+inline uint4 of_next_lane(uint4 own) {
+    (*block_values)[threadIdx.x] = own;
+    __syncthreads();
+    const bool has_next = threadIdx.x % 32 != 31 && threadIdx.x + 1 < blockDim.x;
+    const uint4 next = has_next ? (*block_values)[threadIdx.x + 1] : own;
+    __syncthreads();
+    return next;
+}
+
 template <typename Kernel> void launch_block(dim3 grid, dim3 block, dim3 index, const Kernel& kernel) {
     pthread_barrier_t barrier;
     pthread_barrier_init(&barrier, nullptr, block.x);
+    std::vector<uint4> values(block.x);
     std::vector<std::thread> threads;
     for (unsigned int tx = 0; tx < block.x; ++tx)
         threads.emplace_back([&, tx] {
@@ -140,6 +159,7 @@ template <typename Kernel> void launch_block(dim3 grid, dim3 block, dim3 index, 
             blockIdx = index;
             threadIdx = {tx, 0, 0};
             block_barrier = &barrier;
+            block_values = &values;
             kernel();
         });
     for (std::thread& thread : threads) thread.join();

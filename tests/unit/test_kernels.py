@@ -53,7 +53,7 @@ def test_pack_cast_loads_and_stores_vectors(nvrtc: Nvrtc) -> None:
     kernels = {kernel.split("(")[0].strip(): kernel for kernel in ptx.split(".entry ")[1:]}
     assert set(kernels) == {"pack_cast_bf16", "pack_cast_fp32"}
     for kernel in kernels.values():
-        assert "ld.global.cs.v4" in kernel
+        assert {"ld.global.cs.v4", "ld.global.cs.v2"} <= set(re.findall(r"ld\.global\.cs\.v\d", kernel))
         assert "st.global.cg.v4" in kernel
 
 
@@ -188,11 +188,13 @@ def test_sizes_and_alignments(kernels: Kernels, kernel: str, source_skip: int, w
         (0, 0, 25),  # 103 = 25 fours and 3
         (3, 3, 25),  # 1 element to the boundary, 25 fours, 2 behind
         (1, 1, 25),  # 3 elements to the boundary, 25 fours
-        (0, 2, 0),  # the window is never aligned where the source is
+        (0, 2, 25),  # 2 elements to the window's boundary, 25 fours that are loaded two at a time, 1 behind
+        (1, 2, 25),  # the same, of which the middle two are loaded at once
+        (2, 3, 25),
     ],
 )
 @pytest.mark.parametrize("kernel", ["pack_cast_bf16", "pack_cast_fp32"])
-def test_vectors_wherever_both_sides_allow(
+def test_vectors_wherever_the_window_begins(
     kernels: Kernels, kernel: str, source_skip: int, window_skip: int, vectors: int
 ) -> None:
     source = aligned(103, np.float32, source_skip)

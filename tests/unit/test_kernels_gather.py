@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from host_kernels import CUDA, Array, Counters, address, addresses, aligned, build, find_nvrtc, take_counters, touched
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thoroughness import draws
 
 HARNESS = """
 #include "cuda_host_shim.h"
@@ -18,8 +22,9 @@ extern "C" void run_gather(unsigned gx, unsigned gy, unsigned bx, const char* co
         launch({gx, gy}, {bx}, [=] { gather(windows, offset, bytes, peers, rank, outs[rank]); });
     });
 }
-extern "C" void run_one(const char* const* windows, Size offset, Size bytes, Size peers, Size rank, char* out) {
-    launch({1, 1}, {1}, [=] { gather(windows, offset, bytes, peers, rank, out); });
+extern "C" void run_one(unsigned block, const char* const* windows, Size offset, Size bytes, Size peers, Size rank,
+                        char* out) {
+    launch({1, 1}, {block}, [=] { gather(windows, offset, bytes, peers, rank, out); });
 }
 extern "C" void run_reference(const char* const* windows, Size offset, Size bytes, Size peers, char* out) {
     gather_reference(windows, offset, bytes, peers, out);
@@ -122,28 +127,43 @@ def test_any_grid(library: ctypes.CDLL, grid: tuple[int, int], block: int) -> No
     assert did.stored_bytes == 3 * 3 * 99 * 2
 
 
-@pytest.mark.parametrize(
-    ("apart_bytes", "wide", "vectors"),
-    [
-        (0, 12, 12),  # 200 bytes: 12 times 16, and 8
-        (8, 0, 25),  # 25 times 8
-        (4, 0, 0),  # 4-byte stores are not counted as vectors
-        (2, 0, 0),
-    ],
-)
-def test_as_wide_as_both_sides_allow(library: ctypes.CDLL, apart_bytes: int, wide: int, vectors: int) -> None:
-    window, out = aligned(100, np.uint16, 0), aligned(100, np.uint16, apart_bytes // 2)
-    library.run_one(address(addresses([window])), *sizes(0, 200, 1, 0), address(out))
-    did = take_counters(library)
-    assert (did.wide_stores, did.vector_stores) == (wide, vectors)
-
-
-def test_two_byte_stores_only_where_nothing_wider_fits(library: ctypes.CDLL) -> None:
-    """4 bytes apart: fifty loads of 4 bytes."""
-    window, out = aligned(100, np.uint16, 0), aligned(100, np.uint16, 2)
+@pytest.mark.parametrize("source_bytes", [0, 6])
+@pytest.mark.parametrize("out_bytes", range(0, 16, 2))
+def test_16_bytes_at_a_time_however_far_apart(library: ctypes.CDLL, source_bytes: int, out_bytes: int) -> None:
+    """Of a warp only the last thread loads 16 bytes that another one loads too; nothing beside the window is read."""
+    size = 2 * (2**13 + 35)  # the last turn is not full
+    window = random_windows(1, size // 2, np.uint16, source_bytes // 2)[0]
+    out = aligned(size // 2, np.uint16, out_bytes // 2)
     library.remember(None, *sizes(0))
-    library.run_one(address(addresses([window])), *sizes(0, 200, 1, 0), address(out))
-    assert len(touched(library)) == 50
+    library.run_one(32, address(addresses([window])), *sizes(0, size, 1, 0), address(out))
+    did, places = take_counters(library), touched(library)
+    assert np.array_equal(out, window)
+    # Of the target's 16 bytes those whose source, from boundary to boundary, is inside the window.
+    begins = [source_bytes + begin for begin in range(-out_bytes % 16, size - 15, 16)]
+    end = source_bytes + size
+    wides = sum(begin // 16 * 16 >= source_bytes and -(-(begin + 16) // 16) * 16 <= end for begin in begins)
+    assert (did.wide_stores, did.vector_stores) == (wides, wides)
+    twice = 0 if source_bytes == out_bytes else 1 + wides // 32
+    assert len(places) == wides + twice + (size - 16 * wides) // 2
+    inside = [place - window.ctypes.data for place in places]
+    assert (min(inside), max(inside)) == (0, size - 2)
+    assert did.misaligned == 0
+
+
+@settings(max_examples=draws(25), deadline=None)
+@given(st.data())
+def test_drawn_misalignments_and_launches(built: ctypes.CDLL, data: st.DataObject) -> None:
+    dtype, peers = data.draw(st.sampled_from(DTYPES)), data.draw(st.integers(1, 3))
+    count, offset = data.draw(st.integers(0, 700)), data.draw(st.integers(0, 20))
+    windows = random_windows(peers, count + offset + 3, dtype, skip=data.draw(st.integers(0, 7)))
+    grid = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    take_counters(built)
+    block, out_skip = data.draw(st.sampled_from([1, 2, 31, 33, 64])), data.draw(st.integers(0, 7))
+    outs, did = gather_on_all_ranks(built, windows, offset, count, out_skip, grid, block)
+    for out in outs:
+        assert np.array_equal(out, expected_result(windows, offset, count))
+    assert did.stored_bytes == peers * peers * count * dtype().itemsize
+    assert did.misaligned == 0
 
 
 @pytest.mark.parametrize(("peers", "rank"), [(1, 0), (2, 1), (3, 0), (8, 0), (8, 5), (8, 7)])
@@ -151,7 +171,7 @@ def test_peers_are_read_from_the_next_rank_on(library: ctypes.CDLL, peers: int, 
     windows = random_windows(peers, 16, np.uint32, skip=0)
     out = aligned(16 * peers, np.uint32, 0)
     library.remember(None, *sizes(0))
-    library.run_one(address(addresses(windows)), *sizes(0, 64, peers, rank), address(out))
+    library.run_one(1, address(addresses(windows)), *sizes(0, 64, peers, rank), address(out))
     starts = {window.ctypes.data: peer for peer, window in enumerate(windows)}
     order = [starts[place] for place in touched(library) if place in starts]
     assert order == [(rank + 1 + turn) % peers for turn in range(peers)]
@@ -168,4 +188,7 @@ def test_gather_loads_and_stores_vectors_past_l1() -> None:
     ptx, _ = find_nvrtc().compile((CUDA / "gather.cu").read_text(), "sm_90")
     assert "ld.global.cg.v4" in ptx
     assert "st.global.cg.v4" in ptx
+    widths = set(re.findall(r"(?:ld|st)\.global\.cg\.(v?\d?)\.?[bu](\d+)", ptx))
+    assert widths == {("v4", "32"), ("", "16")}, "16 bytes, and 2 before and behind"
+    assert "shfl.sync.down" in ptx
     assert "ld.global.u" not in ptx.replace("ld.global.u64", ""), "only addresses may come through L1"

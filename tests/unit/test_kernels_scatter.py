@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -342,5 +343,6 @@ def test_adds_are_reductions_of_system_scope(architecture: str, vectors: bool) -
         alone = kernels[f"scatter_accumulate_alone_{name}"]
         assert not any(word in alone for word in ("red.", "atom."))
         assert "ld.global.cg.v4.f32" in alone
+        assert re.search(r"ld\.global\.cs\.v2", alone), "gradients that are not where four can be loaded"
         assert "st.global.cg.v4.f32" in alone
     assert "ld.global.cg.v4" in kernels["take_gradient"]

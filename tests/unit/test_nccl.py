@@ -163,6 +163,15 @@ def test_explain_says_which_algorithm_is_priced() -> None:
     assert "Collectives" not in explained("shard", "fp32", cluster(1, 8))[1]
 
 
+def test_explain_counts_what_units_send_together_once() -> None:
+    sent = {one.operation: one for one in sent_collectives(explained("odc:8", "fp32", load_cluster("h100-4x8"))[0])}
+    each = sent_collectives(explained("group_shard:8", "fp32", load_cluster("h100-4x8"))[0])
+    assert (sent["barrier"].count, sent["all_reduce"].count, sent["publish"].count) == (2, 1, 4)
+    parameters = sum(p.numel for operator in transformer(2, 256).operators for p in operator.parameters)
+    assert sent["all_reduce"].largest_bytes == 4 * parameters // 8  # every tensor's rows are a multiple of eight
+    assert sent["all_reduce"].largest_bytes > next(one for one in each if one.operation == "all_reduce").largest_bytes
+
+
 def test_explain_says_why_copies_in_bf16_are_units() -> None:
     machine = load_cluster("h100-8")
     assert (

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from synthetic import chain, cluster
+from synthetic import chain, cluster, transformer
 
 from osdp.planning.request import Request, task_of, written
 from planner.collectives import collective_s
 from planner.cost.peak_memory import optimizer_moment, peak_memory
-from planner.cost.stage_option import StageCandidate
+from planner.cost.shared_collectives import rest_s, trained_bytes
+from planner.cost.simulator import simulated_s
+from planner.cost.stage_option import Segment, StageCandidate
+from planner.cost.step_time import step_time
 from planner.cost.unit_communication import unit_traffic
 from planner.cost.unit_memory import unit_bytes
 from planner.cost.workload import Workload
+from planner.model.operator_split import slice_operators
 from planner.optimizers import OPTIMIZERS
 from planner.options.candidates import StageDecision
+from planner.options.overlap_terms import overlap_terms
 from planner.options.search_space import Space
 from planner.pins import parse_pin
 from planner.plan import Plan
@@ -26,6 +32,7 @@ from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from planner.strategies.unit_collectives import unit_collectives
 from profiler.byte_sizes import GIB
+from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import Parameter
 from runtime.compile_plan import compile_plan
@@ -63,7 +70,7 @@ def test_a_window_of_ordered_sums_by_hand() -> None:
     traffic, other = (unit_traffic([WEIGHT], Strategy(name, 8), "bf16", machine) for name in ("odc_ordered", "odc"))
     # Seven more shards of 37,500 x 4 bytes are read, added (read and written) and cleared.
     assert traffic.step_reduce_s - other.step_reduce_s == pytest.approx(7 * 4 * 150_000 / 600e9)
-    assert replace(traffic, step_reduce_s=other.step_reduce_s) == other
+    assert replace(traffic, step_reduce_s=other.step_reduce_s, parts=other.parts) == other
 
 
 def test_ordered_sums_are_known_and_never_offered() -> None:
@@ -117,6 +124,87 @@ def test_groups_reduce_across_nodes_once_per_step() -> None:
     assert across.size_bytes == 4 * 300_000 // 4
     # Twice half of it over the network, with two latencies of one hop.
     assert across.time_s(machine) == pytest.approx(2 * (1e-5 + 0.5 * 300_000 / 1e9))
+
+
+LATENCIES_S = 2 * 3 * 1e-5 + 2 * 1e-5
+"""Two barriers of four ranks, and the latencies of an all-reduce of two, on the machine below."""
+
+
+def two_nodes() -> Cluster:
+    """Nothing overlaps, so that a step is a sum."""
+    return cluster(2, 4, intra=10e9, inter=1e9, latency_s=1e-5, overlaps=False)
+
+
+def in_step_s(names: Sequence[str], rows: Sequence[int], machine: Cluster) -> tuple[float, float, float]:
+    """Return what operators of 1024 x rows weights send once per step, by the closed form, the simulator and the sum
+    over stages that the search looks at, in addition to `shard`."""
+    known = {str(strategy): strategy for strategy in strategies_on(machine, uneven=True)}
+    known["odc_ordered:4"] = Strategy("odc_ordered", 4)
+    space = Space(chain([(1024 * count, 1024) for count in rows], [1] * len(rows), [1] * len(rows)))
+    load, found = Workload(machine, "sgd", "fp32", 1, 2), []
+    for some in (names, ["shard"] * len(rows)):
+        choices = tuple(StageDecision((known[name],)) for name in some)
+        options = fixed(space, load, choices, None)
+        # What is gathered and reduced in every micro-batch, and the optimizer, are not the question.
+        options = tuple(replace(o, segments=tuple(map(once_per_step, o.segments)), optimizer_s=0.0) for o in options)
+        terms = sum(float(overlap_terms([option], load)[0, 0]) for option in options)
+        found.append((step_time(options, load).total_s, simulated_s(options, load), terms))
+    first, second, third = (one - other for one, other in zip(*found, strict=True))
+    return first, second, third
+
+
+def once_per_step(segment: Segment) -> Segment:
+    return Segment(segment.forward_s, segment.backward_s, 0.0, step_exposed_s=segment.step_exposed_s)
+
+
+@pytest.mark.parametrize("rows", [(1,), (1, 2), (3, 1, 4)])
+def test_units_of_one_strategy_synchronize_and_all_reduce_once(rows: tuple[int, ...]) -> None:
+    shards = 4 * 1024 * 1024 * sum(rows) // 4
+    # All shards are all-reduced at once; of each, 2 x 4 bytes an element are moved to publish it and 3 x 4 to take it.
+    expected = LATENCIES_S + 2 * 0.5 * shards / 1e9 + 5 * shards / 600e9
+    assert in_step_s(["odc:4"] * len(rows), rows, two_nodes()) == pytest.approx((expected,) * 3, rel=1e-6)
+
+
+def test_every_group_size_synchronizes_and_all_reduces_by_itself() -> None:
+    mib = 1024 * 1024
+    closed_s, simulated, terms_s = in_step_s(["odc:4", "odc:2", "shard"], (2, 1, 3), two_nodes())
+    # Of four, 3 x 2 MiB bytes an element; of two: 2 barriers of 2 ranks, and all-reduces over 4 ranks, 2 on each node.
+    across_s = 2 * (3 * 1e-5 + 0.75 * 2 * mib / 2e9)
+    expected = LATENCIES_S + 2 * 0.5 * 2 * mib / 1e9 + 5 * 2 * mib / 600e9 + 2e-5 + across_s + 5 * 2 * mib / 600e9
+    assert (closed_s, simulated) == pytest.approx((expected, expected), rel=1e-6)
+    # The search sees a third and a sixth of the latencies, and so never too much.
+    assert terms_s == pytest.approx(expected - (2 / 3) * LATENCIES_S - (5 / 6) * (2e-5 + 6e-5), rel=1e-6)
+
+
+def test_what_is_offloaded_synchronizes_with_what_is_not() -> None:
+    here, there = (
+        unit_traffic([WEIGHT], Strategy("odc", 4, offload), "fp32", two_nodes()) for offload in (False, True)
+    )
+    assert here.parts == there.parts
+
+
+def test_ordered_sums_are_all_reduced_unit_by_unit() -> None:
+    one, two = (in_step_s(["odc_ordered:4"] * len(rows), rows, two_nodes())[0] for rows in ((2,), (1, 1)))
+    assert two - one == pytest.approx(2e-5)  # the latencies of one more all-reduce
+
+
+def test_a_model_of_which_little_trains_synchronizes_once() -> None:
+    """Frozen units have no part in the all-reduce, and are published before the same barrier."""
+    machine, frozen = two_nodes(), [replace(WEIGHT, trainable=False)]
+    traffic = unit_traffic(frozen, Strategy("odc", 4), "fp32", machine, model_bytes=1_200_000)
+    assert traffic.step_reduce_s == pytest.approx(2 * 300_000 / 600e9)
+    assert rest_s([(traffic.parts, 3)]) == pytest.approx(LATENCIES_S, rel=1e-4)
+    trained = unit_traffic([WEIGHT], Strategy("odc", 4), "fp32", machine, model_bytes=1_200_000)
+    assert rest_s([(traffic.parts, 3), (trained.parts, 1)]) == 0
+
+
+def test_slices_have_the_part_of_the_whole() -> None:
+    graph = transformer(2, 256)
+    split = next(index for index, operator in enumerate(graph.operators) if operator.name.endswith(".up"))
+    sliced, _ = slice_operators(graph, {split: 4})
+    whole, cut = (sum(trained_bytes(operator.parameters) for operator in model.operators) for model in (graph, sliced))
+    assert len(sliced.operators) > len(graph.operators)
+    assert whole == cut
 
 
 def test_groups_lie_in_one_node() -> None:

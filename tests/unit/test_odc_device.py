@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,26 @@ def test_windows_by_hand() -> None:
     sums = 256 + 2048 + 256
     assert layout.regions == (Region(256, sums, 960), Region(256 + 2048, sums + 3 * 3840, 0))
     assert (layout.sums, layout.end, layout.sums_numel) == (sums, sums + 3 * 3840, 3 * 960)
+
+
+WINDOWS = st.builds(
+    lambda numel, dtype, part: WindowSpec("drawn", numel, dtype, round(part * numel)),
+    *(st.integers(1, 5000), st.sampled_from([torch.float32, torch.bfloat16]), st.floats(0, 1)),
+)
+
+
+@given(st.lists(WINDOWS, min_size=1, max_size=5), st.integers(1, 4))
+def test_all_parts_of_windows_begin_at_256_bytes(specs: list[WindowSpec], accumulators: int) -> None:
+    """Whatever the sizes, so that kernels can take 16 bytes at once; and no part reaches into the next."""
+    layout = Layout.at(256, specs, accumulators)
+    parts = list[tuple[int, int]]()
+    for one, spec in zip(layout.regions, specs, strict=True):
+        parts.append((one.published, spec.shard_numel * spec.dtype.itemsize))
+        slots = (one.accumulators + 4 * slot * one.stride_numel for slot in range(accumulators))
+        parts += [(slot, 4 * spec.gradient_numel) for slot in slots]
+    assert all(start % 256 == 0 for start, _ in parts)
+    parts = sorted(part for part in parts if part[1])
+    assert all(start + size <= following for (start, size), (following, _) in pairwise([*parts, (layout.end, 0)]))
 
 
 def test_grids_by_hand() -> None:

@@ -69,10 +69,10 @@ machines = st.builds(
 )
 
 
-def every_choice(graph: ModelGraph, machine: Cluster) -> Iterator[tuple[StageDecision, ...]]:
+def every_choice(graph: ModelGraph, machine: Cluster, uneven: bool = False) -> Iterator[tuple[StageDecision, ...]]:
     """Yield every plan of a chain that the space is said to have, without what was left out of menus."""
     space = Space(graph)
-    offered = strategies_on(machine)
+    offered = strategies_on(machine, uneven)
     yield from product(*(choices_of(stage, space.model.graph, offered) for stage in space.model.stages))
 
 
@@ -436,7 +436,7 @@ def test_waiting_is_charged_as_the_whole_plan_meets(
     imbalance = Imbalance(variation=variation)
     load = Workload(machine, "adam", "fp32", 1, 4, imbalance.waits(2, 1, 4))
     limit = int(smallest_bytes(graph, load) * factor) + 1
-    best = best_by_trying(graph, load, every_choice(graph, machine), limit)
+    best = best_by_trying(graph, load, every_choice(graph, machine, uneven=True), limit)
     found = search(Task(graph, machine, limit, global_batch=8, micro_batch=1, imbalance=imbalance))
     assert best <= found.bound_samples_per_s * (1 + 1e-9)
     assert found.samples_per_s >= best * (1 - found.gap) * (1 - 1e-9)
@@ -449,6 +449,32 @@ def test_ranks_that_wait_long_enough_do_without_meeting() -> None:
     even, uneven = search(ask), search(replace(ask, imbalance=Imbalance(variation=2.0)))
     assert any(option.syncs_each_microbatch for option in even.options)
     assert not any(option.syncs_each_microbatch for option in uneven.options)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rows", "factor", "latency_s", "taken"),
+    [
+        (2, (4, 2), 1.6, 1e-4, ["odc:2", "odc:2"]),
+        (2, (1, 3), 1.4, 1e-2, ["odc:2", "odc:2"]),
+        (2, (1, 3), 1.6, 1e-2, ["replicate", "odc:2"]),
+        (4, (1, 3), 1.5, 1e-2, ["replicate", "odc:4"]),  # in the sum over stages, odc:2 with odc:4 takes less
+    ],
+)
+def test_latencies_that_units_share_are_charged_as_the_whole_plan_has_them(
+    gpus: int, rows: tuple[int, int], factor: float, latency_s: float, taken: list[str]
+) -> None:
+    graph, machine = small_chain(rows), cluster(2, gpus, intra=20e9, latency_s=latency_s, flops=1e12)
+    imbalance = Imbalance(variation=2.0)
+    load = Workload(machine, "adam", "fp32", 1, 4, imbalance.waits(2 * gpus, 1, 4))
+    limit = int(smallest_bytes(graph, load) * factor) + 1
+    best = best_by_trying(graph, load, every_choice(graph, machine, uneven=True), limit)
+    found = search(Task(graph, machine, limit, global_batch=8 * gpus, micro_batch=1, imbalance=imbalance))
+    assert found.samples_per_s == pytest.approx(best, rel=1e-9)
+    assert [str(strategy) for option in found.options for strategy in option.strategies] == taken
+    # Two barriers in a node, and an all-reduce of two nodes: a plan of odc alone is charged exactly.
+    latencies_s = (2 * (gpus - 1) + 2) * latency_s
+    share = latencies_s * found.bound_samples_per_s / load.samples_per_step
+    assert found.gap <= (1e-8 if len(set(taken)) == 1 else share)
 
 
 # --- speed ---
