@@ -173,7 +173,7 @@ class Space:
         self._frame = cache(self._make_frame)
         self.costs = cache(lambda c, counts, load: StageCosts(self._frame(c, counts, self._first_load(load)), load))
         self._variant = cache(self._make_variant)
-        self._at_any_batch = cache(self._make_at_any_batch)
+        self._made_once = cache(self._make_at_any_batch)
         self._all = cache(self._make_all)
         self._table = cache(lambda *key: OptionTable(self._all(*key)))
         self._alone = cache(self._make_alone)
@@ -242,8 +242,14 @@ class Space:
         self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
     ) -> StageCandidate:
         """Return the option without spanning operators that are called in other stages only."""
-        option = self._at_any_batch(stage_class, choice, spanning, self._first_load(load), elsewhere)
+        option = self._at_any_batch(stage_class, choice, spanning, load, elsewhere)
         return option.at(self.costs(stage_class, choice.counts, load))
+
+    def _at_any_batch(
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
+    ) -> StageOption:
+        offloads = any(strategy.offload for strategy in (*choice.strategies, *self.spanning_choices(spanning).values()))
+        return self._made_once(stage_class, choice, spanning, self._first_load(load, offloads), elsewhere)
 
     def _make_at_any_batch(
         self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
@@ -271,9 +277,14 @@ class Space:
         """Return the costs of the calls of a class of stages."""
         return self.costs(stage_class, (), load)
 
-    def _find_first_load(self, load: Workload) -> Workload:
-        """Return the first workload that differed from this one in the micro-batch and its waiting alone."""
-        settings = id(load.cluster), load.precision, load.optimizer_name, load.accumulation, load.offers_uneven
+    def _find_first_load(self, load: Workload, offloads: bool = True) -> Workload:
+        """Return the first workload that differed from this one in the micro-batch and its waiting alone.
+
+        Where nothing is offloaded, of which the host sums the gradients, it may differ in how many more micro-batches a
+        step has than one.
+        """
+        repeats = load.accumulation if offloads else min(load.accumulation, 2)
+        settings = id(load.cluster), load.precision, load.optimizer_name, repeats, load.offers_uneven, offloads
         return self._first_loads.setdefault(settings, load)
 
     def _make_frame(self, stage_class: int, counts: tuple[int, ...], load: Workload) -> StageFrame:
