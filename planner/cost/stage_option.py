@@ -201,14 +201,14 @@ class Run:
 _COMMUNICATION = attrgetter(*(field.name for field in fields(Segment)[3:]))
 
 
-def _runs(frame: StageFrame, units: list[StagedUnit], recompute: Recompute, is_whole: bool) -> tuple[Run, ...]:
-    """Return the runs of calls of one unit, with the communication of each."""
+def _runs(frame: StageFrame, units: list[StagedUnit], is_whole: bool) -> tuple[Run, ...]:
+    """Return the runs of calls of one unit, with the communication of each; nothing is recomputed."""
     unit_of = {operator: unit for unit in units for operator in unit.operators}
     by_call = [unit_of[call.operator] for call in frame.stage.calls]
     positions = groupby(range(len(by_call)), key=lambda j: id(by_call[j]))
     runs = [(by_call[run[0]], run) for run in (tuple(members) for _, members in positions)]
     found = []
-    for position, (unit, members) in enumerate(runs):
+    for unit, members in runs:
         starts = unit.opens and members[0] == unit.first
         ends = unit.closes and members[-1] == unit.last
         reduces = starts and unit.rests
@@ -232,8 +232,7 @@ def _runs(frame: StageFrame, units: list[StagedUnit], recompute: Recompute, is_w
             step_exposed_s=at_end_s if in_step else 0.0,
         )
         communication = _COMMUNICATION(segment.apart(frame.load.cluster.interference))
-        again = recompute if position == len(runs) - 1 else Recompute.NOTHING
-        found.append(Run(members, again, is_whole, communication))
+        found.append(Run(members, Recompute.NOTHING, is_whole, communication))
     return tuple(found)
 
 
@@ -278,78 +277,91 @@ class StageOption:
         )
 
 
-def make_option(
-    frame: StageFrame,
-    units: UnitCosts,
-    strategies: tuple[Strategy, ...],
-    recompute: Recompute,
-    spanning: Mapping[int, Strategy],
-    elsewhere: frozenset[int] = frozenset(),
-) -> StageOption:
-    """Return a stage under one strategy per operator.
+class StageUnits:
+    """The units of a stage under one strategy per operator, whatever of it is recomputed."""
 
-    `spanning` gives the strategies of operators that run in several stages, of which those with a
-    call here are included; their memory at rest is in the first stage that calls them.  Operators in
-    `elsewhere` are owned by another rank, if their strategy is `owner`.
-    """
-    stage, graph, load = frame.stage, frame.model.graph, frame.load
-    found = join(graph, stage.operators, ((strategy,) for strategy in strategies), frame.model.slices)
-    own = [make_unit(frame, u.operators, u.strategy, units, True, u.operators[0] in elsewhere) for u in found]
-    here = [make_unit(frame, (o,), spanning[o], units, False, o in elsewhere) for o in stage.spanning]
-    walk = StageMemoryWalk(frame, own, here, recompute)
-    walk.forward()
-    if recompute and graph.trains:
-        walk.recomputation()
-    if graph.trains:
-        walk.backward()
-    opened = [unit for unit in walk.units if unit.rests]
-    gathering = [unit for unit in walk.units if not unit.stalls]
-    entered = max((unit for unit in gathering if unit.opens), key=lambda unit: unit.first, default=None)
-    closed = max((unit for unit in gathering if unit.closes), key=lambda unit: unit.last, default=None)
-    reducing = min((unit for unit in walk.units if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
-    waiting = [unit for unit in own if unit.reduced_after_backward]
-    gradients, stepped = (sum(getattr(unit.bytes, held) for unit in opened) for held in ("gradients", "stepped"))
-    # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
-    held = [unit.bytes.stepped for unit in opened if walk.accumulates and unit.bytes.gradients > unit.bytes.stepped]
-    opened_operators = (graph.operators[index] for unit in opened for index in unit.operators)
-    tensors = sum(parameter.trainable for operator in opened_operators for parameter in operator.parameters)
-    # What FSDP2 keeps on the device of offloaded gradients until they are reduced across groups.
-    world_size = load.cluster.world_size if walk.accumulates else 0
-    partial = sum(unit.bytes.offloaded for unit in opened if unit.strategy.group < world_size)
-    largest, second = two_largest(
-        [0, 0, *(size for unit in opened for size in (unit.bytes.largest, unit.bytes.second))]
-    )
-    constants = {
-        "strategies": strategies,
-        "parameters": sum(unit.bytes.parameters for unit in opened),
-        "optimizer": sum(unit.bytes.optimizer for unit in opened),
-        "gradients": gradients - sum(held),
-        "stepped": stepped,
-        "updates": sum(unit.bytes.updates for unit in opened),
-        "largest": largest,
-        "second": second,
-        "reduced_after_backward": sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
-        + max((unit.late_reduction for unit in waiting), default=0)
-        - (0 if walk.accumulates else sum(unit.bytes.gradients for unit in waiting))
-        + sum(held),
-        "kept": sum(unit.kept for unit in own),
-        "gather_output": entered.bytes.gathered if entered else 0,
-        "gathers": entered is not None,
-        "prefetched": closed.prefetched if closed else 0,
-        "prefetches": closed is not None,
-        "prefetch_temporary": closed.prefetch_temporary if closed else 0,
-        "reduce_input": reducing.left_reduce_input if reducing else 0,
-        "reduces": reducing is not None,
-        "optimizer_s": load.optimizer_s(stepped, sum(unit.bytes.offloaded for unit in opened), tensors),
-        "syncs_each_microbatch": any(unit.traffic.syncs_each_microbatch for unit in walk.units),
-        "parts": added((unit.traffic.parts, 1) for unit in opened),
-        "window": sum(unit.bytes.window for unit in opened) + partial,
-        "block": stage.block if any(call.sharers for call in stage.calls) else None,
-        "takes": stage.takes if recompute else (),
-    }
-    return StageOption(
-        recompute, walk.notes(), _runs(frame, walk.units, recompute, walk.is_whole), constants, walk.is_whole
-    )
+    def __init__(
+        self,
+        frame: StageFrame,
+        units: UnitCosts,
+        strategies: tuple[Strategy, ...],
+        spanning: Mapping[int, Strategy],
+        elsewhere: frozenset[int] = frozenset(),
+    ) -> None:
+        """`spanning` gives the strategies of operators that run in several stages, of which those with a call here are
+        included; their memory at rest is in the first stage that calls them.  Operators in `elsewhere` are owned by
+        another rank, if their strategy is `owner`.
+        """
+        stage, graph = frame.stage, frame.model.graph
+        found = join(graph, stage.operators, ((strategy,) for strategy in strategies), frame.model.slices)
+        self.frame, self.strategies = frame, strategies
+        self.own = [make_unit(frame, u.operators, u.strategy, units, True, u.operators[0] in elsewhere) for u in found]
+        self.here = [make_unit(frame, (o,), spanning[o], units, False, o in elsewhere) for o in stage.spanning]
+        self.is_whole = stage.block is not None and len(self.own) == 1
+        """Whether it is a block of one unit: no computation of it runs while it is sharded."""
+        self._runs = _runs(frame, [*self.own, *self.here], self.is_whole)
+        self._constants = self._without_micro_batch()
+
+    def option(self, recompute: Recompute) -> StageOption:
+        """Return the stage with this much of it recomputed."""
+        walk = StageMemoryWalk(self.frame, self.own, self.here, recompute)
+        walk.forward()
+        if recompute and self.frame.model.graph.trains:
+            walk.recomputation()
+        if self.frame.model.graph.trains:
+            walk.backward()
+        runs = (*self._runs[:-1], replace(self._runs[-1], recompute=recompute))
+        constants = {**self._constants, "takes": self.frame.stage.takes if recompute else ()}
+        return StageOption(recompute, walk.notes(), runs, constants, self.is_whole)
+
+    def _without_micro_batch(self) -> dict[str, Any]:
+        """Return the fields of `StageCandidate` that depend on neither the micro-batch nor recomputation."""
+        stage, graph, load = self.frame.stage, self.frame.model.graph, self.frame.load
+        units, accumulates = [*self.own, *self.here], load.accumulation > 1
+        opened = [unit for unit in units if unit.rests]
+        gathering = [unit for unit in units if not unit.stalls]
+        entered = max((unit for unit in gathering if unit.opens), key=lambda unit: unit.first, default=None)
+        closed = max((unit for unit in gathering if unit.closes), key=lambda unit: unit.last, default=None)
+        reducing = min((unit for unit in units if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
+        waiting = [unit for unit in self.own if unit.reduced_after_backward]
+        gradients, stepped = (sum(getattr(unit.bytes, held) for unit in opened) for held in ("gradients", "stepped"))
+        # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
+        held = [unit.bytes.stepped for unit in opened if accumulates and unit.bytes.gradients > unit.bytes.stepped]
+        opened_operators = (graph.operators[index] for unit in opened for index in unit.operators)
+        tensors = sum(parameter.trainable for operator in opened_operators for parameter in operator.parameters)
+        # What FSDP2 keeps on the device of offloaded gradients until they are reduced across groups.
+        world_size = load.cluster.world_size if accumulates else 0
+        partial = sum(unit.bytes.offloaded for unit in opened if unit.strategy.group < world_size)
+        largest, second = two_largest(
+            [0, 0, *(size for unit in opened for size in (unit.bytes.largest, unit.bytes.second))]
+        )
+        return {
+            "strategies": self.strategies,
+            "parameters": sum(unit.bytes.parameters for unit in opened),
+            "optimizer": sum(unit.bytes.optimizer for unit in opened),
+            "gradients": gradients - sum(held),
+            "stepped": stepped,
+            "updates": sum(unit.bytes.updates for unit in opened),
+            "largest": largest,
+            "second": second,
+            "reduced_after_backward": sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
+            + max((unit.late_reduction for unit in waiting), default=0)
+            - (0 if accumulates else sum(unit.bytes.gradients for unit in waiting))
+            + sum(held),
+            "kept": sum(unit.kept for unit in self.own),
+            "gather_output": entered.bytes.gathered if entered else 0,
+            "gathers": entered is not None,
+            "prefetched": closed.prefetched if closed else 0,
+            "prefetches": closed is not None,
+            "prefetch_temporary": closed.prefetch_temporary if closed else 0,
+            "reduce_input": reducing.left_reduce_input if reducing else 0,
+            "reduces": reducing is not None,
+            "optimizer_s": load.optimizer_s(stepped, sum(unit.bytes.offloaded for unit in opened), tensors),
+            "syncs_each_microbatch": any(unit.traffic.syncs_each_microbatch for unit in units),
+            "parts": added((unit.traffic.parts, 1) for unit in opened),
+            "window": sum(unit.bytes.window for unit in opened) + partial,
+            "block": stage.block if any(call.sharers for call in stage.calls) else None,
+        }
 
 
 def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], units: UnitCosts) -> Ambient:

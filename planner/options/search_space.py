@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import product
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy as np
 from planner.cost.ddp import Replica, ReplicatedParameters
 from planner.cost.peak_memory import MemoryPeak
 from planner.cost.stage_costs import Costs, StageCosts, StageFrame, UnitCosts
-from planner.cost.stage_option import NO_AMBIENT, Ambient, StageCandidate, StageOption, ambient, make_option
+from planner.cost.stage_option import NO_AMBIENT, Ambient, StageCandidate, StageOption, StageUnits, ambient
 from planner.cost.unit_memory import UnitBytes
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
@@ -175,7 +175,9 @@ class Space:
         self._frame = cache(self._make_frame)
         self.costs = cache(lambda c, counts, load: StageCosts(self._frame(c, counts, self._first_load(load)), load))
         self._variant = cache(self._make_variant)
-        self._at_any_batch = cache(self._make_at_any_batch)
+        self._made_once = cache(self._make_at_any_batch)
+        # Of choices that differ in what they recompute, one follows the other.
+        self._staged_units = lru_cache(1)(self._make_staged_units)
         self._all = cache(self._make_all)
         self._table = cache(lambda *key: OptionTable(self._all(*key)))
         self._alone = cache(self._make_alone)
@@ -248,39 +250,61 @@ class Space:
         self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
     ) -> StageCandidate:
         """Return the option without spanning operators that are called in other stages only."""
-        option = self._at_any_batch(stage_class, choice, spanning, self._first_load(load), elsewhere)
+        option = self._at_any_batch(stage_class, choice, spanning, load, elsewhere)
         return option.at(self.costs(stage_class, choice.counts, load))
+
+    def _at_any_batch(
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
+    ) -> StageOption:
+        offloads = any(strategy.offload for strategy in (*choice.strategies, *self.spanning_choices(spanning).values()))
+        return self._made_once(stage_class, choice, spanning, self._first_load(load, offloads), elsewhere)
 
     def _make_at_any_batch(
         self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
     ) -> StageOption:
-        around, mean = self.spanning_choices(spanning), elsewhere is None
-        frame = self._frame(stage_class, choice.counts, load)
+        staged = self._staged_units(stage_class, choice.strategies, choice.counts, spanning, load, elsewhere)
+        option = staged.option(choice.recompute)
         if choice.counts:
-            model, wholes = self._variant(stage_class, choice.counts)
-            numbers = {whole: o for o, whole in reversed(wholes.items())}
-            spans = {numbers[o]: strategy for o, strategy in around.items()}
-            units = self._unit_costs(load, mean, (stage_class, choice.counts), model)
-            away = frozenset(o for o, whole in wholes.items() if whole in (elsewhere or ()))
-            option = make_option(frame, units, choice.strategies, choice.recompute, spans, away)
-            option = option.renumbered(wholes)
-        else:
-            units = self._unit_costs(load, mean)
-            option = make_option(frame, units, choice.strategies, choice.recompute, around, elsewhere or frozenset())
+            option = option.renumbered(self._variant(stage_class, choice.counts)[1])
         if self.model.idle and self.examples[stage_class] == 0:
             idle = dict(zip(self.model.idle, self.idle_strategies(load.cluster), strict=True))
-            more = self.resting_bytes(idle, load, elsewhere or frozenset(), mean)
+            more = self.resting_bytes(idle, load, elsewhere or frozenset(), mean=elsewhere is None)
             constants = {**option.constants, "parameters": option.constants["parameters"] + more}
             return replace(option, constants=constants)
         return option
+
+    def _make_staged_units(
+        self,
+        stage_class: int,
+        strategies: tuple[Strategy, ...],
+        counts: tuple[int, ...],
+        spanning: Spanning,
+        load: Workload,
+        elsewhere: Owned,
+    ) -> StageUnits:
+        around, mean = self.spanning_choices(spanning), elsewhere is None
+        frame = self._frame(stage_class, counts, load)
+        if not counts:
+            return StageUnits(frame, self._unit_costs(load, mean), strategies, around, elsewhere or frozenset())
+        model, wholes = self._variant(stage_class, counts)
+        numbers = {whole: o for o, whole in reversed(wholes.items())}
+        spans = {numbers[o]: strategy for o, strategy in around.items()}
+        units = self._unit_costs(load, mean, (stage_class, counts), model)
+        away = frozenset(o for o, whole in wholes.items() if whole in (elsewhere or ()))
+        return StageUnits(frame, units, strategies, spans, away)
 
     def stage_costs(self, stage_class: int, load: Workload) -> StageCosts:
         """Return the costs of the calls of a class of stages."""
         return self.costs(stage_class, (), load)
 
-    def _find_first_load(self, load: Workload) -> Workload:
-        """Return the first workload that differed from this one in the micro-batch and its waiting alone."""
-        settings = id(load.cluster), load.precision, load.optimizer_name, load.accumulation, load.offers_uneven
+    def _find_first_load(self, load: Workload, offloads: bool = True) -> Workload:
+        """Return the first workload that differed from this one in the micro-batch and its waiting alone.
+
+        Where nothing is offloaded, of which the host sums the gradients, it may differ in how many more micro-batches a
+        step has than one.
+        """
+        repeats = load.accumulation if offloads else min(load.accumulation, 2)
+        settings = id(load.cluster), load.precision, load.optimizer_name, repeats, load.offers_uneven, offloads
         return self._first_loads.setdefault(settings, load)
 
     def _make_frame(self, stage_class: int, counts: tuple[int, ...], load: Workload) -> StageFrame:

@@ -39,6 +39,7 @@ from planner.solve.core_options import core_of
 from planner.solve.lagrangian_bound import ChainBound, events_near, highest_event
 from planner.solve.misfits import without_misfits
 from planner.solve.solve_candidates import Widening, programmed
+from profiler.garbage_collection import without_garbage_collection
 from profiler.model_graph import Recompute
 
 MOST_MADE = 1_200_000
@@ -211,6 +212,7 @@ class _Point:
         return replace(self, bound=bound, widening=widening, is_over=widening.is_over), plan, made
 
 
+@without_garbage_collection()  # which would walk through all that torch has imported, up to a third of the time
 def search(
     task: Task,
     progress: Progress = lambda what, fraction: None,

@@ -35,6 +35,8 @@ SEEN_PRICES = (0.0, 0.4, 0.7, 0.88, 1.0, 1.13, 1.4, 2.2, 5.0)
 """Multiples of the best price at which moments that are already seen are priced."""
 EVENT_PRICES = (0.7, 1.0, 1.4)
 """The same for moments further down."""
+SLACK_BYTES = 1.0
+"""For the rounding of sums in another order."""
 LOWEST = 2
 """Stages of whose backward the highest moment may be a resource."""
 
@@ -163,6 +165,18 @@ class CompletionBounds:
         """Return one of the prices of moments that are already seen, and its least seconds for every state."""
         priced = self.priced[0]
         return float(priced.prices[number]), priced.least_s[index][number]
+
+    def may_fit(self, index: int, held: Array) -> NDArray[np.bool_]:
+        """Return which labels that end above a stage may fit with which of its options, shape (labels, options).
+
+        Of those that do not, `fits` says the same of the memory with the stage; but that is an array for all pairs.
+        """
+        stage, room = self.memory[index], self.room_bytes + SLACK_BYTES
+        backward = np.maximum(stage.backward_peak + self.least_passing[index], stage.backward + self.least_peak[index])
+        may_fit: NDArray[np.bool_] = stage.passing <= (room - self.least_passing[index] - peaks(held))[:, None]
+        may_fit &= backward <= (room - held[:, BACKWARD])[:, None]
+        may_fit &= stage.optimizer <= (room - held[:, OPTIMIZER])[:, None]
+        return may_fit
 
     def fits(self, index: int, held: Array) -> NDArray[np.bool_]:
         """Return which labels some completion may bring below the limit."""

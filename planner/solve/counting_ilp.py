@@ -26,13 +26,15 @@ from itertools import accumulate, groupby, product
 
 import numpy as np
 import pulp
+from numpy.typing import NDArray
 
 from planner.cost.peak_memory import beside, neighbour_bytes, peak_memory
 from planner.cost.stage_option import StageCandidate
-from planner.cost.step_time import step_time, waiting_s
 from planner.cost.workload import Workload
+from planner.options.option_columns import OptionColumns
 from planner.options.pareto import lightest
 from planner.options.search_space import CandidateSet
+from planner.solve.overlap_states import INNER, edges_s, faces_of
 
 APART_STAGES = 8
 """Up to this many stages, the plan that needs least memory is sought with every stage a run of its own."""
@@ -56,6 +58,7 @@ SAME_PEAK = 1e-6
 """Relative difference up to which the program's peak equals the decoded plan's, given the solver's tolerance."""
 SOLVED = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
 
+Array = NDArray[np.float64]
 Terms = dict[pulp.LpVariable, float]
 
 
@@ -75,11 +78,12 @@ class Solution:
         return replace(self, picks=tuple(kept[c][k] for c, k in zip(candidates.stage_classes, self.picks, strict=True)))
 
 
-def steady_s(option: StageCandidate, candidates: CandidateSet) -> float:
-    """Return what one more stage of this option adds to the step of a long run of it."""
-    four, three = (step_time([option] * count, candidates.load) for count in (4, 3))
-    own_s = four.total_s - four.waiting_s - three.total_s + three.waiting_s
-    return own_s + waiting_s(option, candidates.load, candidates.syncs_each_microbatch)
+def steady_s(columns: OptionColumns, load: Workload) -> Array:
+    """Return what one more stage of each option adds to the step of a long run of it."""
+    faces, every = faces_of(columns.terms), np.arange(len(columns))
+    between = edges_s(faces, faces.upward, faces.downward, load)[every, faces.upward_of, faces.downward_of]
+    found: Array = faces.windows[:, INNER] + between
+    return found
 
 
 def drift_bytes(option: StageCandidate, load: Workload) -> float:
@@ -143,7 +147,10 @@ class CountingProgram:
 
     def minimise_time(self) -> None:
         """Set the objective to the seconds of a step."""
-        self.problem.setObjective(_expression(self._of_each(lambda _, option: steady_s(option, self.candidates))))
+        seconds = [steady_s(columns, self.load).tolist() for columns in self.candidates.columns]
+        pairs = zip(self.runs, self.count, strict=True)
+        terms = {n: cost for (c, _), count in pairs for n, cost in zip(count, seconds[c], strict=True)}
+        self.problem.setObjective(_expression(terms))
 
     # --- memory ---
 
@@ -323,17 +330,14 @@ def _expression(terms: Terms) -> pulp.LpAffineExpression:
     return pulp.LpAffineExpression([(variable, value) for variable, value in terms.items() if value])
 
 
-def supported(options: Sequence[StageCandidate], candidates: CandidateSet) -> list[int]:
+def supported(columns: OptionColumns, load: Workload) -> list[int]:
     """Return the options of a class that are cheapest at some prices of memory: those that the program needs.
 
     Memory has a price at the first moment of backward, at the last, and at the stage's own highest.
     """
-    rows = []
-    for option in options:
-        kept, reduced = option.saved + option.kept, option.gradients + option.reduced_after_backward
-        highest = max(option.bytes_at(moment) for moment in option.moments)
-        rows.append([steady_s(option, candidates), option.rest + kept, option.rest + reduced, highest])
-    numbers = np.array(rows) - np.min(rows, axis=0)
+    last, highest = columns.gradients + columns.late, np.max([*columns.highest.values()], axis=0)
+    rows = [steady_s(columns, load), columns.rest + columns.saved, columns.rest + last, highest]
+    numbers = np.column_stack(rows) - np.min(rows, axis=1)
     most = numbers.max(axis=0)
     prices = np.array([(1.0, *some) for some in product(PRICES, repeat=3)])
     cheapest = np.argmin(prices @ (numbers / np.where(most > 0, most, 1.0)).T, axis=1)
@@ -343,8 +347,8 @@ def supported(options: Sequence[StageCandidate], candidates: CandidateSet) -> li
 def fastest(candidates: CandidateSet, limit_bytes: float, ends_at: float = float("inf")) -> Solution | None:
     """Return the fastest plan of the candidates within a limit, or None if none that fits is found until `ends_at`."""
     kept = [
-        supported(options, candidates) if len(options) > MANY_OPTIONS else list(range(len(options)))
-        for options in candidates.options
+        supported(columns, candidates.load) if len(columns) > MANY_OPTIONS else list(range(len(columns)))
+        for columns in candidates.columns
     ]
     program = CountingProgram(candidates.only(kept), limit_bytes)
     program.minimise_time()

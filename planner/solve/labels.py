@@ -182,11 +182,12 @@ class LabelSetting:
         """Return all labels with one more stage that may lead to a plan below the cut, and the others' least bound."""
         states, memory = self.states[index], self.memory[index]
         top = index + 1 == len(self.states)
-        upward = np.zeros(1, dtype=np.intp) if top else self.states[index + 1].upward
+        present, place = np.unique(labels.state, return_inverse=True)  # states above, of which labels have a few
+        upward = present if top else self.states[index + 1].upward[present]
         # By state above and option: the seconds that are added, and the state that comes of it.
         added_s = states.base_s[:, upward].T
         if not top:
-            added_s = added_s + self.states[index + 1].more_s[:, states.downward_of]
+            added_s = added_s + self.states[index + 1].more_s[present][:, states.downward_of]
         after = states.of[:, upward].T
         quick = []
         for number in (0,) if top else QUICK:  # Nothing has been seen above the top stage: only seconds count.
@@ -197,12 +198,13 @@ class LabelSetting:
         step = max(1, CHUNK // len(states.base_s))
         for start in range(0, len(labels.seconds), step):
             part = slice(start, start + step)
-            above = labels.state[part]
+            above = place[part]
             pairs_s = np.full((len(above), len(states.base_s)), -np.inf)
             for price, whole_s in quick:
                 np.maximum(pairs_s, (labels.seconds[part] + price * peak[part])[:, None] + whole_s[above], out=pairs_s)
             keep = pairs_s < cut_s
             left_s = min(left_s, pairs_s.min(initial=np.inf, where=~keep))
+            keep &= self.bounds.may_fit(index, labels.held[part])
             parent, option = np.nonzero(keep)
             state_above = above[parent]
             held = memory.extended(labels.held[part][parent], option)

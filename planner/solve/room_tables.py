@@ -20,7 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solve.overlap_states import OverlapStates, distinct
+from planner.options.dominance import undominated_rows
+from planner.solve.overlap_states import OverlapStates
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -60,7 +61,10 @@ class RoomTable:
             if below is None:
                 rest = np.zeros((len(some.upward), units + 1))
             else:
-                rest = (some.more_s.T[:, :, None] + below[:, some.upward]).min(axis=0)
+                rest = np.full((len(some.upward), units + 1), np.inf)
+                # Face by face: an array of all of them does not fit in the processor's cache.
+                for more_s, least_s in zip(some.more_s.T, below, strict=True):
+                    np.minimum(rest, more_s[:, None] + least_s[some.upward], out=rest)
             self.least_s.append(rest)
             key = id(some), id(row), id(price_s)
             if key not in pairs:
@@ -91,23 +95,33 @@ def _units(rows: Sequence[Array], spare_bytes: float) -> int:
 
 
 class _Pairs:
-    """Pairs of an option and a face above it that differ in what the table knows of them."""
+    """Pairs of an option and a face above it; those of one state and downward face that no other is better than."""
 
     def __init__(self, states: OverlapStates, units: Indices, price_s: Array) -> None:
-        faces = states.base_s.shape[1]
-        downward, above = np.repeat(states.downward_of, faces), np.tile(np.arange(faces), len(units))
-        rows = np.column_stack([downward * faces + above, states.of.reshape(-1), np.repeat(units, faces)])
-        first, of = distinct(rows.astype(float))
-        self.cost_s = np.full(len(first), np.inf)
-        np.minimum.at(self.cost_s, of, (states.base_s + price_s[:, None]).reshape(-1))
-        face, self.state, self.units = rows[first].T
-        self.starts, self.faces = np.flatnonzero(np.diff(face, prepend=-1)), faces
+        self.faces = states.base_s.shape[1]
+        face = (states.downward_of[:, None] * self.faces + np.arange(self.faces)).reshape(-1)
+        state, units = states.of.reshape(-1), np.repeat(units, self.faces)
+        cost_s = (states.base_s + price_s[:, None]).reshape(-1)
+        same = face * len(states.upward) + state
+        kept = undominated_rows(np.column_stack([same, -same, units, cost_s]).astype(float))
+        # One pair of each face in the first layer, the second of each that has one in the next: `np.minimum.reduceat`
+        # takes several times as long as a few minima of whole layers.
+        kept = kept[np.argsort(face[kept], kind="stable")]
+        starts = np.flatnonzero(np.diff(face[kept], prepend=-1))
+        sizes = np.diff(starts, append=len(kept))
+        largest_first = np.argsort(-sizes, kind="stable")
+        self.place = np.argsort(largest_first)
+        """Where the faces are in a layer, which has those of most pairs first."""
+        layers = (kept[starts[largest_first[: (sizes > number).sum()]] + number] for number in range(sizes.max()))
+        self.layers = [(state[one], units[one], cost_s[one, None]) for one in layers]
 
     def least_by_face(self, rest: Array) -> Array:
         """Return H of a stage, shape (downward faces, faces above, units), given its Z."""
-        units = rest.shape[1]
-        padded = np.concatenate([np.full((len(rest), units), np.inf), rest], axis=1)
-        start = units - np.minimum(self.units, units)
-        windows = np.lib.stride_tricks.sliding_window_view(padded, units, axis=1)
-        found = np.minimum.reduceat(self.cost_s[:, None] + windows[self.state, start], self.starts, axis=0)
-        return found.reshape(-1, self.faces, units)
+        count = rest.shape[1]
+        padded = np.concatenate([np.full((len(rest), count), np.inf), rest], axis=1)
+        windows = np.lib.stride_tricks.sliding_window_view(padded, count, axis=1)
+        least = np.full((len(self.place), count), np.inf)
+        for state, units, cost_s in self.layers:
+            some = least[: len(state)]
+            np.minimum(some, windows[state, count - np.minimum(units, count)] + cost_s, out=some)
+        return least[self.place].reshape(-1, self.faces, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -17,7 +18,8 @@ from planner.cost.workload import Workload
 from planner.options.search_space import CandidateSet, Space
 from planner.search.ceiling import fewest_s
 from planner.search.knapsack import least_cost
-from profiler.cluster.cluster import Cluster
+from profiler.cluster.cluster import Cluster, Host
+from profiler.cluster.figure import Figure
 from profiler.model_graph import ModelGraph
 
 PLANS = 200
@@ -30,6 +32,7 @@ def graphs(draw: st.DrawFn) -> ModelGraph:
     return transformer(layers, hidden, tied=draw(st.booleans()), distinct=draw(st.booleans()))
 
 
+HOST = Host(Figure(6e9, "assumed: for a test"), Figure(20e9, "assumed: for a test"))
 machines = st.builds(
     cluster,
     nodes=st.sampled_from([1, 2]),
@@ -85,15 +88,15 @@ def test_no_plan_that_fits_is_faster_than_the_ceiling(
 
 
 @settings(max_examples=draws(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(graphs(), machines, st.sampled_from([1, 3]))
-def test_candidates_do_not_depend_on_which_micro_batch_was_first(
-    graph: ModelGraph, machine: Cluster, accumulation: int
-) -> None:
-    def candidates(space: Space, micro_batch: int) -> CandidateSet:
+@given(graphs(), machines, st.booleans())
+def test_candidates_do_not_depend_on_which_sizes_were_first(graph: ModelGraph, machine: Cluster, hosted: bool) -> None:
+    machine = replace(machine, host=HOST if hosted else None)
+
+    def candidates(space: Space, micro_batch: int, accumulation: int) -> CandidateSet:
         load = space.known_load(Workload(machine, "adam", "fp32", micro_batch, accumulation))
         return space.relaxed_candidates(load)
 
     shared = Space(graph)
-    for micro_batch in (1, 17, 4):
-        first, alone = candidates(shared, micro_batch), candidates(Space(graph), micro_batch)
+    for sizes in ((1, 3), (17, 1), (4, 2)):
+        first, alone = candidates(shared, *sizes), candidates(Space(graph), *sizes)
         assert (first.options, first.choices) == (alone.options, alone.choices)

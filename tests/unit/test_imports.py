@@ -26,19 +26,13 @@ PLAIN_DATA = frozenset(
         "yaml_files",
         "bounds",
         "byte_sizes",
+        "garbage_collection",
     )
 )
-"""The profiler's modules that need no torch: what passes between the stages, and its files."""
+"""The profiler's modules that need no torch: what passes between the stages, its files, and the garbage collector."""
 SHARED = frozenset(
     f"profiler.{name}"
-    for name in (
-        "alias_outputs",
-        "garbage_collection",
-        "loss_storage",
-        "mixed_precision",
-        "opaque_parameters",
-        "selective_recomputation",
-    )
+    for name in ("alias_outputs", "loss_storage", "mixed_precision", "opaque_parameters", "selective_recomputation")
 )
 """What the tracer does to a model and the runtime must do alike."""
 PLANS = frozenset({"planner.plan", "planner.pricing", "planner.strategies", "planner.model", "planner.optimizers"})

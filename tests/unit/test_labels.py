@@ -133,6 +133,27 @@ def test_columns_of_a_whole_plan_are_its_peak(graph: ModelGraph, accumulation: i
     assert highest == pytest.approx(peak_memory(options, load).total_bytes, rel=1e-12)
 
 
+@SLOW
+@given(graphs, st.integers(1, 3), st.floats(0.9, 1.1), st.integers(0, 10**6))
+def test_pairs_that_are_ruled_out_at_once_do_not_fit(
+    graph: ModelGraph, accumulation: int, factor: float, seed: int
+) -> None:
+    load = Workload(cluster(1, 4), "adam", "fp32", 1, accumulation)
+    candidates = some_candidates(graph, load, seed)
+    random = np.random.default_rng(seed)
+    picks = tuple(int(random.integers(len(candidates.options[c]))) for c in candidates.stage_classes)
+    peak_bytes = peak_memory(candidates.picked(picks), load).total_bytes
+    labels, _ = label_setting(candidates, peak_bytes * max(factor, 1 + 1e-9))
+    tight, _ = label_setting(candidates, peak_bytes * factor)
+    held = NOTHING_PLACED
+    for index in reversed(range(len(picks))):
+        every = np.arange(len(candidates.options[candidates.stage_classes[index]]))
+        extended = tight.memory[index].extended(np.repeat(held, len(every), axis=0), every)
+        assert not (tight.bounds.fits(index, extended) & ~tight.bounds.may_fit(index, held)[0]).any()
+        assert labels.bounds.may_fit(index, held)[0, picks[index]]
+        held = extended[[picks[index]]]
+
+
 def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     load = Workload(cluster(1, 4, intra=2e9), "adam", "fp32", 2)
     candidates = Space(transformer(6, 512, distinct=True)).candidates(load, strategies_on(load.cluster)[1])

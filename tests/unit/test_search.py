@@ -24,7 +24,7 @@ from planner.pricing import PricedPlan
 from planner.problem import Task, micro_batches
 from planner.search.least_memory import smallest_plan
 from planner.search.search import WORTH, Effort, _Sweep, search
-from planner.solve.counting_ilp import MANY_OPTIONS, SECONDS, CountingProgram, fastest, make_solver, steady_s, supported
+from planner.solve.counting_ilp import MANY_OPTIONS, SECONDS, CountingProgram, fastest, make_solver, supported
 from planner.solve.lagrangian_bound import ChainBound, events_near
 from planner.strategies.registry import strategies_on
 from profiler.byte_sizes import whole_mib
@@ -120,6 +120,11 @@ def test_dynamic_program_is_the_minimum_over_sequences(
     assert priced(chain_bound.sequence(memory, per_byte)) == pytest.approx(least, rel=1e-9)
 
 
+def steady_s(option: StageCandidate, load: Workload) -> float:
+    """Return what one more stage adds to a long run of an option: of four, the one that three do not have."""
+    return step_time([option] * 4, load).total_s - step_time([option] * 3, load).total_s
+
+
 @settings(SLOW, max_examples=draws(6))
 @given(st.integers(11, 14), st.floats(0.1, 0.9), st.booleans())
 def test_counted_objective_is_the_pure_function(layers: int, fraction: float, overlaps: bool) -> None:
@@ -130,7 +135,7 @@ def test_counted_objective_is_the_pure_function(layers: int, fraction: float, ov
     limit = small * (1 + fraction)
     solution = fastest(menu, limit)
     assert solution is not None
-    counted_s = sum(steady_s(option, menu) for option in solution.options)
+    counted_s = sum(steady_s(option, load) for option in solution.options)
     assert solution.objective_s == pytest.approx(counted_s, rel=1e-6)
     assert peak_memory(solution.options, menu.load).total_bytes <= limit
 
@@ -153,13 +158,13 @@ def test_the_program_keeps_what_is_cheapest_at_any_price_of_memory() -> None:
     candidates = Space(transformer(12, 1024, tied=False)).candidates(load, None)
     options = max(candidates.options, key=len)
     assert len(options) > MANY_OPTIONS
-    kept = supported(options, candidates)
+    kept = supported(max(candidates.columns, key=len), load)
     assert len(kept) < MANY_OPTIONS
 
     def costs(option: StageCandidate) -> list[float]:
         top = max(option.bytes_at(moment) for moment in option.moments)
         held = [option.saved + option.kept, option.gradients + option.reduced_after_backward]
-        return [steady_s(option, candidates), *(option.rest + part for part in held), top]
+        return [steady_s(option, load), *(option.rest + part for part in held), top]
 
     spread = [(min(column), max(column)) for column in zip(*map(costs, options), strict=True)]
     for prices in product((0.1, 1.0), repeat=3):
