@@ -80,7 +80,9 @@ def substitute(schedule: Schedule, meshes: Meshes) -> Schedule:
 
 def _with_collectives(unit: ScheduledUnit, world_size: int) -> ScheduledUnit:
     sent = tuple(
-        replace(one, operation=COLLECTIVES[one.operation]) for one in unit.collectives if one.operation in COLLECTIVES
+        replace(one, operation=COLLECTIVES[one.operation], shared=False)
+        for one in unit.collectives
+        if one.operation in COLLECTIVES
     )
     spec = unit.strategy.spec
     assert isinstance(spec, OneSided)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import some
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trace_models import source
@@ -119,9 +121,19 @@ class Autoencoder(nn.Module):
         return found if self.factor == 1.0 else found * self.factor
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("factor", [1.0, 2.0])
-@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCELoss, nn.SmoothL1Loss, nn.SoftMarginLoss, nn.HuberLoss, nn.L1Loss])
+@pytest.mark.parametrize(
+    ("loss", "factor", "recomputes"),
+    some(
+        [
+            *product(
+                [nn.MSELoss, nn.BCELoss, nn.SmoothL1Loss, nn.SoftMarginLoss, nn.HuberLoss, nn.L1Loss],
+                [1.0, 2.0],
+                [False, True],
+            )
+        ],
+        3,
+    ),
+)
 def test_a_plan_counts_it_and_what_the_model_holds_on_to(
     loss: type[nn.Module], factor: float, recomputes: bool
 ) -> None:
