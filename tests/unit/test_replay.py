@@ -109,7 +109,7 @@ def deep(kind: type[Stack] | type[Drawn], number: int) -> ModelSource:
 @pytest.mark.parametrize("kind", [Stack, Drawn])
 def test_drawn_models_have_the_same_graph(kind: type[Stack] | type[Drawn], traced: Traced) -> None:
     replayed = 0
-    for number in drawn_numbers(0, 2):
+    for number in drawn_numbers(0, 3):
         settings = random.Random(number).choice([("fp32", "cpu"), ("bf16", "cuda")])
         quick, whole = traced.both(deep(kind, number), *settings)
         assert quick == whole, number
