@@ -46,7 +46,8 @@ def install() -> None:
         if record.record is not None:
             leave(record, *error)
 
-    propagate = _sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached
+    meta = "_propagate_tensor_meta_non_cached"
+    propagate = getattr(_sharding_prop.ShardingPropagator, meta, None)
 
     def propagate_out_of_place(self: Any, op_schema: Any) -> Any:
         schema, given = op_schema.op._schema, op_schema.args_schema
@@ -56,11 +57,12 @@ def install() -> None:
         is_alike = name in IN_PLACE or (name in LIKE and "dtype" not in op_schema.kwargs_schema)
         if is_alike and given and isinstance(given[0], DTensorSpec) and given[0].tensor_meta is not None:
             return given[0].tensor_meta
+        assert propagate is not None, "else it is not patched"
         return propagate(self, op_schema)
 
     disable_once.keeps = True  # type: ignore[attr-defined]
     mock.patch.object(torch._dynamo, "disable", disable_once).start()
-    meta = "_propagate_tensor_meta_non_cached"
-    mock.patch.object(_sharding_prop.ShardingPropagator, meta, propagate_out_of_place).start()
+    if propagate is not None:  # private: there in torch 2.13
+        mock.patch.object(_sharding_prop.ShardingPropagator, meta, propagate_out_of_place).start()
     mock.patch.object(record_function, "__enter__", enter_if_seen).start()
     mock.patch.object(record_function, "__exit__", leave_if_entered).start()
