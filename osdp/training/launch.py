@@ -27,6 +27,7 @@ import osdp
 from osdp.training.loopback import loopback_store, use_loopback
 from osdp.training.meeting import Meeting
 from profiler.errors import OsdpError
+from profiler.yaml_files import write_text_atomic
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -183,7 +184,8 @@ def leave_error(error: Exception) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = str(error) if isinstance(error, OsdpError) else f"{type(error).__name__}: {error}"
         extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        # The agent may end this rank at any time, and fails itself at half a file.
+        write_text_atomic(Path(path), json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _cause(error: ChildFailedError) -> Exception:

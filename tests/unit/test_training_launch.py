@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -47,6 +48,13 @@ def test_the_users_mistake_is_told_as_it_was(failed: Any) -> None:
     told = cause(failed(0, TERMINATED), failed(1, 2, mistake))
     assert isinstance(told, OsdpError)
     assert str(told) == "no\n  got: x\n  expected: y\n  try: z"
+
+
+def test_a_rank_that_is_ended_while_it_writes_its_error_leaves_none(tmp_path: Path, failed: Any) -> None:
+    """The agent reads what there is, and fails itself at half a file: the first one's error was lost so."""
+    with mock.patch("os.replace", side_effect=SystemExit(1)), pytest.raises(SystemExit):
+        failed(1, TERMINATED, OsdpError("no"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_rank_comes_before_what_its_peers_say_of_it(failed: Any) -> None:
