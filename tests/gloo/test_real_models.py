@@ -12,7 +12,6 @@ from thoroughness import THOROUGH
 SAMPLE = [
     ("DebertaForMaskedLM", "mixture"),
     ("T5ForConditionalGeneration", "recompute"),
-    ("Wav2Vec2ForCTC", "recompute"),
     ("SwinForImageClassification", "plan"),
     ("nn.LSTM, nn.GRU", "bf16"),
     ("bf16, fp32, fp64, 0-d", "mixture"),
