@@ -339,10 +339,10 @@ class _Sweep:
                 programs = not self.labels or (
                     point.widening is None and (programmed_points == 0 or (not speed and programmed_points < PROGRAMS))
                 )
-                programmed_points += programs
                 most_made = int(min(most - made, left_s * LABELS_PER_S))
                 how = {"programs": programs, "labels": self.labels > 0, "core": self.core}
                 advanced, plan, more = point.advanced(space, self.limit_bytes, wanted, most_made, self.ends_at, **how)
+                programmed_points += programs and advanced.bound > 0.0  # else no plan fits, and none was asked for
                 solved += 1
                 made += more
                 heapq.heappush(queue, advanced)

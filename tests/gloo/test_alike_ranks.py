@@ -1,20 +1,24 @@
-"""Ranks that are about to train different things say so before the first step, and which rank has what."""
+"""Ranks that are about to train different things say so before the first step; all start with rank 0's values."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from collected import Collected
 from ranks import run_ranks
+from torch import Tensor, nn
 
 from osdp.training.agreement import check_alike
 from osdp.training.config import load_config
 from osdp.training.job import prepare
 from osdp.training.rank_main import run_rank
 from profiler.errors import OsdpError
+from runtime.deferred_init import initialise
 from runtime.state.folder_lease import leased
 
 DIFFERENT: list[dict[str, Any]] = [
@@ -88,3 +92,30 @@ def test_a_folder_of_checkpoints_has_one_job(tmp_path: Path) -> None:
     assert f"process {os.getpid()} on " in zero
     assert "trains another model" in zero
     assert list(tmp_path.iterdir()) == []
+
+
+class OddTensors(nn.Module):
+    """Tensors of many dtypes and forms, small and beyond a bucket."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        made = [torch.randn(3, 5), torch.randn(()), torch.randn(0, 4), torch.randn(40), torch.randn(4, 6).t()]
+        made += [torch.randn(3, dtype=torch.bfloat16), torch.randn(2, dtype=torch.complex64), torch.randn(7)]
+        self.tensors = nn.ParameterList(nn.Parameter(one) for one in made)
+        self.register_buffer("counts", torch.randint(9, (5,)))
+        self.register_buffer("mask", torch.rand(6) > 0.5)
+
+
+def _share(rank: int, bucket_bytes: int) -> dict[str, Tensor]:
+    module = OddTensors(rank)
+    with patch.object(initialise, "BUCKET_BYTES", bucket_bytes):
+        initialise.share_rank_0(module, torch.device("cpu"))
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 64, 25 << 20])
+def test_all_have_the_values_of_rank_0(bucket_bytes: int) -> None:
+    wanted = {name: tensor.detach() for name, tensor in OddTensors(0).state_dict().items()}
+    for found in run_ranks(_share, 2, bucket_bytes):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
