@@ -188,6 +188,7 @@ def _warm() -> None:
     import torch
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+    from osdp.cli.app import command
     from osdp.models.config import GPT2Config
     from osdp.models.gpt2 import GPT2
     from osdp.models.user_factory import source_of
@@ -198,6 +199,7 @@ def _warm() -> None:
     from runtime.compile_plan import compile_plan
     from runtime.observe.dry_run import Script, dry_run
 
+    command()
     quick_torch.install()
     torch.set_num_threads(1)  # threads of the server would not be in its forks
     state, config = torch.get_rng_state(), GPT2Config(29, 8, hidden_size=12, layers=1, heads=2)

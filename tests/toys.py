@@ -154,9 +154,8 @@ def plan_of(
 
 def graph_of(model: nn.Module, precision: str = "fp32", master_weights: str = "") -> ModelGraph:
     """Return the traced model."""
-    source = source_of(model, "toy", None, None)
     settings = precision, "cpu", None, master_weights, 1.0
-    return graph_once(model, "toy", settings, lambda: trace_model(source, *settings))
+    return graph_once(model, "toy", settings, lambda: trace_model(source_of(model, "toy", None, None), *settings))
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 3) -> nn.Module:

@@ -7,6 +7,7 @@ of the models of `parity.py` and `toys.py`, and OSDP traces in them only what pr
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import garbage
@@ -15,11 +16,22 @@ import torch
 import warm_graphs  # noqa: F401
 from parity import Case, build, cluster_of, graph_of, inputs, trace_once
 
+from osdp.planning.request import trace
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
 
 quick_torch.install()
-mock.patch("osdp.prepare.trace_model", trace_once).start()
+
+
+def plan_traced_once(*given: Any) -> Any:
+    """Stand in for what traces a model to plan it, which imports its tracer itself."""
+    with mock.patch("profiler.trace.trace.trace_model", trace_once):
+        return trace(*given)
+
+
+mock.patch("osdp.planning.request.trace", plan_traced_once).start()
+for place in ("osdp.prepare", "osdp.training.choose_plan", "osdp.uneven_lengths.fsdp_vs_odc"):
+    mock.patch(f"{place}.trace_model", trace_once).start()
 if not torch.cuda.is_available():  # else each seed waits there for a GPU, with the stack that it was set at
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 torch.set_num_threads(1)  # threads of the server would not be in its forks

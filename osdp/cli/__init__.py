@@ -17,6 +17,6 @@ def main() -> int:
 
 
 def _run() -> None:
-    from osdp.cli.app import app  # here, so that an interrupted import ends as any command does
+    from osdp.cli.app import command  # here, so that an interrupted import ends as any command does
 
-    app(prog_name="osdp")
+    command()(prog_name="osdp")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from osdp.cli.commands.doctor import doctor
 from osdp.cli.commands.export import export
@@ -172,6 +174,12 @@ def schedule(path: PlanPath, model: ModelOfPlan = None, cluster: ClusterOfPlan =
 
     view = _reopened(path, model, cluster)
     print(plain(str(compile_plan(view.plan, view.space.graph, view.load.cluster))))
+
+
+@cache
+def command() -> Any:
+    """Return what runs the command line, which takes twice as long to make as the parser takes for a command."""
+    return get_command(app)
 
 
 app.command()(export)

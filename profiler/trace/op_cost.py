@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,8 +57,9 @@ class Op:
     """Formula of a matrix-like op: (*args, out_val=outputs, **kwargs) -> FLOPs; None for all others."""
 
 
+@cache
 def describe(op: torch._ops.OpOverload) -> Op:
-    """Return how the meter treats `op`, from its schema."""
+    """Return how the meter treats `op`, from its schema, which each pass asks for again."""
     schema = op._schema
     first = schema.arguments[0] if schema.arguments else None
     writes_first = first is not None and first.alias_info is not None and first.alias_info.is_write

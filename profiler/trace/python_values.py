@@ -26,6 +26,9 @@ _READS: dict[Any, Callable[[Tensor], Any]] = {
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _ALIGNS = {torch.ctc_loss, torch.nn.functional.ctc_loss}
 _FROM_PYTHON = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
+_OTHERS = {Tensor.item, Tensor.__contains__, Tensor.__format__, Tensor.cuda, Tensor.to}
+_SEEN_TO = frozenset({*_READS, *_SPLITS, *_ALIGNS, *_FROM_PYTHON, *_OTHERS})
+"""All of which a call is more than passed on; of others only a `device` is."""
 
 
 class AssumedNumber(float):
@@ -53,6 +56,8 @@ class PythonValues(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in _SEEN_TO and "device" not in kwargs:  # nearly every call of a trace
+            return func(*args, **kwargs)
         if func in _READS and not has_data(args[0]):
             return self._read(args[0], _READS[func])
         if func is Tensor.item and not has_data(args[0]) and self._data.values.read(args[0]) is None:

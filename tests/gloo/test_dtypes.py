@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 from toys import STRATEGIES, Toy, batch_of, graph_of, plan_of, refusal, seeded
 
 from planner.pins import parse_pin, resolve
+from runtime.optimizers import OPTIMIZERS, can_fuse
 
 RANKS, STEPS = 4, 2
 BF16 = torch.bfloat16
@@ -135,7 +136,8 @@ def one_process(model: nn.Module, optimizer: torch.optim.Optimizer, accumulation
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=5e-2, eps=1e-2)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return OPTIMIZERS["fused_adam" if can_fuse(trained) else "adam"](trained, lr=5e-2, eps=1e-2)
 
 
 def train_dtypes(rank: int, name: str) -> None:

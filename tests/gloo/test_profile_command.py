@@ -35,7 +35,7 @@ from runtime.optimizers import OPTIMIZERS
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
 PATIENCE_S = 180.0
-BUDGET_S = "40" if THOROUGH else "24"
+BUDGET_S = "60" if THOROUGH else "40"
 QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budget-s", BUDGET_S, "--device", "cpu")
 
 

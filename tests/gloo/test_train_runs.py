@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from thoroughness import THOROUGH
 from torch import nn
 
 from osdp.training.config import TrainConfig, load_config
+from osdp.training.evaluate import TEST_SAMPLES, held_out_accuracies
 from osdp.training.job import prepare
 from osdp.training.rank_main import run_rank
 from osdp.training.tasks import Addition, batch
@@ -22,20 +24,23 @@ from osdp.zoo import load_model
 
 STEPS = 6
 BATCH = 8
+FEW = 16
+"""Sums that are asked for where nobody looks at how many are right; all of `osdp train` are in one test."""
 
 
-def train_here(rank: int, config: TrainConfig) -> Collected:
-    """Be one rank of a run."""
+def train_here(rank: int, config: TrainConfig, asked: int = FEW) -> Collected:
+    """Be one rank of a run, which asks for so many sums at its end."""
     collected = Collected()
-    run_rank(prepare(config), collected)
+    with mock.patch("osdp.training.rank_main.held_out_accuracies", partial(held_out_accuracies, count=asked)):
+        run_rank(prepare(config), collected)
     return collected
 
 
-def train(ranks: int, **options: Any) -> Collected:
+def train(ranks: int, asked: int = FEW, **options: Any) -> Collected:
     """Train on so many ranks and return what rank 0 was told."""
     fixed = {"steps": STEPS, "global_batch": BATCH, "log_every": 1, "device": "cpu", "timeout_s": 30.0}
     config = load_config("gpt2", fixed | options)
-    found: Collected = run_ranks(train_here, ranks, config, joins=False)[0]
+    found: Collected = run_ranks(train_here, ranks, config, asked, joins=False)[0]
     return found
 
 
@@ -133,7 +138,7 @@ def test_checkpoints_serve_other_ranks_and_old_ones_go(tmp_path: Path, reference
 
 
 def test_what_is_measured(tmp_path: Path) -> None:
-    collected = train(2, fsdp_type="DDP", tensorboard=str(tmp_path))
+    collected = train(2, TEST_SAMPLES, fsdp_type="DDP", tensorboard=str(tmp_path))
     (summary,) = collected.summaries
     assert summary.timed_steps == STEPS - 2
     assert summary.samples_per_s == pytest.approx(BATCH / summary.step_s)
