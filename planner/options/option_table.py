@@ -82,22 +82,30 @@ class OptionTable:
         """By number of segments, shape (segments, numbers, options)."""
 
     def worthwhile(
-        self, costs_of: Callable[[Counts], StageCosts], load: Workload, syncs: bool
-    ) -> tuple[tuple[StageDecision, ...], OptionList]:
-        """Return the undominated choices at one workload, and their options.
+        self, costs_of: Callable[[Counts], StageCosts], load: Workload, syncs: bool, on_owner: OptionTable | None = None
+    ) -> tuple[tuple[StageDecision, ...], OptionList, OptionList | None]:
+        """Return the undominated choices at one workload, and their options on this table's rank and on another.
 
         `costs_of` gives the costs of the stage with its operators cut; `syncs` as in `overlap_terms`, without which
-        options that make ranks wait in every micro-batch are left out.
+        options that make ranks wait in every micro-batch are left out.  `on_owner` has the same choices: one that is
+        dominated is so on both ranks.
         """
         costs = {counts: costs_of(counts) for counts in self._counts}
-        columns, rows = self._columns(costs, load, syncs), list(range(len(self.options)))
+        rows = list(range(len(self.options)))
         if not syncs:
             rows = np.flatnonzero(self._constants["syncs_each_microbatch"] == 0.0).tolist()
-            columns = columns.some(rows)
-        kept = undominated(option_numbers(columns))
+        tables = [self] if on_owner is None else [self, on_owner]
+        columns = [table._columns(costs, load, syncs).some(rows) for table in tables]
+        kept = undominated(np.column_stack([option_numbers(own) for own in columns]))
+        lists = [table._listed(own, rows, kept, costs) for table, own in zip(tables, columns, strict=True)]
+        return tuple(self.options[rows[k]][0] for k in kept), lists[0], lists[1] if on_owner else None
+
+    def _listed(
+        self, columns: OptionColumns, rows: Sequence[int], kept: Sequence[int], costs: Mapping[Counts, StageCosts]
+    ) -> OptionList:
+        """Return the options that are kept of some rows of the table."""
         found = [self.options[rows[k]] for k in kept]
-        options = OptionList(columns.some(kept), lambda k: found[k][1].at(costs[found[k][0].counts]))
-        return tuple(choice for choice, _ in found), options
+        return OptionList(columns.some(kept), lambda k: found[k][1].at(costs[found[k][0].counts]))
 
     def _columns(self, costs: Mapping[Counts, StageCosts], load: Workload, syncs: bool) -> OptionColumns:
         saved, by_forward, shared, live = [], [], [], list[float]()

@@ -6,9 +6,9 @@ All spanning operators take one strategy.
 Choices with split operators are priced in a variant of the model in which one stage's operators are sliced; a whole
 plan is then priced in the model with all its slices (`planner.pricing`).  Ranks differ by the operators that each of
 them owns whole.  In a `CandidateSet` each rank owns 1/N of them: the mean over ranks never exceeds what the fullest
-rank holds, so bounds stay valid; a whole plan is priced on the fullest rank.  Where spanning operators are owned, there
-is a set of the rank that owns the largest of them too, as if other ranks owned all else: the fullest rank holds no less
-than that either, and where it owns no more, that is all it holds.
+rank holds, so bounds stay valid; a whole plan is priced on the fullest rank.  Where spanning operators are owned, the
+set has the same options on the rank that owns the largest of them beside, as if other ranks owned all else: the fullest
+rank holds no less than that either, and where it owns no more, that is all it holds.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ NOWHERE: Owned = frozenset()
 
 Spanning = Strategy | tuple[Strategy, ...] | None
 """Strategies of the spanning operators: one for all, one for each, or None if there are none."""
-Priced = tuple[tuple[StageDecision, ...], OptionList]
-"""Choices of a class of stages, and the option of each."""
+Priced = tuple[tuple[StageDecision, ...], OptionList, OptionList | None]
+"""Choices of a class of stages, the option of each, and the same on the owner of a spanning operator."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class CandidateSet:
     """The choice behind each option."""
     syncs_each_microbatch: bool = True
     """Whether its plans are charged for waiting in every micro-batch (`planner.cost.step_time`)."""
+    on_owner: CandidateSet | None = None
+    """The same options on the rank that owns the largest spanning operator and no other; None: no rank owns one."""
 
     def sharing(self, blocks: Collection[int]) -> CandidateSet:
         """Return it with the options that recompute what takes from these blocks alone.
@@ -76,11 +78,16 @@ class CandidateSet:
         if not others:
             return self
         found = self.only([self._independent(c, others) for c in range(len(self.options))])
+        owner = found.on_owner
+        return replace(found._unshared(others), on_owner=None if owner is None else owner._unshared(others))
+
+    def _unshared(self, others: Collection[int]) -> CandidateSet:
+        """Return it without what these blocks keep only for others."""
         alone = []
-        for options, columns in zip(found.options, found.columns, strict=True):
+        for options, columns in zip(self.options, self.columns, strict=True):
             shares = columns.shared.any() and options[0].block in others
             alone.append(OptionList(columns, options.__getitem__).unshared() if shares else options)
-        return replace(found, options=tuple(alone))
+        return replace(self, options=tuple(alone))
 
     def _independent(self, stage_class: int, others: Collection[int]) -> list[int]:
         """Return the options of a class that take nothing that these blocks share: all that take something take the
@@ -113,7 +120,8 @@ class CandidateSet:
             for some, rows in zip(self.options, kept, strict=True)
         )
         choices = tuple(tuple(self.choices[stage_class][k] for k in rows) for stage_class, rows in enumerate(kept))
-        return replace(self, options=options, choices=choices)
+        on_owner = None if self.on_owner is None else self.on_owner.only(kept)
+        return replace(self, options=options, choices=choices, on_owner=on_owner)
 
     def without_dominated(self) -> CandidateSet:
         """Return it without the options that no plan needs."""
@@ -403,8 +411,10 @@ class Space:
         They leave out the memory of spanning operators called only elsewhere: it is the same for all of them, so it
         does not affect dominance.
         """
-        table = self._table(stage_class, spanning, self._first_load(load), owned)
-        return table.worthwhile(lambda counts: self.costs(stage_class, counts, load), load, syncs)
+        first = self._first_load(load)
+        table = self._table(stage_class, spanning, first)
+        on_owner = None if owned is None else self._table(stage_class, spanning, first, owned)
+        return table.worthwhile(lambda counts: self.costs(stage_class, counts, load), load, syncs, on_owner)
 
     def _make_all(
         self, stage_class: int, spanning: Spanning, load: Workload, owned: int | None = None
@@ -424,44 +434,47 @@ class Space:
         takes = self.spanning_offered(load) if self.model.stages[self.examples[stage_class]].spanning else (None,)
         return [pair for take in takes for pair in self._all(stage_class, take, self._first_load(load))]
 
-    def _candidates(
-        self, load: Workload, spanning: Spanning, syncs: bool = True, owned: int | None = None
-    ) -> CandidateSet:
+    def _candidates(self, load: Workload, spanning: Spanning, syncs: bool = True) -> CandidateSet:
         """Return the options of every stage under given strategies of the spanning operators.
 
         With `syncs`, plans are charged as if ranks waited for each other in every micro-batch, as most do.  Without,
         only options with which ranks wait once per step are kept, and charged so.  Every plan is in one of the two
         sets at its own price, and in the other, if at all, at no lower one.  Where ranks differ, costs are those of the
-        mean rank or, given `owned`, of the rank that owns that operator and no other.
+        mean rank.
         """
-        options = self._options_of((spanning,), load, syncs, owned)
-        return CandidateSet(load, spanning, self.stage_classes, *options, syncs)
+        owned = self.largest_owned(spanning)
+        options, choices, others = self._options_of((spanning,), load, syncs, owned)
+        on_mean = CandidateSet(load, spanning, self.stage_classes, options, choices, syncs)
+        return on_mean if owned is None else replace(on_mean, on_owner=replace(on_mean, options=others))
 
     def _relaxed_candidates(self, load: Workload, syncs: bool = True) -> CandidateSet:
         """Return candidates that cost no plan more than its price, whatever strategy the spanning operators take."""
         takes = self.spanning_offered(load)
         if len(takes) == 1:
             return self.candidates(load, takes[0], syncs)
-        found = self._options_of(takes, load, syncs)
-        return CandidateSet(load, None, self.stage_classes, *found, syncs).without_dominated()
+        options, choices, _ = self._options_of(takes, load, syncs)
+        return CandidateSet(load, None, self.stage_classes, options, choices, syncs).without_dominated()
 
     def _options_of(
         self, takes: Sequence[Spanning], load: Workload, syncs: bool, owned: int | None = None
-    ) -> tuple[tuple[OptionList, ...], tuple[tuple[StageDecision, ...], ...]]:
-        """Return the options and their choices, by class of stages, whichever of `takes` the spanning operators take.
+    ) -> tuple[tuple[OptionList, ...], tuple[tuple[StageDecision, ...], ...], tuple[OptionList, ...]]:
+        """Return the options and their choices, by class of stages, whichever of `takes` the spanning operators take,
+        and the options on the rank that owns operator `owned`, if given.
 
         Stages that call them choose among all of these independently; elsewhere the operators hold the least.
         """
-        options, choices = [], []
+        options, choices, others = [], [], []
         for stage_class, example in enumerate(self.examples):
             held = [self._ambient(stage_class, take, load) for take in takes]
             around = list(zip(takes, held, strict=True))
             if not self.model.stages[example].spanning:
                 around = [(None, Ambient(*map(min, zip(*held, strict=True))))]
             found = [(*self._worthwhile(stage_class, take, load, syncs, owned), at) for take, at in around]
-            options.append(OptionList.joined([some.around(at) for _, some, at in found]))
-            choices.append(tuple(choice for some, _, _ in found for choice in some))
-        return tuple(options), tuple(choices)
+            options.append(OptionList.joined([some.around(at) for _, some, _, at in found]))
+            choices.append(tuple(choice for some, *_ in found for choice in some))
+            if owned is not None:
+                others.append(OptionList.joined([some.around(at) for _, _, some, at in found if some is not None]))
+        return tuple(options), tuple(choices), tuple(others)
 
     def _with_slices(self, counts: tuple[tuple[int, int], ...]) -> Space:
         """Return the space of the model with operators split, with pins of operators that the search never splits."""

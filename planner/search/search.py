@@ -137,8 +137,8 @@ class _Point:
     """Upper bound on samples per second."""
     full: bool
     """Whether the bound prices memory at all moments."""
-    price: float
-    """Price of memory of the bound, in seconds per byte."""
+    prices: tuple[float, ...]
+    """Prices of memory of the bounds, in seconds per byte, on each of `ChainBound.on_ranks`."""
     relaxed: bool
     """Whether the spanning operators' strategy is still open."""
     sharing: tuple[int, ...] = ()
@@ -156,25 +156,19 @@ class _Point:
         samples = self.chain.load.samples_per_step
         enough_s = samples / floor if floor else float("inf")
         candidates = self.chain.candidates
-        below = (event for s in (0, len(candidates.stage_classes) // 2) for event in highest_event(candidates, s))
-        bound_s, price = self.chain.bound(limit_bytes, (*events_near(candidates, None), *below), enough_s)
-        return replace(self, bound=min(self.bound, samples / bound_s), full=True, price=price)
+        below = [event for s in (0, len(candidates.stage_classes) // 2) for event in highest_event(candidates, s)]
+        events = (*events_near(candidates, None), *below)
+        found = [chain.bound(limit_bytes, events, enough_s) for chain in self.chain.on_ranks]
+        bound = min(self.bound, *(samples / bound_s for bound_s, _ in found))
+        return replace(self, bound=bound, full=True, prices=tuple(price for _, price in found))
 
     def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
-        """Yield one point for each strategy of the spanning operators.
-
-        Where an operator of them is owned, plans are looked for on the mean rank and bounded on its owner too.
-        """
+        """Yield one point for each strategy of the spanning operators."""
         load, syncs = self.chain.load, self.chain.candidates.syncs_each_microbatch
         for spanning in space.spanning_offered(load):
             candidates = space.candidates(load, spanning, syncs).sharing(self.sharing)
-            child, bound = _quick_point(candidates, limit_bytes, False, self.price), self.bound
-            if child and (owned := space.largest_owned(spanning)) is not None:
-                on_owner = space.candidates(load, spanning, syncs, owned).sharing(self.sharing)
-                limits = _quick_point(on_owner, limit_bytes, False, self.price)
-                bound = min(bound, limits.tightened(limit_bytes, 0.0).bound) if limits else 0.0
-            if child and bound > 0.0:
-                yield replace(child, bound=min(bound, child.bound), sharing=self.sharing)
+            if child := _quick_point(candidates, limit_bytes, False, self.prices[0]):
+                yield replace(child, bound=min(self.bound, child.bound), sharing=self.sharing)
 
     def advanced(
         self,
@@ -203,8 +197,8 @@ class _Point:
             plan = programmed(chain.candidates, space, limit_bytes, ends_at) if programs else None
             if not labels:
                 return replace(self, is_over=True), plan, made
-            start = samples / self.bound, self.price
-            widening = Widening(chain, space, limit_bytes, start, plan.peak.stage if plan else None)
+            stage = plan.peak.stage if plan else None
+            widening = Widening(chain, space, limit_bytes, samples / self.bound, self.prices, stage)
             widening.is_searching = widening.was_searched = programs
         else:
             plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)
@@ -359,11 +353,10 @@ def _quick_point(candidates: CandidateSet, limit_bytes: int, relaxed: bool, near
     if not all(candidates.options):
         return None
     chain, events = ChainBound(candidates), events_near(candidates, None)
-    if any(chain.least_bytes(event) > limit_bytes for event in events):
+    if any(on_rank.least_bytes(event) > limit_bytes for on_rank in chain.on_ranks for event in events):
         return None
     bound_s, price = chain.near(limit_bytes, events[0], near) if near else chain.dual(limit_bytes, events[0])
-    bound = chain.load.samples_per_step / bound_s
-    return _Point(chain, bound, full=False, price=price, relaxed=relaxed)
+    return _Point(chain, chain.load.samples_per_step / bound_s, full=False, prices=(price,), relaxed=relaxed)
 
 
 def _sizes(space: Space, loads: Sequence[Workload], limit_bytes: int) -> list[_Size | _Point]:

@@ -21,6 +21,12 @@ SMALLEST = np.exp(-7.0)
 
 def core_of(chain: ChainBound) -> ChainBound:
     """Return the chain of the options that are the best of their class at some of a fixed sample of prices."""
+    kept = [sorted({*mine}.union(*others)) for mine, *others in zip(*map(_best, chain.on_ranks), strict=True)]
+    return ChainBound(chain.candidates.only(kept))
+
+
+def _best(chain: ChainBound) -> list[list[int]]:
+    """Return the options of each class that are the best at some prices."""
     draw, kept = np.random.default_rng(0), list[list[int]]()
     for stage_class, columns in enumerate(chain.candidates.columns):
         memory = StageMemory(columns, chain.load)
@@ -39,7 +45,7 @@ def core_of(chain: ChainBound) -> ChainBound:
         costs = _scaled(np.stack([chain.alone_s(context), *held], axis=1))
         prices = SMALLEST ** draw.uniform(size=(PRICES, costs.shape[1]))
         kept.append(sorted({*np.argmin(costs @ prices.T, axis=0).tolist()}))
-    return ChainBound(chain.candidates.only(kept))
+    return kept
 
 
 def _scaled(costs: NDArray[np.float64]) -> NDArray[np.float64]:

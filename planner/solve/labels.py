@@ -15,7 +15,8 @@ stages j and above: its seconds, its memory (`planner.solve.label_memory`) and i
     the first of the labels by seconds is the fastest plan
 
 Dominance inside a state compares seconds and memory; of labels in different states, the dominating one has to be faster
-by as much as its state can cost more (`LabelSetting._worse_s`).
+by as much as its state can cost more (`LabelSetting._worse_s`).  Where a rank owns spanning operators a label has the
+seconds and the memory of two ranks, the mean and that owner: plans have to fit on both, and take as long as the slower.
 
 Every run is a certificate.  Memory is rounded down to
 multiples of `grain_bytes`, so that many labels are equal; that only relaxes the limit.  If there are too
@@ -41,6 +42,7 @@ from planner.options.dominance import Column, Rows, undominated_rows
 from planner.solve.completion_bounds import CompletionBounds
 from planner.solve.label_memory import (
     BACKWARD,
+    COLUMNS,
     NOTHING_PLACED,
     OPTIMIZER,
     StageMemory,
@@ -80,8 +82,9 @@ class Labels:
     """Labels that end at the same stage."""
 
     seconds: Array
+    """On each of `ChainBound.on_ranks`, shape (labels, ranks)."""
     held: Array
-    """Columns of `planner.solve.label_memory`, shape (labels, columns)."""
+    """Columns of `planner.solve.label_memory`, one rank's after the other's, shape (labels, columns)."""
     state: Indices
     least_s: Array
     """The least seconds of the whole step."""
@@ -97,9 +100,9 @@ class Labels:
         )
 
 
-def _empty() -> Labels:
+def _empty(ranks: int) -> Labels:
     zero = np.zeros(1, dtype=np.intp)
-    return Labels(np.zeros(1), NOTHING_PLACED, zero, np.zeros(1), zero, zero)
+    return Labels(np.zeros((1, ranks)), np.tile(NOTHING_PLACED, ranks), zero, np.zeros(1), zero, zero)
 
 
 @dataclass(frozen=True)
@@ -116,27 +119,47 @@ class Run:
     """Options of complete labels, by rising seconds: sequences that fit but for what their memory leaves out."""
 
 
+@dataclass(frozen=True)
+class _Rank:
+    """What labels need for their seconds and memory on one rank."""
+
+    place: int
+    """Of its column in the labels' `seconds`."""
+    columns: slice
+    """Of the labels' `held`."""
+    base_s: Sequence[Array]
+    """`OverlapStates.base_s` of every stage; all else of the states is the same on all ranks."""
+    memory: Sequence[StageMemory]
+    """Of every stage."""
+    bounds: CompletionBounds
+    most_gathered: Sequence[Array]
+
+
 class LabelSetting:
     """Label setting on one chain within one limit."""
 
-    def __init__(self, chain: ChainBound, limit_bytes: float, price: float, stages: Sequence[int]) -> None:
-        """`price` is the price of a byte in seconds that gives a good bound, 0 where memory is ample; `stages` are
-        those at which plans may peak."""
+    def __init__(self, chain: ChainBound, limit_bytes: float, prices: Sequence[float], stages: Sequence[int]) -> None:
+        """`prices` are the prices of a byte in seconds that give good bounds on each of `ChainBound.on_ranks`, 0 where
+        memory is ample; `stages` are those at which plans may peak."""
         candidates = chain.candidates
         self.room_bytes = limit_bytes - candidates.load.fixed_bytes
         self.chain, self.states = chain, chain.states
-        of_class = [StageMemory(columns, candidates.load) for columns in candidates.columns]
-        self.memory = [of_class[stage_class] for stage_class in candidates.stage_classes]
-        self.most_gathered = most_gathered(self.memory)
         self._worse = dict[tuple[int, int], Array]()  # alike stages share theirs
         events = [*(event for stage in stages for event in highest_event(candidates, stage)), MemoryEvent(None)]
-        price = price or LITTLE * chain.free_s / self.room_bytes
-        self.bounds = CompletionBounds(chain, self.states, self.memory, events, price, self.room_bytes)
+        self.ranks = list[_Rank]()
+        for place, (on_rank, price) in enumerate(zip(chain.on_ranks, prices, strict=True)):
+            of_class = [StageMemory(columns, candidates.load) for columns in on_rank.candidates.columns]
+            memory = [of_class[stage_class] for stage_class in candidates.stage_classes]
+            price = price or LITTLE * chain.free_s / self.room_bytes
+            bounds = CompletionBounds(on_rank, memory, events, price, self.room_bytes)
+            columns, base_s = slice(place * COLUMNS, (place + 1) * COLUMNS), [some.base_s for some in on_rank.states]
+            self.ranks.append(_Rank(place, columns, base_s, memory, bounds, most_gathered(memory)))
 
     def tightened_s(self) -> float:
         """Return seconds that no plan is below, after the bounds were made tighter; it takes as long as some runs."""
-        self.bounds.tighten()
-        labels, _ = self._extended(_empty(), len(self.states) - 1, np.inf)
+        for rank in self.ranks:
+            rank.bounds.tighten()
+        labels, _ = self._extended(_empty(len(self.ranks)), len(self.states) - 1, np.inf)
         return float(labels.least_s.min(initial=np.inf)) * (1 - ROUNDING)
 
     def run(self, cut_s: float, grain_bytes: float = 0.0, most_made: int = 1_000_000) -> Run:
@@ -156,7 +179,7 @@ class LabelSetting:
         return self._run(cut_s, grain_bytes, int(BEAM_MADE * least), max(int(BEAM_KEPT * least), 1))
 
     def _run(self, cut_s: float, grain_bytes: float, most_of_stage: int, most_kept: int) -> Run:
-        labels, left_s, lost_s, made, passed = _empty(), np.inf, np.inf, 0, list[Labels]()
+        labels, left_s, lost_s, made, passed = _empty(len(self.ranks)), np.inf, np.inf, 0, list[Labels]()
         for index in reversed(range(len(self.states))):
             labels, over_s = self._extended(labels, index, cut_s)
             left_s = min(left_s, over_s)
@@ -166,51 +189,66 @@ class LabelSetting:
                 np.floor(labels.held / grain_bytes, out=labels.held)
                 np.multiply(labels.held, grain_bytes, out=labels.held)
             if index:
-                raise_pending(labels.held, self.most_gathered[index - 1])
+                for rank in self.ranks:
+                    raise_pending(labels.held[:, rank.columns], rank.most_gathered[index - 1])
                 labels = labels.some(self._undominated(labels, index))
             labels, also_s = _most_promising(labels, most_kept)
             lost_s = min(lost_s, dropped_s, also_s)
             passed.append(labels)
             if not len(labels.seconds):
                 return Run(min(left_s, lost_s) * (1 - ROUNDING), lost_s < left_s, made, iter(()))
-        labels = passed[-1] = labels.some(np.argsort(labels.seconds, kind="stable"))
-        first_s = float(labels.seconds[0])
+        seconds = labels.seconds.max(axis=1)
+        labels = passed[-1] = labels.some(np.argsort(seconds, kind="stable"))
+        first_s = float(seconds.min())
         plans = (self._picks(passed, label) for label in range(len(labels.seconds)))
         return Run(min(first_s, left_s, lost_s) * (1 - ROUNDING), lost_s < first_s, made, plans)
 
     def _extended(self, labels: Labels, index: int, cut_s: float) -> tuple[Labels, float]:
         """Return all labels with one more stage that may lead to a plan below the cut, and the others' least bound."""
-        states, memory = self.states[index], self.memory[index]
+        states = self.states[index]
         top = index + 1 == len(self.states)
         present, place = np.unique(labels.state, return_inverse=True)  # states above, of which labels have a few
         upward = present if top else self.states[index + 1].upward[present]
         # By state above and option: the seconds that are added, and the state that comes of it.
-        added_s = states.base_s[:, upward].T
-        if not top:
-            added_s = added_s + self.states[index + 1].more_s[present][:, states.downward_of]
-        after = states.of[:, upward].T
+        above_s = 0.0 if top else self.states[index + 1].more_s[present][:, states.downward_of]
+        after, added = states.of[:, upward].T, list[Array]()
         quick = []
-        for number in (0,) if top else QUICK:  # Nothing has been seen above the top stage: only seconds count.
-            price, rest_s = self.bounds.seen(index, number)
-            quick.append((price, added_s + rest_s[after] + price * (memory.passing[None] - self.room_bytes)))
-        peak = np.zeros(1) if top else peaks(labels.held)
+        for rank in self.ranks:
+            added_s = rank.base_s[index][:, upward].T + above_s
+            added.append(added_s)
+            peak = np.zeros(1) if top else peaks(labels.held[:, rank.columns])
+            for number in (0,) if top else QUICK:  # Nothing has been seen above the top stage: only seconds count.
+                price, rest_s = rank.bounds.seen(index, number)
+                passing = rank.memory[index].passing[None]
+                whole_s = added_s + rest_s[after] + price * (passing - self.room_bytes)
+                quick.append((labels.seconds[:, rank.place] + price * peak, whole_s))
         found, left_s = [], np.inf
         step = max(1, CHUNK // len(states.base_s))
         for start in range(0, len(labels.seconds), step):
             part = slice(start, start + step)
             above = place[part]
             pairs_s = np.full((len(above), len(states.base_s)), -np.inf)
-            for price, whole_s in quick:
-                np.maximum(pairs_s, (labels.seconds[part] + price * peak[part])[:, None] + whole_s[above], out=pairs_s)
+            for so_far_s, whole_s in quick:
+                np.maximum(pairs_s, so_far_s[part, None] + whole_s[above], out=pairs_s)
             keep = pairs_s < cut_s
             left_s = min(left_s, pairs_s.min(initial=np.inf, where=~keep))
-            keep &= self.bounds.may_fit(index, labels.held[part])
+            for rank in self.ranks:
+                keep &= rank.bounds.may_fit(index, labels.held[part, rank.columns])
             parent, option = np.nonzero(keep)
             state_above = above[parent]
-            held = memory.extended(labels.held[part][parent], option)
-            seconds, state = labels.seconds[part][parent] + added_s[state_above, option], after[state_above, option]
-            fits = np.flatnonzero(self.bounds.fits(index, held))
-            least_s = seconds[fits] + self.bounds.seconds(index, state[fits], held[fits])
+            state = after[state_above, option]
+            seconds, held = np.empty((len(parent), len(self.ranks))), np.empty((len(parent), labels.held.shape[1]))
+            fitting = np.ones(len(parent), dtype=bool)
+            for rank, added_s in zip(self.ranks, added, strict=True):
+                seconds[:, rank.place] = labels.seconds[part, rank.place][parent] + added_s[state_above, option]
+                own = rank.memory[index].extended(labels.held[part, rank.columns][parent], option)
+                held[:, rank.columns] = own
+                fitting &= rank.bounds.fits(index, own)
+            fits = np.flatnonzero(fitting)
+            least_s = np.full(len(fits), -np.inf)
+            for rank in self.ranks:
+                below_s = rank.bounds.seconds(index, state[fits], held[fits, rank.columns])
+                np.maximum(least_s, seconds[fits, rank.place] + below_s, out=least_s)
             below = least_s < cut_s
             left_s, which = min(left_s, least_s.min(initial=np.inf, where=~below)), fits[below]
             found.append(
@@ -237,13 +275,14 @@ class LabelSetting:
         seconds = labels.seconds[kept]
         numbers = labels.held[kept]
         # Those that are the fastest in any state go first.
-        anywhere_s = seconds + worse_s.max(axis=1)[place]
+        anywhere_s = seconds.max(axis=1) + worse_s.max(axis=1)[place]
         rivals = np.argsort(anywhere_s, kind="stable")[:RIVALS]
         better = Rows(numbers[rivals]).at_most(numbers)
         for state in range(len(present)):
             rows = np.flatnonzero(place == state)
             # Strictly: of two that dominate each other, both stay.
-            better[rows] &= Column(seconds[rivals] + worse_s[place[rivals], state]).below(seconds[rows])
+            for own_s in seconds.T:
+                better[rows] &= Column(own_s[rivals] + worse_s[place[rivals], state]).below(own_s[rows])
         return kept[~better.any(axis=1)]
 
     def _worse_s(self, index: int) -> Array:
@@ -279,7 +318,9 @@ def _most_promising(labels: Labels, most: int) -> tuple[Labels, float]:
         return labels, np.inf
     order = np.argsort(labels.least_s, kind="stable")
     half, rest = order[: most // 2], order[most // 2 :]
-    held = labels.held[rest]
-    memory = peaks(held) + held[:, BACKWARD] + held[:, OPTIMIZER]
+    memory = np.zeros(len(rest))
+    for start in range(0, labels.held.shape[1], COLUMNS):
+        held = labels.held[rest, start : start + COLUMNS]
+        memory += peaks(held) + held[:, BACKWARD] + held[:, OPTIMIZER]
     lean, others = np.split(rest[np.argsort(memory, kind="stable")], [most - len(half)])
     return labels.some(np.sort(np.concatenate([half, lean]))), float(labels.least_s[others].min())

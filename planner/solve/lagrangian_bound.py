@@ -13,13 +13,15 @@ over all orders of options:
                      base_s(k, u') + lambda bytes(k) + V_(i+1)(u', downward face of k)
     V_i(u, d)  = min over states with upward face u of  W_i(state) + more_s(state, d)
 
-in the words of `planner.solve.overlap_states`.  L is concave; `ChainBound.bound` maximises it over lambda, and over
-moments takes the best.
+in the words of `planner.solve.overlap_states`.  Above a moment that sees the last reduction there is a second table, of
+the stages that end in quiet ones (`planner.solve.stage_bytes`): k is either the last to reduce, with V above it, or
+quiet, with the second table above it.  L is concave; `ChainBound.bound` maximises it over lambda, and over moments
+takes the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
@@ -32,6 +34,7 @@ from planner.cost.stage_memory import Sees
 from planner.options.event_bytes import OPTIMIZER, EventBytes
 from planner.options.search_space import CandidateSet
 from planner.solve.overlap_states import INNER, UPWARD, OverlapStates, edges_s, faces_of
+from planner.solve.stage_bytes import StageBytes, payments
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -44,6 +47,8 @@ JOINT_PRICES = (-1.0, -0.6, -0.3, 0.0, 0.4, 1.2), (-0.15, 0.0, 0.15)
 """Steps by which prices at several moments are changed together, in one good price, and then again."""
 NEAR = 0.6, 1.0, 1.7
 """Multiples of a price that is good at one moment, of which one is good at another."""
+FAR_ABOVE = 2
+"""In place of how many stages another is above that of a moment, where all further ones are alike."""
 WIDTHS = 1.0, 1 / 3, 1 / 9
 """Powers of two that grids of prices reach to both sides of the best so far, each three times finer than the last."""
 
@@ -77,8 +82,27 @@ class ChainBound:
         def held(stage_class: int, relation: int, sees: Sees | None, in_forward: bool) -> Array:
             return of_class(stage_class).at(relation, sees, in_forward)
 
+        @cache
+        def free(stage_class: int, relation: int, sees: Sees | None, in_forward: bool) -> StageBytes:
+            return StageBytes(held(stage_class, relation, sees, in_forward))
+
+        @cache
+        def above(stage_class: int) -> StageBytes:
+            options = columns[stage_class]
+            return StageBytes.above(held(stage_class, FAR_ABOVE, None, False), options.reduces, options.reduce_input)
+
         of_class = cache(lambda stage_class: EventBytes(columns[stage_class], load))
-        self.table, self._held = table, held
+        self.table, self._held, self._free, self._above = table, held, free, above
+
+    @cached_property
+    def on_owner(self) -> ChainBound | None:
+        """The program for the same options on the owner of a spanning operator, if a rank owns one."""
+        return None if self.candidates.on_owner is None else ChainBound(self.candidates.on_owner)
+
+    @property
+    def on_ranks(self) -> tuple[ChainBound, ...]:
+        """The program itself, and the owner's if there is one: no plan is faster or smaller than either says."""
+        return (self,) if self.on_owner is None else (self, self.on_owner)
 
     @cached_property
     def contexts(self) -> list[StageContext]:
@@ -108,16 +132,29 @@ class ChainBound:
         return alone
 
     def memory(self, event: MemoryEvent) -> list[Array]:
+        """Return, for each stage, the bytes of each option at a moment, without the input of a reduction that lives on
+        past a stage that reduces nothing."""
+        return [self._held(*place) for place in self._places(event)]
+
+    def stage_bytes(self, event: MemoryEvent) -> list[StageBytes]:
         """Return, for each stage, the bytes of each option at a moment."""
-        rows: list[Array] = []
-        for index, stage_class in enumerate(self.candidates.stage_classes):
-            # For stages further away only the side counts.
-            relation = OPTIMIZER if event.stage is None else max(-2, min(2, index - event.stage))
-            in_forward = event.sees is not None and event.sees[0]
-            rows.append(self._held(stage_class, relation, event.sees if abs(relation) < 2 else None, in_forward))
+        rows = [self._free(*place) for place in self._places(event)]
+        if event.stage is not None and event.sees is not None and event.sees[1].above:
+            for index in range(event.stage + 1, len(rows)):
+                rows[index] = self._above(self.candidates.stage_classes[index])
+                if rows[index].quiet is None:
+                    break
         return rows
 
-    def least(self, memory: Sequence[Array], prices: Array) -> Array:
+    def _places(self, event: MemoryEvent) -> Iterator[tuple[int, int, Sees | None, bool]]:
+        """Yield, for each stage, what its bytes at a moment depend on: its class, where it is, what the moment sees."""
+        in_forward = event.sees is not None and event.sees[0]
+        for index, stage_class in enumerate(self.candidates.stage_classes):
+            # For stages further away only the side counts.
+            relation = OPTIMIZER if event.stage is None else max(-FAR_ABOVE, min(FAR_ABOVE, index - event.stage))
+            yield stage_class, relation, event.sees if abs(relation) < FAR_ABOVE else None, in_forward
+
+    def least(self, memory: Sequence[StageBytes], prices: Array) -> Array:
         """Return min over sequences of time + price * memory, for each price, shape of `prices`.
 
         Within a run of equal stages each adds the same to every V(u, d), except near the ends of the run.  So once V
@@ -125,30 +162,37 @@ class ChainBound:
         V_i >= V_(i+1) + c everywhere then V_(i-n) >= V_i + n c, as minima and sums preserve the order.  The result is a
         lower bound, and off by at most `TOLERANCE`.
         """
-        known: dict[int, Array] = {}
-        return self._least_priced([known.setdefault(id(row), prices[:, None] * row[None]) for row in memory])
+        return self._least_paid(payments([memory], prices[:, None]))
 
-    def _least_priced(self, seconds: Sequence[Array]) -> Array:
+    def _least_paid(self, paid: Sequence[StageBytes]) -> Array:
         """Return `least`, given what each stage's options pay for memory, shape (prices, options)."""
         value: Array | None = None
-        index, alike = len(self.candidates.stage_classes) - 1, self._alike_below(seconds)
+        quiet: Array | None = None
+        """V where the stages above end in quiet ones."""
+        index, alike = len(self.candidates.stage_classes) - 1, self._alike_below(paid)
         while index >= 0:
-            before, states = value, self.states[index]
-            value = states.least_by_face(states.least_by_state(value, seconds[index]))
+            before, states, row = (value, quiet), self.states[index], paid[index]
+            ends: Array | None = None
+            if row.last is not None:
+                ends = states.least_below(value, row.last)
+                if row.quiet is not None and (quiet is not None or value is None):
+                    ends = np.minimum(ends, states.least_below(quiet, row.quiet))
+            # At the stage of the moment those above have ended in quiet ones.
+            value = states.least_below(value if quiet is None or row.last is not None else quiet, row.free)
+            quiet = ends
             index -= 1
             rest = alike[index + 1]
-            if rest and before is not None and before.shape == value.shape:
-                growth = value - before
-                least = growth.min(axis=(1, 2))
-                loss = rest * (growth.max(axis=(1, 2)) - least)
-                if (loss <= TOLERANCE * value.min(axis=(1, 2))).all():
+            if rest and (growth := growth_of((value, quiet), before)) is not None:
+                least, most = growth.min(axis=1), growth.max(axis=1)
+                if (rest * (most - least) <= TOLERANCE * value.min(axis=(1, 2))).all():
                     value = value + (rest * least)[:, None, None]
+                    quiet = None if quiet is None else quiet + (rest * least)[:, None, None]
                     index -= rest
         assert value is not None, "a model has at least one stage"
         total: Array = value[:, :, 0].min(axis=1)
         return total
 
-    def _alike_below(self, memory: Sequence[Array]) -> list[int]:
+    def _alike_below(self, memory: Sequence[StageBytes]) -> list[int]:
         """Return, for each stage, how many stages directly below it add the same to V as it does."""
         rules = [(context, id(rows)) for context, rows in zip(self.contexts, memory, strict=True)]
         found: list[int] = []
@@ -183,17 +227,17 @@ class ChainBound:
         least = {id(row): float(row.min()) for row in {id(row): row for row in rows}.values()}
         return sum(least[id(row)] for row in rows) + self.load.fixed_bytes
 
-    def joint_prices(self, memory: Sequence[Sequence[Array]], price: float, room_bytes: float) -> list[float]:
-        """Return prices of a byte at several moments that together give a good bound, the first near `price`."""
+    def joint_prices(self, memory: Sequence[Sequence[StageBytes]], price: float, room_bytes: float) -> list[float]:
+        """Return prices of a byte at several moments that together give a good bound, the first near `price`.
+
+        Only the last of them may be one that sees the last reduction.
+        """
         best = np.array([price] + [0.0] * (len(memory) - 1))
         for grid in JOINT_PRICES:
             tried = [np.unique(at + price * np.array(grid)) for at in best]
             prices = np.array([each for each in product(*tried) if min(each) >= 0])
-            known: dict[tuple[int, ...], Array] = {}
-            seconds = [
-                known.setdefault(tuple(map(id, rows)), prices @ np.array(rows)) for rows in zip(*memory, strict=True)
-            ]
-            best = prices[np.argmax(self._least_priced(seconds) - room_bytes * prices.sum(axis=1))]
+            seconds = self._least_paid(payments(memory, prices))
+            best = prices[np.argmax(seconds - room_bytes * prices.sum(axis=1))]
         return [float(at) for at in best]
 
     def dual(self, limit_bytes: float, event: MemoryEvent) -> tuple[float, float]:
@@ -208,7 +252,9 @@ class ChainBound:
 
     def near(self, limit_bytes: float, event: MemoryEvent, price: float) -> tuple[float, float]:
         """Return the best bound at one moment and its price, of a few prices about a given one."""
-        return self._dual(limit_bytes, event, price * np.array(NEAR))
+        found = self._dual(limit_bytes, event, price * np.array(NEAR))
+        # Where the price is far too high the dual is negative, and no bound at all.
+        return found if found[0] > 0 else self.dual(limit_bytes, event)
 
     def refined(self, limit_bytes: float, event: MemoryEvent) -> tuple[float, float]:
         """Return the best bound at one moment and its price, of prices of any size, closer and closer."""
@@ -219,14 +265,14 @@ class ChainBound:
 
     def _dual(self, limit_bytes: float, event: MemoryEvent, prices: Array) -> tuple[float, float]:
         """Return the best bound at one moment, and which of the prices of a byte gives it."""
-        duals = self.least(self.memory(event), prices) - prices * (limit_bytes - self.load.fixed_bytes)
+        duals = self.least(self.stage_bytes(event), prices) - prices * (limit_bytes - self.load.fixed_bytes)
         best = int(np.argmax(duals))
         return float(duals[best]), float(prices[best])
 
     @cached_property
     def free_s(self) -> float:
         """Seconds of the fastest sequence if memory were free."""
-        return float(self.least(self.memory(MemoryEvent(None)), np.zeros(1))[0])
+        return float(self.least(self.stage_bytes(MemoryEvent(None)), np.zeros(1))[0])
 
     def bound(
         self, limit_bytes: float, events: Sequence[MemoryEvent], enough_s: float = float("inf")
@@ -247,6 +293,18 @@ class ChainBound:
         return (best, price) if best_event is None else max((best, price), self.refined(limit_bytes, best_event))
 
 
+def growth_of(tables: Sequence[Array | None], before: Sequence[Array | None]) -> Array | None:
+    """Return by how much each number of the tables grew, shape (prices, numbers); None where they differ in shape."""
+    found = list[Array]()
+    for now, then in zip(tables, before, strict=True):
+        if now is None and then is None:
+            continue
+        if now is None or then is None or now.shape != then.shape:
+            return None
+        found.append((now - then).reshape(len(now), -1))
+    return np.concatenate(found, axis=1)
+
+
 def events_near(candidates: CandidateSet, stage: int | None) -> tuple[MemoryEvent, ...]:
     """Return the moments at which memory is priced: in the given stage, in the last two, and the optimizer step."""
     count = len(candidates.stage_classes)
@@ -259,7 +317,10 @@ def events_near(candidates: CandidateSet, stage: int | None) -> tuple[MemoryEven
 
 
 def highest_event(candidates: CandidateSet, stage: int) -> tuple[MemoryEvent, ...]:
-    """Return the moment in a stage's backward that is the highest of any option, if there is one."""
-    highest = candidates.columns[candidates.stage_classes[stage]].highest
-    in_backward = {sees: float(held.max()) for sees, held in highest.items() if not sees[0]}
-    return (MemoryEvent(stage, max(in_backward, key=in_backward.__getitem__)),) if in_backward else ()
+    """Return the moment in a stage's backward that is the highest of any option, if there is one, with the largest
+    input of a reduction of the stage above."""
+    classes, columns = candidates.stage_classes, candidates.columns
+    above = float(columns[classes[stage + 1]].reduce_input.max()) if stage + 1 < len(classes) else 0.0
+    highest = columns[classes[stage]].highest
+    held = {sees: float(of.max()) + sees[1].above * above for sees, of in highest.items() if not sees[0]}
+    return (MemoryEvent(stage, max(held, key=held.__getitem__)),) if held else ()

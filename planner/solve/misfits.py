@@ -47,13 +47,14 @@ def _fitting(chain: ChainBound, limit_bytes: float) -> list[NDArray[np.bool_]]:
     """Return, for each class of stages, which of its options fit at one of its stages at least."""
     candidates = chain.candidates
     fits = [np.ones(len(candidates.options[c]), dtype=bool) for c in candidates.stage_classes]
-    for event in _events(candidates):
-        rows = chain.memory(event)
-        least = {id(row): float(row.min()) for row in rows}
-        room_bytes = limit_bytes - chain.load.fixed_bytes - sum(least[id(row)] for row in rows) + ROUNDING_BYTES
-        within = {id(row): row - least[id(row)] <= room_bytes for row in rows}
-        for at, row in zip(fits, rows, strict=True):
-            at &= within[id(row)]
+    for on_rank in chain.on_ranks:
+        for event in _events(on_rank.candidates):
+            rows = on_rank.memory(event)
+            least = {id(row): float(row.min()) for row in rows}
+            room_bytes = limit_bytes - chain.load.fixed_bytes - sum(least[id(row)] for row in rows) + ROUNDING_BYTES
+            within = {id(row): row - least[id(row)] <= room_bytes for row in rows}
+            for at, row in zip(fits, rows, strict=True):
+                at &= within[id(row)]
     of_class: list[list[NDArray[np.bool_]]] = [[] for _ in candidates.options]
     for at, stage_class in zip(fits, candidates.stage_classes, strict=True):
         of_class[stage_class].append(at)

@@ -150,10 +150,22 @@ class OverlapStates:
         found: Array = np.minimum.reduceat(cost, self.starts, axis=1)
         return found
 
+    def least_below(self, value: Array | None, paid_s: Array) -> Array:
+        """Return V of the stage, given that of the stage above and what its options pay (`least_by_state`)."""
+        return self.least_by_face(self.least_by_state(value, paid_s))
+
     def least_by_face(self, least: Array) -> Array:
         """Return the least cost by upward face and face below, shape (prices, faces, faces), of one for each state."""
         by_face = least[:, None, :] + np.ascontiguousarray(self.more_s.T)
         found: Array = np.minimum.reduceat(by_face, self.upward_starts, axis=2).transpose(0, 2, 1)
+        return found
+
+    def least_above(self, below: Array | None) -> Array | None:
+        """Return what the stages below cost at least for every state, shape (prices, states), given `least_by_pair` of
+        the stage below; None if there is none."""
+        if below is None:
+            return None
+        found: Array = (self.more_s.T[None] + below[:, :, self.upward]).min(axis=1)
         return found
 
     @cached_property
@@ -166,7 +178,7 @@ class OverlapStates:
         starts = np.flatnonzero(np.diff(key[order], prepend=-1))
         return self.of.reshape(-1)[order], order // above_faces, self.base_s.reshape(-1)[order], starts
 
-    def least_by_pair(self, rest_s: Array, paid_s: Array) -> Array:
+    def least_by_pair(self, paid_s: Array, rest_s: Array) -> Array:
         """Return the least cost of the stages up to this one, shape (prices, downward faces, faces above).
 
         `rest_s` is what the stages below cost at least, shape (prices, states); `paid_s` as in `least_by_state`.

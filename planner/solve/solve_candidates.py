@@ -32,7 +32,7 @@ WIDER, SLIGHTLY_WIDER, FEW_MADE = 2.0, 1.4, 1000
 """Factors from one run's distance to the next's: the second after runs that made more labels than the third."""
 MANY_MADE = 20_000
 """After a run that made so many labels without a plan, a beam search comes: with a good plan the others cost less."""
-HARD_MADE = 30_000
+HARD_MADE = 3_000
 """After a run that made so many labels, bounds are made tighter, which takes as long as several such runs."""
 MOST_TIGHTENED = 128
 """Stages of chains for which they are."""
@@ -81,17 +81,23 @@ class Widening:
     """Label setting below a cut that is taken further and further from the bound."""
 
     def __init__(
-        self, chain: ChainBound, space: Space, limit_bytes: int, bound: tuple[float, float], stage: int | None
+        self,
+        chain: ChainBound,
+        space: Space,
+        limit_bytes: int,
+        start_s: float,
+        prices: Sequence[float],
+        stage: int | None,
     ) -> None:
-        """`bound` is a bound on the candidates' seconds and the price of a byte that gives it (`ChainBound.bound`);
-        `stage` is where a plan was seen to peak."""
+        """`start_s` is a bound on the candidates' seconds, `prices` are those of a byte that give a good one on each of
+        `ChainBound.on_ranks`; `stage` is where a plan was seen to peak."""
         candidates, count = chain.candidates, len(chain.candidates.stage_classes)
         self.candidates, self.space, self.limit_bytes = candidates, space, limit_bytes
         stages = dict.fromkeys(s for s in (stage, count - 1, 0, 1, count // 2) if s is not None and s < count)
-        self.start_s, price = bound
+        self.start_s, price = start_s, max(prices)
         self.least_s = self.start_s
         """No plan of the candidates takes less."""
-        self.labels = LabelSetting(chain, limit_bytes, price, tuple(stages))
+        self.labels = LabelSetting(chain, limit_bytes, prices, tuple(stages))
         self.grain_bytes = GRAIN * self.start_s / (price * count) if price else 0.0
         self.width, self.finer = FIRST_WIDTH, 0
         self.was_searched, self.is_searching = False, False
@@ -158,16 +164,17 @@ class Widening:
         elif found:
             self.is_over = is_last and run.dropped
         else:
-            # A wider run would lack still more labels.
-            self.is_over = is_last or self.width >= WIDEST or (run.dropped and has_rival)
+            # A wider run would lack still more labels, unless bounds become tighter first.
+            lacks = run.dropped and has_rival and (self.was_tightened or not self.is_hard)
+            self.is_over = is_last or self.width >= WIDEST or lacks
             self.width *= WIDER if run.made < FEW_MADE else SLIGHTLY_WIDER
             self.is_searching = run.made >= MANY_MADE and not self.was_searched
             self.was_searched |= self.is_searching
 
     def _fits(self, picks: Picks) -> bool:
-        """Return whether a plan fits on the mean rank."""
-        options, load = self.candidates.picked(picks), self.candidates.load
-        return peak_memory(options, load).total_bytes <= self.limit_bytes
+        """Return whether a plan fits on the mean rank, and on the owner of a spanning operator."""
+        on_ranks = [some for some in (self.candidates, self.candidates.on_owner) if some is not None]
+        return all(peak_memory(some.picked(picks), some.load).total_bytes <= self.limit_bytes for some in on_ranks)
 
     def _fastest(self, tried: Sequence[Picks]) -> PricedPlan | None:
         """Return the fastest of some plans that fits as a whole; they are by rising sum of seconds on the mean rank."""

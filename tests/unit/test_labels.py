@@ -68,28 +68,31 @@ def some_candidates(graph: ModelGraph, load: Workload, seed: int) -> CandidateSe
         return found
     # What stages share that are not recomputed, such as a mask: all kinds of stages alike.
     shared = float(random.integers(1, 50)) * 2**20
-    options = tuple(
-        tuple(option if option.recompute else replace(option, saved=option.saved + shared) for option in some)
-        for some in found.options
-    )
-    return replace(found, options=options)
+
+    def with_shared(one: CandidateSet) -> CandidateSet:
+        options = tuple(
+            tuple(option if option.recompute else replace(option, saved=option.saved + shared) for option in some)
+            for some in one.options
+        )
+        return replace(one, options=options)
+
+    return replace(with_shared(found), on_owner=found.on_owner and with_shared(found.on_owner))
 
 
 def every_plan(candidates: CandidateSet) -> list[tuple[float, float, tuple[int, ...]]]:
-    """Return (peak bytes, seconds, picks) of every plan."""
-    found = []
+    """Return (peak bytes, seconds, picks) of every plan, of the higher and slower of its ranks."""
+    found, ranks = [], [one for one in (candidates, candidates.on_owner) if one is not None]
     for picks in product(*(range(len(candidates.options[c])) for c in candidates.stage_classes)):
-        options = candidates.picked(picks)
-        peak = peak_memory(options, candidates.load).total_bytes
-        found.append((peak, step_time(options, candidates.load).total_s, picks))
+        peak = max(peak_memory(one.picked(picks), one.load).total_bytes for one in ranks)
+        found.append((peak, max(step_time(one.picked(picks), one.load).total_s for one in ranks), picks))
     return found
 
 
 def label_setting(candidates: CandidateSet, limit_bytes: float) -> tuple[LabelSetting, float]:
     """Return the label setting of candidates, and the bound that it begins with."""
     chain, stages = ChainBound(candidates), (0, len(candidates.stage_classes) // 2)
-    bound_s, price = chain.bound(limit_bytes, events_near(candidates, 0))
-    return LabelSetting(chain, limit_bytes, price, stages), bound_s
+    bounds = [on_rank.bound(limit_bytes, events_near(candidates, 0)) for on_rank in chain.on_ranks]
+    return LabelSetting(chain, limit_bytes, [price for _, price in bounds], stages), max(bound for bound, _ in bounds)
 
 
 @SLOW
@@ -108,8 +111,9 @@ def test_labels_equal_brute_force(
         if tightened:
             assert labels.tightened_s() <= best_s * (1 + 1e-9)
         run = labels.run(best_s * (1 + width))
-        fitting = [picks for picks in run.plans if peak_memory(candidates.picked(picks), load).total_bytes <= limit]
-        assert step_time(candidates.picked(fitting[0]), load).total_s == pytest.approx(best_s, rel=1e-9)
+        of_picks = {picks: (peak, seconds) for peak, seconds, picks in plans}
+        fitting = [of_picks[picks][1] for picks in run.plans if of_picks[picks][0] <= limit]
+        assert fitting[0] == pytest.approx(best_s, rel=1e-9)
         assert run.least_s == pytest.approx(best_s, rel=1e-8)
     # Nothing is found below the optimum, and what is rounded or left out makes the bound no higher than it.
     below = labels.run(best_s * (1 - 1e-6))
@@ -142,16 +146,18 @@ def test_pairs_that_are_ruled_out_at_once_do_not_fit(
     candidates = some_candidates(graph, load, seed)
     random = np.random.default_rng(seed)
     picks = tuple(int(random.integers(len(candidates.options[c]))) for c in candidates.stage_classes)
-    peak_bytes = peak_memory(candidates.picked(picks), load).total_bytes
+    on_ranks = [one for one in (candidates, candidates.on_owner) if one is not None]
+    peak_bytes = max(peak_memory(one.picked(picks), load).total_bytes for one in on_ranks)
     labels, _ = label_setting(candidates, peak_bytes * max(factor, 1 + 1e-9))
     tight, _ = label_setting(candidates, peak_bytes * factor)
-    held = NOTHING_PLACED
-    for index in reversed(range(len(picks))):
-        every = np.arange(len(candidates.options[candidates.stage_classes[index]]))
-        extended = tight.memory[index].extended(np.repeat(held, len(every), axis=0), every)
-        assert not (tight.bounds.fits(index, extended) & ~tight.bounds.may_fit(index, held)[0]).any()
-        assert labels.bounds.may_fit(index, held)[0, picks[index]]
-        held = extended[[picks[index]]]
+    for within, beyond in zip(labels.ranks, tight.ranks, strict=True):
+        held = NOTHING_PLACED
+        for index in reversed(range(len(picks))):
+            every = np.arange(len(candidates.options[candidates.stage_classes[index]]))
+            extended = beyond.memory[index].extended(np.repeat(held, len(every), axis=0), every)
+            assert not (beyond.bounds.fits(index, extended) & ~beyond.bounds.may_fit(index, held)[0]).any()
+            assert within.bounds.may_fit(index, held)[0, picks[index]]
+            held = extended[[picks[index]]]
 
 
 def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

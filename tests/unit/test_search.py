@@ -116,7 +116,8 @@ def test_dynamic_program_is_the_minimum_over_sequences(
 
     every = product(*(range(len(menu.options[kind])) for kind in menu.stage_classes))
     least = min(priced(picks) for picks in every)
-    assert float(chain_bound.least(memory, np.array([per_byte]))[0]) == pytest.approx(least, rel=1e-9)
+    found = float(chain_bound.least(chain_bound.stage_bytes(place), np.array([per_byte]))[0])
+    assert found == pytest.approx(least, rel=1e-9)
     assert priced(chain_bound.sequence(memory, per_byte)) == pytest.approx(least, rel=1e-9)
 
 

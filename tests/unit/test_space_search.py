@@ -283,7 +283,7 @@ def test_labels_with_unequal_segments_equal_brute_force(
     for stage in (None, *range(len(menu.stage_classes))):
         assert bound.bound(limit, events_near(menu, stage))[0] <= best * (1 + 1e-9)
     price = bound.bound(limit, events_near(menu, None))[1]
-    run = LabelSetting(bound, limit, price, (0,)).run(best * 1.01)
+    run = LabelSetting(bound, limit, [price], (0,)).run(best * 1.01)
     fitting = [picks for picks in run.plans if peak_memory(menu.picked(picks), menu.load).total_bytes <= limit]
     assert step_time(menu.picked(fitting[0]), menu.load).total_s == pytest.approx(best, rel=1e-9)
     assert run.least_s == pytest.approx(best, rel=1e-8)
