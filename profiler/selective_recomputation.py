@@ -17,6 +17,7 @@ again, and what is not there any more, or has changed, is computed: whatever tra
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _MORE = frozenset({torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, t
 """What torch's list leaves out."""
 
 
+@cache
 def is_product(op: Any) -> bool:
     """Return whether an op is a matrix product, a convolution or attention."""
     packet = getattr(op, "overloadpacket", op)
@@ -40,7 +42,7 @@ def is_product(op: Any) -> bool:
 
 def is_kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a selectively recomputed block keeps what a call of an op returns."""
-    if not is_product(op) or (isinstance(op, OpOverload) and op._schema.is_mutable):  # out= makes nothing to keep
+    if not is_product(op) or is_mutable(op):  # out= makes nothing to keep
         return False
     if getattr(op, "overloadpacket", None) in _BATCHED:
         left, right = [one for one in args if isinstance(one, Tensor)][-2:]
@@ -49,13 +51,27 @@ def is_kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return not _drops_out(op, args, kwargs)
 
 
+@cache
+def is_mutable(op: Any) -> bool:
+    """Return whether an op changes some of its arguments in place."""
+    return isinstance(op, OpOverload) and op._schema.is_mutable
+
+
 def _drops_out(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of an op draws random numbers, by its argument `dropout_p`."""
+    if (place := _place_of_dropout(op)) is None:
+        return False
+    position, name, default = place
+    return bool(args[position] if position < len(args) else kwargs.get(name, default))
+
+
+@cache
+def _place_of_dropout(op: Any) -> tuple[int, str, Any] | None:
+    """Return position, name and default of an op's argument `dropout_p`, None if it has none."""
     for position, argument in enumerate(op._schema.arguments if isinstance(op, OpOverload) else ()):
         if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            return bool(given)
-    return False
+            return position, argument.name, argument.default_value
+    return None
 
 
 @dataclass
@@ -89,7 +105,7 @@ class KeptOutputs:
         Versions do not tell all: `.data` and what `unsafe_split` returns, by which recurrent layers cut their products,
         count their own.
         """
-        if not self._of_storage or not op._schema.is_mutable:
+        if not self._of_storage or not is_mutable(op):
             return
         for position, argument in enumerate(op._schema.arguments):
             if argument.is_write:

@@ -1,8 +1,9 @@
 """Check and measure OSDP on this machine's GPUs: `python scripts/validate_gpu.py [--only N ...] [--long] [--cpu]`
 
 Each check runs in a process of its own and within its time.  After each, `validate-gpu.json` and `validate-gpu.md` are
-written anew to --output.  Exits with 1 if any check failed, with 2 if there is no GPU.  `--cpu` runs all of them
-without one: gloo ranks, small models, and kernels on CPU threads; then speeds are written down and not judged.
+written anew to --output; `check-N.log` there holds all that check N printed.  Exits with 1 if any check failed, with 2
+if there is no GPU.  `--cpu` runs all of them without one: gloo ranks, small models, and kernels on CPU threads; then
+speeds are written down and not judged.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def run_all(chosen: Sequence[Check], place: Place, output: Path) -> dict[int, Fi
             found[check.number] = skipped(f"it needs {check.gpus} GPUs, and there is one")
         else:
             with tempfile.TemporaryDirectory() as folder:
-                found[check.number] = run_check(check, Place(place.device, place.is_long, Path(folder)))
+                found[check.number] = run_check(
+                    check, Place(place.device, place.is_long, Path(folder)), output / f"check-{check.number}.log"
+                )
         write_report(output, machine, chosen, found)
         one = found[check.number]
         print(f"{check.number:2d} {check.title}: {outcome(one)} ({one.seconds:.1f} s) {one.told}", flush=True)

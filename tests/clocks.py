@@ -13,7 +13,7 @@ class _Numbers:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
-    def hold(self) -> None:
+    def hold(self, what: object = None) -> None:
         """Nothing runs behind the host."""
 
     def held(self, start: float) -> bool:

@@ -139,7 +139,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
     """Fork the workers of a run of many files off one process that has imported these; one worker has that sooner."""
-    if len(specs) >= WORKERS:
+    if len(specs) >= WORKERS and not programs.has_gpu():
         for spec in specs:
             spec.python = programs.worker_python(config.args)
 

@@ -33,6 +33,7 @@ import types
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -69,9 +70,17 @@ def make_folder() -> str:
     return tempfile.mkdtemp(prefix=f"osdp-tests-{os.getpid()}-")
 
 
+@cache
+def has_gpu() -> bool:
+    """Whether programs find a GPU: a server that warms up would initialise CUDA, which its forks then could not use."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def python() -> str:
-    """Return the executable, with a server behind it."""
-    return _server_behind("python")
+    """Return the executable, with a server behind it unless there is a GPU."""
+    return sys.executable if has_gpu() else _server_behind("python")
 
 
 def worker_python(collected: Sequence[str]) -> str:

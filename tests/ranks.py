@@ -47,7 +47,6 @@ PRELOADED = (
     "hypothesis",
     "osdp.api",
     "osdp.training.rank_main",
-    "warm_ranks",
 )
 """What every rank imports, and would for 0.6 s each time."""
 INHERITED: dict[str, bytes] = {}
@@ -181,7 +180,7 @@ def _server() -> multiprocessing.context.ForkServerContext:
             )  # every rank gets one; this server needs none
             server.ensure_running = lambda: None
         return context
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload([*PRELOADED, *([] if programs.has_gpu() else ["warm_ranks"])])
     # Python 3.11 does not give it sys.path, and skips what it cannot import without a word.
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):

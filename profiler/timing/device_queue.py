@@ -7,19 +7,19 @@ for as long as the host needs to enqueue all that is timed.
     enqueued       hold | begin | work .. | end
     it held        if the GPU has not reached `begin` when all is enqueued     (`QueueClock.held`)
 
-A hold is twice as long as the longest that the host took of late, and than one that was too short.  Work for which it
-never holds is *host-bound*: it waits for the device itself, or is more than the thousand launches or so that CUDA
-enqueues before it lets the host wait.  Its time is the host's.
+A hold is twice as long as the longest that the host took of late for the same work, and than one that was too short.
+Work for which it never holds is *host-bound*: it waits for the device itself, or is more than the thousand launches or
+so that CUDA enqueues before it lets the host wait.  Its time is the host's, and other work is not held longer for it.
 
 A hold also overwrites a buffer larger than the device's last cache, so that what is timed finds its inputs in memory.
 (No CUDA graph is needed for any of this; collectives and kernels launched by CuPy need not be captured.)
 
-The CPU is timed by the host's clock, and not held.  **Not run on a GPU yet**; tested on a simulated device.
+The CPU is timed by the host's clock, and not held.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,8 +33,8 @@ LONGEST_HOLD_S = 0.1
 """In which the host enqueues more than CUDA takes."""
 GROWTH = 2.0
 """Of a hold that was too short, and over what the host took."""
-RECENT = 64
-"""Stretches of work that say how long the host takes: one that was put aside for once is forgotten."""
+RECENT = 8
+"""Times of the same work that say how long the host takes: one in which it was put aside is forgotten."""
 TRIES = 6
 """Of one timing; from the first hold they reach a length of 32 times as much."""
 CYCLES_PER_S = 2e9
@@ -89,19 +89,20 @@ class QueueClock:
 
     def __init__(self, queue: Queue, host_s: Callable[[], float] = time.perf_counter) -> None:
         self._queue, self._host_s, self._since_s = queue, host_s, 0.0
-        self._hold_s = FIRST_HOLD_S
-        self._needed_s: deque[float] = deque(maxlen=RECENT)
-        """What the host took, or more than the last hold where that was too short."""
+        self._hold_s, self._what = FIRST_HOLD_S, None  # type: tuple[float, Hashable]
+        self._needed_s = defaultdict[Hashable, deque[float]](lambda: deque(maxlen=RECENT))
+        """What the host took for each work, or more than the last hold where that was too short."""
 
-    def hold(self) -> None:
-        longest_s = max(self._needed_s, default=0.0)
+    def hold(self, what: Hashable = None) -> None:
+        self._what = what
+        longest_s = max(self._needed_s[what], default=0.0)
         self._hold_s = min(LONGEST_HOLD_S, max(FIRST_HOLD_S, GROWTH * longest_s))
         self._queue.hold(self._hold_s)
         self._since_s = self._host_s()
 
     def held(self, start: Any) -> bool:
         took_s, is_reached = self._host_s() - self._since_s, self._queue.is_reached(start)
-        self._needed_s.append(max(took_s, self._hold_s) if is_reached else took_s)
+        self._needed_s[self._what].append(max(took_s, self._hold_s) if is_reached else took_s)
         return not is_reached
 
     def mark(self) -> Any:

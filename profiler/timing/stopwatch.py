@@ -15,8 +15,8 @@ class Clock(Protocol):
     def seconds(self, start: Any, end: Any) -> float:
         """Return the seconds between two instants; may wait for the device."""
 
-    def hold(self) -> None:
-        """Keep the device back from what is enqueued next, until about all of it is."""
+    def hold(self, what: Hashable = None) -> None:
+        """Keep the device back from the work that is enqueued next, `what`, until about all of it is."""
 
     def held(self, start: Any) -> bool:
         """Whether all of it was enqueued before the device came to `start`, so that it waits for no host."""
@@ -31,7 +31,7 @@ class HostClock:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
-    def hold(self) -> None:
+    def hold(self, what: Hashable = None) -> None:
         """Nothing is enqueued: calls run at once."""
 
     def held(self, start: float) -> bool:
@@ -55,7 +55,7 @@ class Stopwatch:
     def switch(self, label: Hashable) -> None:
         """End the running interval and begin one labelled `label`; None: not timed."""
         if self.running is None and label is not None:
-            self._clock.hold()
+            self._clock.hold(label)
         now = self._clock.mark()
         if self.running is None:
             self._first = now

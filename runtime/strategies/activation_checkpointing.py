@@ -158,7 +158,15 @@ class _Again(AbstractContextManager[None]):
             self.block.is_checked = True
 
 
-class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _EagerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that is never in a compiled region: compiled blocks are recomputed without."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what keeps Dynamo out takes several microseconds of every op (torch 2.11 to 2.13)
+
+
+class _Keeping(_EagerMode):
     """Keeps outputs of a forward, or, where it runs `again`, takes them up instead of computing them."""
 
     def __init__(self, kept: KeptOutputs, *, again: bool = False) -> None:
@@ -179,7 +187,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Products(_EagerMode):
     """Notes the matrix products and convolutions of a forward, or compares them with those of the first."""
 
     def __init__(self, block: str, expected: Sequence[str] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from itertools import permutations
@@ -50,7 +51,7 @@ def record(place: Place) -> Finding:
         f"{here}-{there}": torch.cuda.can_device_access_peer(here, there)
         for here, there in permutations(range(count), 2)
     }
-    figures["nvlink"] = _output("nvidia-smi", "topo", "-m")
+    figures["nvlink"] = re.sub(r"\x1b\[\d*m", "", _output("nvidia-smi", "topo", "-m"))  # it underlines its heads
     return Finding(True, describe(place), figures)
 
 

@@ -155,6 +155,7 @@ def check(place: Place) -> Finding:
         try:
             found[case] = held(opened(case, source), source, place)
             complaints += found[case].complaints(case)
+            print(f"{time.perf_counter() - started:.1f} s: {case}: {_figures(found[case])}", flush=True)
         except Exception as error:
             complaints.append(f"{case}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     return summary(wanted, found, complaints)

@@ -24,8 +24,16 @@ TAIL_LINES = 15
 def command_output(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
+    """Do as `captured`, and print the output, which then is in the check's log."""
+    status, output = captured(command, timeout_s, environment)
+    print(*command, output, sep="\n", flush=True)
+    return status, output
+
+
+def captured(command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Run a command with all that it starts; return its exit status (124: it took too long) and its output."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "scripts")))
+    own = filter(None, [os.environ.get("PYTHONPATH")])
+    paths = os.pathsep.join([*map(str, (ROOT, ROOT / "tests", ROOT / "scripts")), *own])
     given = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **(environment or {})}
     process = subprocess.Popen(
         command,
@@ -46,8 +54,8 @@ def command_output(
         return 124, output
 
 
-def run_check(check: Check, place: Place) -> Finding:
-    """Run a check in a process of its own."""
+def run_check(check: Check, place: Place, log: Path) -> Finding:
+    """Run a check in a process of its own, and write all that it prints to `log`."""
     path = place.scratch / f"check-{check.number}.json"
     command = [sys.executable, str(ROOT / "scripts" / "validate_gpu.py"), "--as-check", str(check.number)]
     command += [
@@ -60,14 +68,12 @@ def run_check(check: Check, place: Place) -> Finding:
     ]
     limit_s = check.timeout_s * (5 if place.is_long else 1)
     started = time.perf_counter()
-    status, output = command_output(command, limit_s)
+    status, output = captured(command, limit_s)
     seconds = time.perf_counter() - started
-    tail = "\n".join(output.strip().splitlines()[-TAIL_LINES:])
+    log.write_text(output)
     if path.exists():
-        found = Finding(**json.loads(path.read_text()))
-        return replace(
-            found, seconds=seconds, told=found.told if found.passed is not False else _with(found.told, tail)
-        )
+        return replace(Finding(**json.loads(path.read_text())), seconds=seconds)
+    tail = "\n".join(output.strip().splitlines()[-TAIL_LINES:])
     why = f"it took longer than {limit_s:.0f} s" if status == 124 else f"its process ended with {status}"
     return Finding(False, _with(why, tail), seconds=seconds)
 

@@ -30,7 +30,7 @@ def stages(folder: Path, *flags: str) -> list[dict[str, float]]:
     """Run the example on one rank; return what it tells after data, model and warm-up."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [str(EXAMPLES / "linear_example" / "train.py"), *flags, "--warmup_steps", "2", "--steps", "1"]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (EXAMPLES, EXAMPLES.parent)))}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return [ast.literal_eval(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -126,6 +126,24 @@ def test_a_stopwatch_holds_the_device_before_each_stretch() -> None:
     assert second.totals() == {"a": pytest.approx(3 * KERNELS * KERNEL_S), "b": pytest.approx(3 * KERNEL_S)}
 
 
+def test_work_that_waits_for_the_device_does_not_lengthen_other_holds() -> None:
+    """As one block of a model may, in every pass: on a GPU all others were held for as long."""
+    device = LaggingDevice(5e-5)
+    clock = clock_of(device)
+    for _ in range(TRIES + RECENT):
+        watch = Stopwatch(clock)
+        watch.switch("waits")
+        device.enqueue(KERNEL_S)
+        device.wait()
+        watch.switch(None)
+        watch.switch("runs")
+        kernels(device)
+        watch.switch(None)
+    waits_s, runs_s = device.holds[-2:]
+    assert waits_s == LONGEST_HOLD_S
+    assert KERNELS * 5e-5 < runs_s < 4 * KERNELS * 5e-5
+
+
 def test_buffers_take_turns_until_they_are_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_queue, "cache_bytes", lambda device: 50 if device.type == "cuda" else 0)
     cuda, cpu = torch.device("cuda"), torch.device("cpu")

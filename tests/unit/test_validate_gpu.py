@@ -66,12 +66,17 @@ def test_a_command_that_takes_too_long_is_killed_with_what_it_started() -> None:
     assert (status, output) == (124, "here\n")
 
 
+def test_what_a_command_prints_is_in_the_log_too(capfd: pytest.CaptureFixture[str]) -> None:
+    assert command_output([sys.executable, "-c", "print('said')"], 30.0) == (0, "said\n")
+    assert "said" in capfd.readouterr().out.splitlines()
+
+
 def test_a_check_that_dies_or_hangs_fails(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "command_output", lambda command, limit_s: (-11, "last words"))
-    found = run_check(check(1), place)
+    monkeypatch.setattr(processes, "captured", lambda command, limit_s: (-11, "last words"))
+    found = run_check(check(1), place, place.scratch / "log")
     assert (found.passed, found.told) == (False, "its process ended with -11\nlast words")
-    monkeypatch.setattr(processes, "command_output", lambda command, limit_s: (124, ""))
-    assert run_check(check(1, timeout_s=7.0), place).told == "it took longer than 7 s"
+    monkeypatch.setattr(processes, "captured", lambda command, limit_s: (124, ""))
+    assert run_check(check(1, timeout_s=7.0), place, place.scratch / "log").told == "it took longer than 7 s"
 
 
 def test_what_a_check_found_is_read_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +86,9 @@ def test_what_a_check_found_is_read_back(place: Place, monkeypatch: pytest.Monke
         write_finding(Finding(True, "fine", {"bytes": 3}), Path(command[command.index("--finding") + 1]))
         return 0, "noise"
 
-    monkeypatch.setattr(processes, "command_output", runs)
-    found = run_check(check(5), place)
+    monkeypatch.setattr(processes, "captured", runs)
+    found = run_check(check(5), place, place.scratch / "log")
+    assert (place.scratch / "log").read_text() == "noise"
     assert (found.passed, found.told, found.figures) == (True, "fine", {"bytes": 3})
     assert found.seconds > 0
 
