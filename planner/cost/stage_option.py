@@ -324,14 +324,17 @@ class StageUnits:
         closed = max((unit for unit in gathering if unit.closes), key=lambda unit: unit.last, default=None)
         reducing = min((unit for unit in units if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
         waiting = [unit for unit in self.own if unit.reduced_after_backward]
-        gradients, stepped = (sum(getattr(unit.bytes, held) for unit in opened) for held in ("gradients", "stepped"))
+        stepped = sum(unit.bytes.stepped for unit in opened)
+        # Accumulating, sums of offloaded ones are in `partial` instead.
+        gradients = sum(unit.bytes.gradients for unit in opened if not (accumulates and unit.bytes.offloaded))
         # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
         held = [unit.bytes.stepped for unit in opened if accumulates and unit.bytes.gradients > unit.bytes.stepped]
         opened_operators = (graph.operators[index] for unit in opened for index in unit.operators)
         tensors = sum(parameter.trainable for operator in opened_operators for parameter in operator.parameters)
         # What FSDP2 keeps on the device of offloaded gradients until they are reduced across groups.
         world_size = load.cluster.world_size if accumulates else 0
-        partial = sum(unit.bytes.offloaded for unit in opened if unit.strategy.group < world_size)
+        waits = (unit.bytes for unit in opened if unit.strategy.group < world_size)
+        partial = sum(max(one.gradients, one.offloaded) if one.offloaded else 0 for one in waits)
         largest, second = two_largest(
             [0, 0, *(size for unit in opened for size in (unit.bytes.largest, unit.bytes.second))]
         )

@@ -26,7 +26,7 @@ from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
 from runtime.apply_schedule import apply_schedule
 from runtime.observe.allocation_trace import AllocationRecorder, AllocationTrace
-from runtime.observe.live_bytes import ACTIVATIONS, LiveBytes, Peak
+from runtime.observe.live_bytes import ACTIVATIONS, HOST, LiveBytes, Peak
 from runtime.observe.part_peaks import PartPeak, PartPeaks
 from runtime.optimizers import as_priced
 from runtime.schedule import Schedule
@@ -98,21 +98,47 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: boo
                 for home in sorted(set(live.homes.values()))
             ]
             accumulation = Accumulation(sharded, schedule.accumulation)
-            for micro_batches in (1, schedule.accumulation):
-                gc.collect()
-                live.reset_peak()
-                live.begin_step()
-                rest_bytes = live.total_bytes
-                if micro_batches == 1:
-                    accumulation.sync()
-                for _ in range(micro_batches):
-                    with script.answering():
-                        _train(accumulation.run, model, script, live)
-                _step(live, optimizers)
+            with _host_copies(live) if offloaded else nullcontext():
+                for micro_batches in (1, schedule.accumulation):
+                    gc.collect()
+                    live.reset_peak()
+                    live.begin_step()
+                    rest_bytes = live.total_bytes
+                    if micro_batches == 1:
+                        accumulation.sync()
+                    for _ in range(micro_batches):
+                        with script.answering():
+                            _train(accumulation.run, model, script, live)
+                    _step(live, optimizers)
             peak, trace, parts = live.peak, live.trace(), tuple(live.parts)
             live.unwatch()
             del optimizers, model, sharded, accumulation
     return DryRun(peak, rest_bytes, trace, parts)
+
+
+@contextmanager
+def _host_copies(live: LiveBytes) -> Iterator[None]:
+    """Copy what FSDP2 moves between a GPU and the host: here both are the CPU, where `Tensor.to` copies nothing.
+
+    So shards pass the device as they are gathered, and gradients leave it, in FSDP2's streams; and what it keeps of a
+    reduction stays on the device.  Its moves are told from a model's by `non_blocking` and by what they move: a shard
+    of the host, or, without history, to the host.  (A torch function mode would be nicer; backward's hooks see none.)
+    """
+    move = torch.Tensor.to
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        moved = move(tensor, *args, **kwargs)
+        to_device = live.category_of(tensor) == HOST
+        if moved is not tensor or "non_blocking" not in kwargs or (torch.is_grad_enabled() and not to_device):
+            return moved
+        before = live.category
+        live.category = before if to_device else HOST
+        copy = moved.clone()
+        live.category = before
+        return copy
+
+    with patch.object(torch.Tensor, "to", to):
+        yield
 
 
 def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: PartPeaks) -> None:
