@@ -35,8 +35,8 @@ else, unless they are cast.
 Source: measured on FSDP2 (torch 2.13.0) with PyTorch's memory tracker on fake tensors.  With `+offload`, S, SG
 and OPT are 0, they are in the host's memory; AGX has S on top, the copy that is gathered from, and RSX has
 SG, on its way to the host; of sums that are all-reduced over other groups the buffer, e_r pad/parts, stays on the
-device to the end of backward (`FSDPParamGroup._all_reduce_state`, torch 2.11 and 2.13; measured on an H200).  Other
-differences are documented in the strategies' files in `planner/strategies/`.
+device to the end of backward (`FSDPParamGroup._all_reduce_state`, read in torch 2.11 and 2.13, and seen on a GPU).
+Other differences are documented in the strategies' files in `planner/strategies/`.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ def unit_bytes(
         return there
     # Of what goes to the host, FSDP2 keeps the buffer that was all-reduced; a copy of it is made only to cast it.
     casts = allocated_bytes(gradients) if reduced else 0
-    return replace(there, gradients=allocated_bytes(volume.reduced // parts), reduce_temporary=casts)
+    kept = allocated_bytes(volume.reduced // parts)
+    return replace(there, gradients=kept, reduce_temporary=unit.reduce_temporary + casts)
 
 
 def outside_bytes(parameters: Iterable[Parameter], precision: str, optimizer: Optimizer) -> int:
