@@ -57,16 +57,20 @@ static __device__ uint4 straddling(uint4 low, uint4 high, unsigned int apart) {
             __funnelshift_r(y, z, bits)};
 }
 
-// Copy 16 bytes at a time between places that are equally far from a 16-byte boundary.
+// Copy 16 bytes at a time between places that are equally far from a 16-byte boundary.  A block's
+// accesses are neighbours, so that it reads and writes memory page by page.
 static __device__ void copy_together(const uint4* source, uint4* target, Size wides) {
-    const Size stride = (Size)gridDim.x * blockDim.x;
-    Size next = (Size)blockIdx.x * blockDim.x + threadIdx.x;
-    for (; next + (AT_ONCE - 1) * stride < wides; next += AT_ONCE * stride) {
-        uint4 read[AT_ONCE];
-        for (int k = 0; k < AT_ONCE; ++k) read[k] = __ldcg(source + next + k * stride);
-        for (int k = 0; k < AT_ONCE; ++k) __stcg(target + next + k * stride, read[k]);
+    const Size part = AT_ONCE * blockDim.x;
+    for (Size start = blockIdx.x * part; start < wides; start += gridDim.x * part) {
+        const Size first = start + threadIdx.x;
+        if (start + part <= wides) {
+            uint4 read[AT_ONCE];
+            for (int k = 0; k < AT_ONCE; ++k) read[k] = __ldcg(source + first + k * blockDim.x);
+            for (int k = 0; k < AT_ONCE; ++k) __stcg(target + first + k * blockDim.x, read[k]);
+        } else {
+            for (Size next = first; next < wides; next += blockDim.x) __stcg(target + next, __ldcg(source + next));
+        }
     }
-    for (; next < wides; next += stride) __stcg(target + next, __ldcg(source + next));
 }
 
 // The same where what is copied begins `apart` bytes behind the boundary `from`: each thread loads the
@@ -118,10 +122,9 @@ static __device__ void copy_shard(const char* source, char* target, Size bytes) 
 }
 
 // Launch: any grid and any block along x are right, since every loop strides.  Fast: block
-// (256, 1); grid x = ceil(bytes / 16384), but no more than gives each multiprocessor 4 blocks of 256,
-// for whose registers it has room; grid y = 1 if that many blocks are to be had, so that all threads follow the rotated order,
-// and up to `peers` for small shards, whose launch would otherwise leave multiprocessors idle.  No
-// shared memory, no includes under NVRTC.  Time is bound by bytes: each read once and written once.
+// (256, 1), grid (ceil(bytes / 16384), peers): blocks begin in the order of their numbers, and so peer
+// by peer in the rotated order.  A launch that must leave multiprocessors to others has as many blocks
+// along x as they run, and grid y = 1.  No shared memory, no includes under NVRTC.  Time is bound by bytes: each read once and written once.
 // Widths: 16 bytes, but for fewer than 32 before and behind, wherever source and target begin: a
 // shard that is not a multiple of 16 bytes is at another distance from a boundary in `out` than in
 // its window for all peers but a few.

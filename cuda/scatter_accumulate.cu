@@ -203,17 +203,19 @@ extern "C" __global__ void __launch_bounds__(256, 8)
 #define NOT_UNROLLED
 #endif
 
-// Sum the slots in order, zero them, and store the sum.  Peers wrote them, so L1 is bypassed (`cg`).
+// Sum the slots in order, store the sum, and zero them backwards.  Peers wrote them, so L1 is bypassed (`cg`).
+// In this order: zeros stored while the loads of the same places are on their way take five times as
+// long (measured on an H200).
 template <typename Wide> __device__ void take(float* slot, Size stride, Size number, float* gradient) {
     Wide sum = __ldcg((const Wide*)slot);
-    __stcg((Wide*)slot, Wide{});
     NOT_UNROLLED
     for (Size k = 1; k < number; ++k) {
         slot += stride;
         sum = plus(sum, __ldcg((const Wide*)slot));
-        __stcg((Wide*)slot, Wide{});
     }
     __stcg((Wide*)gradient, sum);
+    NOT_UNROLLED
+    for (Size k = 0; k < number; ++k, slot -= stride) __stcg((Wide*)slot, Wide{});
 }
 
 // The owner's side, after a meeting: gradient[i] = slots[i] + slots[stride + i] + ... over `number`

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.odc.cupy_device import CupyDevice
-from runtime.odc.kernels import BLOCKS_AT_ONCE, MOST_BLOCKS, THREADS, gather_grid, grid_for
+from runtime.odc.kernels import BLOCKS_AT_ONCE, MOST_BLOCKS, THREADS, WHOLE_GPU, gather_grid, grid_for
 from runtime.odc.rendezvous import Rendezvous
 from runtime.odc.windows import FP32_BYTES, Transport, WindowSpec
 
@@ -93,8 +93,8 @@ class DeviceTransport(Transport):
             self._table = torch.tensor(self._starts, device=self._device.torch_device)
             self._seen = torch.zeros(len(handles) + 1, dtype=torch.int64, device=self._device.torch_device)
             self._is_remote = any(identity != self._device.identity for _, identity in handles)
-            room = self._device.room
-            self._room = min(room, REMOTE_MULTIPROCESSORS * BLOCKS_AT_ONCE) if self._is_remote else room
+            remote_room = min(self._device.room, REMOTE_MULTIPROCESSORS * BLOCKS_AT_ONCE)
+            self._room = remote_room if self._is_remote else WHOLE_GPU
 
         try:
             handles = self.agreement.gather("make windows on its GPU", make)

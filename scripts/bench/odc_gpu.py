@@ -37,7 +37,7 @@ from torch import Tensor
 
 from profiler.errors import OsdpError
 from runtime.odc.cupy_device import CupyDevice
-from runtime.odc.kernels import THREADS, gather_grid, grid_for
+from runtime.odc.kernels import THREADS, WHOLE_GPU, gather_grid, grid_for
 
 FP32_BYTES = 4
 BASIS = {"gather": "copy", "copies": "copy", "copy": "copy", "push": "add", "adds": "add", "add": "add"}
@@ -95,13 +95,13 @@ def contestants(device: CupyDevice, sets: Sequence[Buffers]) -> dict[str, Contes
 
     def gather(index: int) -> None:
         one = sets[index]
-        grid = gather_grid(FP32_BYTES * shard, peers, device.room)
+        grid = gather_grid(FP32_BYTES * shard, peers, WHOLE_GPU)
         arguments = one.table.data_ptr(), 0, FP32_BYTES * shard, peers, 0, one.full.data_ptr()
         device.launch("gather", grid, THREADS, arguments)
 
     def push(index: int) -> None:
         one = sets[index]
-        grid = grid_for(shard, 4 * THREADS, peers, device.room)
+        grid = grid_for(shard, 4 * THREADS, peers, WHOLE_GPU)
         arguments = one.full.data_ptr(), one.table.data_ptr(), 0, shard, peers, 0
         device.launch("scatter_accumulate_fp32", grid, THREADS, arguments)
 

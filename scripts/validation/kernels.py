@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.odc.kernels import THREADS, gather_grid, grid_for
+from runtime.odc.kernels import THREADS, WHOLE_GPU, gather_grid, grid_for
 from validation.check import Finding, Place
 
 SIZES = (1, 7, 999, (1 << 20) + 3)
@@ -61,14 +61,14 @@ class Kernels:
     def gather(self, windows: Sequence[Tensor], out: Tensor, rank: int) -> None:
         """Copy all windows into one tensor."""
         size_bytes = out.numel() * out.itemsize // len(windows)
-        grid = gather_grid(size_bytes, len(windows), self.device.room)
+        grid = gather_grid(size_bytes, len(windows), WHOLE_GPU)
         table = self._table(windows)
         self._run("gather", grid, (table.data_ptr(), 0, size_bytes, len(windows), rank, out.data_ptr()))
 
     def push(self, gradient: Tensor, accumulators: Sequence[Tensor], rank: int, table: Tensor) -> None:
         """Add the parts of a gradient to the accumulators; does not wait."""
         count = gradient.numel() // len(accumulators)
-        grid = grid_for(count, 4 * THREADS, len(accumulators), self.device.room)
+        grid = grid_for(count, 4 * THREADS, len(accumulators), WHOLE_GPU)
         kernel = f"scatter_accumulate_{NAMES[gradient.dtype]}"
         arguments = gradient.data_ptr(), table.data_ptr(), 0, count, len(accumulators), rank
         self.device.launch(kernel, grid, THREADS, arguments)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from profiler.errors import OsdpError
 from runtime.odc import cupy_device
 from runtime.odc.cupy_device import CupyDevice, load_cupy
-from runtime.odc.kernels import SOURCES, grid_for, source_of
+from runtime.odc.kernels import SOURCES, WHOLE_GPU, gather_grid, grid_for, source_of
 from runtime.odc.windows import Layout, Region, WindowSpec
 
 MIB = 1 << 20
@@ -75,6 +75,9 @@ def test_grids_by_hand() -> None:
     assert grid_for(1 * MIB, 4096, 8, 1056) == (256, 4)
     assert grid_for(4096, 4096, 8, 1056) == (1, 8)
     assert grid_for(1, 4096, 1, 1056) == (1, 1)
+    # One that may have the whole GPU has a block for each part of each row.
+    assert grid_for(64 * MIB, 4096, 8, WHOLE_GPU) == (16384, 8)
+    assert gather_grid(64 * MIB, 8, WHOLE_GPU) == (4096, 8)
 
 
 @given(st.integers(1, 1 << 34), st.integers(1, 4096), st.integers(1, 64), st.integers(1, 2000))
