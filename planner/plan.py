@@ -144,11 +144,17 @@ class Plan(_Strict):
         return found | dict.fromkeys(self.selectively_recomputed_blocks, Recompute.SELECTIVE)
 
 
+LATER = frozenset({"host", "launch", "ring", "measured", "fp32_efficiency", "forward_launch_s", "backward_launch_s"})
+"""Fields of a cluster that came later: those without keep the fingerprint that older plans have of them."""
+
+
 def cluster_fingerprint(cluster: Cluster) -> str:
     """Return a hash of every figure of a cluster."""
-    later = ("host", "ring", "measured")  # clusters without these keep the fingerprint in older plans
-    figures = {name: figure for name, figure in asdict(cluster).items() if figure or name not in later}
-    text = json.dumps(figures, sort_keys=True)
+
+    def figures(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in pairs if value or name not in LATER}
+
+    text = json.dumps(asdict(cluster, dict_factory=figures), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -11,7 +11,7 @@ needs torch.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache, cached_property
 from math import prod
@@ -166,6 +166,9 @@ class Work:
     """Bytes that those read and write."""
     other_bytes: Affine
     """Bytes that all other kernels (normalisation, activation, residuals, loss) read and write."""
+    launches: int = field(default=0, repr=False)
+    """How many kernels it launches, at any micro-batch: operations of PyTorch that read or write memory.  Not part of
+    fingerprints and keys, which are older."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

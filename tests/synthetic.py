@@ -11,7 +11,7 @@ from planner.options.search_space import Space
 from planner.plan import Plan
 from planner.pricing import decisions_of
 from planner.strategies.spec import Strategy
-from profiler.cluster.cluster import Cluster, Device, Link
+from profiler.cluster.cluster import Cluster, Device, Launch, Link
 from profiler.cluster.figure import Figure
 from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Rerun, Work
 
@@ -32,8 +32,8 @@ def call(
     return Call(
         operator=operator,
         block=block,
-        forward=Work(Affine(0, gflops * 1e9), Affine(), Affine()),
-        backward=Work(Affine(0, 2 * gflops * 1e9), Affine(), Affine()),
+        forward=Work(Affine(0, gflops * 1e9), Affine(), Affine(), 2),
+        backward=Work(Affine(0, 2 * gflops * 1e9), Affine(), Affine(), 3),
         saved_bytes=Affine(0, saved_mb * MB),
         forward_start_bytes=Affine(),
         forward_peak_bytes=Affine(0, (saved_mb + output_mb) * MB),
@@ -167,7 +167,10 @@ def transformer(
     for name, first, last, block_class in blocks:
         calls[first:last], start, peak = recomputed(calls[first:last], unit)
         work = Work(
-            *(sum((getattr(one.forward, part.name) for one in calls[first:last]), Affine()) for part in fields(Work))
+            *(
+                sum((getattr(one.forward, part.name) for one in calls[first:last]), Affine())
+                for part in fields(Work)[:3]
+            )
         )
         rerun = Rerun(start, peak, False, work)
         part = None
@@ -194,8 +197,11 @@ def cluster(
     flops: float = 10e12,
     overlaps: bool = True,
     memory_gib: float = 24,
+    launch_s: float = 0.0,
 ) -> Cluster:
-    """A cluster of round numbers, with no reserve."""
+    """A cluster of round numbers, with no reserve; `launch_s` is what the host takes for a kernel, and for more of a
+    unit.
+    """
 
     def figure(value: float) -> Figure:
         return Figure(value, "assumed: a round number for a test")
@@ -221,6 +227,7 @@ def cluster(
         inter=Link(figure(latency_s), figure(inter)) if nodes > 1 else None,
         overlaps=overlaps,
         overlap_source="assumed: for a test",
+        launch=Launch(figure(launch_s), figure(4 * launch_s), figure(launch_s / 2)) if launch_s else None,
     )
 
 

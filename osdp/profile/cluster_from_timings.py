@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from itertools import takewhile
 
+from osdp.planning.clusters import DEFAULT_CLUSTER, load_cluster
 from osdp.profile.consistency import contradictions
 from osdp.profile.session import Findings
 from osdp.profile.time_collectives import Line
 from profiler.byte_sizes import GIB, MIB
-from profiler.cluster.cluster import Cluster, Device, Link
+from profiler.cluster.cluster import Cluster, Device, Launch, Link
 from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import CallTimes, CollectiveTimes, Measured, RingRule, call_key
 from profiler.cluster.piecewise_fit import MIN_POINTS, describe, fit
@@ -74,6 +75,7 @@ def assemble(found: Findings, name: str) -> Cluster:
         inter=inter,
         overlaps=overlaps,
         overlap_source=overlap_source,
+        launch=_launch(found),
         ring=ring_rules(found.times),
         measured=Measured(
             date=date.today().isoformat(),
@@ -100,6 +102,28 @@ def _overlap(found: Findings) -> tuple[bool, str]:
     both = f"{overlap.both_s:.3g} s together, {overlap.computation_s:.3g} and {overlap.communication_s:.3g} s apart"
     how = "the device has streams" if overlap.on_streams else "without streams FSDP2 waits for each collective at once"
     return overlap.overlaps, f"measured: an all-reduce and matrix products take {both}; {how}"
+
+
+def _launch(found: Findings) -> Launch | None:
+    """Return what launching takes of the host: None on a CPU.  Without a model its kernels are as assumed of a cluster
+    file's.
+    """
+    unit, graph = found.unit_launch, found.graph
+    if unit is None:
+        return None
+    launches = sum(call.forward.launches + call.backward.launches for call in graph.calls) if graph else 0
+    if graph is not None and launches:
+        times = {one.key: one for one in found.model.calls}
+        taken = [times[call_key(graph, call)] for call in graph.calls]
+        seconds = sum(one.forward_launch_s + one.backward_launch_s for one in taken)
+        source = f"measured: launching {launches} kernels of {graph.name}, from Python to the driver"
+        kernel_s = Figure(seconds / launches, source)
+    else:
+        known = load_cluster(DEFAULT_CLUSTER).launch
+        assert known is not None, "the default cluster has GPUs"
+        kernel_s = Figure(known.kernel_s.value, f"assumed: as of {DEFAULT_CLUSTER}, as no model was measured")
+    how = f"measured: FSDP2's hooks around small units, over {found.nodes} x {found.ranks_per_node} ranks"
+    return Launch(kernel_s, Figure(unit.unit_s, how), Figure(unit.tensor_s, how))
 
 
 def _device(found: Findings) -> Device:

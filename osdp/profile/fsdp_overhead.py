@@ -14,6 +14,7 @@ the mean of all ranks too, and the collectives are pulls and pushes.  Steps are 
 clock: what the host takes is looked for.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,9 @@ PRODUCTS = 4
 """Of a unit's forward, and of its backward."""
 TENSORS = 12
 """Parameter tensors of a unit, as many as a layer of GPT-2 has: FSDP2 handles each."""
+FEW_TENSORS = 2
+LAUNCHED_ROWS = 64
+"""Of matrices whose products take a GPU less time than the host needs to launch them."""
 ELEMENTS = 128
 """Of each."""
 WARM_UP_ROUNDS = 2
@@ -52,13 +56,13 @@ class _Unit(nn.Module):
 
     matrix: Tensor
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, tensors: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.ones(ELEMENTS) for _ in range(TENSORS))
+        self.weights = nn.ParameterList(torch.ones(ELEMENTS) for _ in range(tensors))
         self.register_buffer("matrix", torch.randn(rows, rows) / rows**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * sum(weight[0] for weight in self.weights) / TENSORS
+        x = x * sum(weight[0] for weight in self.weights) / len(self.weights)
         for _ in range(PRODUCTS):
             x = x @ self.matrix
         return x
@@ -110,6 +114,47 @@ def measure_units(
     return UnitTimes(overhead_s(taken_s(1, max), *own), overhead_s(taken_s(2, fmean), *one_sided))
 
 
+@dataclass(frozen=True)
+class UnitLaunch:
+    """What each gather and each reduction of a unit of FSDP2 takes of the host, its hooks included; at least 0."""
+
+    unit_s: float
+    tensor_s: float
+    """More for each parameter tensor."""
+
+
+def measure_unit_launch(nodes: int, ranks_per_node: int, repetitions: int, device: torch.device) -> UnitLaunch:
+    """Return what units take of the host of a GPU, as the ranks' mean. A collective call.
+
+    The same stacks with hardly anything to compute, and few or as many tensors in a unit: the host's seconds until a
+    step is launched, sharded less plain, over the events of the step.
+    """
+    mesh = Meshes(device.type, nodes, ranks_per_node).mesh(nodes * ranks_per_node)
+    counts = FEW_TENSORS, TENSORS
+    stacks = [_Stack(LAUNCHED_ROWS, device, one, tensors=count) for count in counts for one in (None, mesh)]
+    x = torch.randn(LAUNCHED_ROWS, LAUNCHED_ROWS, device=device, requires_grad=True)
+    found: list[list[float]] = []
+    for _ in range(WARM_UP_ROUNDS + repetitions):
+        seconds = []
+        for stack in stacks:
+            meet(device)
+            began_s = time.perf_counter()
+            stack.run(x)
+            seconds.append(time.perf_counter() - began_s)
+            stack.finish()
+        found.append(seconds)
+    mine = [median(of_stack) for of_stack in zip(*found[WARM_UP_ROUNDS:], strict=True)]
+    everyone = Agreement.all().gather("measure the host", lambda: mine)
+    return unit_launch(*(fmean(of_ranks) for of_ranks in zip(*everyone, strict=True)))
+
+
+def unit_launch(few_plain_s: float, few_sharded_s: float, plain_s: float, sharded_s: float) -> UnitLaunch:
+    """Return what the host's seconds of four stacks say."""
+    few_s, many_s = (max(0.0, one) / (EVENTS * UNITS) for one in (few_sharded_s - few_plain_s, sharded_s - plain_s))
+    tensor_s = max(0.0, many_s - few_s) / (TENSORS - FEW_TENSORS)
+    return UnitLaunch(max(0.0, many_s - TENSORS * tensor_s), tensor_s)
+
+
 def exposed_communication_s(gather_s: float, reduce_s: float, *, on_streams: bool) -> float:
     """Return the seconds of a step's collectives that nothing runs beside."""
     return gather_s + reduce_s if on_streams else UNITS * (2 * gather_s + reduce_s)
@@ -119,9 +164,14 @@ class _Stack:
     """Units one after the other: plain, sharded over a mesh, or pulled and pushed over one inside nodes."""
 
     def __init__(
-        self, rows: int, device: torch.device, mesh: DeviceMesh | None = None, windows: Meshes | None = None
+        self,
+        rows: int,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+        windows: Meshes | None = None,
+        tensors: int = TENSORS,
     ) -> None:
-        self.module = nn.Sequential(*(_Unit(rows) for _ in range(UNITS))).to(device)
+        self.module = nn.Sequential(*(_Unit(rows, tensors) for _ in range(UNITS))).to(device)
         self.exchange: Exchange | None = None
         if mesh is not None:
             for module in (*self.module, self.module):

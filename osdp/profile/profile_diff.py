@@ -9,13 +9,16 @@ from profiler.cluster.measurements import CollectiveTimes, Measured
 SIZES_BYTES = (2**16, 2**20, 2**24)
 """At which the fits of collectives are compared, where both measured so large ones."""
 
+LAUNCHES = {"kernel": "kernel_s", "gather and reduction": "unit_s", "tensor of those": "unit_tensor_s"}
+"""What the host launches, and the figure of it."""
+
 
 @dataclass(frozen=True)
 class Row:
     """One figure of both."""
 
     part: str
-    """`device`, `links`, `collectives`, `calls`, `units` or `optimizers`."""
+    """`device`, `links`, `collectives`, `calls`, `units`, `host` or `optimizers`."""
     what: str
     unit: str
     """`s`, `B/s` or `FLOP/s`."""
@@ -77,6 +80,10 @@ def _calls(before: Cluster, after: Cluster) -> Iterator[Row]:
             yield Row("calls", f"{name}, {direction}, micro-batch {key[1]}", "s", *seconds)
     overheads = [one.measured.unit_overhead_s if one.measured else None for one in (before, after)]
     yield Row("units", "each gather and reduction", "s", *overheads)
+    for what, name in LAUNCHES.items():
+        launches = [getattr(one.launch, name).value if one.launch else None for one in (before, after)]
+        if launches != [None, None]:
+            yield Row("host", f"launching each {what}", "s", *launches)
     pulled = [one.measured.one_sided_overhead_s if one.measured else None for one in (before, after)]
     if any(one is not None for one in pulled):
         yield Row("units", "each pull and push", "s", *pulled)

@@ -1,9 +1,10 @@
 """One rank's part of `osdp profile`: everything is measured in turn, and put together.
 
-    memory -> communication -> rates -> overlap -> units -> the model's calls and optimizers -> memory -> Findings
+    memory -> communication -> rates -> overlap -> units -> what units take of the host
+           -> the model's calls and optimizers -> memory -> Findings
 
 One rank alone has no communication: overlap and units are not measured either, and its link is that of the cluster at
-hand, as an assumption.
+hand, as an assumption.  On a CPU nothing takes of the host but the computing.
 
 Times are those of the slowest rank, except of calls, where the ranks' medians are averaged: a collective waits for
 the rank that is slowest at that moment, which is another one each time.
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from osdp.planning.clusters import DEFAULT_CLUSTER, load_cluster
 from osdp.planning.rank_grid import cluster_at_hand, grid
-from osdp.profile.fsdp_overhead import UnitTimes, measure_units
+from osdp.profile.fsdp_overhead import UnitLaunch, UnitTimes, measure_unit_launch, measure_units
 from osdp.profile.time_collectives import SIZES_BYTES, Request, Timings, collective_times, measure_rounds
 from planner.problem import Progress
 from planner.strategies.unit_collectives import padded_rows
@@ -103,6 +104,8 @@ class Findings:
     """Of one rank alone, which has none to measure."""
     no_windows: str = ""
     """Why pulls and pushes were not measured; empty: they were, or there is one rank on a node."""
+    unit_launch: UnitLaunch | None = None
+    """None: a CPU, which computes what it would launch."""
 
 
 def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Findings:
@@ -133,6 +136,10 @@ def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Finding
         overlap = measure_overlap(middle_size_bytes(times, dist.get_world_size()), repetitions, device)
         progress("measuring units", 0.7)
         unit = measure_units(times, nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
+    unit_launch = None
+    if device.type == "cuda":
+        progress("measuring the host", 0.74)
+        unit_launch = measure_unit_launch(nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
     source = wanted.model
     graph, model = (None, ModelTimes()) if source is None else measure_model(wanted, source, device, progress)
     backend = "NCCL" if wanted.device == "cuda" else "gloo"
@@ -148,6 +155,7 @@ def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Finding
         times=times,
         overlap=overlap,
         unit=unit,
+        unit_launch=unit_launch,
         graph=graph,
         model=model,
         link=_assumed_link() if is_alone else None,
@@ -252,6 +260,8 @@ def mean_calls(found: Sequence[ComputeTimes]) -> tuple[CallTimes, ...]:
             forward_s=means(alike, "forward_s", whole),
             backward_s=means(alike, "backward_s", whole),
             saved_bytes=means(alike, "saved_bytes", as_found),
+            forward_launch_s=fmean(one.forward_launch_s for one in alike),
+            backward_launch_s=fmean(one.backward_launch_s for one in alike),
         )
         for alike in zip(*(one.calls for one in found), strict=True)
     )

@@ -227,7 +227,7 @@ def _facts(plan: Plan, cluster: Cluster, strip: ModelStrip) -> tuple[Fact, ...]:
 
 def _times(plan: Plan) -> tuple[TimeRow, ...]:
     predicted = plan.predicted
-    terms = [(label, predicted.time_by_term[term]) for term, label in TERMS.items()]
+    terms = [(label, predicted.time_by_term.get(term, 0.0)) for term, label in TERMS.items()]
     rows = [TimeRow(label, format_seconds(s), s / predicted.step_time_s) for label, s in terms if s]
     hidden = predicted.time_by_term[HIDDEN]
     return (*rows, TimeRow("overlapped communication, not part of the sum", format_seconds(hidden), 0.0))

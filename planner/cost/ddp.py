@@ -39,7 +39,7 @@ from itertools import accumulate
 from planner.collectives import collective_s
 from planner.cost.stage_costs import StageCosts
 from planner.cost.stage_memory import Moment
-from planner.cost.stage_option import Segment, StageCandidate
+from planner.cost.stage_option import Run, StageCandidate
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.model.stages import StagedModel, agreed
@@ -203,9 +203,8 @@ class Replica:
         moments = list(self._moments(costs, again, calls))
         forward = [moment for moment in moments if moment.phase == "forward"]
         backward = [moment for moment in moments if moment.phase != "forward"]
-        *before_s, last_s = costs.backward_s
-        again_s = costs.again_s(again, True)
-        seconds = zip(costs.forward_s, [*before_s, last_s + again_s], [*(0.0 for _ in before_s), again_s], strict=True)
+        *before, last = ((j,) for j in range(len(stage.calls)))
+        runs = [*(Run(calls, Recompute.NOTHING, True, ()) for calls in before), Run(last, again, True, ())]
         return StageCandidate(
             strategies=(COPY,) * len(stage.operators),
             recompute=again,
@@ -222,7 +221,7 @@ class Replica:
             block=stage.block,
             takes=stage.takes if again else (),
             moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
-            segments=tuple(Segment(*one) for one in seconds),
+            segments=tuple(run.at(costs) for run in runs),
             optimizer_s=self.load.optimizer_s(own.full_gradients, tensors=tensors),
         )
 

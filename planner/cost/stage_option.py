@@ -8,7 +8,7 @@ Everything that a plan costs is a sum over stages of these numbers (`planner.cos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from operator import attrgetter
@@ -30,10 +30,13 @@ class Segment:
     """Consecutive calls of one unit: what overlaps with its neighbours' communication."""
 
     forward_s: float
+    """As long as the device computes, or as the host launches that, whichever is longer."""
     backward_s: float
-    """With recomputation where the block is recomputed."""
+    """The same, with recomputation where the block is recomputed."""
     recompute_s: float
     """The part of `backward_s` that is recomputation."""
+    launch_wait_s: float = 0.0
+    """The part of both in which the device waits for the host."""
     forward_gather_s: float = 0.0
     """All-gather before its forward."""
     backward_gather_s: float = 0.0
@@ -189,16 +192,37 @@ class Run:
     """Whether the block is one unit."""
     communication: tuple[float, ...]
     """The fields of `Segment` that do not depend on the micro-batch."""
+    unit_launch_s: tuple[float, float] = (0.0, 0.0)
+    """What the unit's gather in forward, and its gather and reduction in backward, cost the host."""
 
     def at(self, costs: StageCosts) -> Segment:
         """Return the segment at one micro-batch."""
         again_s = costs.again_s(self.recompute, self.is_whole)
+        launch_again_s = costs.launch_again_s(self.recompute)
         forward_s = sum(costs.forward_s[j] for j in self.calls)
         backward_s = sum(costs.backward_s[j] for j in self.calls) + again_s
-        return Segment(forward_s, backward_s, again_s, *self.communication)
+        forward_launch_s = sum(costs.forward_launch_s[j] for j in self.calls) + launch_again_s[0]
+        backward_launch_s = sum(costs.backward_launch_s[j] for j in self.calls) + launch_again_s[1]
+        forward_launch_s += self.unit_launch_s[0]
+        backward_launch_s += self.unit_launch_s[1]
+        computing = launched(forward_s, backward_s, forward_launch_s, backward_launch_s)
+        return Segment(computing[0], computing[1], again_s, computing[2], *self.communication)
 
 
-_COMMUNICATION = attrgetter(*(field.name for field in fields(Segment)[3:]))
+def launched(
+    forward_s: Any, backward_s: Any, forward_launch_s: Any, backward_launch_s: Any, highest: Callable[..., Any] = max
+) -> tuple[Any, Any, Any]:
+    """Return the seconds of forward and backward, waiting for the host included, and what of them is that.
+
+    The host is not ahead of the device when a segment begins: an upper bound, as a segment that keeps the device busy
+    for longer than the host gives the next a lead.  The numbers may be arrays, if `highest` is their elementwise
+    maximum.
+    """
+    forward, backward = highest(forward_s, forward_launch_s), highest(backward_s, backward_launch_s)
+    return forward, backward, forward - forward_s + backward - backward_s
+
+
+_COMMUNICATION = attrgetter(*(field.name for field in fields(Segment)[4:]))
 
 
 def _runs(frame: StageFrame, units: list[StagedUnit], is_whole: bool) -> tuple[Run, ...]:
@@ -217,6 +241,8 @@ def _runs(frame: StageFrame, units: list[StagedUnit], is_whole: bool) -> tuple[R
         after_s = unit.reduction_s if reduces else 0.0
         stalled_s = again_before_s if unit.stalls else 0.0
         stalled_s += (unit.traffic.copy_out_again_s if ends else 0.0) + (unit.traffic.copy_in_s if reduces else 0.0)
+        launch_s = unit.launch_s
+        launches_s = launch_s if starts else 0.0, launch_s * (ends + (reduces and unit.is_reduced))
         at_end_s, in_step = unit.traffic.step_reduce_s if reduces else 0.0, unit.strategy.spec.one_sided
         segment = Segment(
             forward_s=0.0,
@@ -232,7 +258,7 @@ def _runs(frame: StageFrame, units: list[StagedUnit], is_whole: bool) -> tuple[R
             step_exposed_s=at_end_s if in_step else 0.0,
         )
         communication = _COMMUNICATION(segment.apart(frame.load.cluster.interference))
-        found.append(Run(members, Recompute.NOTHING, is_whole, communication))
+        found.append(Run(members, Recompute.NOTHING, is_whole, communication, launches_s))
     return tuple(found)
 
 

@@ -48,6 +48,10 @@ class StagedUnit:
     """After its backward, in every micro-batch."""
     reduction_stalls: bool
     """Whether the backward of what is below waits for that."""
+    launch_s: float
+    """What each gather and each reduction costs the host."""
+    is_reduced: bool
+    """Whether it has gradients."""
     reopens: int | None
     """The call before which it is gathered again, to stay so to its backward; None: there is none."""
 
@@ -143,6 +147,7 @@ def make_unit(
     late = late and runs_back(graph, operators)
     rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
     own = own or runs_often(graph, operators[0])
+    is_outside_fsdp = is_plain(parameters, strategy, frame.load.precision)
     return StagedUnit(
         operators=operators,
         strategy=strategy,
@@ -158,8 +163,10 @@ def make_unit(
         own=own,
         kept=unit.unsharded if strategy.keeps_unsharded or reopens is not None else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,
-        stalls=spec.stalls or is_plain(parameters, strategy, frame.load.precision),
+        stalls=spec.stalls or is_outside_fsdp,
         reduction_s=traffic.reduce_s + traffic.add_s * (repeats - 1) / repeats,
         reduction_stalls=spec.stalls or (repeats > 1 and traffic.add_s > 0),
+        launch_s=0.0 if is_outside_fsdp else frame.load.unit_launch_s(len(parameters)),
+        is_reduced=graph.trains and any(parameter.trainable for parameter in parameters),
         reopens=reopens,
     )

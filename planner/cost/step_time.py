@@ -25,6 +25,9 @@ Waiting is what uneven micro-batches cost (`planner.cost.stragglers`), one charg
 any of its units makes ranks wait for each other in every micro-batch, the slowest rank of each counts,
 otherwise the slowest over the step; in both cases (factor - 1) times the seconds of computation.
 
+C is as long as the host launches the segment where that takes longer than the device computes it (`launch_wait_s` is
+the difference).
+
 What units send together once per step (`planner.cost.shared_collectives`) is in their segments by shares, and what
 those leave of its latencies is a charge of the plan too.
 
@@ -56,6 +59,8 @@ class StepTime:
     """Forward and backward without recomputation."""
     recompute_s: float
     """Running recomputed forwards again."""
+    launch_wait_s: float
+    """Waiting for the host, which launches what the device runs."""
     exposed_communication_s: float
     """Communication that no computation hides."""
     waiting_s: float
@@ -68,8 +73,8 @@ class StepTime:
     @property
     def total_s(self) -> float:
         """Seconds of the step."""
-        terms = self.compute_s, self.recompute_s, self.exposed_communication_s, self.waiting_s, self.optimizer_s
-        return sum(terms)
+        computing_s = self.compute_s + self.recompute_s + self.launch_wait_s
+        return computing_s + self.exposed_communication_s + self.waiting_s + self.optimizer_s
 
 
 def forward_s(segments: Segments, overlaps: bool) -> float:
@@ -114,7 +119,7 @@ def plan_syncs(options: Iterable[StageCandidate]) -> bool:
 
 def waiting_s(option: StageCandidate, load: Workload, syncs: bool) -> float:
     """Return a stage's share of the waiting in a step, given whether ranks wait for each other in every micro-batch."""
-    computing_s = sum(segment.forward_s + segment.backward_s for segment in option.segments)
+    computing_s = sum(one.forward_s + one.backward_s - one.launch_wait_s for one in option.segments)
     return (load.waits.factor(syncs) - 1.0) * load.accumulation * computing_s
 
 
@@ -124,7 +129,8 @@ def step_time(options: Sequence[StageCandidate], load: Workload) -> StepTime:
     segments = [(segment, times) for option, times in runs for segment in option.segments]
     overlaps, repeats = load.cluster.overlaps, load.accumulation
     recompute = repeats * sum(times * s.recompute_s for s, times in segments)
-    compute = repeats * sum(times * (s.forward_s + s.backward_s) for s, times in segments) - recompute
+    launching = repeats * sum(times * s.launch_wait_s for s, times in segments)
+    compute = repeats * sum(times * (s.forward_s + s.backward_s) for s, times in segments) - recompute - launching
     communication = sum(
         times
         * (
@@ -138,10 +144,11 @@ def step_time(options: Sequence[StageCandidate], load: Workload) -> StepTime:
     elapsed = apart + repeats * forward_s(segments, overlaps) + backward_s(segments, overlaps, last=True)
     if repeats > 1:
         elapsed += (repeats - 1) * backward_s(segments, overlaps, last=False)
-    exposed, syncs = max(0.0, elapsed - compute - recompute), plan_syncs(option for option, _ in runs)
+    exposed, syncs = max(0.0, elapsed - compute - recompute - launching), plan_syncs(option for option, _ in runs)
     return StepTime(
         compute_s=compute,
         recompute_s=recompute,
+        launch_wait_s=launching,
         exposed_communication_s=exposed,
         waiting_s=sum(times * waiting_s(option, load, syncs) for option, times in runs),
         optimizer_s=sum(times * option.optimizer_s for option, times in runs),

@@ -5,6 +5,12 @@ other kernels apart because they do not overlap on one stream:
 
     t = max(matmul_flops / (efficiency * peak), matmul_bytes / bandwidth) + other_bytes / bandwidth
 
+The host launches what the device runs, and is ahead of it while that takes the device longer.  A call's launches take
+
+    t = launches * kernel_s
+
+or what `osdp profile` measured; a segment of a step takes as long as the longer of both (`planner.cost.stage_option`).
+
 Where `osdp profile` measured a call of the same shapes and work, the measured time is used: at another
 micro-batch, the roofline's seconds times the ratio of measured to roofline; for a slice, its own roofline's
 times the ratio of the whole.
@@ -109,6 +115,22 @@ class Workload:
             backward_s = self._measured_s(times, times.backward_s, whole.backward, rate, backward_s)
         return self.waits.fill * forward_s, self.waits.fill * backward_s
 
+    def launch_s(self, graph: ModelGraph, call: Call) -> tuple[float, float]:
+        """Return the seconds in which the host launches a call's forward and backward: 0 where nothing is known."""
+        launch = self.cluster.launch
+        if launch is None:
+            return 0.0, 0.0
+        times = self._times.get(call_key(graph, call)) if self._times and call.slice_of is None else None
+        if times is not None and times.forward_launch_s:
+            return times.forward_launch_s, times.backward_launch_s
+        kernel_s = launch.kernel_s.value
+        return kernel_s * call.forward.launches, kernel_s * call.backward.launches
+
+    def unit_launch_s(self, tensors: int) -> float:
+        """Return the host's seconds of one gather or reduction of an FSDP2 unit of so many parameter tensors."""
+        launch = self.cluster.launch
+        return launch.unit_s.value + tensors * launch.unit_tensor_s.value if launch else 0.0
+
     def _measured_s(self, times: CallTimes, seconds: Sequence[float], work: Work, rate: str, here_s: float) -> float:
         rooflines = [replace(self, micro_batch=size).compute_s(work, rate) for size in times.micro_batches]
         if not all(rooflines):
@@ -128,7 +150,8 @@ class Workload:
         """
         device, batch = self.cluster.device, self.micro_batch
         rates = device.matmul_flops_per_s
-        rate = rates.get(precision, rates[self.precision]).value * device.matmul_efficiency.value
+        known = precision if precision in rates else self.precision
+        rate = rates[known].value * device.efficiency(known).value
         bandwidth = device.memory_bytes_per_s.value
         matmul_s = max(work.matmul_flops(batch) / rate, work.matmul_bytes(batch) / bandwidth)
         return matmul_s + work.other_bytes(batch) / bandwidth

@@ -26,6 +26,8 @@ from profiler.cluster.measurements import call_key
 from profiler.model_graph import Affine, Call, CallMemory, ModelGraph, Operator, Work
 
 NOTHING = Affine()
+SLICE_LAUNCHES = 3
+"""Kernels of one direction of a slice, at most: two products and a sum."""
 
 
 def slice_starts(graph: ModelGraph, counts: Mapping[int, int]) -> list[int]:
@@ -157,4 +159,5 @@ def _part(work: Work, share: float, last: bool, extra_bytes: Affine) -> Work:
         matmul_flops=work.matmul_flops.times(share),
         matmul_bytes=work.matmul_bytes.times(share),
         other_bytes=(work.other_bytes if last else NOTHING) + extra_bytes,
+        launches=work.launches if last else min(work.launches, SLICE_LAUNCHES),
     )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.stage_costs import Live, StageCosts
-from planner.cost.stage_option import Segment, StageOption
+from planner.cost.stage_option import Segment, StageOption, launched
 from planner.cost.workload import Workload
 from planner.options.candidates import StageDecision
 from planner.options.option_columns import OptionColumns, OptionList
@@ -80,6 +80,11 @@ class OptionTable:
         ]
         self._communication: list[Array] = communication
         """By number of segments, shape (segments, numbers, options)."""
+        self._unit_launches: list[Array] = [
+            np.array([[run.unit_launch_s for run in self.options[k][1].runs] for k in members]).transpose(2, 0, 1)
+            for _, members in self._segments
+        ]
+        """By number of segments, shape (directions, options, segments)."""
 
     def worthwhile(
         self, costs_of: Callable[[Counts], StageCosts], load: Workload, syncs: bool, on_owner: OptionTable | None = None
@@ -133,21 +138,32 @@ class OptionTable:
 
     def _terms(self, costs: Mapping[Counts, StageCosts], load: Workload, syncs: bool) -> Array:
         of_counts = [costs[counts] for counts in self._counts]
-        seconds = (np.concatenate([getattr(one, name) for one in of_counts]) for name in ("forward_s", "backward_s"))
+        seconds = (np.concatenate([getattr(one, name) for one in of_counts]) for name in _OF_CALLS)
         sums = np.array([np.add.reduceat(each[self._calls], self._call_starts) for each in seconds])
-        again = [costs[counts].again_s(recompute, is_whole) for counts, recompute, is_whole in self._forms]
+        again = np.array(
+            [
+                (costs[counts].again_s(recompute, is_whole), *costs[counts].launch_again_s(recompute))
+                for counts, recompute, is_whole in self._forms
+            ]
+        )
         found, start = np.empty((len(self.options), len(OverlapTerms._fields))), 0
-        for (count, members), communication in zip(self._segments, self._communication, strict=True):
-            forward_s, backward_s = sums[:, start : start + count * len(members)].reshape(2, len(members), count)
+        for (count, members), communication, units_s in zip(
+            self._segments, self._communication, self._unit_launches, strict=True
+        ):
+            shape = len(_OF_CALLS), len(members), count
+            forward_s, backward_s, first_s, second_s = sums[:, start : start + count * len(members)].reshape(shape)
             start += count * len(members)
-            again_s = np.zeros_like(backward_s)
-            again_s[:, -1] = np.array(again)[self._form_of[members]]
-            own = zip(forward_s.T, (backward_s + again_s).T, again_s.T, communication, strict=True)
-            segments = [Segment(*computing, *others) for *computing, others in own]
+            again_s = np.zeros((3, len(members), count))
+            again_s[:, :, -1] = again[self._form_of[members]].T
+            first_s, second_s = first_s + again_s[1] + units_s[0], second_s + again_s[2] + units_s[1]
+            computing = launched(forward_s, backward_s + again_s[0], first_s, second_s, np.maximum)
+            own = zip(*(each.T for each in (*computing[:2], again_s[0], computing[2])), communication, strict=True)
+            segments = [Segment(*seconds_of, *others) for *seconds_of, others in own]
             found[members] = terms_of(segments, self._constants["optimizer_s"][members], load, syncs)
         return found
 
 
+_OF_CALLS = ("forward_s", "backward_s", "forward_launch_s", "backward_launch_s")
 _AS_THEY_ARE = (
     *("gradients", "stepped", "largest", "second"),
     *("gather_output", "prefetched", "prefetch_temporary", "reduce_input"),

@@ -97,7 +97,7 @@ def terms_of(segments: Sequence[Segment], optimizer_s: Array, load: Workload, sy
     terms)."""
     repeats, zero = load.accumulation, np.zeros(len(optimizer_s))
     computing_s = repeats * sum(s.forward_s + s.backward_s for s in segments)
-    waiting_s = (load.waits.factor(syncs) - 1.0) * computing_s
+    waiting_s = (load.waits.factor(syncs) - 1.0) * (computing_s - repeats * sum(s.launch_wait_s for s in segments))
     apart_s = sum(repeats * s.interference_s + s.step_exposed_s for s in segments)
     if not load.cluster.overlaps:
         communication_s = sum(

@@ -34,6 +34,12 @@ class Device:
     """Rate at which kernels other than matrix products read and write device memory."""
     reserve_bytes: dict[str, Figure]
     """Reserved for the CUDA context, NCCL and cuBLAS, and for the caching allocator's rounding."""
+    fp32_efficiency: Figure | None = None
+    """`matmul_efficiency` of products in fp32, where it is another."""
+
+    def efficiency(self, precision: str) -> Figure:
+        """Return the fraction of the peak rate of a precision that large matrix products reach."""
+        return self.fp32_efficiency or self.matmul_efficiency if precision == "fp32" else self.matmul_efficiency
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,18 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """How long a rank's host takes, in Python and in the driver, to launch what its GPU runs."""
+
+    kernel_s: Figure
+    """Seconds for each kernel of a model's forward and backward."""
+    unit_s: Figure
+    """Seconds for each gather and each reduction of an FSDP2 unit, its hooks included."""
+    unit_tensor_s: Figure
+    """Seconds more for each parameter tensor of the unit."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """`nodes` x `gpus_per_node` equal devices."""
 
@@ -101,6 +119,8 @@ class Cluster:
     """What NCCL runs collectives by; None: another backend, or unknown, and collectives are priced as rings."""
     host: Host | None = None
     """The host's figures; None: the search offers no offload."""
+    launch: Launch | None = None
+    """What launching costs the host; None: not known, or a CPU, and steps are as long as the devices compute."""
     ring: tuple[RingRule, ...] = ()
     """Groups in which OSDP's own ring reduce-scatter was measured to be faster than the backend's."""
     measured: Measured | None = None

@@ -83,6 +83,10 @@ class CallTimes:
     """Median seconds of backward at each."""
     saved_bytes: tuple[NotNegative, ...]
     """Activations kept for backward at each, measured."""
+    forward_launch_s: NotNegative = 0.0
+    """Seconds that the host took to launch the forward, whatever the micro-batch; 0: not measured, as on a CPU."""
+    backward_launch_s: NotNegative = 0.0
+    """The same of the backward."""
 
 
 @dataclass(frozen=True, slots=True)

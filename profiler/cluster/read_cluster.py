@@ -31,9 +31,10 @@ def _problems(cluster: Cluster) -> Iterator[Problem]:
         yield from _positive(at, figure)
     yield from _positive(("device", "memory_bytes"), device.memory_bytes)
     yield from _positive(("device", "memory_bytes_per_s"), device.memory_bytes_per_s)
-    if not 0 < device.matmul_efficiency.value <= 1:
-        at = ("device", "matmul_efficiency", "value")
-        yield Problem(at, "is wrong", str(device.matmul_efficiency.value), "more than 0 and at most 1")
+    for name in ("matmul_efficiency", "fp32_efficiency"):
+        fraction: Figure | None = getattr(device, name)
+        if fraction is not None and not 0 < fraction.value <= 1:
+            yield Problem(("device", name, "value"), "is wrong", str(fraction.value), "more than 0 and at most 1")
     if cluster.reserve_bytes >= device.memory_bytes.value:
         got, expected = f"{cluster.reserve_bytes:.0f} bytes in all", "less than memory_bytes"
         yield Problem(("device", "reserve_bytes"), "is too large", got, expected)
@@ -42,6 +43,11 @@ def _problems(cluster: Cluster) -> Iterator[Problem]:
         yield from _link_problems("inter", cluster.inter)
     if cluster.measured is not None:
         yield from _measured_problems(cluster.measured)
+    for name in ("kernel_s", "unit_s", "unit_tensor_s") if cluster.launch else ():
+        figure = getattr(cluster.launch, name)
+        if figure.value > 1:
+            at = ("launch", name, "value")
+            yield Problem(at, "is wrong", f"{figure.value} s", "at most 1 second", "it is in seconds")
     if cluster.host is not None:
         yield from _positive(("host", "link_bytes_per_s"), cluster.host.link_bytes_per_s)
         yield from _positive(("host", "memory_bytes_per_s"), cluster.host.memory_bytes_per_s)

@@ -42,6 +42,9 @@ class PassTimes:
     """Activations that it was the first to keep for backward; empty if not counted."""
     is_host_bound: bool = False
     """Whether the device may have waited for the host."""
+    forward_launch_s: Sequence[float] = ()
+    """Seconds in which the host launched the forward of each; 0 where it computes itself."""
+    backward_launch_s: Sequence[float] = ()
 
     @property
     def total_s(self) -> float:
@@ -87,10 +90,13 @@ def run_blockwise(
     counting = saved_tensors_hooks(saved.keep, lambda tensor: tensor) if count_saved else nullcontext()
     with replaced_forwards(module, watched), counting:
         run.go(module, inputs)
-    totals, every = run.watch.totals(), range(len(run.entries))
-    forward_s, backward_s = ([totals.get(_Label(way, i), 0.0) for i in every] for way in ("forward", "backward"))
+    every = range(len(run.entries))
+    (forward_s, backward_s), launches_s = (
+        [[totals.get(_Label(way, i), 0.0) for i in every] for way in ("forward", "backward")]
+        for totals in (run.watch.totals(), run.watch.launches())
+    )
     saved_bytes = [saved.bytes[i] for i in every] if count_saved else []
-    return PassTimes(run.entries, forward_s, backward_s, saved_bytes, run.watch.is_host_bound)
+    return PassTimes(run.entries, forward_s, backward_s, saved_bytes, run.watch.is_host_bound, *launches_s)
 
 
 class _Run:

@@ -87,6 +87,8 @@ class CudaQueue:
 class QueueClock:
     """Times what is enqueued, and learns for how long the device must be held."""
 
+    is_behind_host = True
+
     def __init__(self, queue: Queue, host_s: Callable[[], float] = time.perf_counter) -> None:
         self._queue, self._host_s, self._since_s = queue, host_s, 0.0
         self._hold_s, self._what = FIRST_HOLD_S, None  # type: tuple[float, Hashable]

@@ -90,8 +90,9 @@ def measure_calls(
         names.setdefault(call_key(graph, call), f"{graph.name} {graph.operators[call.operator].name}")
     calls = []
     for key, name in names.items():
-        forward_s, backward_s, saved_bytes = zip(*(figures[key] for figures, _ in points), strict=True)
-        calls.append(CallTimes(key, name, sizes, forward_s, backward_s, saved_bytes))
+        forward_s, backward_s, saved_bytes, *launches_s = zip(*(figures[key] for figures, _ in points), strict=True)
+        # The host's time does not depend on the micro-batch; the least is what it took while nothing held it up.
+        calls.append(CallTimes(key, name, sizes, forward_s, backward_s, saved_bytes, *map(min, launches_s)))
     disagreement = tuple(one for _, one in points)
     return ComputeTimes(tuple(calls), disagreement, bool(bench.blocks) or not graph.blocks, is_host_bound)
 
@@ -136,8 +137,10 @@ class _Bench:
 
 def _point(
     graph: ModelGraph, micro_batch: int, first: PassTimes, runs: Sequence[PassTimes]
-) -> tuple[dict[str, tuple[float, float, float]], float]:
-    """Return seconds of forward and of backward and saved bytes at one micro-batch, by key, and the disagreement."""
+) -> tuple[dict[str, tuple[float, ...]], float]:
+    """Return, at one micro-batch and by key, seconds of forward and of backward, saved bytes, and seconds in which the
+    host launched both; and the disagreement.
+    """
     keys = [call_key(graph, call) for call in graph.calls]
     order = [call.operator for call in graph.calls]
     works = [call.forward for call in graph.calls]
@@ -146,9 +149,12 @@ def _point(
     forward_s = _medians(keys, (spread(run.entries, order, run.forward_s, moved) for run in runs))
     backward_s = _medians(keys, (spread(run.entries, order, run.backward_s, moved) for run in runs))
     saved_bytes = _medians(keys, [spread(first.entries, order, first.saved_bytes, kept)])
+    forward_launch_s = _medians(keys, (spread(run.entries, order, run.forward_launch_s, moved) for run in runs))
+    backward_launch_s = _medians(keys, (spread(run.entries, order, run.backward_launch_s, moved) for run in runs))
     pass_s = median(run.total_s for run in runs)
     disagreement = sum(forward_s[key] + backward_s[key] for key in keys) / pass_s - 1.0
-    return {key: (forward_s[key], backward_s[key], saved_bytes[key]) for key in keys}, disagreement
+    figures = forward_s, backward_s, saved_bytes, forward_launch_s, backward_launch_s
+    return {key: tuple(one[key] for one in figures) for key in keys}, disagreement
 
 
 def _medians(keys: Sequence[str], runs: Iterable[Sequence[float]]) -> dict[str, float]:

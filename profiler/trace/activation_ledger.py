@@ -55,6 +55,8 @@ class Tally:
     flops: int = 0
     matmul_bytes: int = 0
     other_bytes: int = 0
+    launches: int = 0
+    """Operations that read or write memory."""
     events: list[int] = field(default_factory=list)
     """Live bytes less what is charged to earlier calls, in order of time."""
     waste: int = 0

@@ -250,6 +250,7 @@ def _work(tallies: Sequence[Tally], what: str, sizes: Sizes) -> Work:
         matmul_flops=exact_line([tally.flops for tally in tallies], f"the number of FLOPs in {what}", sizes),
         matmul_bytes=line([tally.matmul_bytes for tally in tallies], sizes),
         other_bytes=line([tally.other_bytes for tally in tallies], sizes),
+        launches=max(tally.launches for tally in tallies),
     )
 
 
@@ -403,7 +404,8 @@ def _block_rerun(passes: Mapping[int, Pass], execution: int, waiting_bytes: int)
     again = [run.again for run in runs]
     start = _instant([tally.events[0] if tally.events else None for tally in again], again, sizes) or Affine()
     peak = _peak(again, [slice(None) for _ in again], sizes)
-    work = Work(*(line([getattr(tally, name) for tally in again], sizes) for name in _WORK))
+    flops, matmul_bytes, other_bytes = (line([getattr(tally, name) for tally in again], sizes) for name in _WORK)
+    work = Work(flops, matmul_bytes, other_bytes, max(tally.launches for tally in again))
     in_tail = any(run.again_in_tail for run in runs)
     return Rerun(_less(start, waiting_bytes), _less(peak, waiting_bytes), in_tail, work)
 

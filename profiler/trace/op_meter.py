@@ -381,6 +381,7 @@ class Meter(UncompiledMode):
         tally.flops += spent.flops
         tally.matmul_bytes += spent.matmul_bytes
         tally.other_bytes += spent.other_bytes
+        tally.launches += spent.matmul_bytes + spent.other_bytes > 0
 
     # --- calls ------------------------------------------------------------------------------------
 

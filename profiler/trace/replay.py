@@ -159,7 +159,7 @@ def _instants(end: Ending) -> tuple[int | None, ...]:
 
 
 def _tallied(tally: Tally) -> tuple[int, ...]:
-    return tally.flops, tally.matmul_bytes, tally.other_bytes, tally.waste, *tally.events
+    return tally.flops, tally.matmul_bytes, tally.other_bytes, tally.launches, tally.waste, *tally.events
 
 
 def _interface(execution: Execution) -> tuple[Any, ...]:

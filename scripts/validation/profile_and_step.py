@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from osdp.zoo import load_model
+from profiler.cluster.read_cluster import read_cluster
 from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan
 from runtime.observe.one_rank import one_rank
@@ -45,6 +47,8 @@ def check(place: Place) -> Finding:
     source = load_model(model)
     graph = trace_model(source, "bf16", place.device)
     told, complaints, figures = list[str](), list[str](), dict[str, Any]()
+    if (launch := read_cluster(path).launch) is not None:
+        figures["launch"] = {field.name: getattr(launch, field.name).value for field in fields(launch)}
     for batch in BATCHES:
         view = uniform_view(graph, path, 1, "replicate", batch, "fused_adam")
         device = dry_device() if place.is_dry else start_over()
@@ -52,7 +56,13 @@ def check(place: Place) -> Finding:
             step_s = median_step_s(step, device, 2 if place.is_dry else 10)
             busy = None if place.is_dry else busy_s(step, own_gpu()) / step_s
         error = view.prediction.step_time_s / step_s - 1
-        figures[f"batch_{batch}"] = {"step_s": step_s, "predicted_s": view.prediction.step_time_s, "busy": busy}
+        terms = view.prediction.time_by_term
+        figures[f"batch_{batch}"] = {
+            "step_s": step_s,
+            "predicted_s": view.prediction.step_time_s,
+            "busy": busy,
+            **terms,
+        }
         told.append(f"batch {batch}: {error:+.1%} of {step_s * 1e3:.1f} ms{said_of(busy)}")
         if not place.is_dry:
             complaints += outside(f"batch {batch}: predicted / measured - 1", error, -MOST_OFF, MOST_OFF)

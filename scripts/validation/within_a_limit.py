@@ -30,7 +30,7 @@ CLUSTER, CHIPS = "h100-8", ("H100", "H200")
 LIMIT_BYTES = 8 * GIB
 MOST_OFF = 0.15
 """Of the step's predicted computation."""
-TERMS = ("compute_s", "recompute_s", "optimizer_s")
+TERMS = ("compute_s", "recompute_s", "launch_wait_s", "optimizer_s")
 STEPS = 5
 TRAIN_TIMEOUT_S = 170.0
 

@@ -41,7 +41,7 @@ def test_a_frontier_in_json_has_every_limit(cli: Cli) -> None:
     assert 460.2 * MIB / 0.985 < rows[0]["needed_bytes"] <= 470 * MIB
     assert "which peaks in" in rows[0]["why"]
     # Each is what a search of its own prints.
-    alone = cli.json(*TINY, "--mem", "470MB")
+    alone = cli.json(*TINY, "--mem", "470MB", "--best")
     for key in ("micro_batch", "predicted", "choices", "recomputed_blocks", "baselines", "limit_bytes"):
         assert rows[1][key] == alone[key]
     assert rows[1]["gap"] <= alone["gap"]
@@ -163,7 +163,7 @@ def test_a_headroom_that_cannot_be_is_told(cli: Cli, headroom: str, part: str) -
 
 
 def test_what_binds_and_what_more_would_buy(cli: Cli) -> None:
-    told = cli.json(*TINY, "--mem", "470MB", "--what-if", "-o", "plan.yaml")
+    told = cli.json(*TINY, "--mem", "470MB", "--what-if", "--best", "-o", "plan.yaml")
     more = told["what_if"]
     assert more["samples_per_s"] == pytest.approx(told["predicted"]["samples_per_s"])
     assert [answer["resource"] for answer in more["answers"]] == ["memory", "link in a node", "nodes", "compute"]

@@ -203,7 +203,8 @@ def test_the_simulator_waits_where_ranks_meet() -> None:
 
 SECONDS = st.floats(0.0, 10.0)
 SEGMENTS = st.builds(
-    lambda forward, backward, again, *others: Segment(forward, backward + again, again, *others), *[SECONDS] * 9
+    lambda forward, backward, again, wait, *others: Segment(forward + wait, backward + again, again, wait, *others),
+    *[SECONDS] * 10,
 )
 STAGES = st.lists(st.tuples(st.lists(SEGMENTS, min_size=1, max_size=4), st.booleans(), SECONDS), min_size=1, max_size=5)
 FACTORS = st.floats(1.0, 5.0)

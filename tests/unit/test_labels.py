@@ -47,6 +47,7 @@ machines = st.builds(
     gpus=st.sampled_from([2, 4]),
     intra=st.floats(1e9, 50e9),
     overlaps=st.sampled_from([True, True, False]),
+    launch_s=st.sampled_from([0.0, 0.0, 3e-4]),
 )
 
 

@@ -27,15 +27,16 @@ graphs = st.sampled_from(
     ]
 )
 loads = st.builds(
-    lambda nodes, overlaps, precision, batch, accumulation, uneven: Workload(
-        cluster(nodes, 2, overlaps=overlaps),
+    lambda nodes, overlaps, launch_s, batch, accumulation, uneven: Workload(
+        cluster(nodes, 2, overlaps=overlaps, launch_s=launch_s),
         "adam",
-        precision,
+        "fp32",
         batch,
         accumulation,
         Waits(1.5, 1.2, "a test") if uneven else Waits(),
     ),
-    *(st.sampled_from([1, 2]), st.booleans(), st.just("fp32"), st.integers(1, 9), st.integers(1, 3), st.booleans()),
+    *(st.sampled_from([1, 2]), st.booleans(), st.sampled_from([0.0, 1e-4, 1e-2])),
+    *(st.integers(1, 9), st.integers(1, 3), st.booleans()),
 )
 
 

@@ -55,6 +55,7 @@ machines = st.builds(
     intra=st.floats(1e9, 50e9),
     inter=st.floats(0.5e9, 5e9),
     overlaps=st.booleans(),
+    launch_s=st.sampled_from([0.0, 0.0, 3e-4]),
 )
 
 

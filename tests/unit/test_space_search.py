@@ -56,13 +56,15 @@ def small_chain(rows: tuple[int, ...]) -> ModelGraph:
 
 chains = st.lists(st.integers(1, 4), min_size=2, max_size=3).map(lambda rows: small_chain(tuple(rows)))
 machines = st.builds(
-    lambda overlaps, intra, nodes, host: replace(
-        cluster(nodes, 2, intra=intra, inter=intra / 4, overlaps=overlaps), host=HOST if host else None
+    lambda overlaps, intra, nodes, host, launch_s: replace(
+        cluster(nodes, 2, intra=intra, inter=intra / 4, overlaps=overlaps, launch_s=launch_s),
+        host=HOST if host else None,
     ),
     st.booleans(),
     st.floats(1e9, 2e10),
     st.sampled_from([1, 2]),
     st.booleans(),
+    st.sampled_from([0.0, 3e-4, 1e-3]),
 )
 
 
@@ -189,7 +191,8 @@ def test_stages_do_not_depend_on_splits(rows: list[int], count: int, which: int)
 @st.composite
 def decided(draw: st.DrawFn) -> tuple[ModelGraph, Cluster, list[StageDecision], Strategy | None]:
     """Draw a plan of the space: some choice for every stage."""
-    machine = replace(cluster(draw(st.sampled_from([1, 2])), 2), host=HOST if draw(st.booleans()) else None)
+    nodes, launch_s = draw(st.sampled_from([1, 2])), draw(st.sampled_from([0.0, 1e-3]))
+    machine = replace(cluster(nodes, 2, launch_s=launch_s), host=HOST if draw(st.booleans()) else None)
     graph = transformer(2, 1024, tied=draw(st.booleans()), vocabulary=2048)
     space = Space(graph)
     load = Workload(machine, "adam", "fp32", 1)

@@ -29,7 +29,7 @@ def segment(
     after: float = 0.0,
     copy: float = 0.0,
 ) -> Segment:
-    return Segment(forward, backward, 0.0, a, b, r, ar, before, after + copy, copy)
+    return Segment(forward, backward, 0.0, 0.0, a, b, r, ar, before, after + copy, copy)
 
 
 def option(segments: tuple[Segment, ...], optimizer_s: float = 0.0) -> StageCandidate:

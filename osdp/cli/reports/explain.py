@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from osdp.cli.reports.figures import format_count, format_seconds, name_phase
-from osdp.cli.reports.plan import WAITING, print_what_if
+from osdp.cli.reports.plan import LAUNCH_WAIT, WAITING, print_what_if
 from osdp.cli.reports.rows import choice_name, short_names
 from osdp.cli.terminal import make_table, print_section
 from planner.analysis.explain import TIED, Alternative, OpenPlan, Target, alternatives, best_of, parts
@@ -17,6 +17,7 @@ from profiler.byte_sizes import format_bytes
 
 COLUMNS = {
     "recompute_s": ">recompute",
+    LAUNCH_WAIT: ">host wait",
     "exposed_communication_s": ">exposed",
     WAITING: ">stragglers",
     "optimizer_s": ">optimizer",
@@ -157,8 +158,8 @@ def _cost(change: Alternative) -> str:
 
 
 def _table(changes: list[Alternative]) -> Table:
-    waits = any(change.delta_by_term_s[WAITING] for change in changes)
-    columns = {term: name for term, name in COLUMNS.items() if waits or term != WAITING}
+    rare = [term for term in (WAITING, LAUNCH_WAIT) if not any(change.delta_by_term_s[term] for change in changes)]
+    columns = {term: name for term, name in COLUMNS.items() if term not in rare}
     table = make_table("alternative", ">step time", *columns.values(), ">peak", ">over limit")
     for change in changes:
         terms = [format_seconds(change.delta_by_term_s[term], signed=True) for term in columns]

@@ -19,6 +19,8 @@ def figures_of(cluster: Cluster) -> Iterator[tuple[str, str, str]]:
     for precision, figure in device.matmul_flops_per_s.items():
         yield f"matmul {precision}", format_rate(figure.value, "FLOP/s"), figure.source
     yield "matmul efficiency", f"{device.matmul_efficiency.value:.0%}", device.matmul_efficiency.source
+    if (of_fp32 := device.fp32_efficiency) is not None:
+        yield "matmul efficiency, fp32", f"{of_fp32.value:.0%}", of_fp32.source
     yield "memory rate", format_rate(device.memory_bytes_per_s.value, "B/s"), device.memory_bytes_per_s.source
     for name, figure in device.reserve_bytes.items():
         yield f"reserve: {name.replace('_', ' ')}", format_bytes(figure.value), figure.source
@@ -32,6 +34,10 @@ def figures_of(cluster: Cluster) -> Iterator[tuple[str, str, str]]:
         link, memory = cluster.host.link_bytes_per_s, cluster.host.memory_bytes_per_s
         yield "link to the host", format_rate(link.value, "B/s"), link.source
         yield "host memory rate", format_rate(memory.value, "B/s"), memory.source
+    if (launch := cluster.launch) is not None:
+        yield "host, launching a kernel", format_seconds(launch.kernel_s.value), launch.kernel_s.source
+        yield "host, gather or reduction of a unit", format_seconds(launch.unit_s.value), launch.unit_s.source
+        yield "and for each tensor of it", format_seconds(launch.unit_tensor_s.value), launch.unit_tensor_s.source
     yield "overlap", "yes" if cluster.overlaps else "no", cluster.overlap_source
     if cluster.measured is not None:
         yield from _measured_figures(cluster.measured)
@@ -79,7 +85,7 @@ def rates(cluster: Cluster, precision: str) -> str:
     def sourced(text: str, figure: Figure) -> str:
         return f"{text} ({source_kind(figure.source)})"
 
-    peak, efficiency = device.matmul_flops_per_s[precision], device.matmul_efficiency
+    peak, efficiency = device.matmul_flops_per_s[precision], device.efficiency(precision)
     matmul = sourced(f"{precision} {format_rate(peak.value, 'FLOP/s')}", peak)
     parts = [
         matmul + sourced(f" at {efficiency.value:.0%}", efficiency),

@@ -31,9 +31,14 @@ from profiler.byte_sizes import MIB, format_bytes
 
 WAITING = "waiting_s"
 """The term of uneven micro-batches."""
+LAUNCH_WAIT = "launch_wait_s"
+"""The term of devices that wait for their host."""
+HOST_BOUND = 0.05
+"""Part of a step from which on that waiting is explained."""
 TERMS = {
     "compute_s": "compute",
     "recompute_s": "recompute",
+    LAUNCH_WAIT: "wait for the host",
     "exposed_communication_s": "exposed communication",
     WAITING: "straggler wait",
     "optimizer_s": "optimizer",
@@ -97,6 +102,8 @@ def _header(planned: Planned, around: Circumstances) -> Table:
         table.add_row("pinned", ", ".join(plan.asked.pins))
     table.add_row("rates", rates(cluster, plan.model.precision))
     table.add_row("sources", f"cluster: {sources_of(cluster)}; model: counted while tracing it")
+    if cluster.launch is None and device.kind == "cuda":
+        table.add_row("not counted", "what the host takes to launch kernels: the cluster file has no `launch` figures")
     if is_derived(cluster):
         table.add_row("assumed", ", ".join(assumed_of(cluster)))
     return table
@@ -137,12 +144,12 @@ def _memory(planned: Planned) -> tuple[str, Table]:
 
 
 def _time(planned: Planned) -> tuple[str, Table, str]:
-    """Return the step time by term, under a headline, and what is not part of it."""
+    """Return the step time by term, under a headline, and what is not part of it or needs an explanation."""
     predicted, length = planned.plan.predicted, planned.graph.sequence_length
     table = make_table("per step", ">time", ">share", "")
     for term, label in TERMS.items():
-        seconds = predicted.time_by_term[term]
-        if term == WAITING and not seconds:
+        seconds = predicted.time_by_term.get(term, 0.0)  # older plan files have fewer
+        if term in (WAITING, LAUNCH_WAIT) and not seconds:
             continue
         share = seconds / predicted.step_time_s
         table.add_row(label, format_seconds(seconds), f"{share:.1%}", bar(share))
@@ -150,7 +157,10 @@ def _time(planned: Planned) -> tuple[str, Table, str]:
     speed = f"{format_count(predicted.samples_per_s)} samples/s{tokens}"
     hidden = format_seconds(predicted.time_by_term[HIDDEN])
     overlapped = f"Another {hidden} of communication overlaps with computation and is not part of the sum."
-    return f"Time: {format_seconds(predicted.step_time_s)} per step, {speed}", table, overlapped
+    share = predicted.time_by_term.get(LAUNCH_WAIT, 0.0) / predicted.step_time_s
+    host = f" The step is host-bound: for {share:.0%} of it devices wait for Python and the driver to launch kernels."
+    told = overlapped + host * (share >= HOST_BOUND)
+    return f"Time: {format_seconds(predicted.step_time_s)} per step, {speed}", table, told
 
 
 def baseline_table(planned: Planned) -> Table:

@@ -21,6 +21,8 @@ from profiler.cluster.piecewise_fit import is_bad
 from profiler.model_graph import ModelGraph
 
 SCHEMA = "osdp.profile_comparison/1"
+UNIT_TENSORS = 12
+"""Of a unit whose host time is printed, as many as a layer of GPT-2 has."""
 
 
 def print_profile(console: Console, cluster: Cluster, graph: ModelGraph | None, path: Path) -> None:
@@ -48,6 +50,13 @@ def _rates(cluster: Cluster) -> Table:
     table.add_row("memory-bound kernels", format_rate(device.memory_bytes_per_s.value, "B/s"), "")
     reserved = f"{format_bytes(cluster.reserve_bytes)} of it reserved for {reserve_use(device)}"
     table.add_row("memory per rank", format_bytes(device.memory_bytes.value), reserved)
+    if (launch := cluster.launch) is not None:
+        table.add_row(
+            "host, launching a kernel", format_seconds(launch.kernel_s.value), "as a mean of the model's calls"
+        )
+        unit_s = launch.unit_s.value + UNIT_TENSORS * launch.unit_tensor_s.value
+        what = f"host, gather or reduction of an FSDP unit of {UNIT_TENSORS} tensors"
+        table.add_row(what, format_seconds(unit_s), "hooks and launches")
     if not measured.collectives:
         link = format_rate(cluster.intra.bytes_per_s.value, "B/s")
         table.add_row("communication", "", f"not measured, as there is one rank; a link of {link} is assumed")

@@ -1,0 +1,197 @@
+"""What the host takes to launch a step: counted in the trace, by hand in the cost, measured on a lagging device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from clocks import LaggingDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import chain, cluster, transformer
+from thoroughness import draws
+from torch.utils._python_dispatch import TorchDispatchMode
+from trace_models import MLP, language_model, source
+
+from osdp.profile.fsdp_overhead import EVENTS, FEW_TENSORS, TENSORS, UNITS, UnitLaunch, unit_launch
+from osdp.zoo import load_cluster
+from planner.cost.step_time import StepTime, step_time
+from planner.cost.workload import Workload
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
+from planner.plan import cluster_fingerprint
+from planner.strategies.notation import parse_strategy
+from profiler.cluster.cluster import Cluster
+from profiler.cluster.measurements import CallTimes, Measured, call_key
+from profiler.model_graph import ModelGraph, Recompute
+from profiler.timing.device_queue import QueueClock
+from profiler.timing.stopwatch import HostClock, Stopwatch
+from profiler.trace.metered_pass import find_loss
+from profiler.trace.trace import trace_model
+
+LAUNCH_S = 1e-3
+UNIT_S, TENSOR_S = 4 * LAUNCH_S, LAUNCH_S / 2
+"""As `synthetic.cluster` has them."""
+
+
+def time_of(graph: ModelGraph, machine: Cluster, recompute: Recompute = Recompute.NOTHING, batch: int = 1) -> StepTime:
+    """Return the time of the plan that shards everything and recomputes every block so."""
+    load, space = Workload(machine, "adam", "fp32", batch), Space(graph)
+    shard = parse_strategy("shard", machine)
+    spanning = shard if space.model.spanning else None
+    options = []
+    for kind in range(len(space.examples)):
+        stage = space.model.stages[space.examples[kind]]
+        again = recompute if stage.block is not None else Recompute.NOTHING
+        decision = StageDecision((shard,) * len(stage.operators), again)
+        options += [space.option(kind, decision, spanning, load)] * space.stage_classes.count(kind)
+    return step_time(options, load)
+
+
+def waits_by_hand() -> float:
+    """Return how long the device waits in `chain([(1024, 1024)] * 3, ...)`: every layer is a segment of one unit.
+
+    Its forward has two kernels and its backward three (`synthetic.call`); the unit has one tensor, and is gathered in
+    both and reduced once.
+    """
+    total_s, unit_s = 0.0, UNIT_S + TENSOR_S
+    for compute_s in (0.001, 0.02, 0.0001):
+        total_s += max(0.0, 2 * LAUNCH_S + unit_s - compute_s)
+        total_s += max(0.0, 3 * LAUNCH_S + 2 * unit_s - 2 * compute_s)
+    return total_s
+
+
+def test_the_device_waits_as_by_hand() -> None:
+    graph, machine = chain([(1024, 1024)] * 3, [10.0, 200.0, 1.0], [20.0] * 3), cluster(1, 2, launch_s=LAUNCH_S)
+    time, without = time_of(graph, machine), time_of(graph, replace(machine, launch=None))
+    assert without.launch_wait_s == 0.0
+    assert time.launch_wait_s == pytest.approx(waits_by_hand())
+    assert time.compute_s == pytest.approx(without.compute_s)
+    assert time.recompute_s == without.recompute_s == 0.0
+    # What is hidden under the longer segments is not exposed any more; the sum is what they take.
+    terms = time.compute_s + time.launch_wait_s + time.exposed_communication_s + time.optimizer_s
+    assert time.total_s == pytest.approx(terms)
+    assert time.exposed_communication_s <= without.exposed_communication_s * (1 + 1e-9)
+
+
+def test_a_device_that_is_slower_than_its_host_waits_for_nothing() -> None:
+    graph, machine = transformer(3, 512), cluster(1, 4, launch_s=1e-9)
+    assert time_of(graph, machine) == time_of(graph, replace(machine, launch=None))
+
+
+def test_recomputation_launches_forwards_again() -> None:
+    """A block's forward has two kernels in each of its six operators; nothing here computes for as long as one."""
+    graph, machine = transformer(3, 64, selective=0.5), cluster(1, 2, launch_s=LAUNCH_S, flops=1e18)
+    kept, whole, selective = (
+        time_of(graph, machine, how) for how in (Recompute.NOTHING, Recompute.EVERYTHING, Recompute.SELECTIVE)
+    )
+    forward_s = 3 * 6 * 2 * LAUNCH_S
+    assert whole.total_s - kept.total_s == pytest.approx(forward_s, rel=1e-3)
+    # Both forwards pass through a dispatch mode.
+    assert selective.total_s - kept.total_s == pytest.approx(3 * forward_s, rel=1e-3)
+
+
+@settings(max_examples=draws(20), deadline=None)
+@given(st.floats(0.0, 1e-2), st.integers(1, 8), st.sampled_from(list(Recompute)))
+def test_a_slower_host_makes_no_step_shorter(launch_s: float, batch: int, recompute: Recompute) -> None:
+    graph = transformer(2, 256, selective=0.5)
+    slower, faster = (
+        time_of(graph, cluster(1, 4, launch_s=one), recompute, batch).total_s for one in (1.1 * launch_s, launch_s)
+    )
+    without_s = time_of(graph, cluster(1, 4), recompute, batch).total_s
+    assert slower >= faster * (1 - 1e-12) >= without_s * (1 - 1e-9)
+
+
+def test_measured_calls_have_their_own_launches_whatever_the_micro_batch() -> None:
+    graph, machine = chain([(1024, 1024)] * 2, [1.0, 2.0], [20.0] * 2), cluster(1, 2, launch_s=LAUNCH_S)
+    key = call_key(graph, graph.calls[0])
+    times = CallTimes(key, "first", (1,), (0.5,), (0.7,), (0.0,), forward_launch_s=0.25, backward_launch_s=0.125)
+    machine = replace(machine, measured=Measured("2026-01-01", "", 1, calls=(times,)))
+    for batch in (1, 16):
+        load = Workload(machine, "adam", "fp32", batch)
+        assert load.launch_s(graph, graph.calls[0]) == (0.25, 0.125)
+        assert load.launch_s(graph, graph.calls[1]) == (2 * LAUNCH_S, 3 * LAUNCH_S)
+
+
+# ---- counted in the trace -------------------------------------------------------------------------
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that write memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        moves_nothing = func.name().startswith(("aten::empty", "aten::new_empty", "aten::_unsafe_view"))
+        self.count += not (func.is_view or moves_nothing or func.namespace == "prim")
+        return out
+
+
+@pytest.mark.parametrize("model", ["mlp", "language model"])
+def test_launches_are_the_operations_that_a_step_runs(model: str) -> None:
+    traced = source(lambda: MLP(32, 64, 64, 8), (32,)) if model == "mlp" else language_model()
+    graph = trace_model(traced, "fp32", "cpu")
+    module = traced.build()
+    args, kwargs = traced.example_inputs(module, 2)
+    forward, backward = Kernels(), Kernels()  # type: ignore[no-untyped-call]
+    with forward:
+        loss, _ = find_loss(module(*args, **kwargs))
+    with backward:
+        loss.backward()  # type: ignore[no-untyped-call]
+    counts = (sum(getattr(call, way).launches for call in graph.calls) for way in ("forward", "backward"))
+    for counted, run in zip(counts, (forward.count, backward.count), strict=True):
+        assert counted == pytest.approx(run, abs=2)  # the gradient of the loss itself
+
+
+def test_keys_and_fingerprints_are_older_than_launches() -> None:
+    graph, machine = chain([(1024, 1024)] * 2, [1.0, 2.0], [20.0] * 2), cluster(1, 2)
+    other = replace(graph.calls[0].forward, launches=99)
+    assert call_key(graph, replace(graph.calls[0], forward=other)) == call_key(graph, graph.calls[0])
+    assert cluster_fingerprint(cluster(1, 2, launch_s=LAUNCH_S)) != cluster_fingerprint(machine)
+
+
+# ---- measured --------------------------------------------------------------------------------------
+
+
+def test_a_stopwatch_has_what_the_host_took_too() -> None:
+    device = LaggingDevice(5e-5)
+    watch = Stopwatch(QueueClock(device, lambda: device.now_s), lambda: device.now_s)
+    for label, kernels in (("one", 3), ("two", 5), ("one", 2)):
+        watch.switch(label)
+        for _ in range(kernels):
+            device.enqueue(1e-6)
+    watch.switch(None)
+    assert watch.launches() == pytest.approx({"one": 5 * 5e-5, "two": 5 * 5e-5})
+    assert watch.totals() == pytest.approx({"one": 5e-6, "two": 5e-6})
+
+
+def test_a_cpu_launches_nothing() -> None:
+    watch = Stopwatch(HostClock())
+    watch.switch("one")
+    watch.switch(None)
+    assert watch.launches() == {}
+
+
+def test_units_and_their_tensors_are_told_apart() -> None:
+    events, unit_s, tensor_s = EVENTS * UNITS, 3e-4, 2e-5
+    few, many = (events * (unit_s + tensors * tensor_s) for tensors in (FEW_TENSORS, TENSORS))
+    found = unit_launch(0.01, 0.01 + few, 0.02, 0.02 + many)
+    assert (found.unit_s, found.tensor_s) == pytest.approx((unit_s, tensor_s))
+    # Nothing is below zero, whatever the noise.
+    assert unit_launch(0.02, 0.01, 0.02, 0.01) == UnitLaunch(0.0, 0.0)
+    assert unit_launch(0.01, 0.03, 0.01, 0.02).tensor_s == 0.0
+
+
+@pytest.mark.parametrize("name", ["titan-rtx-8", "h100-8", "h100-4x8", "h200-1", "a100-2x8"])
+def test_presets_of_gpus_have_what_launching_takes(name: str) -> None:
+    launch = load_cluster(name).launch
+    assert launch is not None
+    for figure in (launch.kernel_s, launch.unit_s, launch.unit_tensor_s):
+        assert 1e-6 < figure.value < 1e-2
+        assert figure.source.startswith(("measured: ", "assumed: "))
+
+
+def test_cpus_have_none() -> None:
+    assert load_cluster("cpu-gloo").launch is None
