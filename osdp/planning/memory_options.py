@@ -81,8 +81,8 @@ class Headroom:
 
 NO_HEADROOM = Headroom()
 ALLOCATOR_HEADROOM = Headroom(share=0.015)
-"""What CUDA's caching allocator needs for fragments with `expandable_segments:True`, beyond the 64 MiB that the
-clusters' files keep for its rounding: derived in docs/benchmarks/allocator.md."""
+"""What CUDA's caching allocator needs for fragments with `expandable_segments:True`, beyond the 96 MiB (of
+`titan-rtx-8` 64) that the clusters' files keep for its rounding: derived in docs/benchmarks/allocator.md."""
 
 
 def default_headroom(cluster: Cluster) -> Headroom:

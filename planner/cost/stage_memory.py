@@ -7,13 +7,13 @@ Moments of a stage, in the notation of `planner.cost.unit_memory`, i a unit, i-1
 execution order and i+1 the one after; `saved` are the activations that calls before keep:
 
     forward, gather of i       AG_i + AGX_i + AG_(i-1) + incoming activation
-    forward, unshard of i      U_i + AG_i + AG_(i-1) + incoming activation
+    forward, unshard of i      U_i + UX_i + AG_i + AG_(i-1) + incoming activation
     forward, a call of i       U_i + AG_i + forward peak of the call
     forward, tail of i         AG_i + forward peak of what follows its last module
     backward, tail of i        AG_i + RSI + backward peak of what follows its last module
-    backward, gather of m      AG_m + AGX_m + what is alive then; m runs back first, nothing has prefetched it
-    backward, unshard of i     U_i + H_i + AG_i + RSI + what is alive as the backward gets there
-    backward, gather of i-1    U_i + AG_(i-1) + AGX_(i-1) + RSI + the same
+    backward, gather of m      AG_m + AGH_m + what is alive then; m runs back first, nothing has prefetched it
+    backward, unshard of i     U_i + UX_i + H_i + AG_i + RSI + what is alive as the backward gets there
+    backward, gather of i-1    U_i + AG_(i-1) + AGH_(i-1) + RSI + the same
     backward, a call of i      U_i + AG_(i-1) + RSI + G of i's calls already done + backward peak of the call
     reduction of i, copied     AG_(i-1) + RSI_i + G_i + gradients of activations that are left
     reduction of i, reduced    AG_(i-1) + RSI_i + RSX_i + SG_i + G1_i + the same
@@ -165,7 +165,8 @@ class StageMemoryWalk:
             for unit in self.units:
                 if (unit.opens and unit.first == j) or unit.reopens == j:
                     buffers, live = gathered + unit.bytes.gathered, ("gather", j)
-                    self.note("forward", call.operator, unsharded, 0, buffers, live, seen)
+                    copying = buffers + unit.bytes.unshard_temporary
+                    self.note("forward", call.operator, unsharded, 0, copying, live, seen)
                     buffers += unit.bytes.gather_temporary
                     self.note("forward", call.operator, unsharded - unit.bytes.unsharded, 0, buffers, live, seen)
                     if not unit.stalls:
@@ -207,7 +208,8 @@ class StageMemoryWalk:
                 with_temporary = buffers + unit.prefetch_temporary
                 self.note("recompute", operator, unsharded, held, with_temporary, entering, seen)
                 unsharded += unit.bytes.unsharded - unit.still_kept
-                self.note("recompute", operator, unsharded + unit.bytes.secondary, held, buffers, entering, seen)
+                copying = buffers + unit.unshard_temporary
+                self.note("recompute", operator, unsharded + unit.bytes.secondary, held, copying, entering, seen)
             for j in range(unit.first, unit.last + 1):
                 self.note("recompute", calls[j].operator, unsharded, held, buffers, ("call again", j), seen)
 
@@ -217,7 +219,7 @@ class StageMemoryWalk:
         """Note the gather of a block's last unit, after which the block runs again, and what is prefetched then."""
         live = ("before again", top.last)
         unsharded = self.spanning_unsharded + sum(unit.still_kept for unit in others) + top.bytes.unsharded
-        operator, gathered = self.frame.stage.calls[top.last].operator, top.prefetched
+        operator, gathered = self.frame.stage.calls[top.last].operator, top.prefetched + top.unshard_temporary
         self.note("recompute", operator, unsharded + top.bytes.secondary, held, gathered, live, Neighbours(above=True))
         buffers = target.prefetched + target.prefetch_temporary if target else 0
         seen = Neighbours(above=True, below=target is None, gathers_below=target is None)
@@ -292,8 +294,8 @@ class StageMemoryWalk:
     ) -> None:
         """Note that a unit is gathered for its backward, and then what is prefetched."""
         operator, held = self.frame.stage.calls[j].operator, unsharded + unit.bytes.secondary
-        live = ("unshard", j)
-        self.note("backward", operator, held, gradients, unit.prefetched + reduce_input, live, Neighbours(above))
+        live, buffers = ("unshard", j), unit.prefetched + unit.unshard_temporary + reduce_input
+        self.note("backward", operator, held, gradients, buffers, live, Neighbours(above))
         prefetched, below, temporary = self.next_prefetch(j)
         buffers, seen = prefetched + temporary + reduce_input, Neighbours(above, below, below)
         self.note("backward", operator, unsharded, gradients, buffers, live, seen)
@@ -324,7 +326,7 @@ class StageMemoryWalk:
             reduced += 0 if self.accumulates else unit.bytes.gradients
 
     def next_prefetch(self, j: int) -> tuple[int, bool, int]:
-        """Return AG and AGX of FSDP2's unit whose backward comes next below call j, or that it is another stage's."""
+        """Return AG and AGH of FSDP2's unit whose backward comes next below call j, or that it is another stage's."""
         later = [unit for unit in self.units if unit.closes and unit.last < j and not unit.stalls]
         if not later:
             return 0, True, 0

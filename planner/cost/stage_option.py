@@ -148,7 +148,7 @@ class StageCandidate:
     prefetched: int = 0
     """AG of its last unit in backward (0 if kept): alive while the stage above that prefetches it is in backward."""
     prefetch_temporary: int = 0
-    """AGX of its last unit in backward: alive when the backward of the stage above begins."""
+    """AGH of its last unit: alive when the backward of the stage above begins."""
     reduce_input: int = 0
     """RSI of the unit that it reduces last in backward: alive until another unit's takes its place."""
     reduces: bool = False
@@ -160,7 +160,7 @@ class StageCandidate:
     prefetches: bool = True
     """Whether there is a unit for `prefetched`; FSDP2 prefetches past a stage without."""
     window: int = 0
-    """W, at rest, and gradients of offloaded units that wait on the device for the last micro-batch."""
+    """W, at rest."""
     syncs_each_microbatch: bool = False
     """Whether a unit of it makes ranks wait for each other in every micro-batch."""
     parts: Parts = ()
@@ -351,16 +351,11 @@ class StageUnits:
         reducing = min((unit for unit in units if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
         waiting = [unit for unit in self.own if unit.reduced_after_backward]
         stepped = sum(unit.bytes.stepped for unit in opened)
-        # Accumulating, sums of offloaded ones are in `partial` instead.
-        gradients = sum(unit.bytes.gradients for unit in opened if not (accumulates and unit.bytes.offloaded))
+        gradients = sum(unit.bytes.gradients for unit in opened)
         # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
         held = [unit.bytes.stepped for unit in opened if accumulates and unit.bytes.gradients > unit.bytes.stepped]
         opened_operators = (graph.operators[index] for unit in opened for index in unit.operators)
         tensors = sum(parameter.trainable for operator in opened_operators for parameter in operator.parameters)
-        # What FSDP2 keeps on the device of offloaded gradients until they are reduced across groups.
-        world_size = load.cluster.world_size if accumulates else 0
-        waits = (unit.bytes for unit in opened if unit.strategy.group < world_size)
-        partial = sum(max(one.gradients, one.offloaded) if one.offloaded else 0 for one in waits)
         largest, second = two_largest(
             [0, 0, *(size for unit in opened for size in (unit.bytes.largest, unit.bytes.second))]
         )
@@ -388,7 +383,7 @@ class StageUnits:
             "optimizer_s": load.optimizer_s(stepped, sum(unit.bytes.offloaded for unit in opened), tensors),
             "syncs_each_microbatch": any(unit.traffic.syncs_each_microbatch for unit in units),
             "parts": added((unit.traffic.parts, 1) for unit in opened),
-            "window": sum(unit.bytes.window for unit in opened) + partial,
+            "window": sum(unit.bytes.window for unit in opened),
             "block": stage.block if any(call.sharers for call in stage.calls) else None,
         }
 

@@ -90,7 +90,12 @@ class StagedUnit:
 
     @property
     def prefetch_temporary(self) -> int:
-        return 0 if self.is_still_there else self.bytes.gather_temporary
+        return 0 if self.is_still_there else self.bytes.regather_temporary
+
+    @property
+    def unshard_temporary(self) -> int:
+        """What unsharding it for its backward holds beside U."""
+        return 0 if self.is_still_there else self.bytes.unshard_temporary
 
 
 def runs_often(graph: ModelGraph, operator: int) -> bool:

@@ -19,8 +19,12 @@ dimension d0 and `rest` elements per row padded to ceil(d0/parts) parts rows (FS
     G    unsharded gradients                        e_p numel            `UnitBytes.full_gradients`
     G1   the last of those, which FSDP2 holds on to as it reduces        `UnitBytes.last_gradient`
     H    secondary copy over K ranks                e_p pad/K            `UnitBytes.secondary`
-    AGX  what only an all-gather holds as it runs: if they are cast, the shard that is sent, e_p pad/parts
-                                                                         `UnitBytes.gather_temporary`
+    AGX  what only an all-gather holds as it runs: the shard that is sent, e_p pad/parts, if it is a copy, as it
+         is cast or comes from the host                                  `UnitBytes.gather_temporary`
+    AGH  the same in backward: of H, e_p pad/K, which FSDP2 copies too if shards are cast, but none of the host's;
+         AGX without H                                                   `UnitBytes.regather_temporary`
+    UX   what unsharding holds beside U if parts = 1 and nothing is gathered: one tensor after the other is copied
+         from the host, cast, and copied to U                            `UnitBytes.unshard_temporary`
     RSX  the same of a reduction: if e_s < e_r, the shard that was reduced, e_r pad/parts; if it is pushed
          one-sidedly and e_p < e_s, e_p pad/parts                        `UnitBytes.reduce_temporary`
     W    window: published shard, A accumulators    (e_p + A e_r) pad/G  `UnitBytes.window`
@@ -33,10 +37,10 @@ A copy on every rank (G = 1) of parameters of which none is trained is not FSDP2
 else, unless they are cast.
 
 Source: measured on FSDP2 (torch 2.13.0) with PyTorch's memory tracker on fake tensors.  With `+offload`, S, SG
-and OPT are 0, they are in the host's memory; AGX has S on top, the copy that is gathered from, and RSX has
-SG, on its way to the host; of sums that are all-reduced over other groups the buffer, e_r pad/parts, stays on the
-device to the end of backward (`FSDPParamGroup._all_reduce_state`, read in torch 2.11 and 2.13, and seen on a GPU).
-Other differences are documented in the strategies' files in `planner/strategies/`.
+and OPT are 0, they are in the host's memory; RSX has SG, on its way to the host; of sums that are all-reduced over
+other groups the buffer, e_r pad/parts, stays on the device to the end of backward (`FSDPParamGroup._all_reduce_state`,
+read in torch 2.11 and 2.13, and seen on a GPU), and takes the place of the sums of micro-batches before.  Other
+differences are documented in the strategies' files in `planner/strategies/`.
 """
 
 from __future__ import annotations
@@ -71,6 +75,8 @@ class UnitBytes:
     last_gradient: int = 0
     secondary: int = 0
     gather_temporary: int = 0
+    regather_temporary: int = 0
+    unshard_temporary: int = 0
     reduce_temporary: int = 0
     window: int = 0
     offloaded: int = 0
@@ -106,13 +112,14 @@ def unit_bytes(
     if is_plain(parameters, strategy, precision):
         return UnitBytes(parameters=sum(allocated_bytes(p.element_bytes * p.numel) for p in parameters))
     # Plain sums: a large search looks at a hundred thousand parameters.
-    at_rest = states = unsharded = full_gradients = secondary = sent = gradients = last_gradient = counters = 0
-    updates = pushed = 0
+    at_rest = states = unsharded = full_gradients = secondary = gradients = last_gradient = counters = 0
+    updates = pushed = cast = copied = 0
     stepped_apart = [0, 0]
     for parameter in parameters:
         rows, rest = padded_rows(parameter, parts)
         shard, compute = rows * rest, parameter.compute_bytes(precision)
-        sent += compute * shard if parameter.is_cast(precision) else 0
+        cast += compute * shard if parameter.is_cast(precision) else 0
+        copied += allocated_bytes(compute * shard)
         if parameter.trainable:
             gradients += parameter.element_bytes * shard
             counters += optimizer.state_bytes(0, parameter.element_bytes)
@@ -137,8 +144,16 @@ def unit_bytes(
         reduced = allocated_bytes(pushed // parts) if pushed // parts < gradients else 0
     # Until the end of backward, where it is all-reduced over other groups in there.
     until_the_end = strategy.group < ranks and not spec.one_sided
-    # The shard is sent in compute dtype: a copy, unless it rests in that dtype (offloaded, the copy S is larger).
-    copies = parts > 1 and not (strategy.offload or spec.one_sided)
+    # The shard is sent in compute dtype: a copy, unless it rests in that dtype on the device.  Those of the host are
+    # tensors of their own; what they were cast from is gone before there is AG, which is larger.
+    sent = resent = 0
+    if parts > 1 and not spec.one_sided:
+        sent = resent = copied if strategy.offload else allocated_bytes(cast)
+        if strategy.secondary:
+            resent = 0 if strategy.offload else allocated_bytes(cast * parts // strategy.secondary)
+    permuted = sum(map(allocated_bytes, spec.temporaries(volume.gathered, node)))
+    # It is gone before SG is made, where that is not what was reduced.
+    exchanged = sum(map(allocated_bytes, spec.temporaries(volume.reduced, node)))
     windows = (volume.gathered // parts, spec.accumulators(strategy) * volume.reduced // parts)
     largest, second = two_largest(stepped_apart)
     unit = UnitBytes(
@@ -155,9 +170,10 @@ def unit_bytes(
         gathered=allocated_bytes(volume.gathered) if parts > 1 else 0,
         reduce_input=allocated_bytes(pushed if spec.one_sided else volume.reduced),
         last_gradient=last_gradient if parts > 1 else 0,
-        gather_temporary=sum(map(allocated_bytes, spec.temporaries(volume.gathered, node)))
-        + (allocated_bytes(sent) if copies else 0),
-        reduce_temporary=sum(map(allocated_bytes, spec.temporaries(volume.reduced, node)))
+        gather_temporary=permuted + sent,
+        regather_temporary=permuted + resent,
+        unshard_temporary=0 if parts > 1 or spec.has_owner else _unshard_temporary(parameters, strategy, precision),
+        reduce_temporary=max(0, exchanged - (allocated_bytes(gradients) if reduced else 0))
         + (0 if until_the_end else reduced),
         window=sum(map(allocated_bytes, windows)) if spec.one_sided else 0,
     )
@@ -169,6 +185,21 @@ def unit_bytes(
     casts = allocated_bytes(gradients) if reduced else 0
     kept = allocated_bytes(volume.reduced // parts)
     return replace(there, gradients=kept, reduce_temporary=unit.reduce_temporary + casts)
+
+
+def _unshard_temporary(parameters: Iterable[Parameter], strategy: Strategy, precision: str) -> int:
+    """Return UX: `FSDPParamGroup.wait_for_unshard` has the copy of one tensor until it has that of the next."""
+    unsharded = highest = before = 0
+    for parameter in parameters:
+        whole, is_cast = (
+            allocated_bytes(parameter.compute_bytes(precision) * parameter.numel),
+            parameter.is_cast(precision),
+        )
+        copy = whole if is_cast or strategy.offload else 0
+        from_host = allocated_bytes(parameter.element_bytes * parameter.numel) if is_cast and strategy.offload else 0
+        highest = max(highest, unsharded + before + from_host + copy, unsharded + whole + copy)
+        unsharded, before = unsharded + whole, copy
+    return max(0, highest - unsharded)
 
 
 def outside_bytes(parameters: Iterable[Parameter], precision: str, optimizer: Optimizer) -> int:
@@ -186,8 +217,7 @@ def _at_rest(unit: UnitBytes, strategy: Strategy, counters: int, elsewhere: bool
     if strategy.spec.has_owner and elsewhere:
         return replace(unit, **_NOTHING_STEPS, optimizer=0 if strategy.offload else counters)
     if strategy.offload:
-        shard, gradient = (unit.parameters, unit.stepped) if strategy.spec.offload_buffers else (0, 0)
-        gather, reduction = unit.gather_temporary + shard, unit.reduce_temporary + gradient
-        kept = replace(unit, gather_temporary=gather, reduce_temporary=reduction, offloaded=unit.stepped)
+        leaving = unit.stepped if strategy.spec.offload_buffers else 0
+        kept = replace(unit, reduce_temporary=unit.reduce_temporary + leaving, offloaded=unit.stepped)
         return replace(kept, **_NOTHING_STEPS, optimizer=0)
     return unit

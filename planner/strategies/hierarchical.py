@@ -7,8 +7,8 @@ Each rank gathers the shards of the ranks that have its place in other nodes, an
 ranks have got: the network between nodes carries each byte once per node.  The result is not in the order of ranks,
 so the whole tensor is permuted once, which reads and writes it on the device (`Hierarchical.extra_s`) and holds
 
-    AGX    (1 + 1/g) AG more: the permuted tensor, and what passes between nodes
-    RSX    (1 + 1/g) RSI                                                              `Hierarchical.temporaries`
+    AGX, AGH    (1 + 1/g) AG more: the permuted tensor, and what passes between nodes
+    RSX         (1 + 1/g) RSI                                                         `Hierarchical.temporaries`
 """
 
 from dataclasses import dataclass

@@ -35,6 +35,7 @@ class OneSided(StrategySpec):
     gather: Operation = "pull"
     reduction: Operation = "push"
     one_sided: bool = True
+    offload_buffers: bool = False
 
     def groups(self, cluster: Cluster) -> tuple[int, ...]:
         return tuple(g for g in range(2, cluster.gpus_per_node + 1) if cluster.gpus_per_node % g == 0)

@@ -5,7 +5,7 @@ In the files of the strategies, P are a unit's parameters and T its trainable on
 to a multiple of the ranks that it is split over; e_p bytes per parameter in compute dtype, e_r in reduce
 dtype (`profiler.model_graph.Parameter` says how many); N ranks in all, n nodes of g ranks, groups of G ranks.
 AG(n, S) is an all-gather, RS a reduce-scatter and AR an all-reduce over n ranks of a tensor of S bytes in all.  S, SG,
-U, AG, RSI, AGX, RSX, H and W are the bytes of `planner.cost.unit_memory`.
+U, AG, RSI, AGX, AGH, UX, RSX, H and W are the bytes of `planner.cost.unit_memory`.
 
 The defaults of `StrategySpec` are what PyTorch's `fully_shard` does on a mesh of G ranks:
 
@@ -137,7 +137,7 @@ class StrategySpec:
     frees_before_reduction: bool = True
     """Whether unsharded parameters are freed before gradients are reduced."""
     offload_buffers: bool = True
-    """Whether an offloaded shard and its gradient pass through buffers of their own on the device."""
+    """Whether an offloaded gradient passes through a buffer of its own on the device as it is reduced."""
     one_sided: bool = False
     """Whether ranks read and write each other's windows, and wait for each other only once per step."""
     ordered: bool = False

@@ -13,6 +13,9 @@ import torch
 from runtime.observe.live_bytes import ACTIVATIONS
 from runtime.observe.part_peaks import PartPeaks
 
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm"})
+"""Operators of aten that call cuBLAS."""
+
 
 class Resize(NamedTuple):
     """A storage has another size from now on; what it had is freed."""
@@ -37,6 +40,9 @@ class AllocationTrace:
     """By step; the first makes the optimizer's states."""
     is_steady: bool
     """Whether the last step leaves the very storages that it found, so that it can follow itself."""
+    products: tuple[int, ...] = ()
+    """Of forward and of backward, how many events of the first step there are when the first matrix product has its
+    output: each runs in a thread of its own, for which cuBLAS makes a workspace then, and keeps it."""
 
 
 class AllocationRecorder(PartPeaks):  # type: ignore[no-untyped-call]
@@ -48,6 +54,7 @@ class AllocationRecorder(PartPeaks):  # type: ignore[no-untyped-call]
         self._allocated: dict[int, Resize] = {}
         self._starts: list[dict[int, Resize]] = []
         self._steps: list[list[Resize]] = []
+        self._products: dict[str, int] = {}
 
     def resized(self, number: int, size_bytes: int) -> None:
         stream = torch.cpu.current_stream()
@@ -60,6 +67,12 @@ class AllocationRecorder(PartPeaks):  # type: ignore[no-untyped-call]
         if self._steps:
             self._steps[-1].append(event)
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self._steps) == 1 and func.__name__.partition(".")[0] in PRODUCTS:
+            self._products.setdefault(self.phase, len(self._steps[0]))
+        return out
+
     def begin_step(self) -> None:
         """Start the next step's record."""
         self.parts.clear()
@@ -69,6 +82,5 @@ class AllocationRecorder(PartPeaks):  # type: ignore[no-untyped-call]
     def trace(self) -> AllocationTrace:
         """Return what was recorded; to be called at the end of a step."""
         steps = tuple(tuple(step) for step in self._steps)
-        return AllocationTrace(
-            tuple(self._starts[0].values()), steps, self._starts[-1].keys() == self._allocated.keys()
-        )
+        is_steady = self._starts[-1].keys() == self._allocated.keys()
+        return AllocationTrace(tuple(self._starts[0].values()), steps, is_steady, tuple(self._products.values()))

@@ -42,13 +42,19 @@ class Replay:
 def replay(
     trace: AllocationTrace, limit_bytes: int, *, expandable: bool, workspaces_bytes: Sequence[int] = ()
 ) -> Replay:
-    """Return what the allocator does within a limit; `workspaces_bytes` are of libraries, and stay allocated."""
+    """Return what the allocator does within a limit; `workspaces_bytes` are of libraries, and stay allocated.
+
+    They are made as the first step needs them, amid what lives then, or before it where the trace does not say.
+    """
     allocator, retries = CachingAllocator(limit_bytes, expandable=expandable), 0
     blocks: dict[int, Block] = {}
     libraries = [Resize(-1 - number, size_bytes, 0, "start") for number, size_bytes in enumerate(workspaces_bytes)]
-    repeated = trace.steps[-1:] * (STEPS - len(trace.steps)) if trace.is_steady else ()
-    failed = _play(allocator, blocks, (*trace.resident, *libraries))
-    for number, step in enumerate((*trace.steps, *repeated)):
+    first, *steps = trace.steps
+    for at, library in reversed([*zip(trace.products, libraries, strict=False)]):
+        first = (*first[:at], library, *first[at:])
+    repeated = steps[-1:] * (STEPS - len(trace.steps)) if trace.is_steady else []
+    failed = _play(allocator, blocks, (*trace.resident, *libraries[len(trace.products) :]))
+    for number, step in enumerate((first, *steps, *repeated)):
         if failed:
             break
         if number == 1:

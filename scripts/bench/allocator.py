@@ -80,6 +80,14 @@ HELD_OUT = (
 )
 """Plans that the default headroom was not derived from."""
 
+OFFLOADED = (
+    Case("gpt2-medium", "bf16", "h100-8", 3.2, ("*=shard+offload", "blocks.*=recompute")),
+    Case("gpt2-medium", "bf16", "a100-2x8", 2.5, ("*=secondary_shard:8+offload", "blocks.*=recompute")),
+    Case("gpt2-medium", "fp32", "titan-rtx-8", 2, ("*=group_shard:4+offload", "blocks.*=recompute")),
+    Case("gpt2", "fp32", "titan-rtx-8", 4, ("*=replicate+offload",)),
+)
+"""Plans in small limits, which their parameters do not rest in."""
+
 
 @cache
 def traced(model: str, precision: str) -> ModelGraph:
@@ -147,8 +155,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="only plans of this model")
     parser.add_argument("--held-out", action="store_true", help="other plans, which check the default headroom")
+    parser.add_argument("--offloaded", action="store_true", help="plans in small limits that offload")
     options = parser.parse_args()
-    cases = HELD_OUT if options.held_out else CASES
+    cases = HELD_OUT if options.held_out else OFFLOADED if options.offloaded else CASES
     started = time.perf_counter()
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     rows = [measure(case) for case in cases if options.model in (None, case.model)]

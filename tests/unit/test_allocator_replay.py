@@ -83,3 +83,31 @@ def test_steps_follow_each_other() -> None:
 def test_a_resized_storage_has_both_for_a_moment() -> None:
     trace = AllocationTrace(steps((1, 10, 0)), (steps(), steps((1, 12, 0))), is_steady=True)
     assert replay(trace, NO_LIMIT, expandable=True).allocated_bytes == 24 * MIB  # repeated: 12 to 12
+
+
+def test_a_workspace_is_made_amid_the_first_step() -> None:
+    """Of 32 MiB, in pages of 20: before all else 60 MiB follow it, to 92; behind 30 that are freed they end at 122."""
+    step = steps((1, 30, 0), (1, 0, 0), (2, 60, 0), (2, 0, 0))
+    before, amid = (AllocationTrace((), (step, step), is_steady=True, products=at) for at in ((), (1,)))
+    assert reserved_with(before, 32 * MIB, NO_LIMIT) == 100 * MIB
+    assert reserved_with(amid, 32 * MIB, NO_LIMIT) == 140 * MIB
+    # Of the 30, the first page is free as a whole, and can be given back; the next is not.
+    assert (reserved_with(before, 32 * MIB, 100 * MIB), reserved_with(amid, 32 * MIB, 120 * MIB)) == (
+        100 * MIB,
+        120 * MIB,
+    )
+    assert replay(amid, 100 * MIB, expandable=True, workspaces_bytes=(32 * MIB,)).failed == "forward"
+
+
+def reserved_with(trace: AllocationTrace, workspace_bytes: int, limit_bytes: int) -> int:
+    """Return what steps reserve that run."""
+    found = replay(trace, limit_bytes, expandable=True, workspaces_bytes=(workspace_bytes,))
+    assert found.runs
+    return found.reserved_bytes
+
+
+def test_the_first_products_of_forward_and_backward_are_noted(found: DryRun) -> None:
+    forward, backward = found.trace.products
+    first = found.trace.steps[0]
+    assert (first[forward - 1].phase, first[backward - 1].phase) == ("forward", "backward")
+    assert (first[forward - 1].size_bytes > 0, first[backward - 1].size_bytes > 0) == (True, True), "their outputs"

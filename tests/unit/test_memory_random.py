@@ -45,8 +45,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, str, ModelGraph, Cluster]:
     family, precision = draw(st.sampled_from(sorted(VOCABULARY))), draw(st.sampled_from(["fp32", "bf16"]))
     graph = graph_of(family, VOCABULARY[family], LENGTH, precision)
     machine = cluster(*draw(st.sampled_from([(1, 4), (1, 8), (2, 4), (8, 8), (32, 8)])))
-    # Offload is left out: on the CPU no copy to or from the host is made that could be tracked.
-    known = [s for s in known_strategies(machine) if not s.offload]
+    known = known_strategies(machine)
     pool = st.sampled_from(draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True)))
     splits = draw(st.booleans())
     choices = {}

@@ -58,7 +58,8 @@ def test_a_window_by_hand() -> None:
     assert unit.window == 75_264 + 150_016
     # It is sent from there, and needs no copy in bf16; the gradient is pushed in bf16, and zeros of a shard of it made.
     assert (unit.reduce_input, unit.reduce_temporary) == (600_064, 75_264)
-    other = replace(unit, window=0, gather_temporary=75_264, reduce_input=1_200_128, reduce_temporary=0)
+    sent = {"gather_temporary": 75_264, "regather_temporary": 75_264}
+    other = replace(unit, window=0, **sent, reduce_input=1_200_128, reduce_temporary=0)
     assert other == unit_bytes([WEIGHT], Strategy("group_shard", 8), "bf16", ADAM)
 
 

@@ -229,7 +229,8 @@ def test_two_phases_hold_more_buffers() -> None:
     assert two.reduce_temporary == 1_200_128 + 300_032
     assert (one.gather_temporary, one.reduce_temporary) == (75_264, 0)
     assert unit_bytes([WEIGHT], Strategy("shard", 8), "fp32", ADAM).gather_temporary == 0
-    assert replace(two, gather_temporary=75_264, reduce_temporary=0) == one
+    assert two.regather_temporary == two.gather_temporary
+    assert replace(two, gather_temporary=75_264, regather_temporary=75_264, reduce_temporary=0) == one
 
 
 def test_each_tensor_of_what_the_optimizer_makes_is_rounded() -> None:
@@ -246,7 +247,10 @@ def test_secondary_copy_by_hand() -> None:
     unit = unit_bytes([WEIGHT, BIAS], Strategy("secondary_shard", 8, secondary=4), "bf16", ADAM)
     # 300,000 x 2 / 4 = 150,000 -> 293 x 512; 1,000 x 2 / 4 = 500 -> 512.
     assert unit.secondary == 150_016 + 512
-    assert replace(unit, secondary=0) == unit_bytes([WEIGHT, BIAS], Strategy("shard", 8), "bf16", ADAM)
+    # What is sent: 37,625 elements before forward, 75,250 before backward -> 147 and 294 x 512.
+    assert (unit.gather_temporary, unit.regather_temporary) == (75_264, 150_528)
+    once = replace(unit, secondary=0, regather_temporary=75_264)
+    assert once == unit_bytes([WEIGHT, BIAS], Strategy("shard", 8), "bf16", ADAM)
 
 
 def test_an_owner_holds_all_and_others_nothing() -> None:
@@ -266,8 +270,9 @@ def test_offload_leaves_nothing_at_rest() -> None:
     here = unit_bytes([WEIGHT], Strategy("shard", 8), "bf16", ADAM)
     there = unit_bytes([WEIGHT], Strategy("shard", 8, offload=True), "bf16", ADAM)
     assert (there.parameters, there.gradients, there.optimizer) == (0, 0, 0)
-    # Shards pass the device on their way, while their collective runs: 150,000 bytes in fp32 -> 150,016.
-    assert (there.gather_temporary, there.reduce_temporary) == (150_016, 150_016)
+    # Shards pass the device on their way, while their collective runs: 75,000 bytes in bf16, as they are sent ->
+    # 75,264; 150,000 in fp32 -> 150,016.
+    assert (there.gather_temporary, there.reduce_temporary) == (75_264, 150_016)
     assert there.offloaded == here.gradients == 150_016
     running = ("unsharded", "gathered", "reduce_input", "full_gradients", "last_gradient")
     assert all(getattr(there, name) == getattr(here, name) for name in running)
