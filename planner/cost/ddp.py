@@ -39,7 +39,7 @@ from itertools import accumulate
 from planner.collectives import collective_s
 from planner.cost.stage_costs import StageCosts
 from planner.cost.stage_memory import Moment
-from planner.cost.stage_option import Run, StageCandidate
+from planner.cost.stage_option import Run, Segment, StageCandidate
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.model.stages import StagedModel, agreed
@@ -173,15 +173,17 @@ class Replica:
         """Take the costs of every stage, which for alike stages are those of one example."""
         self.load, self.model, self.stages, self.costs, self.parameters = load, model, model.stages, costs, parameters
         self.stage = cache(self._stage)
+        self.segments = cache(_segments)
+
+    def computing_s(self, number: int, again: Recompute) -> float:
+        """Return the seconds of a stage's forward and backward in one micro-batch, waiting for the host included."""
+        return sum(segment.forward_s + segment.backward_s for segment in self.segments(self.costs[number], again))
 
     def options(self, recompute: Sequence[Recompute]) -> tuple[StageCandidate, ...]:
         """Return the options, one per stage, given what of each is recomputed."""
         recompute = agreed(self.stages, recompute)
-        backward_s = list[float]()
-        for costs, again in zip(self.costs, recompute, strict=True):
-            *before, last = costs.backward_s
-            backward_s += [*before, last + costs.again_s(again, True)]
-        reduce_s, interference_s = self._reductions(backward_s)
+        runs = (self.segments(costs, again) for costs, again in zip(self.costs, recompute, strict=True))
+        reduce_s, interference_s = self._reductions([segment.backward_s for segments in runs for segment in segments])
         found = []
         for number, again in enumerate(recompute):
             option, start = self.stage(number, again), self.stages[number].start
@@ -203,8 +205,6 @@ class Replica:
         moments = list(self._moments(costs, again, calls))
         forward = [moment for moment in moments if moment.phase == "forward"]
         backward = [moment for moment in moments if moment.phase != "forward"]
-        *before, last = ((j,) for j in range(len(stage.calls)))
-        runs = [*(Run(calls, Recompute.NOTHING, True, ()) for calls in before), Run(last, again, True, ())]
         return StageCandidate(
             strategies=(COPY,) * len(stage.operators),
             recompute=again,
@@ -221,7 +221,7 @@ class Replica:
             block=stage.block,
             takes=stage.takes if again else (),
             moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
-            segments=tuple(run.at(costs) for run in runs),
+            segments=self.segments(costs, again),
             optimizer_s=self.load.optimizer_s(own.full_gradients, tensors=tensors),
         )
 
@@ -260,3 +260,10 @@ class Replica:
             min(self.load.accumulation, 3)
         ]
         return self.parameters.buckets + tensors + self.parameters.waiting[call]
+
+
+def _segments(costs: StageCosts, again: Recompute) -> tuple[Segment, ...]:
+    """Return the segments of a stage, each of one call, but for the reductions."""
+    *before, last = ((j,) for j in range(len(costs.stage.calls)))
+    runs = [*(Run(calls, Recompute.NOTHING, True, ()) for calls in before), Run(last, again, True, ())]
+    return tuple(run.at(costs) for run in runs)

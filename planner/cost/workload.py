@@ -120,11 +120,17 @@ class Workload:
         launch = self.cluster.launch
         if launch is None:
             return 0.0, 0.0
-        times = self._times.get(call_key(graph, call)) if self._times and call.slice_of is None else None
-        if times is not None and times.forward_launch_s:
-            return times.forward_launch_s, times.backward_launch_s
-        kernel_s = launch.kernel_s.value
-        return kernel_s * call.forward.launches, kernel_s * call.backward.launches
+        key, whole = call.slice_of or (call_key(graph, call) if self._times else "", call)
+        times, kernel_s = self._times.get(key), launch.kernel_s.value
+
+        def launch_s(work: Work, of_whole: Work, measured_s: float) -> float:
+            return measured_s * work.launches / of_whole.launches if measured_s else kernel_s * work.launches
+
+        measured_s = (times.forward_launch_s, times.backward_launch_s) if times else (0.0, 0.0)
+        return (
+            launch_s(call.forward, whole.forward, measured_s[0]),
+            launch_s(call.backward, whole.backward, measured_s[1]),
+        )
 
     def unit_launch_s(self, tensors: int) -> float:
         """Return the host's seconds of one gather or reduction of an FSDP2 unit of so many parameter tensors."""

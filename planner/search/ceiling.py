@@ -1,8 +1,8 @@
 """A bound on the plans of one workload that needs no candidates: computation, and the activations of whole stages.
 
-With f_j and b_j the seconds of stage j's forward and backward in a step, d_j the activations that recomputing it saves,
-r_j the seconds that it costs at least, and x_j whether it is recomputed, every step takes at least the time of
-computation and optimizer,
+With f_j and b_j the seconds of stage j's forward and backward in a step (or in which the host launches them, where that
+is longer), d_j the activations that recomputing it saves, r_j the seconds that it costs at least, and x_j whether it is
+recomputed, every step takes at least the time of computation and optimizer,
 
     step >= sum_j (f_j + b_j + optimizer_j) + min { sum_j r_j x_j : sum_j d_j x_j >= excess, 0 <= x_j <= 1 }
 
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cost.stage_option import StageOption
+from planner.cost.stage_costs import StageCosts
+from planner.cost.stage_option import StageOption, launched
 from planner.cost.workload import Workload
 from planner.options.candidates import StageDecision
 from planner.options.search_space import Space
@@ -32,14 +33,13 @@ def fewest_s(space: Space, load: Workload, limit_bytes: float) -> float | None:
     at_least = [_least(options) for options in offered]
     for index, stage_class in enumerate(space.stage_classes):
         options, costs = offered[stage_class], space.costs(stage_class, (), load)
-        rest, optimizer_s, again = at_least[stage_class]
-        seconds += load.accumulation * (sum(costs.forward_s) + sum(costs.backward_s)) + optimizer_s
-        reruns_s = [load.accumulation * costs.again_s(recompute, True) for recompute in again]
-        seconds += reruns_s[0]
+        rest, optimizer_s, unit_launch_s, again = at_least[stage_class]
+        # The cheapest first: one that takes longer and saves less is in no better plan.
+        modes = sorted((load.accumulation * _computing_s(costs, mode, *unit_launch_s), mode) for mode in again)
+        seconds += modes[0][0] + optimizer_s
         if index + 1 < len(space.stage_classes):
-            saved = [costs.memory(recompute).saved[-1] for recompute in again]
-            held += rest + saved[0]
-            points = [(-size, cost - reruns_s[0]) for size, cost in zip(saved, reruns_s, strict=True)]
+            points = [(-costs.memory(mode).saved[-1], cost - modes[0][0]) for cost, mode in modes]
+            held += rest - points[0][0]
             items += [(gain, cost) for _, gain, cost in upgrades(points)]
         else:
             local = ((space.costs(stage_class, choice.counts, load), option) for choice, option in options)
@@ -48,8 +48,28 @@ def fewest_s(space: Space, load: Workload, limit_bytes: float) -> float | None:
     return None if again_s is None else seconds + again_s
 
 
-def _least(options: Sequence[tuple[StageDecision, StageOption]]) -> tuple[int, float, list[Recompute]]:
-    """Return the least bytes at rest and seconds of the optimizer of any option, and what they recompute."""
+def _computing_s(
+    costs: StageCosts, recompute: Recompute, forward_unit_launch_s: float, backward_unit_launch_s: float
+) -> float:
+    """Return seconds that no option's computing is below, waiting for the host included: a sum over segments of the
+    longer of two is at least the longer of their sums.
+    """
+    more_s = costs.launch_again_s(recompute)
+    forward_launch_s = sum(costs.forward_launch_s) + forward_unit_launch_s + more_s[0]
+    backward_launch_s = sum(costs.backward_launch_s) + backward_unit_launch_s + more_s[1]
+    computing_s = sum(costs.forward_s), sum(costs.backward_s) + costs.again_s(recompute, True)
+    forward_s, backward_s, _ = launched(*computing_s, forward_launch_s, backward_launch_s)
+    return float(forward_s + backward_s)
+
+
+def _least(
+    options: Sequence[tuple[StageDecision, StageOption]],
+) -> tuple[int, float, tuple[float, float], list[Recompute]]:
+    """Return the least bytes at rest, seconds of the optimizer, and seconds of launching units in forward and backward,
+    of any option, and what they recompute.
+    """
     rest = min(option.rest for _, option in options)
     optimizer_s = min(option.constants["optimizer_s"] for _, option in options)
-    return rest, optimizer_s, sorted({option.recompute for _, option in options})
+    launches = ([sum(of_run) for of_run in zip(*(r.unit_launch_s for r in o.runs), strict=True)] for _, o in options)
+    forward_s, backward_s = map(min, zip(*launches, strict=True))
+    return rest, optimizer_s, (forward_s, backward_s), sorted({option.recompute for _, option in options})

@@ -1,6 +1,7 @@
 """The search among DistributedDataParallel plans: which blocks to recompute at each micro-batch.
 
-With c_j the seconds that recomputing block j costs in a step of M micro-batches, d_j the activations
+With c_j the seconds that recomputing block j adds to the computing of M micro-batches (where devices wait for their
+host, that may be less than it computes), d_j the activations
 that it saves (of a block that may be recomputed selectively, first the step to that, then the step from there to all:
 `planner.search.knapsack.upgrades`), and `excess` what the model without recomputation holds above the limit when the
 backward of its last stage begins, every plan that fits has
@@ -58,7 +59,7 @@ def fastest_replicated(
     sizings = list[tuple[float, _Sizing]]()
     for load in loads:
         sizing = _Sizing(space, load, limit_bytes)
-        least_s = sizing.least_s()
+        least_s = sizing.least_s() if sizing.may_fit() else None
         if least_s is not None:
             sizings.append((load.samples_per_step / sizing.bound_s(least_s), sizing))
         elif load.accumulation == 1:
@@ -89,7 +90,9 @@ class _Sizing:
         """What may be recomputed of every stage, first the least."""
         steps = list[tuple[float, float, int, Recompute]]()
         for j, (modes, costs) in enumerate(zip(self.offered, self.replica.costs, strict=True)):
-            points = [(-costs.saved_bytes(mode), load.accumulation * costs.again_s(mode, True)) for mode in modes]
+            points = [
+                (-costs.saved_bytes(mode), load.accumulation * self.replica.computing_s(j, mode)) for mode in modes
+            ]
             steps += [(gain, cost, j, modes[to]) for to, gain, cost in upgrades(points)]
         # From the bottom: blocks there are recomputed when little else is held.
         self.steps = sorted(steps, key=lambda step: step[1] / step[0])
@@ -111,6 +114,15 @@ class _Sizing:
             held += max(costs[-1].memory(self.pinned[-1]).backward_peak)
         return held - self.limit_bytes
 
+    def may_fit(self) -> bool:
+        """Return whether the last stage leaves room for any plan, with the least kept below it: if it is a block, its
+        own peak is not in `excess_bytes`.
+        """
+        most = [min(modes, key=one.saved_bytes) for one, modes in zip(self.replica.costs, self.offered, strict=True)]
+        peaks = (peak_memory(self.replica.options([*most[:-1], mode]), self.load) for mode in self.offered[-1])
+        of_all_plans = (len(most) - 1, None)  # of the last stage, or of the optimizer's step
+        return any(peak.total_bytes <= self.limit_bytes or peak.stage not in of_all_plans for peak in peaks)
+
     def least_s(self) -> float | None:
         """Return R, or None if recomputing everything is not enough."""
         needed = self.excess_bytes() - 1.0  # one byte for the rounding of the sums
@@ -127,9 +139,10 @@ class _Sizing:
         if prod(map(len, self.offered)) > FEW_PLANS:
             return None
         repeats, least_s, plans = self.load.accumulation, self.least_s() or 0.0, list[tuple[float, Recomputed]]()
+        computing_s = self.replica.computing_s
         for recompute in product(*self.offered):
-            again = zip(self.replica.costs, recompute, self.pinned, strict=True)
-            more_s = repeats * sum(one.again_s(mode, True) - one.again_s(pin, True) for one, mode, pin in again)
+            again = enumerate(zip(recompute, self.pinned, strict=True))
+            more_s = repeats * sum(computing_s(j, mode) - computing_s(j, pin) for j, (mode, pin) in again)
             plans += [(more_s, recompute)] if more_s >= least_s * (1 - ROUNDING) else []
         best: Options = ()
         best_s = float("inf")

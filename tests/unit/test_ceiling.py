@@ -39,6 +39,7 @@ machines = st.builds(
     gpus=st.sampled_from([2, 4]),
     intra=st.sampled_from([1e9, 300e9]),
     overlaps=st.booleans(),
+    launch_s=st.sampled_from([0.0, 1e-4, 1e-3, 1e-2]),
 )
 
 

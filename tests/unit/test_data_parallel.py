@@ -229,13 +229,24 @@ def test_idle_operators_are_sharded_so_that_units_run_them() -> None:
     st.floats(0.0, 1.0),
     st.floats(0.1, 0.9),
     st.booleans(),
+    st.sampled_from([0.0, 3e-4, 3e-3]),
 )
 def test_search_of_replicas_equals_brute_force(
-    layers: int, accumulation: int, overlaps: bool, tied: bool, fraction: float, selective: float, few: bool
+    layers: int,
+    accumulation: int,
+    overlaps: bool,
+    tied: bool,
+    fraction: float,
+    selective: float,
+    few: bool,
+    launch_s: float,
 ) -> None:
     graph = transformer(layers, 512, tied=tied, distinct=True, selective=selective)
     space = Space(graph)
-    loads = tuple(Workload(cluster(1, 4, overlaps=overlaps), "adam", "fp32", b, accumulation) for b in (1, 2, 3))
+    loads = tuple(
+        Workload(cluster(1, 4, overlaps=overlaps, launch_s=launch_s), "adam", "fp32", b, accumulation)
+        for b in (1, 2, 3)
+    )
     every = [
         (load.samples_per_step / step_time(options, load).total_s, peak_memory(options, load).total_bytes)
         for load in loads
