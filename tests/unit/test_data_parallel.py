@@ -220,6 +220,29 @@ def test_idle_operators_are_sharded_so_that_units_run_them() -> None:
     assert fastest_replicated(space, (load,), float("inf"), 0.0)[0] is None
 
 
+def test_a_model_that_ends_with_a_block_bounds_what_replicas_can_hold() -> None:
+    """Its own peak is not among what the knapsack counts; without it ever larger micro-batches would seem to fit."""
+    graph = transformer(6, 256, tied=False, selective=0.5)
+    graph = replace(
+        graph,
+        calls=graph.calls[:-2],
+        operators=graph.operators[:-2],
+        edges=tuple(edge for edge in graph.edges if max(edge) < len(graph.calls) - 2),
+    )
+    machine = cluster(1, 4, launch_s=1e-3)
+    space, batches = Space(graph), (1, 2, 4, 8, 64, 512)
+    loads = [Workload(machine, "adam", "fp32", batch) for batch in batches]
+    everything = [stage.allowed(Recompute.EVERYTHING) for stage in space.model.stages]
+    peaks = [peak_memory(space.replica(load).options(everything), load).total_bytes for load in loads]
+    limit_bytes = peaks[2] * 1.01
+    assert peaks[3] > limit_bytes
+    plan, top = fastest_replicated(space, loads, limit_bytes, 0.0)
+    assert plan is not None
+    assert plan.load.micro_batch == 4
+    # The host launches so slowly that more samples at once cost nothing: twice as many would be twice as fast.
+    assert top < 1.9 * plan.samples_per_s
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(2, 5),
