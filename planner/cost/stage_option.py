@@ -198,15 +198,16 @@ class Run:
     def at(self, costs: StageCosts) -> Segment:
         """Return the segment at one micro-batch."""
         again_s = costs.again_s(self.recompute, self.is_whole)
-        launch_again_s = costs.launch_again_s(self.recompute)
-        forward_s = sum(costs.forward_s[j] for j in self.calls)
-        backward_s = sum(costs.backward_s[j] for j in self.calls) + again_s
-        forward_launch_s = sum(costs.forward_launch_s[j] for j in self.calls) + launch_again_s[0]
-        backward_launch_s = sum(costs.backward_launch_s[j] for j in self.calls) + launch_again_s[1]
-        forward_launch_s += self.unit_launch_s[0]
-        backward_launch_s += self.unit_launch_s[1]
-        computing = launched(forward_s, backward_s, forward_launch_s, backward_launch_s)
-        return Segment(computing[0], computing[1], again_s, computing[2], *self.communication)
+        forward_launch_s, backward_launch_s = map(
+            sum, zip(costs.launch_again_s(self.recompute), self.unit_launch_s, strict=True)
+        )
+        forward_s, backward_s, wait_s = launched(
+            sum(costs.forward_s[j] for j in self.calls),
+            sum(costs.backward_s[j] for j in self.calls) + again_s,
+            sum(costs.forward_launch_s[j] for j in self.calls) + forward_launch_s,
+            sum(costs.backward_launch_s[j] for j in self.calls) + backward_launch_s,
+        )
+        return Segment(forward_s, backward_s, again_s, wait_s, *self.communication)
 
 
 def launched(
