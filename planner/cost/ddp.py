@@ -225,11 +225,20 @@ class Replica:
             optimizer_s=self.load.optimizer_s(own.full_gradients, tensors=tensors),
         )
 
-    def _reductions(self, backward_s: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return, for every call, the seconds of `reductions` and the slow-down of computation by them."""
+    @property
+    def last_reduction_s(self) -> float:
+        """Seconds of reduction that no backward hides, whatever is recomputed: of what the first call's fills."""
+        return self._shares_s()[1][0]
+
+    def _shares_s(self) -> tuple[float, list[float]]:
+        """Return the slow-down of computation by a second of reductions, and what of them is not in that, by call."""
         cluster = self.load.cluster
         interference = cluster.measured.interference if cluster.measured and cluster.hides_buckets else 0.0
-        shares_s = [(1.0 - interference) * seconds for seconds in self.parameters.filled_s]
+        return interference, [(1.0 - interference) * seconds for seconds in self.parameters.filled_s]
+
+    def _reductions(self, backward_s: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Return, for every call, the seconds of `reductions` and the slow-down of computation by them."""
+        cluster, (interference, shares_s) = self.load.cluster, self._shares_s()
         found = reductions(backward_s, shares_s, cluster.hides_buckets)
         if cluster.hides_buckets and not cluster.overlaps:
             # Where units of FSDP2 hide nothing, the step is a sum: of the buckets it has what is left at the end.

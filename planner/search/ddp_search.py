@@ -1,16 +1,18 @@
 """The search among DistributedDataParallel plans: which blocks to recompute at each micro-batch.
 
 With c_j the seconds that recomputing block j adds to the computing of M micro-batches (where devices wait for their
-host, that may be less than it computes), d_j the activations
-that it saves (of a block that may be recomputed selectively, first the step to that, then the step from there to all:
-`planner.search.knapsack.upgrades`), and `excess` what the model without recomputation holds above the limit when the
-backward of its last stage begins, every plan that fits has
+host, that may be less than it computes), d_j the activations that it saves (of a block that may be recomputed
+selectively, first the step to that, then the step from there to all: `planner.search.knapsack.upgrades`), and `excess`
+what is held above the limit in the last stage, with the least of its own, if nothing below it is recomputed, every plan
+that fits has
 
     sum_j c_j x_j >= R = min { sum_j c_j x_j : sum_j d_j x_j >= excess, 0 <= x_j <= 1 }    `_Sizing.least_s`
 
 (the fractional knapsack, filled by c_j / d_j), and so, as a longer backward can hide that much more,
 
-    step >= step without recomputation + R - min(exposed communication, R / M)             `_Sizing.bound_s`
+    step >= step without recomputation + R - min(exposed communication - L, R / M)         `_Sizing.bound_s`
+
+where L is the reduction of what the first call's backward fills, after which there is nothing to hide under.
 
 The plan itself recomputes whole blocks in the same order, as few as make it fit.  Where there are few combinations of
 what is recomputed, a part of a block would be a large part of the whole: there they are priced one after the other, by
@@ -59,7 +61,7 @@ def fastest_replicated(
     sizings = list[tuple[float, _Sizing]]()
     for load in loads:
         sizing = _Sizing(space, load, limit_bytes)
-        least_s = sizing.least_s() if sizing.may_fit() else None
+        least_s = sizing.least_s()
         if least_s is not None:
             sizings.append((load.samples_per_step / sizing.bound_s(least_s), sizing))
         elif load.accumulation == 1:
@@ -104,34 +106,27 @@ class _Sizing:
         return step_time(self.replica.options(self.pinned), self.load)
 
     def excess_bytes(self) -> float:
-        """Return what is held above the limit when the last stage's backward begins and nothing is recomputed."""
+        """Return what is held above the limit in the last stage if nothing below it is recomputed, with the least that
+        any choice of that stage holds itself.
+        """
         parameters, costs = self.replica.parameters, self.replica.costs
         held = float(parameters.rest + parameters.buckets) + self.load.fixed_bytes
         held += parameters.gradients if self.load.accumulation > 1 else 0
         held += sum(one.saved_bytes(mode) for one, mode in zip(costs[:-1], self.pinned[:-1], strict=True))
-        # Of a last stage that may be recomputed, zero is the only bound that is valid with and without recomputation.
-        if self.stages[-1].block is None:
-            held += max(costs[-1].memory(self.pinned[-1]).backward_peak)
-        return held - self.limit_bytes
-
-    def may_fit(self) -> bool:
-        """Return whether the last stage leaves room for any plan, with the least kept below it: if it is a block, its
-        own peak is not in `excess_bytes`.
-        """
-        most = [min(modes, key=one.saved_bytes) for one, modes in zip(self.replica.costs, self.offered, strict=True)]
-        peaks = (peak_memory(self.replica.options([*most[:-1], mode]), self.load) for mode in self.offered[-1])
-        of_all_plans = (len(most) - 1, None)  # of the last stage, or of the optimizer's step
-        return any(peak.total_bytes <= self.limit_bytes or peak.stage not in of_all_plans for peak in peaks)
+        last = map(costs[-1].memory, self.offered[-1])
+        return held + min(max(*one.backward_peak, *one.again_peak, 0.0) for one in last) - self.limit_bytes
 
     def least_s(self) -> float | None:
         """Return R, or None if recomputing everything is not enough."""
         needed = self.excess_bytes() - 1.0  # one byte for the rounding of the sums
-        return least_cost([(gain, cost) for gain, cost, *_ in self.steps], needed)
+        below = [(gain, cost) for gain, cost, j, _ in self.steps if j < len(self.stages) - 1]
+        return least_cost(below, needed)
 
     def bound_s(self, least_s: float) -> float:
         """Return a lower bound on the step time of every plan that recomputes for so long or longer."""
         time = self.plain
-        hidden_s = min(time.exposed_communication_s, least_s / self.load.accumulation)
+        hideable_s = max(0.0, time.exposed_communication_s - self.replica.last_reduction_s)
+        hidden_s = min(hideable_s, least_s / self.load.accumulation)
         return time.total_s + least_s - (hidden_s if self.load.cluster.hides_buckets else 0.0)
 
     def fastest(self) -> Options | None:
