@@ -124,7 +124,8 @@ static __device__ void copy_shard(const char* source, char* target, Size bytes) 
 // Launch: any grid and any block along x are right, since every loop strides.  Fast: block
 // (256, 1), grid (ceil(bytes / 16384), peers): blocks begin in the order of their numbers, and so peer
 // by peer in the rotated order.  A launch that must leave multiprocessors to others has as many blocks
-// along x as they run, and grid y = 1.  No shared memory, no includes under NVRTC.  Time is bound by bytes: each read once and written once.
+// along x as they run, and grid y = 1.  No shared memory, no includes under NVRTC.  Time is bound by
+// bytes: each read once and written once.
 // Widths: 16 bytes, but for fewer than 32 before and behind, wherever source and target begin: a
 // shard that is not a multiple of 16 bytes is at another distance from a boundary in `out` than in
 // its window for all peers but a few.

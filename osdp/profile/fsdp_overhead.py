@@ -89,15 +89,8 @@ def measure_units(
     if ("pull", ranks_per_node) in collective_s:
         stacks.append(_Stack(rows, device, meshes.group_mesh(ranks_per_node), meshes))
     x = torch.randn(rows, rows, device=device, requires_grad=True)
-    found: list[list[float]] = []
-    for _ in range(WARM_UP_ROUNDS + repetitions):
-        seconds = []
-        for stack in stacks:
-            meet(device)
-            seconds.append(elapsed_s(partial(stack.run, x), device))
-            stack.finish()
-        found.append(seconds)
-    everyone = Agreement.all().gather("measure units", lambda: found[WARM_UP_ROUNDS:])
+    mine = _rounds(stacks, repetitions, device, lambda stack: elapsed_s(partial(stack.run, x), device))
+    everyone = Agreement.all().gather("measure units", lambda: mine)
     rounds = list(zip(*everyone, strict=True))
 
     def taken_s(stack: int, over_ranks: Callable[[Iterable[float]], float]) -> float:
@@ -133,17 +126,14 @@ def measure_unit_launch(nodes: int, ranks_per_node: int, repetitions: int, devic
     counts = FEW_TENSORS, TENSORS
     stacks = [_Stack(LAUNCHED_ROWS, device, one, tensors=count) for count in counts for one in (None, mesh)]
     x = torch.randn(LAUNCHED_ROWS, LAUNCHED_ROWS, device=device, requires_grad=True)
-    found: list[list[float]] = []
-    for _ in range(WARM_UP_ROUNDS + repetitions):
-        seconds = []
-        for stack in stacks:
-            meet(device)
-            began_s = time.perf_counter()
-            stack.run(x)
-            seconds.append(time.perf_counter() - began_s)
-            stack.finish()
-        found.append(seconds)
-    mine = [median(of_stack) for of_stack in zip(*found[WARM_UP_ROUNDS:], strict=True)]
+
+    def launched_s(stack: _Stack) -> float:
+        began_s = time.perf_counter()
+        stack.run(x)
+        return time.perf_counter() - began_s
+
+    rounds = _rounds(stacks, repetitions, device, launched_s)
+    mine = [median(of_stack) for of_stack in zip(*rounds, strict=True)]
     everyone = Agreement.all().gather("measure the host", lambda: mine)
     return unit_launch(*(fmean(of_ranks) for of_ranks in zip(*everyone, strict=True)))
 
@@ -158,6 +148,21 @@ def unit_launch(few_plain_s: float, few_sharded_s: float, plain_s: float, sharde
 def exposed_communication_s(gather_s: float, reduce_s: float, *, on_streams: bool) -> float:
     """Return the seconds of a step's collectives that nothing runs beside."""
     return gather_s + reduce_s if on_streams else UNITS * (2 * gather_s + reduce_s)
+
+
+def _rounds(
+    stacks: "Sequence[_Stack]", repetitions: int, device: torch.device, seconds_of: "Callable[[_Stack], float]"
+) -> list[list[float]]:
+    """Return the seconds of a step of each stack, in turn, round by round. A collective call."""
+    found: list[list[float]] = []
+    for _ in range(WARM_UP_ROUNDS + repetitions):
+        seconds = []
+        for stack in stacks:
+            meet(device)
+            seconds.append(seconds_of(stack))
+            stack.finish()
+        found.append(seconds)
+    return found[WARM_UP_ROUNDS:]
 
 
 class _Stack:

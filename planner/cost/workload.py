@@ -124,7 +124,9 @@ class Workload:
         times, kernel_s = self._times.get(key), launch.kernel_s.value
 
         def launch_s(work: Work, of_whole: Work, measured_s: float) -> float:
-            return measured_s * work.launches / of_whole.launches if measured_s else kernel_s * work.launches
+            if not measured_s:
+                return kernel_s * work.launches
+            return measured_s if work is of_whole else measured_s * work.launches / max(1, of_whole.launches)
 
         measured_s = (times.forward_launch_s, times.backward_launch_s) if times else (0.0, 0.0)
         return (

@@ -114,6 +114,16 @@ def test_measured_calls_have_their_own_launches_whatever_the_micro_batch() -> No
         assert load.launch_s(graph, graph.calls[1]) == (2 * LAUNCH_S, 3 * LAUNCH_S)
 
 
+def test_a_measured_call_that_launches_nothing_takes_what_was_measured() -> None:
+    """The modules around others may begin and end without a kernel, but not without Python."""
+    graph = chain([(1024, 1024)] * 2, [1.0, 2.0], [20.0] * 2)
+    empty = replace(graph.calls[0], forward=replace(graph.calls[0].forward, launches=0))
+    graph = replace(graph, calls=(empty, graph.calls[1]))
+    times = CallTimes(call_key(graph, empty), "first", (1,), (0.5,), (0.7,), (0.0,), 0.25, 0.125)
+    machine = replace(cluster(1, 2, launch_s=LAUNCH_S), measured=Measured("2026-01-01", "", 1, calls=(times,)))
+    assert Workload(machine, "adam", "fp32", 1).launch_s(graph, empty) == (0.25, 0.125)
+
+
 # ---- counted in the trace -------------------------------------------------------------------------
 
 
