@@ -52,7 +52,7 @@ def replay(
     first, *steps = trace.steps
     for at, library in reversed([*zip(trace.products, libraries, strict=False)]):
         first = (*first[:at], library, *first[at:])
-    repeated = steps[-1:] * (STEPS - len(trace.steps)) if trace.is_steady else []
+    repeated = trace.steps[-1:] * (STEPS - len(trace.steps)) if trace.is_steady else ()
     failed = _play(allocator, blocks, (*trace.resident, *libraries[len(trace.products) :]))
     for number, step in enumerate((first, *steps, *repeated)):
         if failed:
