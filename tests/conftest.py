@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import itertools
 import os
 import shutil
@@ -122,6 +123,12 @@ def pytest_configure(config: pytest.Config) -> None:
         with suppress(AttributeError, OSError):  # other systems than Linux
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         os.environ[programs.FOLDER] = programs.make_folder()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Have tests compute as ranks do; the process that only hands tests to workers imports no torch."""
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
+        importlib.import_module("quick_torch").install()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

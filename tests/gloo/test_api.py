@@ -294,7 +294,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def infer_anywhere(rank: int) -> None:
     """Inference before, between and amid training steps, and training in eval mode, under every strategy."""
     model = partial(Blocks, "dataclass")
-    for name in (*some(STRATEGIES, 2), "owner+offload", "split"):
+    for name in (*some(STRATEGIES, 3), "owner+offload", "split"):
         choices = {"blocks.1.up": "split(shard_grad, owner)"} if name == "split" else {}
         plan = plan_of(model(), "shard_grad" if name == "split" else name, choices)
         pair = Pair(rank, model, plan, adam)
@@ -329,7 +329,7 @@ def test_inference_gives_the_models_output_at_any_time() -> None:
 
 def train_oddities(rank: int) -> None:
     """Changes in place of what wrapped layers return, outputs of every form, layers run often or never."""
-    for name in (*some(STRATEGIES, 2, 1), "owner+offload"):
+    for name in (*some(STRATEGIES, 3, 1), "owner+offload"):
         other = "owner" if name == "shard" else "shard"
         # A unit per layer: neighbours have different strategies.
         with warnings.catch_warnings():
@@ -343,7 +343,7 @@ def train_oddities(rank: int) -> None:
         for step in range(2):
             pair.train(step)
         pair.compare()
-    for name in some(STRATEGIES[1:], 2, 1):
+    for name in some(STRATEGIES[1:], 3, 1):
         pair = Pair(rank, Irregular, plan_of(Irregular(), name, {"second": "owner"}), adam)
         for step, keywords in enumerate(({}, {"times": 3, "third": False}, {"times": 1})):
             pair.train(step, **keywords)

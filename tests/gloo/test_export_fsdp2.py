@@ -22,7 +22,7 @@ from planner.plan import Plan
 
 STEPS = 3
 """In the second, DistributedDataParallel agrees on other buckets."""
-PLANS = range(40 if THOROUGH else 7)
+PLANS = range(40 if THOROUGH else 4)
 
 
 def drawn(number: int) -> tuple[Case, Plan]:

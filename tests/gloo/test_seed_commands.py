@@ -131,12 +131,15 @@ ALIKE = (
     "torchrun --nproc_per_node=2 examples/tiny/ddp.py",
     "torchrun --nproc_per_node=2 examples/tiny/fsdp.py --half --recompute",
     f"{TUTORIAL} --data_parallel fsdp --batch_size 8192",
+    f"{TUTORIAL_OF_TWO} --data_parallel fsdp --batch_size 8192 --forward_prefetch --backward_prefetch BACKWARD_POST",
+    f"{TUTORIAL_OF_TWO} --data_parallel fsdp --batch_size 8192 --auto_wrap_policy size_based --min_num_params 1000",
+    "osdp strategies --model gpt2 --seq 64 --measure",
     "torchrun --nproc_per_node 2 examples/odc_fsdp1.py",
 )
 """Commands of programs that others run too.  Unless thorough, only their arguments are looked at: an option that
 there is not is all that is wrong with them.  What they train is tested without the command, in test_fairscale.py,
-test_train_runs.py, test_bert_training.py, test_llm_odc.py, test_tiny_examples.py, test_linear_example.py and
-test_odc_library.py."""
+test_train_runs.py, test_bert_training.py, test_llm_odc.py, test_tiny_examples.py, test_linear_example.py,
+test_strategies_measured.py and test_odc_library.py."""
 UNKNOWN, NO_SUCH = "--no-such-option", "(unrecognized arguments|No such option): --no-such-option"
 
 # The first command of each program that torchrun starts: rank 0 is a process of its own, which no fork imports for.

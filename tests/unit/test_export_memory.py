@@ -1,4 +1,4 @@
-"""Exported FSDP2 modules hold as much at the peak of a step, on fake tensors, as OSDP's runtime does."""
+"""Exported FSDP2 modules hold as much at the peak of a step as OSDP's runtime does; thorough, on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runtime.sharded_model import ShardedModel, WrappedUnit
 from runtime.torch_compat import no_modes
 
 FAMILIES = ("gpt2", "llama", "bert", "uneven")
-PLANS = range(40 if THOROUGH else 5)
+PLANS = range(40 if THOROUGH else 4)
 VOCABULARY, LENGTH = 512, 128
 
 
@@ -76,8 +76,8 @@ def test_peak_is_that_of_the_runtime(number: int) -> None:
         pytest.skip("DistributedDataParallel's reducer takes no fake tensors")
     code = source_of(plan, graph, machine)
     script = runs.Script(model.build, model.example_inputs, lambda out: find_loss(out)[0], plan.optimizer, 2)
-    wanted = runs.dry_run(script, schedule)
+    wanted = runs.dry_run(script, schedule, with_data=not THOROUGH)
     with patch.object(runs, "apply_schedule", parallelized(code)):
-        got = runs.dry_run(script, schedule)
+        got = runs.dry_run(script, schedule, with_data=not THOROUGH)
     assert got.rest_bytes == wanted.rest_bytes
     assert got.peak.total_bytes == wanted.peak.total_bytes, (got.peak, wanted.peak, choices, again)

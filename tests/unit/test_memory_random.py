@@ -72,7 +72,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, str, ModelGraph, Cluster]:
     return plan, family, graph, machine
 
 
-@settings(max_examples=draws(6, thorough=120), suppress_health_check=list(HealthCheck))
+@settings(max_examples=draws(4, thorough=120), suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_random_plans_hold_what_is_predicted(drawn: tuple[Plan, str, ModelGraph, Cluster]) -> None:
     plan, family, graph, machine = drawn

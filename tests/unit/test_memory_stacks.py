@@ -57,7 +57,7 @@ CHUNK = 10
 """Models of a test, so that workers share them."""
 
 
-@pytest.mark.parametrize("first", range(0, 200 if THOROUGH else 2 * CHUNK, CHUNK))
+@pytest.mark.parametrize("first", range(0, 200 if THOROUGH else CHUNK, CHUNK))
 def test_random_models_hold_no_more_than_is_predicted(first: int, capsys: pytest.CaptureFixture[str]) -> None:
     found = {number: held(number) for number in range(first, first + CHUNK)}
     errors = [one.error for one, _ in found.values()]

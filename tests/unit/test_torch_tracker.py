@@ -74,7 +74,7 @@ def tracked_by_torch(case: Case) -> dict[str, int]:
             Case("shard", (("norm", "shard_grad"),), family="llama", micro_batch=4, precision="bf16"),
             Case("shard", (("norm", "shard_grad"),), family="llama", micro_batch=4, recompute=1),
         ],
-        2,
+        3,
     ),
     ids=str,
 )
