@@ -7,6 +7,7 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from html.parser import HTMLParser
 from typing import Any
 
@@ -23,8 +24,17 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 def planned_within(limit_mib: int, graph: ModelGraph | None = None, micro_batch: int | None = None) -> Planned:
-    """Return the fastest plan of a model with three blocks, on four ranks."""
-    graph = transformer(3, 256, selective=0.5) if graph is None else graph
+    """Return the fastest plan of a model on four ranks, by default of one with three blocks."""
+    return _planned_within(limit_mib, graph or _three_blocks(), micro_batch)
+
+
+@cache
+def _three_blocks() -> ModelGraph:
+    return transformer(3, 256, selective=0.5)
+
+
+@cache
+def _planned_within(limit_mib: int, graph: ModelGraph, micro_batch: int | None) -> Planned:
     return plan_graph(graph, cluster(1, 4), Request(limit_mib * MIB, micro_batch=micro_batch, style=BEST))
 
 

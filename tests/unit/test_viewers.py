@@ -35,13 +35,20 @@ CASES: tuple[tuple[str, ...], ...] = (
 """A plan of each kind: what rests, what is gathered, one or several micro-batches, streams that overlap or do not."""
 
 
-def planned(cli: Cli, *arguments: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+Written = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+WRITTEN: dict[tuple[str, ...], Written] = {}
+"""By arguments: several tests look at the same plan."""
+
+
+def planned(cli: Cli, *arguments: str) -> Written:
     """Return the report, the snapshot and the timeline of a plan for gpt2-tiny."""
-    files = ("--memory-snapshot", "m.pickle", "--timeline", "t.json")
-    outcome = cli("plan", "--model", "gpt2-tiny", *arguments, *files, "--json")
-    assert outcome.status == 0, outcome
-    snapshot, trace = pickle.loads(Path("m.pickle").read_bytes()), json.loads(Path("t.json").read_text())
-    return json.loads(outcome.out), snapshot, trace
+    if arguments not in WRITTEN:
+        files = ("--memory-snapshot", "m.pickle", "--timeline", "t.json")
+        outcome = cli("plan", "--model", "gpt2-tiny", *arguments, *files, "--json")
+        assert outcome.status == 0, outcome
+        snapshot, trace = pickle.loads(Path("m.pickle").read_bytes()), json.loads(Path("t.json").read_text())
+        WRITTEN[arguments] = json.loads(outcome.out), snapshot, trace
+    return deepcopy(WRITTEN[arguments])
 
 
 def replayed(snapshot: dict[str, Any]) -> tuple[int, dict[int, int]]:
