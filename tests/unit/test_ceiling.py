@@ -16,7 +16,7 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.options.search_space import CandidateSet, Space
-from planner.search.ceiling import fewest_s
+from planner.search.ceiling import Ceiling
 from planner.search.knapsack import least_cost
 from profiler.cluster.cluster import Cluster, Host
 from profiler.cluster.figure import Figure
@@ -79,10 +79,10 @@ def test_no_plan_that_fits_is_faster_than_the_ceiling(
     candidates = space.relaxed_candidates(load)
     counts = [len(candidates.options[stage_class]) for stage_class in candidates.stage_classes]
     drawn = [candidates.picked([int(random.integers(count)) for count in counts]) for _ in range(PLANS)]
-    free_s = fewest_s(space, load, float("inf"))
+    free_s = Ceiling(space, float("inf")).fewest_s(load)
     for options in drawn:
         # The plan's own peak is the tightest limit that it fits.
-        fits_s = fewest_s(space, load, peak_memory(options, load).total_bytes)
+        fits_s = Ceiling(space, peak_memory(options, load).total_bytes).fewest_s(load)
         assert free_s is not None
         assert fits_s is not None
         assert free_s * (1 - 1e-12) <= fits_s <= step_time(options, load).total_s * (1 + 1e-12)
