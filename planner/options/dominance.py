@@ -10,6 +10,8 @@ takes n m words of 64 rows each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +24,8 @@ FEW = 128
 """So many rows are compared pair by pair: sorting takes longer."""
 BLOCK = 1024
 """Rows that are compared with each other at once: tables of 128 KiB."""
+FILTERS = 1, 3
+"""After these columns, rows that no row is at most so far are left out."""
 
 
 class Column:
@@ -70,16 +74,58 @@ def _first_of(order: Indices) -> Sets:
 def undominated_rows(rows: Array) -> Indices:
     """Return the rows that no other is at most in every column; of equal rows the first."""
     order = np.lexsort(rows.T[::-1])  # whatever dominates a row comes before it
-    rows, found, known = rows[order], list[Indices](), list[Rows]()
+    rows = rows[order]
+    if len(rows) <= BLOCK:
+        return order[_first_undominated(rows)]
+    ranks, found, known = _ranks(rows), list[Indices](), list[_Block]()
     for start in range(0, len(rows), BLOCK):
         alive = np.arange(start, min(start + BLOCK, len(rows)))
         for earlier in known:
-            alive = alive[~earlier.at_most(rows[alive]).any(axis=1)]
+            alive = alive[~earlier.holds_better(ranks, alive)]
         alive = alive[_first_undominated(rows[alive])]
-        if start + BLOCK < len(rows):
-            known.append(Rows(rows[alive]))
+        if len(alive) and start + BLOCK < len(rows):
+            known.append(_Block(ranks, alive))
         found.append(alive)
     return order[np.concatenate(found)]
+
+
+def _ranks(rows: Array) -> list[Indices]:
+    """Return for each column but the first, by which rows are sorted, the places of its numbers among them; of columns
+    with the same places one."""
+    found = dict[bytes, Indices]()
+    for numbers in rows.T[1:]:
+        distinct, places = np.unique(numbers, return_inverse=True)
+        if len(distinct) > 1:
+            found.setdefault(places.tobytes(), places)
+    return [*found.values()]
+
+
+class _Block:
+    """Some rows, to ask whether they hold one that is at most a later one in every column."""
+
+    def __init__(self, ranks: Sequence[Indices], members: Indices) -> None:
+        self.sets, self.counts = list[Sets](), list[Indices]()
+        for places in ranks:
+            own = places[members]
+            self.sets.append(_first_of(np.argsort(own, kind="stable")))
+            # A table of all places takes less than to search for each.
+            self.counts.append(np.cumsum(np.bincount(own, minlength=int(places.max()) + 1)))
+
+    def holds_better(self, ranks: Sequence[Indices], later: Indices) -> NDArray[np.bool_]:
+        """Return whether some row is at most each of the later ones."""
+        found = np.ones(len(later), dtype=bool)
+        left: Sets | None = None
+        which = later
+        for number, (sets, counts, places) in enumerate(zip(self.sets, self.counts, ranks, strict=True)):
+            own = sets[counts[places[which]]]
+            left = own if left is None else np.bitwise_and(left, own, out=left)
+            if number in FILTERS:
+                some = left.any(axis=1)
+                found[np.flatnonzero(found)[~some]] = False
+                which, left = which[some], left[some]
+        if left is not None:
+            found[np.flatnonzero(found)[~left.any(axis=1)]] = False
+        return found
 
 
 def _first_undominated(rows: Array) -> NDArray[np.bool_]:
