@@ -75,14 +75,15 @@ def undominated_rows(rows: Array) -> Indices:
     """Return the rows that no other is at most in every column; of equal rows the first."""
     order = np.lexsort(rows.T[::-1])  # whatever dominates a row comes before it
     rows = rows[order]
-    if len(rows) <= BLOCK:
-        return order[_first_undominated(rows)]
+    if len(rows) <= FEW:
+        return order[_pair_by_pair(rows)]
     ranks, found, known = _ranks(rows), list[Indices](), list[_Block]()
     for start in range(0, len(rows), BLOCK):
         alive = np.arange(start, min(start + BLOCK, len(rows)))
         for earlier in known:
             alive = alive[~earlier.holds_better(ranks, alive)]
-        alive = alive[_first_undominated(rows[alive])]
+        if len(alive):
+            alive = alive[~_Block(ranks, alive).holds_better(ranks, alive, before=True)]
         if len(alive) and start + BLOCK < len(rows):
             known.append(_Block(ranks, alive))
         found.append(alive)
@@ -94,16 +95,21 @@ def _ranks(rows: Array) -> list[Indices]:
     with the same places one."""
     found = dict[bytes, Indices]()
     for numbers in rows.T[1:]:
-        distinct, places = np.unique(numbers, return_inverse=True)
-        if len(distinct) > 1:
+        order = np.argsort(numbers, kind="stable")
+        in_order = numbers[order]
+        places = np.empty(len(order), dtype=np.intp)
+        places[order[0]] = 0
+        places[order[1:]] = np.cumsum(in_order[1:] != in_order[:-1])
+        if places[order[-1]]:
             found.setdefault(places.tobytes(), places)
     return [*found.values()]
 
 
 class _Block:
-    """Some rows, to ask whether they hold one that is at most a later one in every column."""
+    """Some rows, to ask whether they hold one that is at most another in every column."""
 
     def __init__(self, ranks: Sequence[Indices], members: Indices) -> None:
+        self.count = len(members)
         self.sets, self.counts = list[Sets](), list[Indices]()
         for places in ranks:
             own = places[members]
@@ -111,30 +117,25 @@ class _Block:
             # A table of all places takes less than to search for each.
             self.counts.append(np.cumsum(np.bincount(own, minlength=int(places.max()) + 1)))
 
-    def holds_better(self, ranks: Sequence[Indices], later: Indices) -> NDArray[np.bool_]:
-        """Return whether some row is at most each of the later ones."""
-        found = np.ones(len(later), dtype=bool)
-        left: Sets | None = None
-        which = later
+    def holds_better(self, ranks: Sequence[Indices], rows: Indices, before: bool = False) -> NDArray[np.bool_]:
+        """Return whether some row is at most each of others, which come later; or of its own rows, one `before` it."""
+        found = np.ones(len(rows), dtype=bool)
+        left = _first_of(np.arange(self.count))[:-1] if before else np.full((len(rows), 1), ~np.uint64(0))
         for number, (sets, counts, places) in enumerate(zip(self.sets, self.counts, ranks, strict=True)):
-            own = sets[counts[places[which]]]
-            left = own if left is None else np.bitwise_and(left, own, out=left)
+            left = left & sets[counts[places[rows]]]
             if number in FILTERS:
                 some = left.any(axis=1)
-                found[np.flatnonzero(found)[~some]] = False
-                which, left = which[some], left[some]
-        if left is not None:
-            found[np.flatnonzero(found)[~left.any(axis=1)]] = False
+                found[found] = some
+                rows, left = rows[some], left[some]
+        found[found] = left.any(axis=1)
         return found
 
 
-def _first_undominated(rows: Array) -> NDArray[np.bool_]:
+def _pair_by_pair(rows: Array) -> NDArray[np.bool_]:
     """Return whether no row before each is at most it in every column."""
     count = len(rows)
-    if count > FEW:
-        return np.logical_not((Rows(rows).at_most(rows) & _first_of(np.arange(count))[:-1]).any(axis=1))
     at_most = np.ones((count, count), dtype=bool)
-    for numbers in rows.T:
+    for numbers in rows.T[1:]:
         at_most &= numbers[:, None] <= numbers
     return np.logical_not((at_most & _BEFORE[:count, :count]).any(axis=0))
 
