@@ -9,7 +9,7 @@ Memory, with S, OPT and G (gradients of all parameters) as in `planner.cost.unit
     gradients lie in buckets that live from step to step, so at every moment     S + OPT + B
     accumulating, those of micro-batches before are tensors of their own, which give way to the buckets
     as they are reduced, and come one by one in the first micro-batch, in others are there             `_held`
-    forward of a call      activations saved before it + its forward peak         `Replica._moments`
+    forward of a call      activations saved before it + its forward peak         `Replica._highest`
     recomputation          output of the block + saved in it so far + forward peak
     backward of a call     activations saved before it + its backward peak (its gradients are in it:
                            they are tensors until they are copied) + gradients of tied parameters
@@ -42,7 +42,7 @@ from planner.cost.stage_memory import Moment
 from planner.cost.stage_option import Run, Segment, StageCandidate
 from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
-from planner.model.stages import StagedModel, agreed
+from planner.model.stages import Stage, StagedModel, agreed
 from planner.strategies.replicate import BUCKET_BYTES, COPY, FIRST_BUCKET_BYTES
 from planner.strategies.spec import Strategy
 from profiler.byte_sizes import allocated_bytes
@@ -130,6 +130,15 @@ def reductions(backward_s: Sequence[float], filled_s: Sequence[float], overlaps:
     return found
 
 
+@dataclass(frozen=True)
+class Own:
+    """The parameters of one stage: those that it is the first to call, and in the first stage those never called."""
+
+    bytes: UnitBytes
+    tensors: int
+    """How many of them are trained."""
+
+
 class ReplicatedParameters:
     """What a model under DistributedDataParallel holds and reduces at every micro-batch."""
 
@@ -162,6 +171,14 @@ class ReplicatedParameters:
             index = min((self.first.get(operator, 0) for operator in bucket.operators), default=0)
             ranks = load.cluster.world_size
             self.filled_s[index] += collective_s("all_reduce", bucket.size_bytes, load.cluster, ranks)
+        self.of_stage = [self._own(model, stage) for stage in model.stages]
+
+    def _own(self, model: StagedModel, stage: Stage) -> Own:
+        calls = range(stage.start, stage.start + len(stage.calls))
+        owned = [*model.idle] if stage.start == 0 else []
+        owned += dict.fromkeys(call.operator for call in stage.calls if self.first[call.operator] in calls)
+        tensors = sum(p.trainable for o in owned for p in model.graph.operators[o].parameters)
+        return Own(sum((self.bytes[operator] for operator in owned), UnitBytes()), tensors)
 
 
 class Replica:
@@ -187,24 +204,17 @@ class Replica:
         found = []
         for number, again in enumerate(recompute):
             option, start = self.stage(number, again), self.stages[number].start
-            segments = tuple(
-                replace(segment, step_reduce_s=reduce_s[call], step_exposed_s=interference_s[call])
-                for call, segment in enumerate(option.segments, start)
+            own = (
+                _reduced(one, reduce_s[call], interference_s[call]) for call, one in enumerate(option.segments, start)
             )
-            found.append(replace(option, segments=segments))
+            found.append(replace(option, segments=tuple(own)))
         return tuple(found)
 
     def _stage(self, number: int, again: Recompute) -> StageCandidate:
         """Return the option of a stage but for the reductions, which depend on the other stages."""
         stage, costs = self.stages[number], self.costs[number]
         calls = range(stage.start, stage.start + len(stage.calls))
-        owned = [*self.model.idle] if stage.start == 0 else []
-        owned += dict.fromkeys(call.operator for call in stage.calls if self.parameters.first[call.operator] in calls)
-        own = sum((self.parameters.bytes[operator] for operator in owned), UnitBytes())
-        tensors = sum(p.trainable for o in owned for p in self.model.graph.operators[o].parameters)
-        moments = list(self._moments(costs, again, calls))
-        forward = [moment for moment in moments if moment.phase == "forward"]
-        backward = [moment for moment in moments if moment.phase != "forward"]
+        own, tensors = self.parameters.of_stage[number].bytes, self.parameters.of_stage[number].tensors
         return StageCandidate(
             strategies=(COPY,) * len(stage.operators),
             recompute=again,
@@ -220,7 +230,7 @@ class Replica:
             shared=costs.memory(again).shared,
             block=stage.block,
             takes=stage.takes if again else (),
-            moments=tuple(max(seen, key=lambda moment: moment.total_bytes) for seen in (forward, backward)),
+            moments=tuple(self._highest(costs, again, calls)),
             segments=self.segments(costs, again),
             optimizer_s=self.load.optimizer_s(own.full_gradients, tensors=tensors),
         )
@@ -245,8 +255,8 @@ class Replica:
             found = [found[0], *(0.0 for _ in found[1:])]
         return found, [interference * seconds for seconds in self.parameters.filled_s]
 
-    def _moments(self, costs: StageCosts, recompute: Recompute, calls: range) -> Iterator[Moment]:
-        """Yield what is held at every call of a stage.
+    def _highest(self, costs: StageCosts, recompute: Recompute, calls: range) -> Iterator[Moment]:
+        """Yield the highest moment of a stage's forward, and of its backward.
 
         In backward the sums add the gradients of stages above as if each were reduced to a tensor of its own, and
         accumulating those of all: of what is held, the rest is put on the moment.
@@ -254,12 +264,18 @@ class Replica:
         memory, accumulates = costs.memory(recompute), self.load.accumulation > 1
         added = self.parameters.gradients if accumulates else self.parameters.done[calls[-1]]
         held = [self._held(call) - added for call in calls]
-        for call, live in zip(costs.stage.calls, memory.forward_peak, strict=True):
-            yield Moment("forward", call.operator, 0, self.parameters.buckets, 0, live)
-        for call, live in zip(costs.stage.calls, memory.again_peak, strict=bool(recompute)):
-            yield Moment("recompute", call.operator, 0, held[-1], 0, live)
-        for call, live, gradients in zip(costs.stage.calls, memory.backward_peak, held, strict=True):
-            yield Moment("backward", call.operator, 0, gradients, 0, live)
+        operators = [call.operator for call in costs.stage.calls]
+        live, operator = _first_largest(memory.forward_peak, operators)
+        yield Moment("forward", operator, 0, self.parameters.buckets, 0, live)
+        # Of equal ones the first, and what runs again is before what runs back.
+        backward = [gradients + live for gradients, live in zip(held, memory.backward_peak, strict=True)]
+        total, place = _first_largest(backward, range(len(backward)))
+        if memory.again_peak:
+            live, operator = _first_largest(memory.again_peak, operators)
+            if held[-1] + live >= total:
+                yield Moment("recompute", operator, 0, held[-1], 0, live)
+                return
+        yield Moment("backward", operators[place], 0, held[place], 0, memory.backward_peak[place])
 
     def _held(self, call: int) -> int:
         """Return the bytes of buckets and gradients in the backward of a call, but for those that it makes."""
@@ -269,6 +285,18 @@ class Replica:
             min(self.load.accumulation, 3)
         ]
         return self.parameters.buckets + tensors + self.parameters.waiting[call]
+
+
+def _reduced(segment: Segment, reduce_s: float, exposed_s: float) -> Segment:
+    """Return the segment of a call with its reductions; `replace` takes several times as long, and there are many."""
+    alone = segment.forward_s, segment.backward_s, segment.recompute_s, segment.launch_wait_s
+    return Segment(*alone, step_reduce_s=reduce_s, step_exposed_s=exposed_s)
+
+
+def _first_largest(numbers: Sequence[float], names: Sequence[int]) -> tuple[float, int]:
+    """Return the largest number and its name, of equal ones the first."""
+    place = max(range(len(numbers)), key=numbers.__getitem__)
+    return numbers[place], names[place]
 
 
 def _segments(costs: StageCosts, again: Recompute) -> tuple[Segment, ...]:

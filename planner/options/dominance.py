@@ -10,6 +10,8 @@ takes n m words of 64 rows each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +24,8 @@ FEW = 128
 """So many rows are compared pair by pair: sorting takes longer."""
 BLOCK = 1024
 """Rows that are compared with each other at once: tables of 128 KiB."""
+FILTERS = 1, 3
+"""After these columns, rows that no row is at most so far are left out."""
 
 
 class Column:
@@ -70,25 +74,68 @@ def _first_of(order: Indices) -> Sets:
 def undominated_rows(rows: Array) -> Indices:
     """Return the rows that no other is at most in every column; of equal rows the first."""
     order = np.lexsort(rows.T[::-1])  # whatever dominates a row comes before it
-    rows, found, known = rows[order], list[Indices](), list[Rows]()
+    rows = rows[order]
+    if len(rows) <= FEW:
+        return order[_pair_by_pair(rows)]
+    ranks, found, known = _ranks(rows), list[Indices](), list[_Block]()
     for start in range(0, len(rows), BLOCK):
         alive = np.arange(start, min(start + BLOCK, len(rows)))
         for earlier in known:
-            alive = alive[~earlier.at_most(rows[alive]).any(axis=1)]
-        alive = alive[_first_undominated(rows[alive])]
-        if start + BLOCK < len(rows):
-            known.append(Rows(rows[alive]))
+            alive = alive[~earlier.holds_better(ranks, alive)]
+        if len(alive):
+            alive = alive[~_Block(ranks, alive).holds_better(ranks, alive, before=True)]
+        if len(alive) and start + BLOCK < len(rows):
+            known.append(_Block(ranks, alive))
         found.append(alive)
     return order[np.concatenate(found)]
 
 
-def _first_undominated(rows: Array) -> NDArray[np.bool_]:
+def _ranks(rows: Array) -> list[Indices]:
+    """Return for each column but the first, by which rows are sorted, the places of its numbers among them; of columns
+    with the same places one."""
+    found = dict[bytes, Indices]()
+    for numbers in rows.T[1:]:
+        order = np.argsort(numbers, kind="stable")
+        in_order = numbers[order]
+        places = np.empty(len(order), dtype=np.intp)
+        places[order[0]] = 0
+        places[order[1:]] = np.cumsum(in_order[1:] != in_order[:-1])
+        if places[order[-1]]:
+            found.setdefault(places.tobytes(), places)
+    return [*found.values()]
+
+
+class _Block:
+    """Some rows, to ask whether they hold one that is at most another in every column."""
+
+    def __init__(self, ranks: Sequence[Indices], members: Indices) -> None:
+        self.count = len(members)
+        self.sets, self.counts = list[Sets](), list[Indices]()
+        for places in ranks:
+            own = places[members]
+            self.sets.append(_first_of(np.argsort(own, kind="stable")))
+            # A table of all places takes less than to search for each.
+            self.counts.append(np.cumsum(np.bincount(own, minlength=int(places.max()) + 1)))
+
+    def holds_better(self, ranks: Sequence[Indices], rows: Indices, before: bool = False) -> NDArray[np.bool_]:
+        """Return whether some row is at most each of others, which come later; or of its own rows, one `before` it."""
+        found = np.ones(len(rows), dtype=bool)
+        left = _first_of(np.arange(self.count))[:-1] if before else np.full((len(rows), 1), ~np.uint64(0))
+        for number, (sets, counts, places) in enumerate(zip(self.sets, self.counts, ranks, strict=True)):
+            left = left & sets[counts[places[rows]]]
+            if number in FILTERS:
+                some = left.any(axis=1)
+                found[found] = some
+                rows, left = rows[some], left[some]
+        found[found] = left.any(axis=1)
+        return found
+
+
+def _pair_by_pair(rows: Array) -> NDArray[np.bool_]:
     """Return whether no row before each is at most it in every column."""
     count = len(rows)
-    if count > FEW:
-        return np.logical_not((Rows(rows).at_most(rows) & _first_of(np.arange(count))[:-1]).any(axis=1))
     at_most = np.ones((count, count), dtype=bool)
-    for numbers in rows.T:
+    for numbers in rows.T[1:]:
         at_most &= numbers[:, None] <= numbers
     return np.logical_not((at_most & _BEFORE[:count, :count]).any(axis=0))
 

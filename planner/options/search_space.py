@@ -177,6 +177,7 @@ class Space:
         self._units: dict[tuple[object, ...], UnitCosts] = {}
         self._loads: dict[tuple[object, ...], Workload] = {}
         self._offers: dict[tuple[object, ...], tuple[StageDecision, ...]] = {}
+        self._takes: dict[tuple[object, ...], tuple[Spanning, ...]] = {}
         self.with_slices = cache(self._with_slices)
         self._first_loads: dict[tuple[object, ...], Workload] = {}
         self._first_load = cache(self._find_first_load)
@@ -187,6 +188,7 @@ class Space:
         # Of choices that differ in what they recompute, one follows the other.
         self._staged_units = lru_cache(1)(self._make_staged_units)
         self._all = cache(self._make_all)
+        self._all_of = cache(lambda c, takes, load: [pair for take in takes for pair in self._all(c, take, load)])
         self._table = cache(lambda *key: OptionTable(self._all(*key)))
         self._alone = cache(self._make_alone)
         self.option = cache(self._option)
@@ -389,6 +391,12 @@ class Space:
 
     def spanning_offered(self, load: Workload) -> tuple[Spanning, ...]:
         """Return the strategies of the spanning operators that the search tries."""
+        key = id(load.cluster), load.precision, load.optimizer_name, load.offers_uneven
+        if key not in self._takes:
+            self._takes[key] = self._find_spanning_offered(load)
+        return self._takes[key]
+
+    def _find_spanning_offered(self, load: Workload) -> tuple[Spanning, ...]:
         spanning = self.model.spanning
         strategies = self._fitting(spanning, strategies_on(load.cluster, load.offers_uneven))
         if not spanning:
@@ -429,10 +437,10 @@ class Space:
             found.append((choice, option))
         return found
 
-    def offered(self, stage_class: int, load: Workload) -> list[tuple[StageDecision, StageOption]]:
+    def offered(self, stage_class: int, load: Workload) -> Sequence[tuple[StageDecision, StageOption]]:
         """Return the choices of a class of stages and their options, whatever the spanning operators take."""
         takes = self.spanning_offered(load) if self.model.stages[self.examples[stage_class]].spanning else (None,)
-        return [pair for take in takes for pair in self._all(stage_class, take, self._first_load(load))]
+        return self._all_of(stage_class, takes, self._first_load(load))
 
     def _candidates(self, load: Workload, spanning: Spanning, syncs: bool = True) -> CandidateSet:
         """Return the options of every stage under given strategies of the spanning operators.

@@ -16,6 +16,7 @@ rules out most of the large ones, for a hundredth of the time that their candida
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from planner.cost.stage_costs import StageCosts
 from planner.cost.stage_option import StageOption, launched
@@ -26,30 +27,42 @@ from planner.search.knapsack import least_cost, upgrades
 from profiler.model_graph import Recompute
 
 
-def fewest_s(space: Space, load: Workload, limit_bytes: float) -> float | None:
-    """Return seconds that no plan's step is below, or None if no plan fits."""
-    seconds, items, held = 0.0, list[tuple[float, float]](), load.fixed_bytes
-    offered = [space.offered(stage_class, load) for stage_class in range(len(space.examples))]
-    at_least = [_least(options) for options in offered]
-    for index, stage_class in enumerate(space.stage_classes):
-        options, costs = offered[stage_class], space.costs(stage_class, (), load)
-        rest, optimizer_s, unit_launch_s, again = at_least[stage_class]
-        # The cheapest first: one that takes longer and saves less is in no better plan.
-        modes = sorted((load.accumulation * _computing_s(costs, mode, *unit_launch_s), mode) for mode in again)
-        seconds += modes[0][0] + optimizer_s
-        if index + 1 < len(space.stage_classes):
+class Ceiling:
+    """The bound of each workload, within one limit."""
+
+    def __init__(self, space: Space, limit_bytes: float) -> None:
+        self.space, self.limit_bytes = space, limit_bytes
+        self._at_least = dict[int, _Least]()
+        """By the options of a class of stages, which many workloads share, and the space keeps."""
+
+    def fewest_s(self, load: Workload) -> float | None:
+        """Return seconds that no plan's step is below, or None if no plan fits."""
+        space, seconds, items, held = self.space, 0.0, list[tuple[float, float]](), load.fixed_bytes
+        offered = [space.offered(stage_class, load) for stage_class in range(len(space.examples))]
+        of_class = []
+        for stage_class, options in enumerate(offered):
+            if id(options) not in self._at_least:
+                self._at_least[id(options)] = _least(options)
+            least, costs = self._at_least[id(options)], space.stage_costs(stage_class, load)
+            # The cheapest first: one that takes longer and saves less is in no better plan.
+            launches = least.forward_launch_s, least.backward_launch_s
+            modes = sorted((load.accumulation * computing_s(costs, mode, *launches), mode) for mode in least.again)
             points = [(-costs.memory(mode).saved[-1], cost - modes[0][0]) for cost, mode in modes]
-            held += rest - points[0][0]
-            items += [(gain, cost) for _, gain, cost in upgrades(points)]
-        else:
-            local = ((space.costs(stage_class, choice.counts, load), option) for choice, option in options)
-            held += min(option.rest + option.highest_bytes(at) for at, option in local)
-    again_s = least_cost(items, held - limit_bytes - 1.0)  # one byte for the rounding of the sums
-    return None if again_s is None else seconds + again_s
+            more = [(gain, cost) for _, gain, cost in upgrades(points)]
+            of_class.append((modes[0][0] + least.optimizer_s, least.rest - points[0][0], more))
+        *below, top = space.stage_classes
+        for stage_class in below:
+            step_s, kept, more = of_class[stage_class]
+            seconds, held, items = seconds + step_s, held + kept, items + more
+        seconds += of_class[top][0]
+        local = ((space.costs(top, choice.counts, load), option) for choice, option in offered[top])
+        held += min(option.rest + option.highest_bytes(at) for at, option in local)
+        again_s = least_cost(items, held - self.limit_bytes - 1.0)  # one byte for the rounding of the sums
+        return None if again_s is None else seconds + again_s
 
 
-def _computing_s(
-    costs: StageCosts, recompute: Recompute, forward_unit_launch_s: float, backward_unit_launch_s: float
+def computing_s(
+    costs: StageCosts, recompute: Recompute, forward_unit_launch_s: float = 0.0, backward_unit_launch_s: float = 0.0
 ) -> float:
     """Return seconds that no option's computing is below, waiting for the host included: a sum over segments of the
     longer of two is at least the longer of their sums.
@@ -62,14 +75,23 @@ def _computing_s(
     return float(forward_s + backward_s)
 
 
-def _least(
-    options: Sequence[tuple[StageDecision, StageOption]],
-) -> tuple[int, float, tuple[float, float], list[Recompute]]:
-    """Return the least bytes at rest, seconds of the optimizer, and seconds of launching units in forward and backward,
-    of any option, and what they recompute.
-    """
+@dataclass(frozen=True)
+class _Least:
+    """The least of any option of a class of stages, at all micro-batches."""
+
+    rest: int
+    """Bytes at rest."""
+    optimizer_s: float
+    forward_launch_s: float
+    """Of its units."""
+    backward_launch_s: float
+    again: tuple[Recompute, ...]
+    """What they recompute."""
+
+
+def _least(options: Sequence[tuple[StageDecision, StageOption]]) -> _Least:
     rest = min(option.rest for _, option in options)
     optimizer_s = min(option.constants["optimizer_s"] for _, option in options)
     launches = ([sum(of_run) for of_run in zip(*(r.unit_launch_s for r in o.runs), strict=True)] for _, o in options)
     forward_s, backward_s = map(min, zip(*launches, strict=True))
-    return rest, optimizer_s, (forward_s, backward_s), sorted({option.recompute for _, option in options})
+    return _Least(rest, optimizer_s, forward_s, backward_s, tuple(sorted({option.recompute for _, option in options})))

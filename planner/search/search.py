@@ -30,7 +30,7 @@ from planner.options.search_space import CandidateSet, Space, Spanning
 from planner.pricing import Options, PricedPlan
 from planner.problem import NO_PINS, Progress, Task, micro_batches
 from planner.search.baselines import Baseline, baselines
-from planner.search.ceiling import fewest_s
+from planner.search.ceiling import Ceiling
 from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits, refusal_of
 from planner.search.least_memory import smallest_of
@@ -362,8 +362,9 @@ def _quick_point(candidates: CandidateSet, limit_bytes: int, relaxed: bool, near
 def _sizes(space: Space, loads: Sequence[Workload], limit_bytes: int) -> list[_Size | _Point]:
     """Return the micro-batches of the sweep that memory does not rule out at once, as a heap."""
     sizes: list[_Size | _Point] = []
+    ceiling = Ceiling(space, limit_bytes)
     for load in loads:
-        step_s = fewest_s(space, load, limit_bytes)
+        step_s = ceiling.fewest_s(load)
         if step_s is not None:
             sizes.append(_Size(load, load.samples_per_step / step_s))
         elif load.accumulation == 1:

@@ -48,13 +48,18 @@ def _fitting(chain: ChainBound, limit_bytes: float) -> list[NDArray[np.bool_]]:
     candidates = chain.candidates
     fits = [np.ones(len(candidates.options[c]), dtype=bool) for c in candidates.stage_classes]
     for on_rank in chain.on_ranks:
+        ends = dict[int, tuple[float, float]]()  # of rows, which the chain keeps
         for event in _events(on_rank.candidates):
             rows = on_rank.memory(event)
-            least = {id(row): float(row.min()) for row in rows}
-            room_bytes = limit_bytes - chain.load.fixed_bytes - sum(least[id(row)] for row in rows) + ROUNDING_BYTES
-            within = {id(row): row - least[id(row)] <= room_bytes for row in rows}
+            for row in rows:
+                if id(row) not in ends:
+                    ends[id(row)] = float(row.min()), float(row.max())
+            least_bytes = sum(ends[id(row)][0] for row in rows)
+            room_bytes = limit_bytes - chain.load.fixed_bytes - least_bytes + ROUNDING_BYTES
             for at, row in zip(fits, rows, strict=True):
-                at &= within[id(row)]
+                least, most = ends[id(row)]
+                if most - least > room_bytes:
+                    at &= row - least <= room_bytes
     of_class: list[list[NDArray[np.bool_]]] = [[] for _ in candidates.options]
     for at, stage_class in zip(fits, candidates.stage_classes, strict=True):
         of_class[stage_class].append(at)

@@ -30,7 +30,7 @@ from planner.solve.stage_bytes import StageBytes, least_above
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-UNITS = np.arange(128, 513)
+UNITS = np.arange(64, 257)
 """Numbers of units, of which a table takes the one whose rounding loses least: up to one for each stage."""
 ROUNDING = 1e-9
 """Part of a unit by which a quotient may be rounded up."""

@@ -49,6 +49,9 @@ PRICING = 300
 TRIED = 200
 """Complete labels of a run that are looked at for a plan that fits."""
 
+MOST_IN_VAIN = 6
+"""Plans that are priced after the fastest so far, and are no faster as a whole: of many with owners each would be."""
+
 
 def programmed(
     candidates: CandidateSet, space: Space, limit_bytes: int, ends_at: float = float("inf")
@@ -179,6 +182,7 @@ class Widening:
     def _fastest(self, tried: Sequence[Picks]) -> PricedPlan | None:
         """Return the fastest of some plans that fits as a whole; they are by rising sum of seconds on the mean rank."""
         best: PricedPlan | None = None
+        in_vain = 0
         for picks in tried:
             samples, options = self.candidates.load.samples_per_step, self.candidates.picked(picks)
             total_s = step_time(options, self.candidates.load).total_s
@@ -188,7 +192,11 @@ class Widening:
                 continue
             plan = self._priced(picks)
             if plan and (best is None or plan.samples_per_s > best.samples_per_s):
-                best = plan
+                best, in_vain = plan, 0
+            elif best is not None:
+                in_vain += 1
+                if in_vain == MOST_IN_VAIN:
+                    break
         return best
 
     def _priced(self, picks: Picks) -> PricedPlan | None:

@@ -1,9 +1,12 @@
-"""The bound without candidates holds for every plan, and candidates are the same whichever micro-batch came first."""
+"""The bound without candidates holds for every plan, baselines are the best of all micro-batches, and candidates are
+the same whichever micro-batch came first.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -16,11 +19,13 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.options.search_space import CandidateSet, Space
-from planner.search.ceiling import fewest_s
+from planner.search.baselines import baselines, uniform
+from planner.search.ceiling import Ceiling
 from planner.search.knapsack import least_cost
+from planner.strategies.registry import strategies_on
 from profiler.cluster.cluster import Cluster, Host
 from profiler.cluster.figure import Figure
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 
 PLANS = 200
 items = st.tuples(st.integers(1, 9), st.integers(0, 9))
@@ -79,10 +84,10 @@ def test_no_plan_that_fits_is_faster_than_the_ceiling(
     candidates = space.relaxed_candidates(load)
     counts = [len(candidates.options[stage_class]) for stage_class in candidates.stage_classes]
     drawn = [candidates.picked([int(random.integers(count)) for count in counts]) for _ in range(PLANS)]
-    free_s = fewest_s(space, load, float("inf"))
+    free_s = Ceiling(space, float("inf")).fewest_s(load)
     for options in drawn:
         # The plan's own peak is the tightest limit that it fits.
-        fits_s = fewest_s(space, load, peak_memory(options, load).total_bytes)
+        fits_s = Ceiling(space, peak_memory(options, load).total_bytes).fewest_s(load)
         assert free_s is not None
         assert fits_s is not None
         assert free_s * (1 - 1e-12) <= fits_s <= step_time(options, load).total_s * (1 + 1e-12)
@@ -101,3 +106,29 @@ def test_candidates_do_not_depend_on_which_sizes_were_first(graph: ModelGraph, m
     for sizes in ((1, 3), (17, 1), (4, 2)):
         first, alone = candidates(shared, *sizes), candidates(Space(graph), *sizes)
         assert (first.options, first.choices) == (alone.options, alone.choices)
+
+
+@pytest.mark.parametrize("room", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("pairs", [[(size, 1) for size in range(1, 10)], [(1, 8), (2, 4), (4, 2), (8, 1)]])
+def test_baselines_are_the_fastest_of_all_micro_batches(pairs: list[tuple[int, int]], room: float) -> None:
+    machine = cluster(nodes=2, gpus=2)
+    space = Space(transformer(2, 256))
+    loads = tuple(space.known_load(Workload(machine, "adam", "fp32", *pair)) for pair in pairs)
+    group = [s for s in strategies_on(machine) if s.spec.baseline in {"FSDP", "HSDP"} and not s.offload]
+    every = list[tuple[str, Recompute, float, float]]()
+    for strategy, again, load in product(group, Recompute, loads):
+        options = uniform(space, load, strategy, again)
+        peak, speed = peak_memory(options, load).total_bytes, load.samples_per_step / step_time(options, load).total_s
+        every.append((strategy.spec.baseline, again, peak, speed))
+    smallest, largest = (end(peak for *_, peak, _ in every) for end in (min, max))
+    limit_bytes = smallest + room * (largest - smallest) if room else 0.5 * smallest
+    found = [b for b in baselines(space, loads, limit_bytes) if b.name in {"FSDP", "HSDP"}]
+    assert {(b.name, b.recompute) for b in found} == set(
+        product(("FSDP", "HSDP"), (Recompute.NOTHING, Recompute.EVERYTHING))
+    )
+    for baseline in found:
+        alike = [row for row in every if row[:2] == (baseline.name, baseline.recompute)]
+        fitting = [(speed, peak) for *_, peak, speed in alike if peak <= limit_bytes]
+        assert baseline.feasible == bool(fitting)
+        speed, peak = max(fitting) if fitting else min(((s, p) for *_, p, s in alike), key=itemgetter(1))
+        assert (baseline.samples_per_s, baseline.peak_memory_bytes) == pytest.approx((speed, peak))

@@ -211,7 +211,7 @@ def test_rows_that_are_equal_or_worse_are_dominated() -> None:
     assert kept == better
 
 
-@pytest.mark.parametrize("count", [1, 100, 129, 1024, 1500])
+@pytest.mark.parametrize("count", [1, 100, 129, 1024, 1500, 2600])
 def test_undominated_rows_are_those_of_all_pairs(count: int) -> None:
     draw = np.random.default_rng(count)
     rows = draw.integers(0, 12, (count, 4)).astype(float)
