@@ -177,10 +177,10 @@ class Space:
         self._units: dict[tuple[object, ...], UnitCosts] = {}
         self._loads: dict[tuple[object, ...], Workload] = {}
         self._offers: dict[tuple[object, ...], tuple[StageDecision, ...]] = {}
-        self._takes: dict[tuple[object, ...], tuple[Spanning, ...]] = {}
         self.with_slices = cache(self._with_slices)
         self._first_loads: dict[tuple[object, ...], Workload] = {}
         self._first_load = cache(self._find_first_load)
+        self._offered_of = cache(self._find_spanning_offered)
         self._frame = cache(self._make_frame)
         self.costs = cache(lambda c, counts, load: StageCosts(self._frame(c, counts, self._first_load(load)), load))
         self._variant = cache(self._make_variant)
@@ -391,10 +391,7 @@ class Space:
 
     def spanning_offered(self, load: Workload) -> tuple[Spanning, ...]:
         """Return the strategies of the spanning operators that the search tries."""
-        key = id(load.cluster), load.precision, load.optimizer_name, load.offers_uneven
-        if key not in self._takes:
-            self._takes[key] = self._find_spanning_offered(load)
-        return self._takes[key]
+        return self._offered_of(self._first_load(load))
 
     def _find_spanning_offered(self, load: Workload) -> tuple[Spanning, ...]:
         spanning = self.model.spanning
