@@ -85,10 +85,11 @@ def _multiply_in_fp32(name: str) -> None:
     """Have the CPU compute a product of bf16 tensors as one of fp32."""
     original = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-    def product(keys: torch.DispatchKeySet, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if first.dtype is not torch.bfloat16:
-            return original.call_boxed(keys, first, *args, **kwargs)
-        wide_args, wide_kwargs = tree_map_only(torch.Tensor, _wide, ((first, *args), kwargs))
+    def product(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        factors = [one for one in args[:3] if isinstance(one, torch.Tensor)]
+        if any(one.dtype is not torch.bfloat16 for one in factors):  # others, and mixed ones, which are refused
+            return original.call_boxed(keys, *args, **kwargs)
+        wide_args, wide_kwargs = tree_map_only(torch.Tensor, _wide, (args, kwargs))
         found = original.call_boxed(keys, *wide_args, **wide_kwargs)
         if name == FLASH_FORWARD:
             output, logsumexp = found
