@@ -50,7 +50,8 @@ TRIED = 200
 """Complete labels of a run that are looked at for a plan that fits."""
 
 MOST_IN_VAIN = 6
-"""Plans that are priced after the fastest so far, and are no faster as a whole: of many with owners each would be."""
+"""After so many plans in a row that are no faster as a whole than the fastest, no more are priced.  With owners a plan
+takes longer as a whole than its label says, so that each of many labels would be worth a look."""
 
 
 def programmed(

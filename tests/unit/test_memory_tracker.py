@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch
 import torch.distributed as dist
 from rehearsals import Case, Compared, graph_of, source
 from synthetic import cluster
@@ -77,6 +78,7 @@ def test_prediction_is_what_the_runtime_holds(case: Case) -> None:
 def test_fake_tensors_hold_what_those_with_data_do(case: Case) -> None:
     """As `osdp verify` has fake ones, and other tests compute.  A scalar that one of them keeps takes 512 bytes."""
     fake, real = (case.compare(with_data=with_data) for with_data in (False, True))
+    assert torch.tensor(1e-40) * 1 > 0, "denormal numbers are zeros only while it computes"
     assert (fake.predicted, fake.tracked_phase) == (real.predicted, real.tracked_phase)
     assert fake.tracked == pytest.approx(real.tracked, rel=0, abs=512)
 
