@@ -1,4 +1,4 @@
-"""The gradient of a parameter whose ranks have yet to synchronize: nobody may read, change or replace it.
+"""The gradient of a parameter whose ranks have yet to synchronize: nobody may read or replace it, only add to it.
 
 What was pushed lies in the window, and FSDP2's sharded gradient has none of it.  Whatever a loop does to that (clip,
 unscale, log its norm, scale it) would be lost or wrong without a word.  So the DTensor that FSDP2 made changes its
@@ -8,6 +8,7 @@ on torch 2.13).
 
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -17,12 +18,20 @@ ADVICE = "call model.finish_gradients() on all ranks after the last backward, be
 
 
 class PendingGradient(DTensor):
-    """A DTensor on which every operation raises OsdpError. Its shape, dtype and device can be read."""
+    """A DTensor on which every operation but `add_` raises OsdpError. Its shape, dtype and device can be read."""
 
     __slots__ = ()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:  # type: ignore[override]
+        # Autograd adds what comes of parameters alone, such as an L2 penalty; the order of sums does not matter.
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls) and not isinstance(args[1], cls):
+            restore(args[0])
+            try:
+                args[0].add_(*args[1:], **(kwargs or {}))
+            finally:
+                suspend(args[0])
+            return args[0]
         raise _refusal(str(func))
 
     def to_local(self, *_: Any, **__: Any) -> NoReturn:
