@@ -70,6 +70,7 @@ class OsdpTrainer(Trainer):
     model: Any
     """The sharded one, for all that looks at it while it trains."""
     optimizer: Any
+    optimizer_cls_and_kwargs: Any
     lr_scheduler: Any
     label_smoother: Any
 

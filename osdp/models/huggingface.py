@@ -67,8 +67,8 @@ def _import(spec: str) -> Any:
             raise OsdpError(what, got=_shown(error.__cause__ or error)) from error
         raise OsdpError(f"{spec} needs the package transformers", advice=install_advice("hf")) from None
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
     os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")  # checks of values, which a trace does not have
     return transformers
 
