@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from parity import cluster_of, graph_once
+from ranks import run_ranks
+from thoroughness import THOROUGH
 from torch import Tensor, nn
 
 from osdp.models.user_factory import source_of
@@ -17,7 +20,12 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.trace.trace import trace_model
 
-STRATEGIES = [str(s) for s in known_strategies(cluster_of(2, 2)) if not s.offload]
+RANKS = (2, 2) if THOROUGH else (1, 2)
+"""Nodes, and ranks on each, of tests of models and loops: those of parity and of drawn loops have four every time."""
+EVERY_RANK = range(prod(RANKS))
+STRATEGIES = [str(s) for s in known_strategies(cluster_of(*RANKS)) if not s.offload]
+GROUP = "group_shard:2" if THOROUGH else "shard"
+"""Two ranks are one group."""
 WITH_OFFLOAD = [*STRATEGIES, "shard+offload", "owner+offload", "replicate+offload"]
 
 
@@ -129,7 +137,7 @@ def plan_of(
     accumulation: int = 1,
     recomputed: tuple[str, ...] = (),
     selective: tuple[str, ...] = (),
-    ranks: tuple[int, int] = (2, 2),
+    ranks: tuple[int, int] = RANKS,
     precision: str = "fp32",
     master_weights: str = "",
     graph: ModelGraph | None = None,
@@ -150,6 +158,11 @@ def plan_of(
         recomputed_blocks=list(recomputed),
         selectively_recomputed_blocks=list(selective),
     )
+
+
+def run_everywhere(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what `function(rank, *args)` returns on `RANKS`."""
+    return run_ranks(function, prod(RANKS), *args, ranks_per_node=RANKS[1])
 
 
 def graph_of(model: nn.Module, precision: str = "fp32", master_weights: str = "") -> ModelGraph:

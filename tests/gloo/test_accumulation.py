@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from toys import Blocks, batch_of, loss_of, plan_of, refusal, seeded
 
 build = partial(Blocks, "dataclass", frozen=False)
-MICRO_BATCHES = 3
+MICRO_BATCHES, FOUR = 3, (2, 2)
 
 
 def losses(model: nn.Module, ranks: Sequence[int], step: int) -> list[Tensor]:
@@ -86,7 +86,7 @@ def train(rank: int) -> None:
             if strategy == "replicate" and name == "forwards first":
                 continue  # refused, see below
             choices = {"head": "split(owner, replicate)"} if strategy != "replicate" else {}
-            model = OSDP(seeded(build), plan_of(build(), strategy, choices, accumulation=accumulation))
+            model = OSDP(seeded(build), plan_of(build(), strategy, choices, accumulation=accumulation, ranks=FOUR))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             for step in range(2):
                 loop(model, rank, step)
@@ -113,7 +113,7 @@ def count(rank: int) -> None:
             if strategy == "replicate" and loop is forwards_first:
                 continue
             choices = {"head": "shard"} if strategy == "group_shard:2" else {}
-            model = OSDP(seeded(build), plan_of(build(), strategy, choices, accumulation=accumulation))
+            model = OSDP(seeded(build), plan_of(build(), strategy, choices, accumulation=accumulation, ranks=FOUR))
             for step in range(2):
                 with record_collectives() as record:
                     loop(model, rank, step)
@@ -138,8 +138,8 @@ def refuse(rank: int) -> list[str]:
     said = []
     args, kwargs = batch_of(build(), rank)
     for strategy in ("replicate", "group_shard:2"):
-        model = OSDP(seeded(build), plan_of(build(), strategy, accumulation=MICRO_BATCHES))
-        other = OSDP(seeded(build), plan_of(build(), strategy))
+        model = OSDP(seeded(build), plan_of(build(), strategy, accumulation=MICRO_BATCHES, ranks=FOUR))
+        other = OSDP(seeded(build), plan_of(build(), strategy, ranks=FOUR))
         optimizer, others = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, other))
         with model.no_sync():
             loss_of(model(*args, **kwargs)).backward()
@@ -150,7 +150,7 @@ def refuse(rank: int) -> list[str]:
         loss_of(model(*args, **kwargs)).backward()
         optimizer.step()
     # What reduces in every micro-batch may step at any.
-    model = OSDP(seeded(build), plan_of(build(), "shard", accumulation=MICRO_BATCHES))
+    model = OSDP(seeded(build), plan_of(build(), "shard", accumulation=MICRO_BATCHES, ranks=FOUR))
     loss_of(model(*args, **kwargs)).backward()
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     return said

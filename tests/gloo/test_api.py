@@ -17,7 +17,22 @@ from parity import FAMILIES, Case, build, cluster_of, graph_of, initial
 from ranks import run_ranks
 from thoroughness import STEPS, THOROUGH, some
 from torch import Tensor, nn
-from toys import STRATEGIES, WITH_OFFLOAD, Blocks, InPlace, Irregular, Toy, batch_of, loss_of, plan_of, refusal, seeded
+from toys import (
+    EVERY_RANK,
+    GROUP,
+    STRATEGIES,
+    WITH_OFFLOAD,
+    Blocks,
+    InPlace,
+    Irregular,
+    Toy,
+    batch_of,
+    loss_of,
+    plan_of,
+    refusal,
+    run_everywhere,
+    seeded,
+)
 
 from osdp.models.config import GPT2Config
 from planner.plan import Plan
@@ -101,7 +116,7 @@ def layers() -> nn.Module:
 
 
 def test_starts_with_buffers_and_frozen_parameters() -> None:
-    run_ranks(start_with_buffers, 4, ranks_per_node=2)
+    run_everywhere(start_with_buffers)
 
 
 def take_everything(rank: int, folder: Path) -> None:
@@ -172,7 +187,7 @@ def refuse(rank: int) -> dict[str, str]:
     mistakes = {
         "ranks": gpt2(Case("gpt2", {}, ranks_per_node=1).plan()),
         "other model": gpt2(Case("bert", {}).plan()),
-        "other size": lambda: OSDP(Blocks(), plan_of(nn.Linear(6, 6))),
+        "other size": lambda: OSDP(Blocks(), plan_of(nn.Linear(6, 6), ranks=(2, 2))),
         "group": gpt2(Case("gpt2", {}, "group_shard:3").plan()),
         "strategy": gpt2(Case("gpt2", {}, "shards").plan()),
         "differ": gpt2(Case("gpt2", {linear: "owner" if rank == 2 else "shard"}).plan()),
@@ -252,7 +267,7 @@ class Pair:
     def both(self, step: int, how: Callable[[nn.Module, Any], None]) -> None:
         """Do to the reference with every rank's batch what is done to the model with this rank's."""
         how(self.model, [batch_of(self.reference, self.rank, step)])
-        how(self.reference, [batch_of(self.reference, rank, step) for rank in range(4)])
+        how(self.reference, [batch_of(self.reference, rank, step) for rank in EVERY_RANK])
 
     def train(self, step: int, **keywords: Any) -> None:
         """Make a step."""
@@ -324,7 +339,7 @@ def infer_anywhere(rank: int) -> None:
 
 
 def test_inference_gives_the_models_output_at_any_time() -> None:
-    run_ranks(infer_anywhere, 4, ranks_per_node=2)
+    run_everywhere(infer_anywhere)
 
 
 def train_oddities(rank: int) -> None:
@@ -339,7 +354,7 @@ def train_oddities(rank: int) -> None:
                 pair.train(step)
             pair.compare()
     for output in ("tuple", "dict"):
-        pair = Pair(rank, partial(Blocks, output), plan_of(Blocks(output), "group_shard:2", accumulation=1), adam)
+        pair = Pair(rank, partial(Blocks, output), plan_of(Blocks(output), GROUP, accumulation=1), adam)
         for step in range(2):
             pair.train(step)
         pair.compare()
@@ -358,21 +373,21 @@ def look_like_the_model(rank: int) -> None:
     """Attributes and modes are the model's."""
     from osdp import OSDP
 
-    model = OSDP(Blocks("dict"), plan_of(Blocks("dict"), "group_shard:2"))
+    model = OSDP(Blocks("dict"), plan_of(Blocks("dict"), GROUP))
     assert model.output == "dict"
     assert model.blocks is model.module.blocks
     assert not hasattr(model, "nothing_of_this_name")
     assert not model.eval().module.blocks[0].training
     assert model.train().module.blocks[0].training
-    assert "4 ranks" in repr(model)
+    assert f"{len(EVERY_RANK)} ranks" in repr(model)
 
 
 def test_odd_models_train_as_one_process() -> None:
-    run_ranks(train_oddities, 4, ranks_per_node=2)
+    run_everywhere(train_oddities)
 
 
 def test_looks_like_the_model() -> None:
-    run_ranks(look_like_the_model, 4, ranks_per_node=2)
+    run_everywhere(look_like_the_model)
 
 
 def optimizers() -> Iterator[tuple[str, Callable[[nn.Module], torch.optim.Optimizer]]]:
@@ -418,7 +433,7 @@ def train_with_optimizers(rank: int) -> None:
 
 
 def test_any_optimizer_on_mixed_strategies() -> None:
-    run_ranks(train_with_optimizers, 4, ranks_per_node=2)
+    run_everywhere(train_with_optimizers)
 
 
 def train_with_dropout(rank: int) -> None:
@@ -443,7 +458,7 @@ def train_with_dropout(rank: int) -> None:
 
 
 def test_dropout_is_the_same_where_blocks_run_again() -> None:
-    run_ranks(train_with_dropout, 4, ranks_per_node=2)
+    run_everywhere(train_with_dropout)
 
 
 def test_initial_is_not_what_a_seed_gives() -> None:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from ranks import run_ranks
 from thoroughness import STEPS, some
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
-from toys import STRATEGIES, Blocks, batch_of, loss_of, plan_of, refusal, seeded
+from toys import EVERY_RANK, STRATEGIES, Blocks, batch_of, loss_of, plan_of, refusal, run_everywhere, seeded
 
 build = partial(Blocks, frozen=False)
 ASKED = some(STRATEGIES, 3)
@@ -54,7 +53,7 @@ def ask_for_gradients(rank: int) -> list[str]:
     for name in (*ASKED, "mixed"):
         alone, model = seeded(build), sharded(name, accumulation=2)
         for number in range(2):
-            each = sum(loss_on(alone, one, number) for one in range(4)) / 4
+            each = sum(loss_on(alone, one, number) for one in EVERY_RANK) / len(EVERY_RANK)
             ((each + penalty(alone)) / 2).backward()
             ((loss_on(model, rank, number) + penalty(model)) / 2).backward()
         model.finish_gradients()
@@ -86,8 +85,8 @@ def ask_for_gradients(rank: int) -> list[str]:
 
 
 def test_gradients_are_right_or_refused() -> None:
-    by_rank = run_ranks(ask_for_gradients, 4, ranks_per_node=2)
-    assert by_rank[1:] == by_rank[:1] * 3
+    by_rank = run_everywhere(ask_for_gradients)
+    assert by_rank[1:] == by_rank[:1] * (len(by_rank) - 1)
     for text in by_rank[0]:
         known = ("parameters alone", "register_post_accumulate_grad_hook", "parameter.to_local()")
         assert any(part in text for part in known), text
@@ -103,7 +102,7 @@ def average(rank: int) -> None:
     wanted.update_parameters(alone)  # the first is a copy
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     for number in range(STEPS):
-        (sum(loss_on(alone, one, number) for one in range(4)) / 4).backward()
+        (sum(loss_on(alone, one, number) for one in EVERY_RANK) / len(EVERY_RANK)).backward()
         optimizer.step()
         optimizer.zero_grad()
         wanted.update_parameters(alone)
@@ -128,7 +127,7 @@ def average(rank: int) -> None:
 
 
 def test_averages_are_those_of_one_process() -> None:
-    run_ranks(average, 4, ranks_per_node=2)
+    run_everywhere(average)
 
 
 def round_trip(rank: int) -> None:
@@ -165,4 +164,4 @@ def round_trip(rank: int) -> None:
 
 
 def test_state_dicts_of_pytorch_come_back() -> None:
-    run_ranks(round_trip, 4, ranks_per_node=2)
+    run_everywhere(round_trip)

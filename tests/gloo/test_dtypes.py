@@ -14,12 +14,12 @@ from ranks import run_ranks
 from thoroughness import THOROUGH, some
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from toys import STRATEGIES, Toy, batch_of, graph_of, plan_of, refusal, seeded
+from toys import EVERY_RANK, GROUP, STRATEGIES, Toy, batch_of, graph_of, plan_of, refusal, run_everywhere, seeded
 
 from planner.pins import parse_pin, resolve
 from runtime.optimizers import OPTIMIZERS, can_fuse
 
-RANKS, STEPS = 4, 2
+STEPS = 2
 BF16 = torch.bfloat16
 
 
@@ -116,7 +116,7 @@ def one_process(model: nn.Module, optimizer: torch.optim.Optimizer, accumulation
     """Train with the mean, in at least fp32, of the gradients of every rank, each in the parameters' dtype."""
     for step in range(STEPS):
         sums: dict[nn.Parameter, Tensor] = {}
-        for rank in range(RANKS):
+        for rank in EVERY_RANK:
             own: dict[nn.Parameter, Tensor] = {}
             for micro_batch in range(accumulation):
                 args, _ = batch_of(model, rank, 10 * step + micro_batch)
@@ -127,7 +127,7 @@ def one_process(model: nn.Module, optimizer: torch.optim.Optimizer, accumulation
                         own[parameter] = own.get(parameter, 0) + parameter.grad.to(wide)
                         parameter.grad = None
             for parameter, gradient in own.items():
-                sums[parameter] = sums.get(parameter, 0) + gradient / RANKS
+                sums[parameter] = sums.get(parameter, 0) + gradient / len(EVERY_RANK)
         for parameter, gradient in sums.items():
             parameter.grad = gradient.to(parameter.dtype)
         optimizer.step()
@@ -226,7 +226,7 @@ def train_widths(rank: int) -> None:
 
     before, plain = dict(seeded(build).named_parameters()), seeded(build)
     one_process(InBf16(plain), adam(plain), 1)
-    for strategy in ("replicate", "shard", "group_shard:2", "owner"):
+    for strategy in ("replicate", "shard", GROUP, "owner"):
         model = OSDP(seeded(build), plan_of(build(), strategy, precision="bf16"))
         optimizer = adam(model)
         for step in range(STEPS):
@@ -237,12 +237,12 @@ def train_widths(rank: int) -> None:
 
 
 def test_mixed_precision_casts_from_every_width() -> None:
-    run_ranks(train_widths, RANKS, ranks_per_node=2)
+    run_everywhere(train_widths)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_dtype_trains_as_in_one_process(name: str) -> None:
-    run_ranks(train_dtypes, RANKS, name, ranks_per_node=2)
+    run_everywhere(train_dtypes, name)
 
 
 class Uncast(nn.Module):
@@ -312,7 +312,7 @@ def train_uncast(rank: int) -> None:
 
 
 def test_what_mixed_precision_must_not_cast_keeps_its_dtype() -> None:
-    run_ranks(train_uncast, RANKS, ranks_per_node=2)
+    run_everywhere(train_uncast)
 
 
 def train_master_weights(rank: int) -> None:

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from thoroughness import STEPS
 from torch.distributed.tensor import DTensor
-from toys import Blocks, batch_of, loss_of, plan_of, seeded
+from toys import EVERY_RANK, GROUP, Blocks, batch_of, loss_of, plan_of, run_everywhere, seeded
 
 from runtime.optimizers import OPTIMIZERS, as_priced
 
-CHOICES = {"head": "replicate", "blocks.1.up": "group_shard:2", "blocks.1.down": "owner"}
+CHOICES = {"head": "replicate", "blocks.1.up": GROUP, "blocks.1.down": "owner"}
 """On several meshes, and one whole on a rank."""
 
 
@@ -47,4 +46,4 @@ def _trains(rank: int, name: str) -> list[str]:
 @pytest.mark.parametrize(("name", "kind"), [("adam", "Adam"), ("adamw", "AdamW"), ("sgd", "SGD")])
 def test_every_form_trains_the_same(name: str, kind: str) -> None:
     """Checkpoints name the class, and load whichever form saved them."""
-    assert run_ranks(_trains, 4, name, ranks_per_node=2) == [[kind] * 3] * 4
+    assert run_everywhere(_trains, name) == [[kind] * 3] * len(EVERY_RANK)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from thoroughness import STEPS, THOROUGH, some
 from torch import Tensor, nn
-from toys import STRATEGIES, Blocks, Toy, batch_of, loss_of, plan_of, seeded
+from toys import EVERY_RANK, STRATEGIES, Blocks, Toy, batch_of, loss_of, plan_of, run_everywhere, seeded
 
 
 class FrozenLast(nn.Module):
@@ -67,11 +66,11 @@ def train_odd_blocks(rank: int, block: type[nn.Module]) -> int:
     reference = seeded(lambda: Stack(block))
     optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1)
     for step in range(STEPS):
-        (sum(reference(*batch_of(reference, each, step)[0]) for each in range(4)) / 4).backward()
+        (sum(reference(*batch_of(reference, each, step)[0]) for each in EVERY_RANK) / len(EVERY_RANK)).backward()
         optimizer.step()
         optimizer.zero_grad()
     joined = 0
-    for number, name in some(list(enumerate(STRATEGIES, block is Aside)), 3, block is Aside):
+    for number, name in some(list(enumerate(STRATEGIES, block is Aside)), 3, 1 + (block is Aside)):
         other = "shard" if name == "owner" else "owner"
         for recomputed in ((), ("blocks.0",)) if THOROUGH else ((("blocks.0",),) if number % 2 else ((),)):
             plan = plan_of(Stack(block), name, {f"blocks.{i}.other": other for i in (0, 1)}, recomputed=recomputed)
@@ -89,7 +88,7 @@ def train_odd_blocks(rank: int, block: type[nn.Module]) -> int:
 
 @pytest.mark.parametrize("block", [FrozenLast, Aside])
 def test_a_unit_trains_whichever_of_its_modules_runs_last(block: type[nn.Module]) -> None:
-    assert all(count > 0 for count in run_ranks(train_odd_blocks, 4, block, ranks_per_node=2))
+    assert all(count > 0 for count in run_everywhere(train_odd_blocks, block))
 
 
 class Both(nn.Module):
@@ -124,7 +123,7 @@ def give_one_input_twice(rank: int) -> None:
     from osdp import OSDP
 
     reference = seeded(lambda: Stack(Self))
-    (sum(reference(*batch_of(reference, each)[0]) for each in range(4)) / 4).backward()
+    (sum(reference(*batch_of(reference, each)[0]) for each in EVERY_RANK) / len(EVERY_RANK)).backward()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
     for name in some(STRATEGIES, 2):
         model = OSDP(seeded(lambda: Stack(Self)), plan_of(Stack(Self), name, recomputed=("blocks.1",)))
@@ -135,7 +134,7 @@ def give_one_input_twice(rank: int) -> None:
 
 
 def test_an_input_that_is_given_twice_is_one_in_forward() -> None:
-    run_ranks(give_one_input_twice, 4, ranks_per_node=2)
+    run_everywhere(give_one_input_twice)
 
 
 class Outer(nn.Module):
@@ -187,7 +186,7 @@ def nest(rank: int) -> None:
 
 
 def test_a_sharded_model_is_a_part_of_another_module() -> None:
-    run_ranks(nest, 4, ranks_per_node=2)
+    run_everywhere(nest)
 
 
 class Scaled(nn.Module):
@@ -224,8 +223,8 @@ def train_scalars(rank: int, folder: Path) -> None:
     optimizer = torch.optim.Adam([p for p in reference.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, fused=True)
     for step in range(STEPS):
         for micro_batch in range(2):
-            batches = [batch_of(reference, each, 10 * step + micro_batch)[0] for each in range(4)]
-            (sum(reference(*args) for args in batches) / 8).backward()
+            batches = [batch_of(reference, each, 10 * step + micro_batch)[0] for each in EVERY_RANK]
+            (sum(reference(*args) for args in batches) / len(batches) / 2).backward()
         norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
@@ -255,4 +254,4 @@ def train_scalars(rank: int, folder: Path) -> None:
 
 
 def test_parameters_without_dimensions_are_replicated(tmp_path: Path) -> None:
-    run_ranks(train_scalars, 4, tmp_path, ranks_per_node=2)
+    run_everywhere(train_scalars, tmp_path)

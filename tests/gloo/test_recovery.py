@@ -121,7 +121,7 @@ def short_step(rank: int, gives_up: bool) -> dict[str, Tensor]:
     """Run a step with one micro-batch under a plan of three, or give it up and run another that is marked."""
     from osdp import OSDP
 
-    model = OSDP(seeded(build), plan_of(build(), "group_shard:2", accumulation=3))
+    model = OSDP(seeded(build), plan_of(build(), "group_shard:2", accumulation=3, ranks=(2, 2)))
     optimizer = sgd(model)
     args, kwargs = batch_of(build(), rank % 2, 0)
     loss_of(model(*args, **kwargs)).backward()

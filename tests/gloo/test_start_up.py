@@ -58,7 +58,7 @@ def peak_bytes(rank: int, strategy: str, prepare: Callable[[], object]) -> int:
     """Return the most that tensors took while the model was sharded and filled."""
     from osdp import OSDP
 
-    plan, model = plan_of(Deep(), strategy), prepare()
+    plan, model = plan_of(Deep(), strategy, ranks=(2, 2)), prepare()
     with RealBytes() as live:
         OSDP(model, plan)
     return live.peak_bytes

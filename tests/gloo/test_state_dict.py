@@ -13,7 +13,18 @@ from ranks import run_ranks
 from test_api import assert_equal, mixed
 from thoroughness import some
 from torch import nn
-from toys import STRATEGIES, WITH_OFFLOAD, Blocks, InPlace, batch_of, plan_of, refusal, seeded
+from toys import (
+    EVERY_RANK,
+    STRATEGIES,
+    WITH_OFFLOAD,
+    Blocks,
+    InPlace,
+    batch_of,
+    plan_of,
+    refusal,
+    run_everywhere,
+    seeded,
+)
 
 from runtime.local_shards import local_shard, whole
 from runtime.state import state_dict
@@ -110,7 +121,7 @@ def refuse(rank: int) -> dict[str, str]:
 
 
 def test_refuses_other_models() -> None:
-    said = run_ranks(refuse, 4, ranks_per_node=2)[0]
+    said = run_everywhere(refuse)[0]
     for name, parts in {
         "shape": ("head.weight", "(3, 7)", "(3, 6)"),
         "lacking": ("head.bias",),
@@ -131,7 +142,7 @@ def clip_everywhere(rank: int) -> None:
     plans += [plan_of(model(), choices=turns | {"blocks.1.up": "split(shard, owner, replicate)"})]
     for plan in plans:
         reference, sharded = seeded(model), OSDP(seeded(model), plan)
-        sum(reference(*batch_of(reference, peer)[0]) / 4 for peer in range(4)).backward()
+        sum(reference(*batch_of(reference, peer)[0]) / len(EVERY_RANK) for peer in EVERY_RANK).backward()
         sharded(*batch_of(reference, rank)[0]).backward()
         gradients = [parameter.grad.clone() for parameter in reference.parameters()]
         for norm_type in (1.0, 2.0, 3.5, math.inf):
@@ -149,14 +160,14 @@ def clip_everywhere(rank: int) -> None:
         torch.testing.assert_close(
             sharded.full_state_dict(rank0_only=False), dict(reference.state_dict()), rtol=1e-5, atol=1e-5
         )
-        if rank == 2:
+        if rank == EVERY_RANK[-1]:
             next(shard for shard in sharded.sharded.local_shards if shard.numel).parameter.grad.mul_(math.nan)
         assert "not finite" in refusal(lambda model=sharded: model.clip_grad_norm_(1.0, error_if_nonfinite=True))
         assert "positive" in refusal(lambda model=sharded: model.clip_grad_norm_(1.0, 0.0))
 
 
 def test_clips_as_torch_does_unsharded() -> None:
-    run_ranks(clip_everywhere, 4, ranks_per_node=2)
+    run_everywhere(clip_everywhere)
 
 
 def one_rank(rank: int) -> None:

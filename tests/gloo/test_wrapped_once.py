@@ -68,7 +68,7 @@ def test_osdp_wraps_nothing_that_is_wrapped() -> None:
 def _beside_another(rank: int) -> list[torch.Tensor]:
     """Return the parameters of a model that FSDP2 alone trains for a step, beside one of OSDP's on an equal mesh."""
     args, kwargs = batch_of(build(), rank)
-    ours = OSDP(build(), plan_of(build(), "secondary_shard:2"))
+    ours = OSDP(build(), plan_of(build(), "secondary_shard:2", ranks=(2, 2)))
     loss_of(ours(*args, **kwargs)).backward()
     theirs = build()
     fully_shard(theirs, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
