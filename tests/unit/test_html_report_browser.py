@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from report_pages import HOW, hostile, planned_within
 from synthetic import transformer
+from thoroughness import THOROUGH
 
 from osdp.planning.request import Planned
 from osdp.report.contents import make_report
@@ -90,7 +91,12 @@ def visit(browser: Any, request: pytest.FixtureRequest) -> Iterator[Visit]:
     context.close()
 
 
-@pytest.mark.parametrize("visit", [(400, "light"), (1600, "dark")], indirect=True, ids=["phone", "dark"])
+@pytest.mark.parametrize(
+    "visit",
+    [(400, "light"), (1600, "dark")] if THOROUGH else [(400, "dark")],
+    indirect=True,
+    ids=lambda given: f"{given[0]} {given[1]}",
+)
 def test_it_renders_without_faults_for_everyone(visit: Visit, frontier: Path, folder: Path) -> None:
     visit.open(frontier)
     width = visit.page.viewport_size["width"]
