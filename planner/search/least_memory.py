@@ -25,27 +25,34 @@ T = TypeVar("T")
 def smallest_plan(space: Space, load: Workload, limit_bytes: float = float("inf")) -> PricedPlan:
     """Return the plan of one workload that needs least memory, as the runtime executes it within a limit."""
 
-    def smallest_of_set(chain: ChainBound) -> PricedPlan:
+    def smallest_of_set(chain: ChainBound, best: PricedPlan | None) -> PricedPlan | None:
         found = chain.candidates
         return _smallest(
-            dict.fromkeys(_small_plans(chain)),
+            dict.fromkeys(_small_plans(chain, best.peak.total_bytes if best else float("inf"))),
             lambda picks: peak_memory(found.picked(picks), load).total_bytes,
-            lambda picks: priced(space, load, found.chosen(picks), found.spanning).as_run(limit_bytes),
+            lambda picks, _: priced(space, load, found.chosen(picks), found.spanning).as_run(limit_bytes),
+            best,
         )
 
     chains = [ChainBound(space.candidates(load, spanning)) for spanning in space.spanning_offered(load)]
-    return _smallest(chains, _least_bytes, smallest_of_set)
+    smallest = _smallest(chains, _least_bytes, smallest_of_set, None)
+    assert smallest is not None, "there is at least one strategy, and the program gives one plan"
+    return smallest
 
 
-def _smallest(items: Iterable[T], least_bytes: Callable[[T], float], plan_of: Callable[[T], PricedPlan]) -> PricedPlan:
-    """Return the smallest plan of all items, given a lower bound on each; those that cannot be it are left out."""
-    best: PricedPlan | None = None
+def _smallest(
+    items: Iterable[T],
+    least_bytes: Callable[[T], float],
+    plan_of: Callable[[T, PricedPlan | None], PricedPlan | None],
+    best: PricedPlan | None,
+) -> PricedPlan | None:
+    """Return the smallest of the best plan yet and those of all items, given a lower bound on each item's."""
     for bound_bytes, item in sorted(((least_bytes(item), item) for item in items), key=lambda pair: pair[0]):
         if best is not None and bound_bytes >= best.peak.total_bytes:
             break
-        plan = plan_of(item)
-        best = plan if best is None else min(best, plan, key=lambda plan: plan.peak.total_bytes)
-    assert best is not None, "there is at least one strategy, and the program gives one plan"
+        plan = plan_of(item, best)
+        if plan is not None and (best is None or plan.peak.total_bytes < best.peak.total_bytes):
+            best = plan
     return best
 
 
@@ -67,9 +74,14 @@ def _least_bytes(chain: ChainBound) -> float:
     return max(chain.least_bytes(event) for event in events_near(chain.candidates, None))
 
 
-def _small_plans(chain: ChainBound) -> Iterator[tuple[int, ...]]:
-    """Yield plans that need little memory: the program's, and those of least memory at events that can be priced."""
-    smallest = CountingProgram.smallest(chain.candidates)
+def _small_plans(chain: ChainBound, below_bytes: float) -> Iterator[tuple[int, ...]]:
+    """Yield plans that need little memory: the program's, and those of least memory at events that can be priced.
+
+    None if no plan of the candidate set needs less than so many bytes.
+    """
+    smallest = CountingProgram.smallest(chain.candidates, below_bytes)
+    if smallest is None:
+        return
     yield smallest.picks
     for event in events_near(chain.candidates, peak_memory(smallest.options, chain.load).stage):
         memory = chain.memory(event)

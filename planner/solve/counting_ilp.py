@@ -266,11 +266,14 @@ class CountingProgram:
         return None
 
     @classmethod
-    def smallest(cls, candidates: CandidateSet) -> Solution:
-        """Return a plan that needs about the least memory; its objective means nothing."""
+    def smallest(cls, candidates: CandidateSet, below_bytes: float = float("inf")) -> Solution | None:
+        """Return a plan that needs about the least memory, None if all need as much; its objective means nothing."""
         kept = [lightest(columns) for columns in candidates.columns]
         program = cls(candidates.only(kept), None, apart=len(candidates.stage_classes) <= APART_STAGES)
         program.problem.setObjective(pulp.LpAffineExpression([(program.limit, 1)]))
+        if below_bytes < float("inf"):
+            assert isinstance(program.limit, pulp.LpVariable)
+            program.limit.bounds(0, max(0.0, below_bytes - candidates.load.fixed_bytes) / 2**20)
         program.limit_memory()
         best: tuple[float, Solution] | None = None
         for _ in range(SMALLEST_CUTS):
@@ -285,8 +288,7 @@ class CountingProgram:
             if peak.total_bytes <= claimed_bytes * (1 + SAME_PEAK):
                 break
             program._cut_off(solution, claimed_bytes)
-        assert best is not None, "without a limit there is a plan"
-        return best[1].among(candidates, kept)
+        return best[1].among(candidates, kept) if best is not None else None
 
     def _decode(self) -> Solution | None:
         """Lay the counts out as one option per stage; None if the solver found none."""
