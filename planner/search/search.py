@@ -26,7 +26,8 @@ from itertools import combinations
 
 from planner.cost.workload import Workload
 from planner.model.stages import MOST_SHARING
-from planner.options.search_space import CandidateSet, Space, Spanning
+from planner.options.candidate_set import CandidateSet, Spanning
+from planner.options.search_space import Space
 from planner.pricing import Options, PricedPlan
 from planner.problem import NO_PINS, Progress, Task, micro_batches
 from planner.search.baselines import Baseline, baselines
@@ -147,6 +148,8 @@ class _Point:
     """Its label setting, once the integer program was solved."""
     is_over: bool = False
     """Whether no more can be done for it."""
+    is_owning: bool = False
+    """Whether its plans are those of one size of the largest operator that a rank owns (`Space.owning`)."""
 
     def __lt__(self, other: _Size | _Point) -> bool:
         return self.bound > other.bound
@@ -169,6 +172,19 @@ class _Point:
             candidates = space.candidates(load, spanning, syncs).sharing(self.sharing)
             if child := _quick_point(candidates, limit_bytes, False, self.prices[0]):
                 yield replace(child, bound=min(self.bound, child.bound), sharing=self.sharing)
+
+    @property
+    def exceeds_on_owner(self) -> bool:
+        """Whether its best plans fit on the mean rank alone, and more could be known of the others."""
+        exceeds = self.widening is not None and self.widening.exceeds_on_owner
+        return exceeds and not self.is_owning
+
+    def by_owned(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
+        """Yield one point for each size of the largest operator that a rank owns."""
+        mean = self.chain.candidates
+        for candidates in space.owning(mean.load, mean.spanning, mean.syncs_each_microbatch):
+            if child := _quick_point(candidates.sharing(self.sharing), limit_bytes, False, self.prices[0]):
+                yield replace(child, bound=min(self.bound, child.bound), sharing=self.sharing, is_owning=True)
 
     def advanced(
         self,
@@ -324,6 +340,9 @@ class _Sweep:
                 heapq.heappush(queue, point.tightened(self.limit_bytes, floor))
             elif point.relaxed:
                 for child in point.split(space, self.limit_bytes):
+                    heapq.heappush(queue, child)
+            elif point.is_over and point.exceeds_on_owner:
+                for child in point.by_owned(space, self.limit_bytes):
                     heapq.heappush(queue, child)
             elif point.is_over:
                 top = max(top, point.bound)
