@@ -113,6 +113,8 @@ class Widening:
         """Whether another run is of no use, and whether the last one had to leave out labels."""
         self.exceeds_on_owner = False
         """Whether what would be the fastest plan exceeds the limit on its fullest rank alone."""
+        self.is_relaxed = False
+        """Whether sequences of options are no plans, as spanning operators may take several strategies at once."""
         self.pricing = 0
         """Labels that the plans priced so far count for."""
 
@@ -140,8 +142,9 @@ class Widening:
         first, *others = *islice(run.plans, TRIED), ()
         is_exact = bool(first) and self._fits(first)
         pricing = self.pricing
-        plan, is_first = self._fastest([picks for picks in (first, *others) if picks])
-        self.exceeds_on_owner = is_exact and not is_first
+        tried = [] if self.is_relaxed else [picks for picks in (first, *others) if picks]
+        plan, is_first = self._fastest(tried)
+        self.exceeds_on_owner = is_exact and bool(tried) and not is_first
         self.least_s = max(self.least_s, run.least_s)
         self.lacks_labels = run.dropped
         self.is_hard |= run.made >= HARD_MADE and len(self.candidates.stage_classes) <= MOST_TIGHTENED

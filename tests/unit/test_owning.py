@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from operator import itemgetter
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
+from test_labels import label_setting
 from test_space_search import HOST, SLOW
+from thoroughness import draws
 
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 from planner.model.stages import Stage
+from planner.options.candidate_set import CandidateSet
 from planner.options.candidates import StageDecision
 from planner.options.search_space import Space
 from planner.pricing import priced
@@ -88,6 +92,30 @@ def test_no_plan_with_owners_is_faster_than_the_bound(
 
 def _whole(stage: Stage, strategy: object) -> StageDecision:
     return StageDecision((strategy,) * len(stage.operators))  # type: ignore[arg-type]
+
+
+@settings(SLOW, max_examples=draws(4))
+@given(machines, st.integers(1, 2), st.floats(1.02, 1.5), st.integers(0, 10**6))
+def test_labels_of_all_strategies_of_an_embedding_bound_those_of_each(
+    machine: Cluster, accumulation: int, factor: float, seed: int
+) -> None:
+    graph = transformer(2, 1024, tied=True, vocabulary=2048 << seed % 4)
+    space, load = Space(graph), Workload(machine, "adam", "fp32", 1 + seed % 2, accumulation)
+    limit = factor * smallest_of(space, (load,), float("inf")).peak.total_bytes
+    together, bound_s = label_setting(space.relaxed_candidates(load), limit)
+    for spanning in space.spanning_offered(load):
+        candidates = space.candidates(load, spanning)
+        labels, own_s = label_setting(candidates, limit)
+        fitting = (picks for picks in labels.run(4 * own_s, most_made=5_000).plans if _fits(candidates, picks, limit))
+        for picks in islice(fitting, 1):
+            seconds = step_time(candidates.picked(picks), load).total_s
+            assert bound_s <= seconds * (1 + 1e-9)
+            assert together.run(seconds * (1 + 1e-6), most_made=5_000).least_s <= seconds * (1 + 1e-9)
+
+
+def _fits(candidates: CandidateSet, picks: Sequence[int], limit: float) -> bool:
+    on_ranks = candidates, *candidates.on_owners
+    return all(peak_memory(some.picked(picks), some.load).total_bytes <= limit for some in on_ranks)
 
 
 @pytest.mark.parametrize(("ranks", "factor"), [(4, 1.05), (4, 1.2), (8, 1.4)])
