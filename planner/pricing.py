@@ -22,8 +22,9 @@ from planner.cost.workload import Workload
 from planner.model.fsdp_units import Unit, owners_of
 from planner.model.operator_split import slice_starts
 from planner.model.stages import Stage, agreed
+from planner.options.candidate_set import Spanning
 from planner.options.candidates import StageDecision
-from planner.options.search_space import NOWHERE, Space, Spanning
+from planner.options.search_space import NOWHERE, Space
 from planner.plan import NOTHING_ASKED, Asked, Plan, Prediction, cluster_ref, model_ref, read_choices
 from planner.strategies.notation import format_choice
 from planner.strategies.spec import Strategy

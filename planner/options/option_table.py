@@ -87,23 +87,28 @@ class OptionTable:
         """By number of segments, shape (directions, options, segments)."""
 
     def worthwhile(
-        self, costs_of: Callable[[Counts], StageCosts], load: Workload, syncs: bool, on_owner: OptionTable | None = None
-    ) -> tuple[tuple[StageDecision, ...], OptionList, OptionList | None]:
-        """Return the undominated choices at one workload, and their options on this table's rank and on another.
+        self,
+        costs_of: Callable[[Counts], StageCosts],
+        load: Workload,
+        syncs: bool,
+        others: Sequence[OptionTable] = (),
+        rows: Sequence[int] | None = None,
+    ) -> tuple[tuple[StageDecision, ...], tuple[OptionList, ...]]:
+        """Return the undominated choices at one workload, and their options on this table's rank and on others.
 
         `costs_of` gives the costs of the stage with its operators cut; `syncs` as in `overlap_terms`, without which
-        options that make ranks wait in every micro-batch are left out.  `on_owner` has the same choices: one that is
-        dominated is so on both ranks.
+        options that make ranks wait in every micro-batch are left out.  `others` have the same choices: one that is
+        dominated is so on all ranks.  Given `rows`, other options are left out too.
         """
         costs = {counts: costs_of(counts) for counts in self._counts}
-        rows = list(range(len(self.options)))
+        rows = list(range(len(self.options))) if rows is None else rows
         if not syncs:
-            rows = np.flatnonzero(self._constants["syncs_each_microbatch"] == 0.0).tolist()
-        tables = [self] if on_owner is None else [self, on_owner]
+            rows = [row for row in rows if not self._constants["syncs_each_microbatch"][row]]
+        tables = [self, *others]
         columns = [table._columns(costs, load, syncs).some(rows) for table in tables]
         kept = undominated(np.column_stack([option_numbers(own) for own in columns]))
-        lists = [table._listed(own, rows, kept, costs) for table, own in zip(tables, columns, strict=True)]
-        return tuple(self.options[rows[k]][0] for k in kept), lists[0], lists[1] if on_owner else None
+        lists = tuple(table._listed(own, rows, kept, costs) for table, own in zip(tables, columns, strict=True))
+        return tuple(self.options[rows[k]][0] for k in kept), lists
 
     def _listed(
         self, columns: OptionColumns, rows: Sequence[int], kept: Sequence[int], costs: Mapping[Counts, StageCosts]

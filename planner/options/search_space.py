@@ -8,13 +8,14 @@ plan is then priced in the model with all its slices (`planner.pricing`).  Ranks
 them owns whole.  In a `CandidateSet` each rank owns 1/N of them: the mean over ranks never exceeds what the fullest
 rank holds, so bounds stay valid; a whole plan is priced on the fullest rank.  Where spanning operators are owned, the
 set has the same options on the rank that owns the largest of them beside, as if other ranks owned all else: the fullest
-rank holds no less than that either, and where it owns no more, that is all it holds.
+rank holds no less than that either, and where it owns no more, that is all it holds.  `Space.owning` has plans by the
+size of the largest operator that is owned in a stage, each with the rank that owns that one beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cache, cached_property, lru_cache
 from itertools import product
 
@@ -29,10 +30,11 @@ from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
 from planner.model.operator_split import slice_operators, slice_starts
 from planner.model.stages import StagedModel, cut
+from planner.options.candidate_set import CandidateSet, Spanning
 from planner.options.candidates import MANY_CLASSES, StageDecision, choices_of, first_and_least, light_stages
-from planner.options.option_columns import OptionColumns, OptionList
+from planner.options.option_columns import OptionList
 from planner.options.option_table import OptionTable
-from planner.options.pareto import option_numbers, undominated, unit_numbers
+from planner.options.pareto import undominated, unit_numbers
 from planner.problem import NO_PINS, Pins
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
@@ -45,95 +47,8 @@ Owned = frozenset[int] | None
 
 NOWHERE: Owned = frozenset()
 
-Spanning = Strategy | tuple[Strategy, ...] | None
-"""Strategies of the spanning operators: one for all, one for each, or None if there are none."""
-Priced = tuple[tuple[StageDecision, ...], OptionList, OptionList | None]
-"""Choices of a class of stages, the option of each, and the same on the owner of a spanning operator."""
-
-
-@dataclass(frozen=True)
-class CandidateSet:
-    """The options of every stage, for one workload and one strategy of the spanning operators."""
-
-    load: Workload
-    spanning: Spanning
-    """Strategies of the spanning operators; None if there are none, or if all strategies are candidates."""
-    stage_classes: tuple[int, ...]
-    """For each stage in execution order, its index into `options`."""
-    options: tuple[Sequence[StageCandidate], ...]
-    """The options of each class of stages."""
-    choices: tuple[tuple[StageDecision, ...], ...]
-    """The choice behind each option."""
-    syncs_each_microbatch: bool = True
-    """Whether its plans are charged for waiting in every micro-batch (`planner.cost.step_time`)."""
-    on_owner: CandidateSet | None = None
-    """The same options on the rank that owns the largest spanning operator and no other; None: no rank owns one."""
-
-    def sharing(self, blocks: Collection[int]) -> CandidateSet:
-        """Return it with the options that recompute what takes from these blocks alone.
-
-        What other blocks keep only for such options (`StageCandidate.shared`) is then not there.
-        """
-        others = {*self.shared_by}.difference(blocks)
-        if not others:
-            return self
-        found = self.only([self._independent(c, others) for c in range(len(self.options))])
-        owner = found.on_owner
-        return replace(found._unshared(others), on_owner=None if owner is None else owner._unshared(others))
-
-    def _unshared(self, others: Collection[int]) -> CandidateSet:
-        """Return it without what these blocks keep only for others."""
-        alone = []
-        for options, columns in zip(self.options, self.columns, strict=True):
-            shares = columns.shared.any() and options[0].block in others
-            alone.append(OptionList(columns, options.__getitem__).unshared() if shares else options)
-        return replace(self, options=tuple(alone))
-
-    def _independent(self, stage_class: int, others: Collection[int]) -> list[int]:
-        """Return the options of a class that take nothing that these blocks share: all that take something take the
-        same."""
-        takes = self.columns[stage_class].takes
-        if takes.any() and not set(self.options[stage_class][int(np.argmax(takes))].takes).isdisjoint(others):
-            return np.flatnonzero(takes == 0.0).tolist()
-        return list(range(len(takes)))
-
-    @property
-    def shared_by(self) -> tuple[int, ...]:
-        """The blocks that keep something only if another is recomputed; options of a class are of the same block."""
-        sharing = [pair for pair in zip(self.options, self.columns, strict=True) if pair[1].shared.any()]
-        found = {options[int(np.argmax(columns.shared > 0))].block for options, columns in sharing}
-        return tuple(sorted(block for block in found if block is not None))
-
-    @cached_property
-    def columns(self) -> tuple[OptionColumns, ...]:
-        """The options of each class of stages as arrays."""
-        syncs = self.syncs_each_microbatch
-        return tuple(
-            options.columns if isinstance(options, OptionList) else OptionColumns.of(options, self.load, syncs)
-            for options in self.options
-        )
-
-    def only(self, kept: Sequence[Sequence[int]]) -> CandidateSet:
-        """Return it with only these options of each class of stages."""
-        options = tuple(
-            some.some(rows) if isinstance(some, OptionList) else tuple(some[k] for k in rows)
-            for some, rows in zip(self.options, kept, strict=True)
-        )
-        choices = tuple(tuple(self.choices[stage_class][k] for k in rows) for stage_class, rows in enumerate(kept))
-        on_owner = None if self.on_owner is None else self.on_owner.only(kept)
-        return replace(self, options=options, choices=choices, on_owner=on_owner)
-
-    def without_dominated(self) -> CandidateSet:
-        """Return it without the options that no plan needs."""
-        return self.only([undominated(option_numbers(columns)) for columns in self.columns])
-
-    def picked(self, picks: Sequence[int]) -> tuple[StageCandidate, ...]:
-        """Return the options of a plan, given the index of every stage's option."""
-        return tuple(self.options[c][k] for c, k in zip(self.stage_classes, picks, strict=True))
-
-    def chosen(self, picks: Sequence[int]) -> tuple[StageDecision, ...]:
-        """Return the choices of a plan, given the index of every stage's option."""
-        return tuple(self.choices[c][k] for c, k in zip(self.stage_classes, picks, strict=True))
+Priced = tuple[tuple[StageDecision, ...], tuple[OptionList, ...]]
+"""Choices of a class of stages, and the option of each on every rank that is looked at."""
 
 
 class _MeanCosts(UnitCosts):
@@ -188,12 +103,14 @@ class Space:
         # Of choices that differ in what they recompute, one follows the other.
         self._staged_units = lru_cache(1)(self._make_staged_units)
         self._all = cache(self._make_all)
-        self._all_of = cache(lambda c, takes, load: [pair for take in takes for pair in self._all(c, take, load)])
+        self._all_of = cache(lambda c, takes, load: [pair for take in takes for pair in self._all(c, take, load, None)])
         self._table = cache(lambda *key: OptionTable(self._all(*key)))
         self._alone = cache(self._make_alone)
         self.option = cache(self._option)
         self._worthwhile = cache(self._make_worthwhile)
         self.candidates = cache(self._candidates)
+        self.owned_bytes = cache(self._find_owned_bytes)
+        self._rows_owning = cache(self._find_rows_owning)
         self.relaxed_candidates = cache(self._relaxed_candidates)
         self._replicated = dict[tuple[object, ...], ReplicatedParameters]()
         self.replica = cache(self._make_replica)
@@ -409,28 +326,34 @@ class Space:
         return max(parameters, key=parameters.__getitem__, default=None)
 
     def _make_worthwhile(
-        self, stage_class: int, spanning: Spanning, load: Workload, syncs: bool, owned: int | None
+        self,
+        stage_class: int,
+        spanning: Spanning,
+        load: Workload,
+        syncs: bool,
+        elsewhere: tuple[Owned, ...],
+        most_bytes: int | None = None,
     ) -> Priced:
         """Return the undominated choices of a class of stages and their options, as `_make_all` has them.
 
         They leave out the memory of spanning operators called only elsewhere: it is the same for all of them, so it
-        does not affect dominance.
+        does not affect dominance.  `elsewhere` has what others own, of each rank that is looked at; given
+        `most_bytes`, no operator that is owned holds more at rest.
         """
         first = self._first_load(load)
-        table = self._table(stage_class, spanning, first)
-        on_owner = None if owned is None else self._table(stage_class, spanning, first, owned)
-        return table.worthwhile(lambda counts: self.costs(stage_class, counts, load), load, syncs, on_owner)
+        table, *others = (self._table(stage_class, spanning, first, away) for away in elsewhere)
+        rows = None if most_bytes is None else self._rows_owning(stage_class, first, most_bytes)
+        return table.worthwhile(lambda counts: self.costs(stage_class, counts, load), load, syncs, others, rows)
 
     def _make_all(
-        self, stage_class: int, spanning: Spanning, load: Workload, owned: int | None = None
+        self, stage_class: int, spanning: Spanning, load: Workload, elsewhere: Owned
     ) -> list[tuple[StageDecision, StageOption]]:
-        """Return the choices of a class of stages and their options, if ranks differ on the mean rank or on that which
-        owns one operator and no other."""
+        """Return the choices of a class of stages and their options, if ranks differ on the mean rank or on one of
+        which others own these operators."""
         others, found = {*self.spanning_choices(spanning).values(), *self.idle_strategies(load.cluster)}, []
-        away = None if owned is None else self._every_operator - {owned}
         for choice in self.choices(stage_class, load):
             differ = any(strategy.spec.has_owner for strategy in (*choice.strategies, *others))
-            option = self._at_any_batch(stage_class, choice, spanning, load, away if differ else NOWHERE)
+            option = self._at_any_batch(stage_class, choice, spanning, load, elsewhere if differ else NOWHERE)
             found.append((choice, option))
         return found
 
@@ -438,6 +361,11 @@ class Space:
         """Return the choices of a class of stages and their options, whatever the spanning operators take."""
         takes = self.spanning_offered(load) if self.model.stages[self.examples[stage_class]].spanning else (None,)
         return self._all_of(stage_class, takes, self._first_load(load))
+
+    def _ranks(self, spanning: Spanning) -> tuple[Owned, ...]:
+        """Return what others own of the mean rank, and of the one that owns the largest spanning operator."""
+        owned = self.largest_owned(spanning)
+        return (None,) if owned is None else (None, self._every_operator - {owned})
 
     def _candidates(self, load: Workload, spanning: Spanning, syncs: bool = True) -> CandidateSet:
         """Return the options of every stage under given strategies of the spanning operators.
@@ -447,39 +375,81 @@ class Space:
         sets at its own price, and in the other, if at all, at no lower one.  Where ranks differ, costs are those of the
         mean rank.
         """
-        owned = self.largest_owned(spanning)
-        options, choices, others = self._options_of((spanning,), load, syncs, owned)
-        on_mean = CandidateSet(load, spanning, self.stage_classes, options, choices, syncs)
-        return on_mean if owned is None else replace(on_mean, on_owner=replace(on_mean, options=others))
+        return self._candidates_of((spanning,), load, syncs, self._ranks(spanning))
+
+    def owning(self, load: Workload, spanning: Spanning, syncs: bool = True) -> Iterator[CandidateSet]:
+        """Yield candidates by the bytes at rest of the largest operator in a stage that one rank owns, 0 if there is
+        none, so that each plan is in one of the sets, and perhaps in later ones.
+
+        Some rank owns the operator.  It holds that, and at least what a rank does that owns nothing.
+        """
+        first, ranks = self._first_load(load), self._ranks(spanning)
+        sizes = [
+            {self.owned_bytes(stage_class, choice, first) for choice in self.choices(stage_class, load)}
+            for stage_class in range(len(self.examples))
+        ]
+        least = max(map(min, sizes))
+        for size in sorted(size for size in set().union(*sizes) if size >= least):
+            if not size:
+                yield self._candidates_of((spanning,), load, syncs, ranks, most_bytes=0)
+                continue
+            found = self._candidates_of((spanning,), load, syncs, (*ranks, self._every_operator), size)
+            *others, own = found.on_owners
+            yield replace(found, on_owners=(*others, replace(own, owned_bytes=size)))
+
+    def _find_owned_bytes(self, stage_class: int, choice: StageDecision, load: Workload) -> int:
+        """Return the bytes at rest of the largest operator of a stage that one rank owns."""
+        variant = self._variant(stage_class, choice.counts)[0] if choice.counts else None
+        units = self._unit_costs(load, False, (stage_class, choice.counts) if variant else None, variant)
+        stage = self._frame(stage_class, choice.counts, load).stage
+        sizes = [0]
+        for operator, strategy in zip(stage.operators, choice.strategies, strict=True):
+            if strategy.spec.has_owner:
+                mine, other = (units((operator,), strategy, elsewhere)[0] for elsewhere in (False, True))
+                sizes.append(mine.parameters + mine.optimizer - other.parameters - other.optimizer)
+        return max(sizes)
+
+    def _find_rows_owning(self, stage_class: int, load: Workload, most_bytes: int) -> list[int]:
+        """Return the places of the choices of a class that own no larger operator."""
+        choices = self.choices(stage_class, load)
+        return [k for k, choice in enumerate(choices) if self.owned_bytes(stage_class, choice, load) <= most_bytes]
 
     def _relaxed_candidates(self, load: Workload, syncs: bool = True) -> CandidateSet:
         """Return candidates that cost no plan more than its price, whatever strategy the spanning operators take."""
         takes = self.spanning_offered(load)
         if len(takes) == 1:
             return self.candidates(load, takes[0], syncs)
-        options, choices, _ = self._options_of(takes, load, syncs)
-        return CandidateSet(load, None, self.stage_classes, options, choices, syncs).without_dominated()
+        return self._candidates_of(takes, load, syncs, (None,)).without_dominated()
 
-    def _options_of(
-        self, takes: Sequence[Spanning], load: Workload, syncs: bool, owned: int | None = None
-    ) -> tuple[tuple[OptionList, ...], tuple[tuple[StageDecision, ...], ...], tuple[OptionList, ...]]:
-        """Return the options and their choices, by class of stages, whichever of `takes` the spanning operators take,
-        and the options on the rank that owns operator `owned`, if given.
+    def _candidates_of(
+        self,
+        takes: Sequence[Spanning],
+        load: Workload,
+        syncs: bool,
+        elsewhere: tuple[Owned, ...],
+        most_bytes: int | None = None,
+    ) -> CandidateSet:
+        """Return candidates for whichever of `takes` the spanning operators take, on the first rank, and on the others
+        beside; `elsewhere` and `most_bytes` as in `_make_worthwhile`.
 
         Stages that call them choose among all of these independently; elsewhere the operators hold the least.
         """
-        options, choices, others = [], [], []
+        choices, options = list[tuple[StageDecision, ...]](), list[list[OptionList]]()
         for stage_class, example in enumerate(self.examples):
             held = [self._ambient(stage_class, take, load) for take in takes]
             around = list(zip(takes, held, strict=True))
             if not self.model.stages[example].spanning:
                 around = [(None, Ambient(*map(min, zip(*held, strict=True))))]
-            found = [(*self._worthwhile(stage_class, take, load, syncs, owned), at) for take, at in around]
-            options.append(OptionList.joined([some.around(at) for _, some, _, at in found]))
+            found = [
+                (*self._worthwhile(stage_class, take, load, syncs, elsewhere, most_bytes), at) for take, at in around
+            ]
             choices.append(tuple(choice for some, *_ in found for choice in some))
-            if owned is not None:
-                others.append(OptionList.joined([some.around(at) for _, _, some, at in found if some is not None]))
-        return tuple(options), tuple(choices), tuple(others)
+            by_rank = zip(*([some.around(at) for some in on_ranks] for _, on_ranks, at in found), strict=True)
+            options.append([OptionList.joined(parts) for parts in by_rank])
+        own, *others = zip(*options, strict=True)
+        spanning = takes[0] if len(takes) == 1 else None
+        first = CandidateSet(load, spanning, self.stage_classes, own, tuple(choices), syncs)
+        return replace(first, on_owners=tuple(replace(first, options=other) for other in others))
 
     def _with_slices(self, counts: tuple[tuple[int, int], ...]) -> Space:
         """Return the space of the model with operators split, with pins of operators that the search never splits."""

@@ -6,7 +6,10 @@ micro-batch first gets an upper bound on its samples per second without any cand
 is as far as most of them get; each of its points then one from `planner.solve.lagrangian_bound`, first a quick one.
 What has the highest bound comes next: a point with a quick bound gets the full one and is put back; the first point
 with a full bound gets the integer program, which finds a plan; and then each gets one run of label setting after the
-other, which finds better ones and lowers the bound.  Whole plans are priced again by the cost functions.  When the
+other, which finds better ones and lowers the bound.  Strategies of the spanning operators make points that differ
+little.  Where bounds are far above the best plan, labels of all of them together, each stage with any, come first:
+they are no plans, but lower the bounds of all.  A point whose best plan fits on the mean rank alone is split by what
+ranks own (`Space.owning`).  Whole plans are priced again by the cost functions.  When the
 highest bound is not above the best plan found, nothing that remains can be better, and the search ends.  Plans that
 replicate everything are run by DistributedDataParallel where they fit so, and have their own search and bound
 (`planner.search.ddp_search`).  So
@@ -26,7 +29,8 @@ from itertools import combinations
 
 from planner.cost.workload import Workload
 from planner.model.stages import MOST_SHARING
-from planner.options.search_space import CandidateSet, Space, Spanning
+from planner.options.candidate_set import CandidateSet, Spanning
+from planner.options.search_space import Space
 from planner.pricing import Options, PricedPlan
 from planner.problem import NO_PINS, Progress, Task, micro_batches
 from planner.search.baselines import Baseline, baselines
@@ -128,6 +132,16 @@ class _Size:
                     yield replace(point, bound=min(self.bound, point.bound), sharing=sharing)
 
 
+@dataclass
+class _Above:
+    """What is known of all strategies of the spanning operators together: a point of each has no better plan."""
+
+    bound: float
+    """Upper bound on samples per second."""
+    is_hard: bool = False
+    """Whether it took labels with tighter bounds to find that."""
+
+
 @dataclass(frozen=True)
 class _Point:
     """One point of the sweep; ordered by falling bound."""
@@ -141,15 +155,21 @@ class _Point:
     """Prices of memory of the bounds, in seconds per byte, on each of `ChainBound.on_ranks`."""
     relaxed: bool
     """Whether the spanning operators' strategy is still open."""
+    children: tuple[_Point, ...] | None = None
+    """If it is, one point for each strategy but for those that are in the sweep, by falling bound; None: not known."""
+    above: _Above | None = None
+    """What is known of all strategies together."""
     sharing: tuple[int, ...] = ()
     """Of the blocks that keep what others take that are recomputed, those of which its plans may recompute others."""
     widening: Widening | None = None
     """Its label setting, once the integer program was solved."""
     is_over: bool = False
     """Whether no more can be done for it."""
+    is_owning: bool = False
+    """Whether its plans are those of one size of the largest operator that a rank owns (`Space.owning`)."""
 
     def __lt__(self, other: _Size | _Point) -> bool:
-        return self.bound > other.bound
+        return self.bound > other.bound or (self.relaxed and self.bound == other.bound)
 
     def tightened(self, limit_bytes: int, floor: float) -> _Point:
         """Return the point with memory priced at all moments, until the bound is below `floor`."""
@@ -162,13 +182,37 @@ class _Point:
         bound = min(self.bound, *(samples / bound_s for bound_s, _ in found))
         return replace(self, bound=bound, full=True, prices=tuple(price for _, price in found))
 
-    def split(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
-        """Yield one point for each strategy of the spanning operators."""
-        load, syncs = self.chain.load, self.chain.candidates.syncs_each_microbatch
+    def split(self, space: Space, limit_bytes: int) -> _Point:
+        """Return it with a point for each strategy of the spanning operators."""
+        load, syncs, children = self.chain.load, self.chain.candidates.syncs_each_microbatch, list[_Point]()
+        above = _Above(self.bound)
         for spanning in space.spanning_offered(load):
             candidates = space.candidates(load, spanning, syncs).sharing(self.sharing)
             if child := _quick_point(candidates, limit_bytes, False, self.prices[0]):
-                yield replace(child, bound=min(self.bound, child.bound), sharing=self.sharing)
+                bound = min(self.bound, child.bound)
+                children.append(replace(child, bound=bound, sharing=self.sharing, above=above))
+        return replace(self, children=tuple(sorted(children)), above=above)
+
+    def released(self, number: int | None) -> Iterator[_Point]:
+        """Yield the first so many of its children, or all, and then what is left of it."""
+        assert self.children is not None, "it has been split"
+        yield from self.children[:number]
+        rest = () if number is None else self.children[number:]
+        if rest:
+            yield replace(self, children=rest, bound=min(self.bound, rest[0].bound))
+
+    @property
+    def exceeds_on_owner(self) -> bool:
+        """Whether its best plans fit on the mean rank alone, and more could be known of the others."""
+        exceeds = self.widening is not None and self.widening.exceeds_on_owner
+        return exceeds and not self.is_owning
+
+    def by_owned(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
+        """Yield one point for each size of the largest operator that a rank owns."""
+        mean = self.chain.candidates
+        for candidates in space.owning(mean.load, mean.spanning, mean.syncs_each_microbatch):
+            if child := _quick_point(candidates.sharing(self.sharing), limit_bytes, False, self.prices[0]):
+                yield replace(child, bound=min(self.bound, child.bound), sharing=self.sharing, is_owning=True)
 
     def advanced(
         self,
@@ -199,10 +243,15 @@ class _Point:
                 return replace(self, is_over=True), plan, made
             stage = plan.peak.stage if plan else None
             widening = Widening(chain, space, limit_bytes, samples / self.bound, self.prices, stage)
-            widening.is_searching = widening.was_searched = programs
+            widening.is_searching, widening.was_searched = programs, programs or self.relaxed
+            widening.is_relaxed = self.relaxed
+            widening.is_hard = self.above is not None and self.above.is_hard
         else:
+            widening.least_s = max(widening.least_s, samples / self.bound)
             plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)
         bound = min(self.bound, samples / widening.least_s)
+        if self.relaxed and self.above is not None:
+            self.above.bound, self.above.is_hard = min(self.above.bound, bound), widening.is_hard
         return replace(self, bound=bound, widening=widening, is_over=widening.is_over), plan, made
 
 
@@ -317,13 +366,22 @@ class _Sweep:
             close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
             if spent or point.bound <= max(close, floor):
                 return incumbent, max(top, point.bound), lacks_labels or (spent and self.labels > 0)
+            can_join = isinstance(point, _Point) and not point.is_over and (much or point.widening is not None)
             if isinstance(point, _Size):
                 for found in point.points(space, self.limit_bytes):
                     heapq.heappush(queue, found)
             elif not point.full:
                 heapq.heappush(queue, point.tightened(self.limit_bytes, floor))
-            elif point.relaxed:
-                for child in point.split(space, self.limit_bytes):
+            elif point.above is not None and point.bound > point.above.bound:
+                heapq.heappush(queue, replace(point, bound=point.above.bound))
+            elif point.relaxed and point.children is None:
+                heapq.heappush(queue, point.split(space, self.limit_bytes))
+            elif point.relaxed and not (can_join and programmed_points and speed):
+                # The first one gets a plan, with which labels of all strategies together are few.
+                for child in point.released(1 if can_join else None):
+                    heapq.heappush(queue, child)
+            elif point.is_over and point.exceeds_on_owner:
+                for child in point.by_owned(space, self.limit_bytes):
                     heapq.heappush(queue, child)
             elif point.is_over:
                 top = max(top, point.bound)
@@ -331,7 +389,9 @@ class _Sweep:
             else:
                 self.progress("solving", solved / (solved + count))
                 programs = not self.labels or (
-                    point.widening is None and (programmed_points == 0 or (not speed and programmed_points < PROGRAMS))
+                    point.widening is None
+                    and not point.relaxed
+                    and (programmed_points == 0 or (not speed and programmed_points < PROGRAMS))
                 )
                 most_made = int(min(most - made, left_s * LABELS_PER_S))
                 how = {"programs": programs, "labels": self.labels > 0, "core": self.core}

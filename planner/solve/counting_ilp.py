@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from planner.cost.peak_memory import beside, neighbour_bytes, peak_memory
 from planner.cost.stage_option import StageCandidate
 from planner.cost.workload import Workload
+from planner.options.candidate_set import CandidateSet
 from planner.options.option_columns import OptionColumns
 from planner.options.pareto import lightest
-from planner.options.search_space import CandidateSet
 from planner.solve.overlap_states import INNER, edges_s, faces_of
 
 APART_STAGES = 8

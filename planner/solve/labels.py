@@ -132,6 +132,7 @@ class _Rank:
     memory: Sequence[StageMemory]
     """Of every stage."""
     bounds: CompletionBounds
+    room_bytes: float
     most_gathered: Sequence[Array]
 
 
@@ -142,7 +143,6 @@ class LabelSetting:
         """`prices` are the prices of a byte in seconds that give good bounds on each of `ChainBound.on_ranks`, 0 where
         memory is ample; `stages` are those at which plans may peak."""
         candidates = chain.candidates
-        self.room_bytes = limit_bytes - candidates.load.fixed_bytes
         self.chain, self.states = chain, chain.states
         self._worse = dict[tuple[int, int], Array]()  # alike stages share theirs
         events = [*(event for stage in stages for event in highest_event(candidates, stage)), MemoryEvent(None)]
@@ -150,10 +150,11 @@ class LabelSetting:
         for place, (on_rank, price) in enumerate(zip(chain.on_ranks, prices, strict=True)):
             of_class = [StageMemory(columns, candidates.load) for columns in on_rank.candidates.columns]
             memory = [of_class[stage_class] for stage_class in candidates.stage_classes]
-            price = price or LITTLE * chain.free_s / self.room_bytes
-            bounds = CompletionBounds(on_rank, memory, events, price, self.room_bytes)
+            room_bytes = limit_bytes - on_rank.candidates.fixed_bytes
+            price = price or LITTLE * chain.free_s / room_bytes
+            bounds = CompletionBounds(on_rank, memory, events, price, room_bytes)
             columns, base_s = slice(place * COLUMNS, (place + 1) * COLUMNS), [some.base_s for some in on_rank.states]
-            self.ranks.append(_Rank(place, columns, base_s, memory, bounds, most_gathered(memory)))
+            self.ranks.append(_Rank(place, columns, base_s, memory, bounds, room_bytes, most_gathered(memory)))
 
     def tightened_s(self) -> float:
         """Return seconds that no plan is below, after the bounds were made tighter; it takes as long as some runs."""
@@ -220,7 +221,7 @@ class LabelSetting:
             for number in (0,) if top else QUICK:  # Nothing has been seen above the top stage: only seconds count.
                 price, rest_s = rank.bounds.seen(index, number)
                 passing = rank.memory[index].passing[None]
-                whole_s = added_s + rest_s[after] + price * (passing - self.room_bytes)
+                whole_s = added_s + rest_s[after] + price * (passing - rank.room_bytes)
                 quick.append((labels.seconds[:, rank.place] + price * peak, whole_s))
         found, left_s = [], np.inf
         step = max(1, CHUNK // len(states.base_s))

@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.stage_memory import Sees
+from planner.options.candidate_set import CandidateSet
 from planner.options.event_bytes import OPTIMIZER, EventBytes
-from planner.options.search_space import CandidateSet
 from planner.solve.overlap_states import INNER, UPWARD, OverlapStates, edges_s, faces_of
 from planner.solve.stage_bytes import StageBytes, payments
 
@@ -95,14 +95,14 @@ class ChainBound:
         self.table, self._held, self._free, self._above = table, held, free, above
 
     @cached_property
-    def on_owner(self) -> ChainBound | None:
-        """The program for the same options on the owner of a spanning operator, if a rank owns one."""
-        return None if self.candidates.on_owner is None else ChainBound(self.candidates.on_owner)
+    def on_owners(self) -> tuple[ChainBound, ...]:
+        """The programs for the same options on ranks that own something."""
+        return tuple(map(ChainBound, self.candidates.on_owners))
 
     @property
     def on_ranks(self) -> tuple[ChainBound, ...]:
-        """The program itself, and the owner's if there is one: no plan is faster or smaller than either says."""
-        return (self,) if self.on_owner is None else (self, self.on_owner)
+        """The program itself, and those of owners: no plan is faster or smaller than any of them says."""
+        return self, *self.on_owners
 
     @cached_property
     def contexts(self) -> list[StageContext]:
@@ -225,7 +225,7 @@ class ChainBound:
         """Return a lower bound on what any plan holds at a moment, reserve included."""
         rows = self.memory(event)
         least = {id(row): float(row.min()) for row in {id(row): row for row in rows}.values()}
-        return sum(least[id(row)] for row in rows) + self.load.fixed_bytes
+        return sum(least[id(row)] for row in rows) + self.candidates.fixed_bytes
 
     def joint_prices(self, memory: Sequence[Sequence[StageBytes]], price: float, room_bytes: float) -> list[float]:
         """Return prices of a byte at several moments that together give a good bound, the first near `price`.
@@ -244,7 +244,7 @@ class ChainBound:
         """Return the best bound at one moment and its price, of prices of any size, each twice the one before."""
         key = limit_bytes, event
         if key not in self._duals:
-            prices = self.free_s / max(limit_bytes - self.load.fixed_bytes, 1.0) * 2.0 ** np.arange(-7.0, 6.0)
+            prices = self.free_s / max(limit_bytes - self.candidates.fixed_bytes, 1.0) * 2.0 ** np.arange(-7.0, 6.0)
             # The dual is concave in the price: where the lowest gains nothing over none, no higher one does.
             gains = self._dual(limit_bytes, event, prices[:1])[0] > self.free_s
             self._duals[key] = self._dual(limit_bytes, event, prices) if gains else (self.free_s, 0.0)
@@ -265,7 +265,7 @@ class ChainBound:
 
     def _dual(self, limit_bytes: float, event: MemoryEvent, prices: Array) -> tuple[float, float]:
         """Return the best bound at one moment, and which of the prices of a byte gives it."""
-        duals = self.least(self.stage_bytes(event), prices) - prices * (limit_bytes - self.load.fixed_bytes)
+        duals = self.least(self.stage_bytes(event), prices) - prices * (limit_bytes - self.candidates.fixed_bytes)
         best = int(np.argmax(duals))
         return float(duals[best]), float(prices[best])
 

@@ -16,7 +16,7 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.options.search_space import CandidateSet
+from planner.options.candidate_set import CandidateSet
 from planner.solve.lagrangian_bound import ChainBound, MemoryEvent
 
 MOST_STAGES = 128
@@ -55,7 +55,7 @@ def _fitting(chain: ChainBound, limit_bytes: float) -> list[NDArray[np.bool_]]:
                 if id(row) not in ends:
                     ends[id(row)] = float(row.min()), float(row.max())
             least_bytes = sum(ends[id(row)][0] for row in rows)
-            room_bytes = limit_bytes - chain.load.fixed_bytes - least_bytes + ROUNDING_BYTES
+            room_bytes = limit_bytes - on_rank.candidates.fixed_bytes - least_bytes + ROUNDING_BYTES
             for at, row in zip(fits, rows, strict=True):
                 least, most = ends[id(row)]
                 if most - least > room_bytes:

@@ -18,7 +18,8 @@ from itertools import islice
 from planner.cost.peak_memory import peak_memory
 from planner.cost.shared_collectives import rest_s
 from planner.cost.step_time import step_time
-from planner.options.search_space import CandidateSet, Space
+from planner.options.candidate_set import CandidateSet
+from planner.options.search_space import Space
 from planner.pricing import PricedPlan, priced
 from planner.solve.counting_ilp import fastest
 from planner.solve.labels import LabelSetting, Picks, Run
@@ -110,6 +111,10 @@ class Widening:
         """Whether a run made many labels without a plan, and whether bounds were made tighter for that."""
         self.is_over, self.lacks_labels = False, False
         """Whether another run is of no use, and whether the last one had to leave out labels."""
+        self.exceeds_on_owner = False
+        """Whether what would be the fastest plan exceeds the limit on its fullest rank alone."""
+        self.is_relaxed = False
+        """Whether sequences of options are no plans, as spanning operators may take several strategies at once."""
         self.pricing = 0
         """Labels that the plans priced so far count for."""
 
@@ -137,7 +142,9 @@ class Widening:
         first, *others = *islice(run.plans, TRIED), ()
         is_exact = bool(first) and self._fits(first)
         pricing = self.pricing
-        plan = self._fastest([picks for picks in (first, *others) if picks])
+        tried = [] if self.is_relaxed else [picks for picks in (first, *others) if picks]
+        plan, is_first = self._fastest(tried)
+        self.exceeds_on_owner = is_exact and bool(tried) and not is_first
         self.least_s = max(self.least_s, run.least_s)
         self.lacks_labels = run.dropped
         self.is_hard |= run.made >= HARD_MADE and len(self.candidates.stage_classes) <= MOST_TIGHTENED
@@ -159,7 +166,7 @@ class Widening:
         `has_rival` is whether any plan is known, `complete` whether there was a complete label, and `exact` whether the
         first one fits, as its memory says.
         """
-        if exact and not run.dropped:
+        if exact and (not run.dropped or self.exceeds_on_owner):
             self.is_over = True  # What is left is that its fullest rank holds more, or takes longer, than the mean.
         elif complete and not run.dropped:
             self.finer += 1
@@ -177,14 +184,18 @@ class Widening:
 
     def _fits(self, picks: Picks) -> bool:
         """Return whether a plan fits on the mean rank, and on the owner of a spanning operator."""
-        on_ranks = [some for some in (self.candidates, self.candidates.on_owner) if some is not None]
-        return all(peak_memory(some.picked(picks), some.load).total_bytes <= self.limit_bytes for some in on_ranks)
+        on_ranks = self.candidates, *self.candidates.on_owners
+        return all(
+            peak_memory(some.picked(picks), some.load).total_bytes + some.owned_bytes <= self.limit_bytes
+            for some in on_ranks
+        )
 
-    def _fastest(self, tried: Sequence[Picks]) -> PricedPlan | None:
-        """Return the fastest of some plans that fits as a whole; they are by rising sum of seconds on the mean rank."""
+    def _fastest(self, tried: Sequence[Picks]) -> tuple[PricedPlan | None, bool]:
+        """Return the fastest of some plans that fits as a whole, and whether the first does; they are by rising sum of
+        seconds on the mean rank."""
         best: PricedPlan | None = None
-        in_vain = 0
-        for picks in tried:
+        in_vain, first_fits = 0, False
+        for place, picks in enumerate(tried):
             samples, options = self.candidates.load.samples_per_step, self.candidates.picked(picks)
             total_s = step_time(options, self.candidates.load).total_s
             if best and samples / total_s <= best.samples_per_s:
@@ -192,13 +203,14 @@ class Widening:
                     break
                 continue
             plan = self._priced(picks)
+            first_fits |= place == 0 and plan is not None
             if plan and (best is None or plan.samples_per_s > best.samples_per_s):
                 best, in_vain = plan, 0
             elif best is not None:
                 in_vain += 1
                 if in_vain == MOST_IN_VAIN:
                     break
-        return best
+        return best, first_fits
 
     def _priced(self, picks: Picks) -> PricedPlan | None:
         """Return a plan as a whole, if it fits."""

@@ -24,8 +24,9 @@ from search_quality import NAMED, Problem, asked, zoo
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
+from planner.options.candidate_set import CandidateSet
 from planner.options.option_columns import OptionColumns
-from planner.options.search_space import CandidateSet, Space
+from planner.options.search_space import Space
 from planner.pricing import priced
 from planner.problem import Task
 from planner.search.search import Found, loads_of, search

@@ -18,7 +18,8 @@ from thoroughness import draws
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
-from planner.options.search_space import CandidateSet, Space
+from planner.options.candidate_set import CandidateSet
+from planner.options.search_space import Space
 from planner.search.baselines import baselines, uniform
 from planner.search.ceiling import Ceiling
 from planner.search.knapsack import least_cost

@@ -15,8 +15,9 @@ from thoroughness import draws
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
+from planner.options.candidate_set import CandidateSet
 from planner.options.dominance import Rows, undominated_rows
-from planner.options.search_space import CandidateSet, Space
+from planner.options.search_space import Space
 from planner.solve.label_memory import NOTHING_PLACED, OPTIMIZER, PEAKS, StageMemory
 from planner.solve.labels import LabelSetting
 from planner.solve.lagrangian_bound import ChainBound, events_near
@@ -77,12 +78,12 @@ def some_candidates(graph: ModelGraph, load: Workload, seed: int) -> CandidateSe
         )
         return replace(one, options=options)
 
-    return replace(with_shared(found), on_owner=found.on_owner and with_shared(found.on_owner))
+    return replace(with_shared(found), on_owners=tuple(map(with_shared, found.on_owners)))
 
 
 def every_plan(candidates: CandidateSet) -> list[tuple[float, float, tuple[int, ...]]]:
     """Return (peak bytes, seconds, picks) of every plan, of the higher and slower of its ranks."""
-    found, ranks = [], [one for one in (candidates, candidates.on_owner) if one is not None]
+    found, ranks = [], [candidates, *candidates.on_owners]
     for picks in product(*(range(len(candidates.options[c])) for c in candidates.stage_classes)):
         peak = max(peak_memory(one.picked(picks), one.load).total_bytes for one in ranks)
         found.append((peak, max(step_time(one.picked(picks), one.load).total_s for one in ranks), picks))
@@ -147,7 +148,7 @@ def test_pairs_that_are_ruled_out_at_once_do_not_fit(
     candidates = some_candidates(graph, load, seed)
     random = np.random.default_rng(seed)
     picks = tuple(int(random.integers(len(candidates.options[c]))) for c in candidates.stage_classes)
-    on_ranks = [one for one in (candidates, candidates.on_owner) if one is not None]
+    on_ranks = candidates, *candidates.on_owners
     peak_bytes = max(peak_memory(one.picked(picks), load).total_bytes for one in on_ranks)
     labels, _ = label_setting(candidates, peak_bytes * max(factor, 1 + 1e-9))
     tight, _ = label_setting(candidates, peak_bytes * factor)

@@ -19,7 +19,8 @@ from planner.cost.peak_memory import peak_memory
 from planner.cost.stage_option import StageCandidate
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
-from planner.options.search_space import CandidateSet, Space
+from planner.options.candidate_set import CandidateSet
+from planner.options.search_space import Space
 from planner.pricing import PricedPlan
 from planner.problem import Task, micro_batches
 from planner.search.least_memory import smallest_plan

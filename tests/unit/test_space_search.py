@@ -21,10 +21,11 @@ from planner.cost.stragglers import Imbalance
 from planner.cost.workload import Workload
 from planner.model.operator_split import slice_operators
 from planner.model.stages import cut
+from planner.options.candidate_set import CandidateSet
 from planner.options.candidates import StageDecision, choices_of, cuts, splittable
 from planner.options.option_columns import OptionColumns
 from planner.options.pareto import option_numbers, undominated
-from planner.options.search_space import CandidateSet, Space
+from planner.options.search_space import Space
 from planner.pricing import PricedPlan, make_plan, priced, space_of
 from planner.problem import Pins, Task
 from planner.search.ddp_search import fastest_replicated

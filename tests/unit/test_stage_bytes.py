@@ -14,7 +14,8 @@ from thoroughness import draws
 from planner.cost.peak_memory import held_moments
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
-from planner.options.search_space import CandidateSet, Space
+from planner.options.candidate_set import CandidateSet
+from planner.options.search_space import Space
 from planner.solve.lagrangian_bound import ChainBound, MemoryEvent, events_near
 
 SLOW = settings(max_examples=draws(10), deadline=None, suppress_health_check=[HealthCheck.too_slow])

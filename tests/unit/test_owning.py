@@ -1,0 +1,134 @@
+"""Plans whose ranks differ by what they own, where the fullest of them is what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice, product
+from operator import itemgetter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import chain, cluster, transformer
+from test_labels import label_setting
+from test_space_search import HOST, SLOW
+from thoroughness import draws
+
+from planner.cost.peak_memory import peak_memory
+from planner.cost.step_time import step_time
+from planner.cost.workload import Workload
+from planner.model.stages import Stage
+from planner.options.candidate_set import CandidateSet
+from planner.options.candidates import StageDecision
+from planner.options.search_space import Space
+from planner.pricing import priced
+from planner.problem import Task
+from planner.search.least_memory import smallest_of
+from planner.search.search import search
+from planner.strategies.registry import strategies_on
+from profiler.cluster.cluster import Cluster
+
+machines = st.builds(
+    lambda ranks, host, intra: replace(cluster(*ranks, intra=intra, inter=intra / 3), host=HOST if host else None),
+    st.sampled_from([(1, 4), (2, 2), (1, 8)]),
+    st.booleans(),
+    st.floats(2e9, 2e10),
+)
+
+
+@SLOW
+@given(machines, st.booleans(), st.integers(1, 2), st.integers(0, 10**6))
+def test_some_rank_of_a_plan_holds_what_it_is_said_to_own(
+    machine: Cluster, tied: bool, accumulation: int, seed: int
+) -> None:
+    graph, draw = transformer(2, 1024, tied=tied), Random(seed)
+    space, load = Space(graph), Workload(machine, "adam", "fp32", 1, accumulation)
+    spanning = draw.choice(space.spanning_offered(load))
+    sizes = list[int]()
+    for candidates in space.owning(load, spanning):
+        size = round(max((owner.owned_bytes for owner in candidates.on_owners), default=0.0))
+        sizes.append(size)
+        owned = [
+            [space.owned_bytes(stage_class, choice, load) for choice in some]
+            for stage_class, some in enumerate(candidates.choices)
+        ]
+        assert all(max(some) <= size for some in owned)
+        # Of each class of stages those that own most, and any others.
+        most = [[k for k, bytes_owned in enumerate(some) if bytes_owned == max(some)] for some in owned]
+        for _ in range(8):
+            picks = [draw.choice(draw.choice((most[c], range(len(owned[c]))))) for c in candidates.stage_classes]
+            if max(owned[c][k] for c, k in zip(candidates.stage_classes, picks, strict=True)) < size:
+                continue
+            plan = priced(space, load, candidates.chosen(picks), spanning)
+            for on_rank in (candidates, *candidates.on_owners):
+                bound = on_rank.picked(picks)
+                assert peak_memory(bound, load).total_bytes + on_rank.owned_bytes <= plan.peak.total_bytes
+                assert step_time(bound, load).total_s <= step_time(plan.options, load).total_s * (1 + 1e-9)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 0 < sizes[-1]
+
+
+@SLOW
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=3), machines, st.floats(1.0, 1.5), st.integers(1, 2))
+def test_no_plan_with_owners_is_faster_than_the_bound(
+    rows: list[int], machine: Cluster, factor: float, accumulation: int
+) -> None:
+    graph = chain([(1024 * r, 1024) for r in rows], [10.0 * r for r in rows], [20.0] * len(rows))
+    space, load = Space(graph), Workload(machine, "adam", "fp32", 1, accumulation)
+    offered = [s for s in strategies_on(machine) if str(s).split("+")[0] in ("owner", "shard", "replicate")]
+    plans = list[tuple[float, float]]()
+    for taken in product(offered, repeat=len(space.model.stages)):
+        choices = [_whole(stage, strategy) for stage, strategy in zip(space.model.stages, taken, strict=True)]
+        plan = priced(space, load, choices, None)
+        plans.append((plan.peak.total_bytes, plan.samples_per_s))
+    limit = int(min(map(itemgetter(0), plans)) * factor) + 1
+    best = max(speed for peak_bytes, speed in plans if peak_bytes <= limit)
+    found = search(Task(graph, machine, limit, global_batch=accumulation * machine.world_size))
+    assert best <= found.bound_samples_per_s * (1 + 1e-9)
+    assert found.samples_per_s >= best * (1 - found.gap) * (1 - 1e-9)
+
+
+def _whole(stage: Stage, strategy: object) -> StageDecision:
+    return StageDecision((strategy,) * len(stage.operators))  # type: ignore[arg-type]
+
+
+@settings(SLOW, max_examples=draws(4))
+@given(machines, st.integers(1, 2), st.floats(1.02, 1.5), st.integers(0, 10**6))
+def test_labels_of_all_strategies_of_an_embedding_bound_those_of_each(
+    machine: Cluster, accumulation: int, factor: float, seed: int
+) -> None:
+    graph = transformer(2, 1024, tied=True, vocabulary=2048 << seed % 4)
+    space, load = Space(graph), Workload(machine, "adam", "fp32", 1 + seed % 2, accumulation)
+    limit = factor * smallest_of(space, (load,), float("inf")).peak.total_bytes
+    together, bound_s = label_setting(space.relaxed_candidates(load), limit)
+    for spanning in space.spanning_offered(load):
+        candidates = space.candidates(load, spanning)
+        labels, own_s = label_setting(candidates, limit)
+        fitting = (picks for picks in labels.run(4 * own_s, most_made=5_000).plans if _fits(candidates, picks, limit))
+        for picks in islice(fitting, 1):
+            seconds = step_time(candidates.picked(picks), load).total_s
+            assert bound_s <= seconds * (1 + 1e-9)
+            assert together.run(seconds * (1 + 1e-6), most_made=5_000).least_s <= seconds * (1 + 1e-9)
+
+
+def _fits(candidates: CandidateSet, picks: Sequence[int], limit: float) -> bool:
+    on_ranks = candidates, *candidates.on_owners
+    return all(peak_memory(some.picked(picks), some.load).total_bytes <= limit for some in on_ranks)
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(4, 1.05), (4, 1.2), (8, 1.4)])
+def test_owners_that_do_not_fit_are_not_in_the_bound(
+    ranks: int, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, machine = transformer(4, 512, tied=False), cluster(1, ranks, intra=5e9)
+    loads = (Workload(machine, "adam", "fp32", 1),)
+    limit = int(factor * smallest_of(Space(graph), loads, float("inf")).peak.total_bytes) + 1
+    found = search(Task(graph, machine, limit, micro_batch=1))
+    assert found.gap < 1e-3
+    monkeypatch.setattr("planner.search.search._Point.exceeds_on_owner", False)
+    on_mean = search(Task(graph, machine, limit, micro_batch=1))
+    assert on_mean.gap > 0.03
+    assert on_mean.samples_per_s <= found.samples_per_s
+    assert found.bound_samples_per_s < on_mean.bound_samples_per_s
