@@ -29,6 +29,7 @@ from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
 from profiler.opaque_parameters import is_opaque, rebuilt
 from profiler.trace.dataless_device import FakeCpu, MetaDevice, making
+from profiler.trace.python_kernels import load_kernels
 from profiler.trace.trace_errors import more_telling
 
 Model = nn.Module | Callable[[], Any]
@@ -104,6 +105,7 @@ class _UserModel:
 
 def load_user_model(spec: str, sequence_length: int | None) -> ModelSource:
     """Return the model that the factory named by `spec` makes; raises OsdpError."""
+    load_kernels()  # its module may do anything as it is imported
     model = _UserModel(spec, _find_factory(spec), sequence_length)
     source = model.source()
     if sequence_length is not None and source.sequence_length != sequence_length:

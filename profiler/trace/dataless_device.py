@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from profiler.model_source import Inputs
 from profiler.opaque_parameters import is_opaque, rebuilt, tensors_of
 from profiler.trace.data_dependent import DataDependent
+from profiler.trace.python_kernels import load_kernel, load_kernels
 from profiler.trace.python_values import PythonValues, as_if_real
 from profiler.trace.shapes import make, predict
 from profiler.trace.uncompiled_mode import UncompiledMode
@@ -62,6 +63,7 @@ class FakeCpu:
 
     def __init__(self, expert_imbalance: float = 1.0) -> None:
         self.data = DataDependent(expert_imbalance)
+        load_kernels()
         from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy: only if needed
 
         self._mode: FakeTensorMode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -113,7 +115,10 @@ class _WithoutFills(UncompiledMode):
         if func is aten._to_copy.default and self._device.holds(args[0]):
             kwargs = {**kwargs, "device": self._device.torch_device}  # as module.to("cpu") asks
         layouts = predict(func, args, kwargs) if self._device.synthesize and self._is_here(args, kwargs) else None
-        return func(*args, **kwargs) if layouts is None else make(layouts)
+        if layouts is not None:
+            return make(layouts)
+        load_kernel(func)
+        return func(*args, **kwargs)
 
     def _is_here(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Return whether an op takes and makes tensors of the device only."""

@@ -34,6 +34,7 @@ from profiler.trace.known_values import has_data
 from profiler.trace.live_storage import NOBODY, Charge, LiveStorage
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.ops_that_import import OpRunner
+from profiler.trace.python_kernels import load_kernel
 from profiler.trace.same_dtypes import check_dtypes
 from profiler.trace.shapes import META, Layouts, make, predict
 from profiler.trace.uncompiled_mode import UncompiledMode
@@ -286,6 +287,8 @@ class Meter(UncompiledMode):
         op = self._ops.get(func)
         if op is None:
             op = self._ops[func] = describe(func)
+            if op.passive:
+                load_kernel(op.call)
         try:
             if op.passive:
                 return op.call(*args, **kwargs or {})

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
+from profiler.trace.python_kernels import load_kernel
+
 
 class OpRunner:
     """Runs the ops of one pass."""
@@ -22,6 +24,7 @@ class OpRunner:
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an op returns."""
         modules = len(sys.modules)
+        load_kernel(func)
         out = func(*args, **kwargs)
         if len(sys.modules) > modules:
             live = len(self._live)

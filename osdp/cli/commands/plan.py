@@ -68,6 +68,7 @@ def plan(
     from planner.cost.stragglers import BALANCED
     from planner.optimizers import optimizer_name
     from planner.pins import parse_pin
+    from profiler.trace.python_kernels import import_torch
 
     if model is None:
         raise _no_model()
@@ -81,6 +82,8 @@ def plan(
 
         check_html(html)
     with progress_bar():
+        if cluster is None:
+            import_torch()  # which sees the GPUs
         target, why = choose_cluster(cluster, nodes, gpus_per_node)
     limits_bytes = [_limit(target, wanted_bytes) for wanted_bytes in (limits.limits_bytes if limits else (None,))]
     request = Request(
@@ -100,6 +103,7 @@ def plan(
     )
     with progress_bar():
         source = load_model(model, sequence_length=seq)
+        import_torch()
     task = _PlanTask(source, target, request, why, _how(context, why), output, html, as_json, views)
     if several:
         _plan_several(task, sorted(set(limits_bytes)), plot)
