@@ -15,7 +15,8 @@ def buffer_states(block: nn.Module) -> dict[BufferSite, tuple[int, int, int, int
     return {
         (module, name): (id(buffer), buffer.untyped_storage()._cdata, buffer._version, buffer.nbytes)
         for module in block.modules()
-        for name, buffer in module.named_buffers(recurse=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None
     }
 
 

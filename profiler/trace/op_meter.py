@@ -30,7 +30,7 @@ from profiler.trace.data_dependent import DataDependent
 from profiler.trace.elementwise import Layout
 from profiler.trace.find_operators import Group
 from profiler.trace.handover import NO_STAND_INS, Replayed, StandIn, StandIns, UnlikeError, dense_layout
-from profiler.trace.known_values import has_data
+from profiler.trace.known_values import computing, has_data
 from profiler.trace.live_storage import NOBODY, Charge, LiveStorage
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.ops_that_import import OpRunner
@@ -220,8 +220,13 @@ class Meter(UncompiledMode):
 
     def _make_unknown(self, layout: Layout) -> Tensor:
         """Make a tensor of which nothing is known, not even that it is empty."""
-        device = META if self._synthesize else torch.device("cpu")
-        made = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=device)
+        if self._synthesize:
+            with computing():  # not metered: this is half of what stand-ins take
+                unknown: Tensor = make(layout)
+            self._place(())
+            self.ledger.produce((unknown,))
+            return unknown
+        made = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=torch.device("cpu"))
         self._data.values.forget(made)
         return made
 
