@@ -19,6 +19,7 @@ is a part of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from profiler.errors import OsdpError
 from profiler.model_graph import Affine, growth
@@ -43,7 +44,7 @@ class StepsError(OsdpError):
 
 def line(values: Sequence[float], sizes: Sizes = ALL_SIZES, *, add_bytes: float = 0.0) -> Affine:
     """Return a curve that is nowhere below `values`, plus `add_bytes`; exact if they are affine or quadratic."""
-    fixed, slope, square, at_one = _curve(values, sizes)
+    fixed, slope, square, at_one = _curve(tuple(values), tuple(sizes))
     return growth(fixed + add_bytes, slope, square, at_one)
 
 
@@ -71,7 +72,7 @@ def envelope(events: Sequence[Sequence[int]], sizes: Sizes = ALL_SIZES, *, add_b
     Where the sizes ran different numbers of ops, instants cannot be matched; the maxima are fitted.
     """
     peaks = [max(instants, default=0) for instants in events]
-    growing = _growing(sizes)
+    growing = tuple(_growing(sizes))
     count = len(growing)
     matched = events[:count]
     if len({len(instants) for instants in matched}) != 1:
@@ -99,7 +100,8 @@ def _square(values: Sequence[float], sizes: Sizes) -> float:
     return bend / (2 * (SIZES[1] - SIZES[0]) ** 2) if 0 < bend == second - 2 * third + fourth else 0.0
 
 
-def _curve(values: Sequence[float], sizes: Sizes) -> tuple[float, float, float, float]:
+@lru_cache(maxsize=4096)  # the parts of a call, and its kinds of passes, share most instants
+def _curve(values: tuple[float, ...], sizes: tuple[int, ...]) -> tuple[float, float, float, float]:
     """Return (fixed, per sample, per pair, at one) of a curve that is nowhere below the values."""
     square, growing = _square(values, sizes), _growing(sizes)
     rest = [value - square * size**2 for value, size in zip(values, growing, strict=False)]

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -358,6 +359,7 @@ def _lower(memory: CallMemory, waiting_bytes: int) -> dict[str, Any]:
     return {name: _less(getattr(memory, name), waiting_bytes) for name in _BACKWARD_BYTES}
 
 
+@lru_cache(maxsize=1024)  # alike calls have the same lines
 def _less(one: Affine, size_bytes: int) -> Affine:
     return replace(one, fixed=max(0.0, one.fixed - size_bytes))
 

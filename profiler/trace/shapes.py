@@ -80,6 +80,12 @@ def _ones_like(x: Tensor, **options: Any) -> Layout | None:
     return None if wanted else _like(x)
 
 
+def _clone(x: Tensor, *, memory_format: torch.memory_format | None = None) -> Layout | None:
+    if memory_format == torch.contiguous_format:
+        return contiguous(x.shape, x.dtype)
+    return _like(x) if memory_format in (None, torch.preserve_format) else None
+
+
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Layout | None:
     return None if half_to_float else _like(x)
 
@@ -140,7 +146,7 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _reduce(
-    x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Layout | None:
     if not x.dtype.is_floating_point or dtype not in (None, x.dtype):
         return None
@@ -248,7 +254,9 @@ _RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    aten.sum.default: _reduce,
     aten.sum.dim_IntList: _reduce,
+    aten.mean.default: _reduce,
     aten.mean.dim: _reduce,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
@@ -270,6 +278,7 @@ _RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.masked_fill.Scalar: _masked_fill,
     aten.cat.default: _cat,
     aten.stack.default: _stack,
+    aten.clone.default: _clone,
     aten.ones_like.default: _ones_like,
     aten.zeros_like.default: _ones_like,
     aten.empty_like.default: _ones_like,

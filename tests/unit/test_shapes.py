@@ -172,6 +172,9 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, list[Any]
         yield reduce, [f(2, 3, 4), [0, 1]], {}
         yield reduce, [f(2, 3, 4).permute(2, 0, 1), [-1], True], {}
         yield reduce, [f(2, 3, 4, 5).permute(0, 2, 3, 1), [1]], {}
+    for whole in (aten.sum.default, aten.mean.default):
+        yield whole, [f(3, 2).t()], {}
+        yield whole, [f()], {}
     yield aten.embedding.default, [f(7, 4), torch.tensor([[1, 2, 3], [4, 5, 6]])], {}
     yield (aten.embedding_dense_backward.default, [f(2, 3, 4), torch.ones(2, 3, dtype=torch.long), 7, -1, False], {})
     yield aten.cat.default, [[f(2, 3), f(2, 4)], 1], {}
@@ -180,6 +183,9 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, list[Any]
     yield aten.stack.default, [[f(2, 3), f(2, 3)]], {}
     yield aten.ones_like.default, [f(2, 3)], {"pin_memory": False, "memory_format": torch.preserve_format}
     yield aten.zeros_like.default, [f(2, 3)], {}
+    yield aten.clone.default, [f(2, 3)], {}
+    yield aten.clone.default, [f(3, 4).t()], {"memory_format": torch.contiguous_format}
+    yield aten.clone.default, [f(3, 1).expand(3, 4)], {"memory_format": torch.contiguous_format}
     yield aten.empty_like.default, [f(2, 3)], {}
     yield aten.native_dropout.default, [f(2, 3), 0.5, True], {}
     yield aten.select_backward.default, [f(3, 4), [2, 3, 4], 0, 1], {}
@@ -226,10 +232,13 @@ def test_every_rule(dtype: torch.dtype) -> None:
     [
         (aten.add.Tensor, [torch.rand(3), torch.arange(3)], {}),
         (aten.add.Tensor, [torch.arange(3), 1.5], {}),
-        (aten.clone.default, [torch.rand(3, 4).t()], {"memory_format": torch.contiguous_format}),
+        (aten.clone.default, [torch.rand(3, 4).t()], {}),
+        (aten.clone.default, [torch.rand(2, 3, 4, 4)], {"memory_format": torch.channels_last}),
         (aten.add.Tensor, [torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)] * 2, {}),
         (aten.mm.default, [torch.rand(3, 4), torch.rand(5, 4)], {}),
         (aten.sum.dim_IntList, [torch.arange(3), [0]], {}),
+        (aten.sum.default, [torch.arange(3)], {}),
+        (aten.mean.default, [torch.rand(3)], {"dtype": torch.float64}),
         (aten.nll_loss_forward.default, [torch.rand(3, 4), torch.arange(3), None, 0, -100], {}),
         (aten._softmax.default, [torch.rand(3, 4).t(), 0, False], {}),
         (aten.full.default, [[2], torch.tensor(1.0)], {}),

@@ -168,12 +168,13 @@ class _Views:
 
     def write(self, planned: Planned) -> None:
         """Write what is asked for."""
-        from osdp.planning.memory_snapshot import write_snapshot
-        from osdp.planning.step_timeline import write_timeline
-
         if self.memory_snapshot is not None:
+            from osdp.planning.memory_snapshot import write_snapshot
+
             write_snapshot(self.memory_snapshot, planned.as_run)
         if self.timeline is not None:
+            from osdp.planning.step_timeline import write_timeline
+
             write_timeline(self.timeline, planned.as_run)
 
 
@@ -245,9 +246,6 @@ def _how(context: Context, why: str) -> str:
 
 def _plan_one(task: _PlanTask, what_if: bool) -> None:
     """Find one plan; write it and print it."""
-    from osdp.cli.reports.plan import Circumstances, print_plan
-    from osdp.cli.reports.plan_json import plan_object
-    from osdp.planning.plan_file import write_plan
     from osdp.planning.plan_questions import dealing_planned, what_if_planned
     from osdp.planning.request import plan_model
 
@@ -256,13 +254,19 @@ def _plan_one(task: _PlanTask, what_if: bool) -> None:
         more = what_if_planned(planned, task.request, progress) if what_if else None
         dealing = dealing_planned(planned, task.request, progress)
     if task.output is not None:
+        from osdp.planning.plan_file import write_plan
+
         write_plan(task.output, planned.plan, task.how)
     _write_html(task, [planned], more=more)
     task.views.write(planned)
     total_s = time.perf_counter() - STARTED_S
     if task.as_json:
+        from osdp.cli.reports.plan_json import plan_object
+
         print_json(plan_object(planned, total_s, more, dealing))
     else:
+        from osdp.cli.reports.plan import Circumstances, print_plan
+
         print_plan(make_console(), planned, Circumstances(total_s, task.why, str(task.output or ""), more, dealing))
 
 
