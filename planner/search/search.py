@@ -44,7 +44,6 @@ from planner.solve.lagrangian_bound import ChainBound, events_near, highest_even
 from planner.solve.misfits import without_misfits
 from planner.solve.solve_candidates import Widening, programmed
 from profiler.garbage_collection import without_garbage_collection
-from profiler.model_graph import Recompute
 
 MOST_MADE = 1_200_000
 """Labels that a search makes; then the bounds of the remaining points count in the gap.  About 2 us of CPU each."""
@@ -55,11 +54,8 @@ CLOSE_ENOUGH = 5e-4
 """A point whose bound is within this of the best plan is not worth more work ..."""
 MANY_MADE = 100_000
 """... nor is a plan that gains no more, once so many labels were made."""
-WORTH = 5e-3
-"""Where a plan may be slower than the best by more than this share, one that is faster by as much is looked for again,
-with fewer choices."""
 FEWER_MADE = 200_000
-"""Labels of a search for a plan where the last per cents do not matter; such a search is not made twice either."""
+"""Labels of a search for a plan where the last per cents do not matter."""
 MUCH = 0.05
 """While a plan may be slower than the best by more than this share, a search makes `MOST_MADE` labels all the same."""
 CORE_MADE = 600_000
@@ -288,9 +284,6 @@ def search(
     count = len(queue)
     sweep = _Sweep(task.limit_bytes, enough, started + effort.seconds, effort.labels, progress)
     plan, top, lacks_labels = sweep.best_first(queue, space, known)
-    unproven = WORTH if effort.labels >= MOST_MADE else MUCH
-    if lacks_labels and plan is not None and top > max(enough, plan.samples_per_s * (1 + unproven)):
-        plan = _with_fewer_choices(task, plan, sweep)
     if lacks_labels and (plan is None or top > max(enough, plan.samples_per_s * (1 + MUCH))):
         of_core = replace(sweep, labels=min(sweep.labels, CORE_MADE), core=True)
         plan = of_core.best_first(_sizes(space, loads, task.limit_bytes), space, plan)[0] or plan
@@ -304,24 +297,6 @@ def search(
     speed, took_s = plan.samples_per_s, time.perf_counter() - started
     bound = max(top, ddp_top, speed)
     return Found(plan.space, plan.load, plan.options, plan.spanning, speed, bound, rivals, count, took_s, simple)
-
-
-def _with_fewer_choices(task: Task, known: PricedPlan, sweep: _Sweep) -> PricedPlan:
-    """Return the best plan of a search that could not prove its own, after one without selective recomputation.
-
-    In a smaller space labels, of which the first had too few, go further, and where memory hardly needs recomputation
-    its best plan is as good.  What the first search could not rule out bounds what this one can gain, so it is made,
-    and its labels are, only for plans that are faster by `WORTH`.
-    """
-    graph = task.graph
-    if Recompute.SELECTIVE in task.pins.recompute.values() or not any(call.selective for call in graph.calls):
-        return known
-    fewer = replace(task, graph=replace(graph, calls=tuple(replace(call, selective=None) for call in graph.calls)))
-    space = Space(fewer.graph, pins=task.pins)
-    queue = _sizes(space, loads_of(fewer, space), task.limit_bytes)
-    sweep = replace(sweep, enough=max(sweep.enough, known.samples_per_s * (1 + WORTH)))
-    plan, _, _ = sweep.best_first(queue, space, known)
-    return plan or known
 
 
 def loads_of(task: Task, space: Space) -> tuple[Workload, ...]:
