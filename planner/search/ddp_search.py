@@ -14,9 +14,9 @@ that fits has
 
 where L is the reduction of what the first call's backward fills, after which there is nothing to hide under.
 
-The plan itself recomputes whole blocks in the same order, as few as make it fit.  Where there are few combinations of
-what is recomputed, a part of a block would be a large part of the whole: there they are priced one after the other, by
-rising R of their own, until the bound says that no other is faster.
+The plan itself recomputes whole blocks in the same order, as few as make it fit.  Where that leaves more than
+`CLOSE_ENOUGH`, blocks are whole in R too, and plans that save enough are priced by rising R of their own.  Where there
+are few combinations of what is recomputed, all are, until the bound says that no other is faster.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from planner.cost.step_time import StepTime, step_time
 from planner.cost.workload import Workload
 from planner.options.search_space import Space
 from planner.pricing import Options, PricedPlan
-from planner.search.knapsack import least_cost, upgrades
+from planner.search.knapsack import least_cost, upgrades, whole_choices
 from planner.strategies.replicate import COPY
 from profiler.model_graph import Recompute
 
@@ -42,6 +42,12 @@ Recomputed = tuple[Recompute, ...]
 
 FEW_PLANS = 250
 """So many combinations of what is recomputed are looked at one by one: five blocks, three kinds of each."""
+CLOSE_ENOUGH = 5e-4
+"""Share of a plan's speed up to which the bound may be above it: less is not worth to look at whole blocks."""
+MOST_CHOICES = 2_000
+"""Of what is recomputed of some stages, choices that may be left to compare; more, where hundreds of blocks differ."""
+TRIED = 100
+"""Of the choices for all stages, so many are priced at most."""
 ROUNDING = 1e-9
 """Relative rounding of sums."""
 
@@ -70,11 +76,11 @@ def fastest_replicated(
     for bound, sizing in sorted(sizings, key=lambda pair: -pair[0]):
         if bound <= speed:
             break
-        fastest = sizing.fastest()
-        if fastest is None:
-            top = max(top, bound)
-        spanning = COPY if space.model.spanning else None
-        plan = PricedPlan(sizing.load, space, spanning, sizing.fewest_recomputed() if fastest is None else fastest)
+        found = sizing.fastest()
+        if found is None:
+            bound_s, found = sizing.whole_blocks(speed)
+            top = max(top, min(bound, sizing.load.samples_per_step / bound_s))
+        plan = PricedPlan(sizing.load, space, COPY if space.model.spanning else None, found)
         if plan.options and plan.samples_per_s > speed:
             best, speed = plan, plan.samples_per_s
     return best, max(top, speed if best else 0.0)
@@ -133,11 +139,9 @@ class _Sizing:
         """Return the options of the fastest plan, none if none fits; None if there are too many to look at."""
         if prod(map(len, self.offered)) > FEW_PLANS:
             return None
-        repeats, least_s, plans = self.load.accumulation, self.least_s() or 0.0, list[tuple[float, Recomputed]]()
-        computing_s = self.replica.computing_s
+        least_s, plans = self.least_s() or 0.0, list[tuple[float, Recomputed]]()
         for recompute in product(*self.offered):
-            again = enumerate(zip(recompute, self.pinned, strict=True))
-            more_s = repeats * sum(computing_s(j, mode) - computing_s(j, pin) for j, (mode, pin) in again)
+            more_s = sum(self._more_s(j, mode) for j, mode in enumerate(recompute))
             plans += [(more_s, recompute)] if more_s >= least_s * (1 - ROUNDING) else []
         best: Options = ()
         best_s = float("inf")
@@ -149,6 +153,47 @@ class _Sizing:
                 total_s = step_time(options, self.load).total_s
                 best, best_s = (options, total_s) if total_s < best_s else (best, best_s)
         return best
+
+    def whole_blocks(self, floor: float) -> tuple[float, Options]:
+        """Return what no step is shorter than, and the options of the fastest plan that was found, none if none fits.
+
+        Plans of `floor` samples per second and less are of no use.
+        """
+        best, least_s = self.fewest_recomputed(), self.bound_s(self.least_s() or 0.0)
+        best_s = step_time(best, self.load).total_s if best else float("inf")
+        samples = self.load.samples_per_step
+        if samples / least_s <= max(floor, samples / best_s * (1 + CLOSE_ENOUGH)):
+            return least_s, best
+        groups = [
+            [(self._saved_bytes(j, mode), self._more_s(j, mode)) for mode in modes]
+            for j, modes in enumerate(self.offered[:-1])
+        ]
+        choices = whole_choices(groups, self.excess_bytes() - 1.0, MOST_CHOICES)
+        if not choices:
+            return least_s, best
+        # The last stage may have any: it adds what it does to the rest, which is the least that there is.
+        last_s = min(self._more_s(len(self.stages) - 1, mode) for mode in self.offered[-1])
+        least_s = max(least_s, self.bound_s(max(0.0, choices[0][0] + last_s)))
+        for more_s, numbers in choices[:TRIED]:
+            if self.bound_s(max(0.0, more_s + last_s)) >= best_s:
+                break
+            for mode in self.offered[-1]:
+                chosen = [modes[number] for modes, number in zip(self.offered, numbers, strict=False)]
+                options = self.replica.options([*chosen, mode])
+                if peak_memory(options, self.load).total_bytes <= self.limit_bytes:
+                    total_s = step_time(options, self.load).total_s
+                    best, best_s = (options, total_s) if total_s < best_s else (best, best_s)
+        return least_s, best
+
+    def _saved_bytes(self, number: int, mode: Recompute) -> float:
+        """Return what recomputing a stage so saves."""
+        costs = self.replica.costs[number]
+        return float(costs.saved_bytes(self.pinned[number]) - costs.saved_bytes(mode))
+
+    def _more_s(self, number: int, mode: Recompute) -> float:
+        """Return the seconds that recomputing a stage so adds to the computing of a step."""
+        computing_s = self.replica.computing_s
+        return self.load.accumulation * (computing_s(number, mode) - computing_s(number, self.pinned[number]))
 
     def fewest_recomputed(self) -> Options:
         """Return the options with as few recomputed blocks, taken in order, as fit; none if all do not do."""

@@ -22,7 +22,7 @@ from planner.options.candidate_set import CandidateSet
 from planner.options.search_space import Space
 from planner.search.baselines import baselines, uniform
 from planner.search.ceiling import Ceiling
-from planner.search.knapsack import least_cost
+from planner.search.knapsack import least_cost, whole_choices
 from planner.strategies.registry import strategies_on
 from profiler.cluster.cluster import Cluster, Host
 from profiler.cluster.figure import Figure
@@ -73,6 +73,24 @@ def test_the_knapsack_is_the_best_of_all_corners(taken: list[tuple[int, int]], n
 @pytest.mark.parametrize("needed", [0.1 * n for n in range(1, 31)])
 def test_a_need_that_all_items_together_meet_is_never_refused(needed: float) -> None:
     assert least_cost([(0.1, 1.0)] * 30, needed) == pytest.approx(10 * needed)
+
+
+points = st.tuples(st.integers(0, 9), st.integers(-2, 9))
+
+
+@settings(max_examples=draws(100), deadline=None)
+@given(st.lists(st.lists(points, min_size=1, max_size=3), max_size=4), st.integers(-3, 30))
+def test_whole_choices_are_those_that_none_is_better_than(groups: list[list[tuple[int, int]]], needed: int) -> None:
+    every = product(*(range(len(group)) for group in groups))
+    picked = {numbers: [group[k] for group, k in zip(groups, numbers, strict=True)] for numbers in every}
+    sums = {numbers: [sum(point[i] for point in points) for i in (0, 1)] for numbers, points in picked.items()}
+    enough = {(gain, cost) for gain, cost in sums.values() if gain >= needed}
+    best = {(g, c) for g, c in enough if not any(h >= g and d <= c and (h, d) != (g, c) for h, d in enough)}
+    found = whole_choices(groups, needed, 1000)
+    assert found is not None
+    assert [cost for cost, _ in found] == sorted(cost for _, cost in best)
+    assert {(sums[numbers][0], cost) for cost, numbers in found} == best
+    assert all(sums[numbers][1] == cost for cost, numbers in found)
 
 
 @settings(max_examples=draws(6), deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -287,8 +287,7 @@ def test_search_of_replicas_equals_brute_force(
         assert found.samples_per_s == bound == pytest.approx(best, rel=1e-9)
     assert peak_memory(found.options, found.load).total_bytes <= limit
     assert bound >= best * (1 - 1e-9)
-    # Whole blocks in one order: at most a block is recomputed that need not be.
-    assert best * (1 - 1 / (3 * layers)) <= found.samples_per_s <= best * (1 + 1e-9)
+    assert best * (1 - 0.02) <= found.samples_per_s <= best * (1 + 1e-9)
     assert found.samples_per_s <= bound * (1 + 1e-9)
 
 
