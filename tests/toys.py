@@ -162,7 +162,7 @@ def plan_of(
 
 def run_everywhere(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Return what `function(rank, *args)` returns on `RANKS`."""
-    return run_ranks(function, prod(RANKS), *args, ranks_per_node=RANKS[1])
+    return run_ranks(function, len(EVERY_RANK), *args, ranks_per_node=RANKS[1])
 
 
 def graph_of(model: nn.Module, precision: str = "fp32", master_weights: str = "") -> ModelGraph:

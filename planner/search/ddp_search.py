@@ -22,7 +22,7 @@ are few combinations of what is recomputed, all are, until the bound says that n
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -143,9 +143,12 @@ class _Sizing:
         for recompute in product(*self.offered):
             more_s = sum(self._more_s(j, mode) for j, mode in enumerate(recompute))
             plans += [(more_s, recompute)] if more_s >= least_s * (1 - ROUNDING) else []
-        best: Options = ()
-        best_s = float("inf")
-        for more_s, recompute in sorted(plans):
+        return self._fastest(sorted(plans), ())
+
+    def _fastest(self, plans: Iterable[tuple[float, Recomputed]], best: Options) -> Options:
+        """Return the fastest of some options and of the plans that fit, by the seconds that these recompute for."""
+        best_s = step_time(best, self.load).total_s if best else float("inf")
+        for more_s, recompute in plans:
             if self.bound_s(more_s) >= best_s:
                 break
             options = self.replica.options(recompute)
@@ -171,19 +174,16 @@ class _Sizing:
         choices = whole_choices(groups, self.excess_bytes() - 1.0, MOST_CHOICES)
         if not choices:
             return least_s, best
-        # The last stage may have any: it adds what it does to the rest, which is the least that there is.
-        last_s = min(self._more_s(len(self.stages) - 1, mode) for mode in self.offered[-1])
-        least_s = max(least_s, self.bound_s(max(0.0, choices[0][0] + last_s)))
-        for more_s, numbers in choices[:TRIED]:
-            if self.bound_s(max(0.0, more_s + last_s)) >= best_s:
-                break
-            for mode in self.offered[-1]:
-                chosen = [modes[number] for modes, number in zip(self.offered, numbers, strict=False)]
-                options = self.replica.options([*chosen, mode])
-                if peak_memory(options, self.load).total_bytes <= self.limit_bytes:
-                    total_s = step_time(options, self.load).total_s
-                    best, best_s = (options, total_s) if total_s < best_s else (best, best_s)
-        return least_s, best
+
+        def recomputed(numbers: Sequence[int]) -> Recomputed:
+            return tuple(offered[number] for offered, number in zip(self.offered, numbers, strict=False))
+
+        # The last stage may have any: of its memory the least counts.
+        last = [(self._more_s(len(self.stages) - 1, mode), mode) for mode in self.offered[-1]]
+        plans = sorted(
+            (below_s + more_s, (*recomputed(below), mode)) for below_s, below in choices for more_s, mode in last
+        )
+        return max(least_s, self.bound_s(plans[0][0])), self._fastest(plans[:TRIED], best)
 
     def _saved_bytes(self, number: int, mode: Recompute) -> float:
         """Return what recomputing a stage so saves."""

@@ -275,9 +275,9 @@ def change_gradients(rank: int, habit: Callable[[Any, torch.optim.Optimizer], No
                     batches = [batch_of(SAMPLE, each, 2 * number + micro_batch) for each in ranks]
                     loss = sum(loss_of(one(*args, **kwargs)) for args, kwargs in batches) / len(batches)
                     (loss / 2).backward()
-                if one is model and "odc" in strategy and habit is not decay:
-                    said = refusal(lambda: habit(model, optimizer))  # noqa: B023  # called at once
                 if one is model and habit is not decay:
+                    if "odc" in strategy:
+                        said = refusal(lambda: habit(model, optimizer))  # noqa: B023  # called at once
                     model.finish_gradients()
                 habit(one, optimizer)
                 optimizer.step()

@@ -11,9 +11,9 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import chain, cluster, transformer
+from synthetic import cluster, transformer
 from test_labels import label_setting
-from test_space_search import HOST, SLOW
+from test_space_search import HOST, SLOW, small_chain
 from thoroughness import draws
 
 from planner.cost.peak_memory import peak_memory
@@ -28,7 +28,9 @@ from planner.problem import Task
 from planner.search.least_memory import smallest_of
 from planner.search.search import search
 from planner.strategies.registry import strategies_on
+from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
+from profiler.errors import OsdpError
 
 machines = st.builds(
     lambda ranks, host, intra: replace(cluster(*ranks, intra=intra, inter=intra / 3), host=HOST if host else None),
@@ -75,7 +77,7 @@ def test_some_rank_of_a_plan_holds_what_it_is_said_to_own(
 def test_no_plan_with_owners_is_faster_than_the_bound(
     rows: list[int], machine: Cluster, factor: float, accumulation: int
 ) -> None:
-    graph = chain([(1024 * r, 1024) for r in rows], [10.0 * r for r in rows], [20.0] * len(rows))
+    graph = small_chain(tuple(rows))
     space, load = Space(graph), Workload(machine, "adam", "fp32", 1, accumulation)
     offered = [s for s in strategies_on(machine) if str(s).split("+")[0] in ("owner", "shard", "replicate")]
     plans = list[tuple[float, float]]()
@@ -132,3 +134,30 @@ def test_owners_that_do_not_fit_are_not_in_the_bound(
     assert on_mean.gap > 0.03
     assert on_mean.samples_per_s <= found.samples_per_s
     assert found.bound_samples_per_s < on_mean.bound_samples_per_s
+
+
+@SLOW
+@given(st.integers(2, 4), machines)
+def test_the_mean_over_ranks_is_no_more_than_the_fullest(ops: int, machine: Cluster) -> None:
+    graph = small_chain(tuple(range(1, ops + 1)))
+    space = Space(graph)
+    load = Workload(machine, "adam", "fp32", 1)
+    owner = Strategy("owner", machine.world_size)
+    choices = [StageDecision((owner,)) for _ in space.stage_classes]
+    mean = [space.option(kind, c, None, load, None) for kind, c in zip(space.stage_classes, choices, strict=True)]
+    fullest = priced(space, load, choices, None).options
+    assert peak_memory(mean, load).total_bytes <= peak_memory(fullest, load).total_bytes
+    rests = 4 * 4 * graph.numel / machine.world_size  # S, OPT and SG of Adam in fp32, evenly
+    held = sum(option.rest + option.gradients for option in mean)
+    assert held == pytest.approx(rests, rel=1e-2)
+
+
+def test_a_plan_whose_fullest_rank_does_not_fit_is_not_called_feasible() -> None:
+    # One large operator and one small: on average each rank owns half, in truth one owns the large one.
+    graph, machine = small_chain((4, 1)), cluster(1, 2, intra=1e9)
+    for limit in range(140, 400, 20):
+        try:
+            found = search(Task(graph, machine, limit << 20, micro_batch=1))
+        except OsdpError:
+            continue
+        assert peak_memory(found.options, found.load).total_bytes <= limit << 20

@@ -225,33 +225,6 @@ def test_a_plan_reads_back_as_it_was_priced(
         assert step_time(in_menu, load).total_s == pytest.approx(step_time(repriced.options, load).total_s, rel=1e-12)
 
 
-@SLOW
-@given(st.integers(2, 4), machines, st.floats(0.0, 1.0))
-def test_the_mean_over_ranks_is_no_more_than_the_fullest(ops: int, machine: Cluster, fraction: float) -> None:
-    graph = small_chain(tuple(range(1, ops + 1)))
-    space = Space(graph)
-    load = Workload(machine, "adam", "fp32", 1)
-    owner = Strategy("owner", machine.world_size)
-    choices = [StageDecision((owner,)) for _ in space.stage_classes]
-    mean = [space.option(kind, c, None, load, None) for kind, c in zip(space.stage_classes, choices, strict=True)]
-    fullest = priced(space, load, choices, None).options
-    assert peak_memory(mean, load).total_bytes <= peak_memory(fullest, load).total_bytes
-    rests = 4 * 4 * graph.numel / machine.world_size  # S, OPT and SG of Adam in fp32, evenly
-    held = sum(option.rest + option.gradients for option in mean)
-    assert held == pytest.approx(rests, rel=1e-2)
-
-
-def test_a_plan_whose_fullest_rank_does_not_fit_is_not_called_feasible() -> None:
-    # One large operator and one small: on average each rank owns half, in truth one owns the large one.
-    graph, machine = small_chain((4, 1)), cluster(1, 2, intra=1e9)
-    for limit in range(140, 400, 20):
-        try:
-            found = search(Task(graph, machine, limit << 20, micro_batch=1))
-        except OsdpError:
-            continue
-        assert peak_memory(found.options, found.load).total_bytes <= limit << 20
-
-
 # --- unequal segments ---
 
 
