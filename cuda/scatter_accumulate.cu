@@ -31,6 +31,11 @@
 // processes on one, may add at once.  Between GPUs that needs links with native atomics (NVLink),
 // which the pair's cudaDevP2PAttrNativeAtomicSupported tells; the reproducible way goes over any.  On
 // sm_90 and later four adds go in one instruction.
+//
+// Atomic adds are faster where they find their places in L2.  So accumulators in this GPU's own memory
+// are prefetched into it while the gradient is on its way: for shards of 64 MiB 0.98 of the rate of
+// torch's add_, without 0.84 (measured on an H200).  Not those of other GPUs, as that might cross the link.
+//
 // By the PTX ISA `red.add.f32` takes and leaves subnormal numbers as zero in global memory.
 //
 // References: PTX ISA, `red` (vectors: ISA 8.1, sm_90) and the memory consistency model; CUDA C++
@@ -88,8 +93,15 @@ static __device__ void add_system(float4* target, float4 value) {
 #else
 #define VECTOR_ADDS false
 #endif
+
+// Of a sector, the 32 bytes that memory brings at once, one thread asks for all.
+static __device__ void prefetch_into_l2(const float4* place) {
+    if ((Size)place % 32 == 0)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(place)));
+}
 #else
 #define VECTOR_ADDS true
+static __device__ void prefetch_into_l2(const float4*) {}
 #endif
 
 // Adds where no other thread adds to the same place.  Another GPU reads and zeroes it between two
@@ -139,7 +151,8 @@ static __device__ float4 load_four(const unsigned short* source) {
 
 // Add one shard with all threads along x: four at a time from the target's first 16-byte boundary
 // on, whatever the source's alignment, because the adds cost more than the loads.
-template <bool ALONE, typename T> __device__ void add_shard(const T* source, float* target, Size count) {
+template <bool ALONE, typename T>
+__device__ void add_shard(const T* source, float* target, Size count, bool is_near) {
     constexpr bool VECTORS = ALONE || VECTOR_ADDS;
     const Size first = (Size)blockIdx.x * blockDim.x + threadIdx.x;
     const Size stride = (Size)gridDim.x * blockDim.x;
@@ -148,8 +161,11 @@ template <bool ALONE, typename T> __device__ void add_shard(const T* source, flo
     if (head > count || !VECTORS) head = count;
     const Size fours = (count - head) / 4;
     if constexpr (VECTORS)
-        for (Size i = first; i < fours; i += stride)
-            add<ALONE>((float4*)(target + head) + i, load_four(source + head + 4 * i));
+        for (Size i = first; i < fours; i += stride) {
+            float4* const place = (float4*)(target + head) + i;
+            if (!ALONE && is_near) prefetch_into_l2(place);
+            add<ALONE>(place, load_four(source + head + 4 * i));
+        }
 
     // One at a time before and behind.
     for (Size i = first; i < count - 4 * fours; i += stride) {
@@ -160,39 +176,41 @@ template <bool ALONE, typename T> __device__ void add_shard(const T* source, flo
 
 template <bool ALONE, typename T>
 __device__ void scatter_accumulate(const T* gradient, float* const* accumulators, Size offset, Size count,
-                                   Size peers, Size rank) {
+                                   Size peers, Size rank, Size near) {
     for (Size turn = blockIdx.y; turn < peers; turn += gridDim.y) {
         const Size peer = (rank + 1 + turn) % peers;
-        add_shard<ALONE>(gradient + peer * count, accumulators[peer] + offset, count);
+        const bool is_near = peer < 64 && (near >> peer & 1);
+        add_shard<ALONE>(gradient + peer * count, accumulators[peer] + offset, count, is_near);
     }
 }
 
 // Launch: as gather.cu, with grid x = ceil(count / 1024) at most.  No shared memory, no includes
-// under NVRTC, C++17.  Time is bound by bytes: 4 (fp32) or 2 (bf16) read and 4 added per element,
+// under NVRTC, C++17.  Bit r of `near` says that the window of peer r < 64 is in this GPU's memory; it
+// changes no sum.  Time is bound by bytes: 4 (fp32) or 2 (bf16) read and 4 added per element,
 // which `alone` reads and writes.  The accumulators are zero at first; take_gradient leaves them so.
 
 extern "C" __global__ void __launch_bounds__(256, 8)
     scatter_accumulate_fp32(const float* gradient, float* const* accumulators, Size offset, Size count,
-                            Size peers, Size rank) {
-    scatter_accumulate<false>(gradient, accumulators, offset, count, peers, rank);
+                            Size peers, Size rank, Size near) {
+    scatter_accumulate<false>(gradient, accumulators, offset, count, peers, rank, near);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 8)
     scatter_accumulate_bf16(const unsigned short* gradient, float* const* accumulators, Size offset,
-                            Size count, Size peers, Size rank) {
-    scatter_accumulate<false>(gradient, accumulators, offset, count, peers, rank);
+                            Size count, Size peers, Size rank, Size near) {
+    scatter_accumulate<false>(gradient, accumulators, offset, count, peers, rank, near);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 8)
     scatter_accumulate_alone_fp32(const float* gradient, float* const* accumulators, Size offset, Size count,
-                                  Size peers, Size rank) {
-    scatter_accumulate<true>(gradient, accumulators, offset, count, peers, rank);
+                                  Size peers, Size rank, Size near) {
+    scatter_accumulate<true>(gradient, accumulators, offset, count, peers, rank, near);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 8)
     scatter_accumulate_alone_bf16(const unsigned short* gradient, float* const* accumulators, Size offset,
-                                  Size count, Size peers, Size rank) {
-    scatter_accumulate<true>(gradient, accumulators, offset, count, peers, rank);
+                                  Size count, Size peers, Size rank, Size near) {
+    scatter_accumulate<true>(gradient, accumulators, offset, count, peers, rank, near);
 }
 
 // For loops that the compiler would unroll into more registers than eight blocks of a

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.odc.cupy_device import CupyDevice
-from runtime.odc.kernels import BLOCKS_AT_ONCE, MOST_BLOCKS, THREADS, WHOLE_GPU, gather_grid, grid_for
+from runtime.odc.kernels import BLOCKS_AT_ONCE, MOST_BLOCKS, THREADS, WHOLE_GPU, gather_grid, grid_for, near
 from runtime.odc.rendezvous import Rendezvous
 from runtime.odc.windows import FP32_BYTES, Transport, WindowSpec
 
@@ -92,7 +92,8 @@ class DeviceTransport(Transport):
                 self._starts.append(mine[0] if rank == self.rank else self._device.open(handle))
             self._table = torch.tensor(self._starts, device=self._device.torch_device)
             self._seen = torch.zeros(len(handles) + 1, dtype=torch.int64, device=self._device.torch_device)
-            self._is_remote = any(identity != self._device.identity for _, identity in handles)
+            are_here = [identity == self._device.identity for _, identity in handles]
+            self._is_remote, self._near = not all(are_here), near(are_here)
             remote_room = min(self._device.room, REMOTE_MULTIPROCESSORS * BLOCKS_AT_ONCE)
             self._room = remote_room if self._is_remote else WHOLE_GPU
 
@@ -147,7 +148,7 @@ class DeviceTransport(Transport):
         # A slot has one writer, so that adding into it need not be atomic, which not every link between GPUs can.
         how = "scatter_accumulate_alone" if self.ordered else "scatter_accumulate"
         kernel, table = f"{how}_{KERNEL_DTYPES[full.dtype]}", self._table.data_ptr()
-        arguments = full.data_ptr(), table, offset, count, ranks, self.rank
+        arguments = full.data_ptr(), table, offset, count, ranks, self.rank, self._near
         # Of pushes that are not atomic the next must find what the last has stored, whatever their streams.
         self._device.launch(kernel, grid, THREADS, arguments, subject=index if self.ordered else None)
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from profiler.errors import OsdpError
 from runtime.odc.cupy_device import CupyDevice
-from runtime.odc.kernels import THREADS, WHOLE_GPU, gather_grid, grid_for
+from runtime.odc.kernels import ALL_NEAR, THREADS, WHOLE_GPU, gather_grid, grid_for
 
 FP32_BYTES = 4
 BASIS = {"gather": "copy", "copies": "copy", "copy": "copy", "push": "add", "adds": "add", "add": "add"}
@@ -102,7 +102,7 @@ def contestants(device: CupyDevice, sets: Sequence[Buffers]) -> dict[str, Contes
     def push(index: int) -> None:
         one = sets[index]
         grid = grid_for(shard, 4 * THREADS, peers, WHOLE_GPU)
-        arguments = one.full.data_ptr(), one.table.data_ptr(), 0, shard, peers, 0
+        arguments = one.full.data_ptr(), one.table.data_ptr(), 0, shard, peers, 0, ALL_NEAR
         device.launch("scatter_accumulate_fp32", grid, THREADS, arguments)
 
     def copies(index: int) -> None:

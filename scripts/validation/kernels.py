@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.odc.kernels import THREADS, WHOLE_GPU, gather_grid, grid_for
+from runtime.odc.kernels import ALL_NEAR, THREADS, WHOLE_GPU, gather_grid, grid_for
 from validation.check import Finding, Place
 
 SIZES = (1, 7, 999, (1 << 20) + 3)
@@ -70,7 +70,7 @@ class Kernels:
         count = gradient.numel() // len(accumulators)
         grid = grid_for(count, 4 * THREADS, len(accumulators), WHOLE_GPU)
         kernel = f"scatter_accumulate_{NAMES[gradient.dtype]}"
-        arguments = gradient.data_ptr(), table.data_ptr(), 0, count, len(accumulators), rank
+        arguments = gradient.data_ptr(), table.data_ptr(), 0, count, len(accumulators), rank, ALL_NEAR
         self.device.launch(kernel, grid, THREADS, arguments)
 
     def take(self, slots: Tensor, stride: int, number: int, gradient: Tensor) -> None:

@@ -388,6 +388,34 @@ def test_ordered_windows_need_no_atomics(library: Path, prefix: str) -> None:
     assert left(prefix) == []
 
 
+class Noting(HostDevice):
+    """Rank 2 has another GPU than ranks 0 and 1; notes which windows pushes take for near."""
+
+    def __init__(self, library: Path, prefix: str) -> None:
+        super().__init__(library, prefix, "gpu 1" if dist.get_rank() == 2 else "gpu 0")
+        self.near: list[int] = []
+
+    def launch(
+        self, kernel: str, grid: Any, threads: int, arguments: Sequence[int], subject: int | None = None
+    ) -> None:
+        if kernel.startswith("scatter_accumulate"):
+            self.near.append(arguments[-1])
+        super().launch(kernel, grid, threads, arguments, subject)
+
+
+def _pushes(rank: int, library: Path, prefix: str) -> list[int]:
+    device = Noting(library, prefix)
+    with open_windows(device, (WindowSpec("a", 5, torch.float32),)) as transport:
+        transport.windows[0].push(torch.ones(15))
+        transport.barrier()
+        assert transport.windows[0].take_gradient().tolist() == [3.0] * 5
+    return device.near
+
+
+def test_pushes_know_which_windows_are_in_the_memory_of_their_gpu(library: Path, prefix: str) -> None:
+    assert run_ranks(_pushes, 3, library, prefix) == [[0b011], [0b011], [0b100]]
+
+
 def _asks(rank: int, library: Path, prefix: str) -> list[str]:
     """Ask about GPUs of which that of rank 1 is missing, out of reach, not open or broken; then about good ones."""
     group = dist.group.WORLD

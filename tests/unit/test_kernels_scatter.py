@@ -22,13 +22,14 @@ HARNESS = """
 template <typename T, typename Kernel>
 void push(const Kernel& kernel, dim3 grid, dim3 block, const T* const* gradients, float* const* accumulators,
           Size offset, Size slot_stride, Size count, Size peers, const Size* pushes, Size pause_us, Size seed) {
+    const Size near = seed;  // it changes no sum
     at_once(peers, [=](Size rank) {
         std::mt19937_64 random(seed * peers + rank);
         for (Size m = 0; m < pushes[rank]; ++m) {
             if (pause_us) std::this_thread::sleep_for(std::chrono::microseconds(random() % pause_us));
             const T* gradient = gradients[rank] + m * peers * count;
             launch(grid, block, [=] {
-                kernel(gradient, accumulators, offset + rank * slot_stride, count, peers, rank);
+                kernel(gradient, accumulators, offset + rank * slot_stride, count, peers, rank, near);
             });
         }
     });
@@ -40,7 +41,7 @@ void push(const Kernel& kernel, dim3 grid, dim3 block, const T* const* gradients
          pushes, pause_us, seed); } \\
 extern "C" void run_one_##name(const T* gradient, float* const* accumulators, Size offset, Size count, \\
     Size peers, Size rank) { \\
-    launch({1, 1}, {1}, [=] { scatter_accumulate_##name(gradient, accumulators, offset, count, peers, rank); }); } \\
+    launch({1, 1}, {1}, [=] { scatter_accumulate_##name(gradient, accumulators, offset, count, peers, rank, ~0ull); }); } \\
 extern "C" void reference_##name(const T* gradient, float* const* accumulators, Size offset, Size count, \\
     Size peers) { scatter_accumulate_reference(gradient, accumulators, offset, count, peers); }
 FACE(fp32, float)
@@ -338,10 +339,12 @@ def test_adds_are_reductions_of_system_scope(architecture: str, vectors: bool) -
         kernel = kernels[f"scatter_accumulate_{name}"]
         assert "red.relaxed.sys.global.add.f32" in kernel
         assert ("red.relaxed.sys.global.add.v4.f32" in kernel) == vectors
+        if vectors:  # of near windows, before the add that is to find them in L2
+            assert 0 < kernel.index("prefetch.global.L2") < kernel.index("red.relaxed.sys.global.add.v4.f32")
         assert "atom." not in kernel
         assert "st.global" not in kernel
         alone = kernels[f"scatter_accumulate_alone_{name}"]
-        assert not any(word in alone for word in ("red.", "atom."))
+        assert not any(word in alone for word in ("red.", "atom.", "prefetch."))
         assert "ld.global.cg.v4.f32" in alone
         assert re.search(r"ld\.global\.cs\.v2", alone), "gradients that are not where four can be loaded"
         assert "st.global.cg.v4.f32" in alone

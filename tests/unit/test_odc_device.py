@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from profiler.errors import OsdpError
 from runtime.odc import cupy_device
 from runtime.odc.cupy_device import CupyDevice, load_cupy
-from runtime.odc.kernels import SOURCES, WHOLE_GPU, gather_grid, grid_for, source_of
+from runtime.odc.kernels import SOURCES, WHOLE_GPU, gather_grid, grid_for, near, source_of
 from runtime.odc.windows import Layout, Region, WindowSpec
 
 MIB = 1 << 20
@@ -78,6 +78,12 @@ def test_grids_by_hand() -> None:
     # One that may have the whole GPU has a block for each part of each row.
     assert grid_for(64 * MIB, 4096, 8, WHOLE_GPU) == (16384, 8)
     assert gather_grid(64 * MIB, 8, WHOLE_GPU) == (4096, 8)
+
+
+def test_windows_that_are_near_have_a_bit_each() -> None:
+    assert near([True, False, True, True]) == 0b1101
+    assert near([False] * 100) == 0
+    assert near([True] * 100) == 2**64 - 1  # kernels know of the first 64
 
 
 @given(st.integers(1, 1 << 34), st.integers(1, 4096), st.integers(1, 64), st.integers(1, 2000))
