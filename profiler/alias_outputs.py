@@ -8,9 +8,8 @@ memory and version counter, and to autograd no view.  Without, backward would al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +26,9 @@ def wrappable(root: nn.Module) -> list[nn.Module]:
     return [module for path, module in root.named_modules() if path in paths or any(True for _ in _own(module))]
 
 
-def return_no_views(
-    modules: Iterable[nn.Module], in_backward: Callable[[], None] = lambda: None
-) -> list[RemovableHandle]:
-    """Let modules return aliases in place of views, in whose backward a function is called.
-
-    To be called before they are wrapped: hooks run in order.
-    """
-    hook = partial(_without_views, in_backward)
-    return [module.register_forward_hook(hook) for module in modules]
+def return_no_views(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
+    """Let modules return aliases in place of views. To be called before they are wrapped: hooks run in order."""
+    return [module.register_forward_hook(_without_views) for module in modules]
 
 
 @contextmanager
@@ -53,26 +46,40 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
     return module.parameters(recurse=False)
 
 
-def _without_views(in_backward: Callable[[], None], module: nn.Module, args: Any, output: Any) -> Any:
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """Return what takes the place of a module's output, None if it may stay."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # compiled code has no views
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled code has no views
         return None
-    aliases: dict[int, Tensor] = {}  # a tensor that is returned twice stays one
-    for leaf in [output] if isinstance(output, Tensor) else tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view() and id(leaf) not in aliases:
-            aliases[id(leaf)] = _Alias.apply(leaf, in_backward)  # type: ignore[no-untyped-call]
+    if isinstance(output, Tensor):
+        return _alias(module, output) if _is_differentiable_view(output) else None
+    views = {id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+    # A tensor that is returned twice stays one.
+    aliases = {key: _alias(module, leaf) for key, leaf in views.items() if _is_differentiable_view(leaf)}
     return tree_map_only(Tensor, lambda tensor: aliases.get(id(tensor), tensor), output) if aliases else None
+
+
+def _is_differentiable_view(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor._is_view()
+
+
+def _alias(module: nn.Module, view: Tensor) -> Tensor:
+    """Return the same memory, as no view."""
+    # What a linear layer returns is a view of a product that nobody else holds, unless another hook saw it: then it
+    # needs no common version counter.  Python would take longer for an alias than for all else of such a layer.
+    if type(module).forward is nn.Linear.forward and len(module._forward_hooks) == 1:
+        aliased: Tensor = torch.ops.aten._unsafe_view.default(view, view.shape)
+    else:
+        aliased = _Alias.apply(view)  # type: ignore[no-untyped-call]
+    return aliased
 
 
 class _Alias(torch.autograd.Function):
     """The identity. A detached tensor shares the version counter, so harmful changes in place are still refused."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, in_backward: Callable[[], None]) -> Tensor:
-        ctx.in_backward = in_backward
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.in_backward()
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

@@ -35,7 +35,7 @@ from runtime.sharded_model import ShardedModel, WrappedUnit
 from runtime.strategies import ddp, unsharded
 from runtime.strategies.activation_checkpointing import recompute
 from runtime.strategies.fully_sharded import wrap_root
-from runtime.strategies.module_outputs import refuse_double_backward
+from runtime.strategies.module_outputs import refuse_double_backward_through
 from runtime.strategies.split_linear import split_linear
 from runtime.strategies.unsharded import UnshardedParameters
 from runtime.strategies.wrap_context import WrapContext
@@ -76,7 +76,7 @@ def apply_schedule(
         split_linear(model, split.module, split.count)
     recompute(sharded, compile_backend)
     _move_buffers(model, device)
-    _return_no_views(model, schedule)
+    _watch_outputs(model, schedule)
     context = WrapContext(
         model=model, schedule=schedule, meshes=meshes, device=device, find_unused_parameters=find_unused_parameters
     )
@@ -87,11 +87,12 @@ def apply_schedule(
     return sharded
 
 
-def _return_no_views(model: nn.Module, schedule: Schedule) -> None:
-    """Let modules return aliases in place of views, wherever a plan may wrap one."""
-    units = (model.get_submodule(path) for unit in schedule.units for path in unit.modules)
-    modules = dict.fromkeys([*wrappable(model), *units])
-    return_no_views(modules, (lambda: None) if schedule.by_ddp else refuse_double_backward)
+def _watch_outputs(model: nn.Module, schedule: Schedule) -> None:
+    """Let modules return aliases in place of views, wherever a plan may wrap one, and units refuse double backwards."""
+    units = [model.get_submodule(path) for unit in schedule.units for path in unit.modules]
+    return_no_views(dict.fromkeys([*wrappable(model), *units]))
+    for module in () if schedule.by_ddp else dict.fromkeys(units):
+        refuse_double_backward_through(module)
 
 
 def _wrapping(unit: ScheduledUnit, schedule: Schedule) -> ModuleType:

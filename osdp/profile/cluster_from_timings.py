@@ -123,7 +123,8 @@ def _launch(found: Findings) -> Launch | None:
         known = load_cluster(DEFAULT_CLUSTER).launch
         assert known is not None, "the default cluster has GPUs"
         kernel_s = Figure(known.kernel_s.value, f"assumed: as of {DEFAULT_CLUSTER}, as no model was measured")
-    how = f"measured: FSDP2's hooks around small units, over {found.nodes} x {found.ranks_per_node} ranks"
+    ranks = f"{found.nodes} x {found.ranks_per_node} ranks"
+    how = f"measured: FSDP2's hooks around narrow layers in {found.precision}, over {ranks}"
     return Launch(kernel_s, Figure(unit.unit_s, how), Figure(unit.tensor_s, how))
 
 

@@ -24,9 +24,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from osdp.models.config import GPT2Config
+from osdp.models.gpt2 import MLP, Block
+from profiler.alias_outputs import return_no_views, wrappable
 from profiler.cluster.measurements import CollectiveTimes
+from profiler.mixed_precision import COMPUTE_DTYPE, cast_inputs
 from profiler.timing.device_rates import elapsed_s
 from profiler.timing.overlap import meet
 from runtime.failures.rank_agreement import Agreement
@@ -41,11 +45,13 @@ PRODUCTS = 4
 """Of a unit's forward, and of its backward."""
 TENSORS = 12
 """Parameter tensors of a unit, as many as a layer of GPT-2 has: FSDP2 handles each."""
-FEW_TENSORS = 2
-LAUNCHED_ROWS = 64
-"""Of matrices whose products take a GPU less time than the host needs to launch them."""
 ELEMENTS = 128
 """Of each."""
+NARROW = GPT2Config(vocabulary_size=1, maximum_positions=1, hidden_size=64, layers=1, heads=4)
+"""Of layers that take a GPU less time than the host needs to launch them."""
+FEW_TENSORS = 4
+"""Of such a layer's feed-forward network."""
+POSITIONS = 16
 WARM_UP_ROUNDS = 2
 EVENTS = 3
 """Gathers and reductions of a unit in a step."""
@@ -56,9 +62,9 @@ class _Unit(nn.Module):
 
     matrix: Tensor
 
-    def __init__(self, rows: int, tensors: int) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.ones(ELEMENTS) for _ in range(tensors))
+        self.weights = nn.ParameterList(torch.ones(ELEMENTS) for _ in range(TENSORS))
         self.register_buffer("matrix", torch.randn(rows, rows) / rows**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,9 +91,10 @@ def measure_units(
     rows, meshes, world_size = ROWS[device.type], Meshes(device.type, nodes, ranks_per_node), nodes * ranks_per_node
     native = (one for one in times if (one.stride, one.algorithm) == (1, "native"))
     collective_s = {(one.operation, one.ranks): one.time_s(4 * TENSORS * ELEMENTS) for one in native}
-    stacks = [_Stack(rows, device), _Stack(rows, device, meshes.mesh(world_size))]
+    unit = partial(_Unit, rows)
+    stacks = [_Stack(unit, device), _Stack(unit, device, meshes.mesh(world_size))]
     if ("pull", ranks_per_node) in collective_s:
-        stacks.append(_Stack(rows, device, meshes.group_mesh(ranks_per_node), meshes))
+        stacks.append(_Stack(unit, device, meshes.group_mesh(ranks_per_node), windows=meshes))
     x = torch.randn(rows, rows, device=device, requires_grad=True)
     mine = _rounds(stacks, repetitions, device, lambda stack: elapsed_s(partial(stack.run, x), device))
     everyone = Agreement.all().gather("measure units", lambda: mine)
@@ -116,16 +123,25 @@ class UnitLaunch:
     """More for each parameter tensor."""
 
 
-def measure_unit_launch(nodes: int, ranks_per_node: int, repetitions: int, device: torch.device) -> UnitLaunch:
-    """Return what units take of the host of a GPU, as the ranks' mean. A collective call.
-
-    The same stacks with hardly anything to compute, and few or as many tensors in a unit: the host's seconds until a
-    step is launched, sharded less plain, over the events of the step.
-    """
+def measure_unit_launch(
+    nodes: int, ranks_per_node: int, repetitions: int, device: torch.device, precision: str
+) -> UnitLaunch:
+    """Return what units take of the host of a GPU in a precision, as the ranks' mean. A collective call."""
     mesh = Meshes(device.type, nodes, ranks_per_node).mesh(nodes * ranks_per_node)
-    counts = FEW_TENSORS, TENSORS
-    stacks = [_Stack(LAUNCHED_ROWS, device, one, tensors=count) for count in counts for one in (None, mesh)]
-    x = torch.randn(LAUNCHED_ROWS, LAUNCHED_ROWS, device=device, requires_grad=True)
+    mine = launched_stacks_s(mesh, repetitions, device, precision)
+    everyone = Agreement.all().gather("measure the host", lambda: mine)
+    return unit_launch(*(fmean(of_ranks) for of_ranks in zip(*everyone, strict=True)))
+
+
+def launched_stacks_s(mesh: DeviceMesh, repetitions: int, device: torch.device, precision: str) -> list[float]:
+    """Return the seconds until a step of four stacks is launched. A collective call.
+
+    Units are layers of GPT-2, or their feed-forward networks, which have fewer tensors, with hardly anything to
+    compute; each plain, and sharded, and both as a plan runs them: cast for the precision, and without views.
+    """
+    units: tuple[Callable[[], nn.Module], ...] = (lambda: MLP(NARROW, 0.02), lambda: Block(NARROW))
+    stacks = [_Stack(unit, device, one, precision=precision) for unit in units for one in (None, mesh)]
+    x = torch.randn(1, POSITIONS, NARROW.hidden_size, device=device, requires_grad=True)
 
     def launched_s(stack: _Stack) -> float:
         began_s = time.perf_counter()
@@ -133,9 +149,7 @@ def measure_unit_launch(nodes: int, ranks_per_node: int, repetitions: int, devic
         return time.perf_counter() - began_s
 
     rounds = _rounds(stacks, repetitions, device, launched_s)
-    mine = [median(of_stack) for of_stack in zip(*rounds, strict=True)]
-    everyone = Agreement.all().gather("measure the host", lambda: mine)
-    return unit_launch(*(fmean(of_ranks) for of_ranks in zip(*everyone, strict=True)))
+    return [median(of_stack) for of_stack in zip(*rounds, strict=True)]
 
 
 def unit_launch(few_plain_s: float, few_sharded_s: float, plain_s: float, sharded_s: float) -> UnitLaunch:
@@ -170,17 +184,24 @@ class _Stack:
 
     def __init__(
         self,
-        rows: int,
+        unit: Callable[[], nn.Module],
         device: torch.device,
         mesh: DeviceMesh | None = None,
+        *,
         windows: Meshes | None = None,
-        tensors: int = TENSORS,
+        precision: str = "fp32",
     ) -> None:
-        self.module = nn.Sequential(*(_Unit(rows, tensors) for _ in range(UNITS))).to(device)
+        self.module = nn.Sequential(*(unit() for _ in range(UNITS))).to(device)
         self.exchange: Exchange | None = None
+        dtype = COMPUTE_DTYPE[precision]
+        return_no_views(wrappable(self.module))
+        if mesh is None and dtype is not None:
+            self.module.to(dtype)
         if mesh is not None:
+            policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
             for module in (*self.module, self.module):
-                fully_shard(module, mesh=mesh)
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+        cast_inputs(self.module, precision)
         if mesh is not None and windows is not None:
             units = [OneSidedUnit(str(n), cast(FSDPModule, unit), None) for n, unit in enumerate(self.module)]
             self.exchange = Exchange({Sharing(mesh.size()): units}, windows, 1)

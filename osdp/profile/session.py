@@ -84,6 +84,7 @@ class Findings:
     """Everything that was measured."""
 
     device_type: str
+    precision: str
     nodes: int
     ranks_per_node: int
     versions: str
@@ -139,12 +140,14 @@ def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Finding
     unit_launch = None
     if device.type == "cuda":
         progress("measuring the host", 0.74)
-        unit_launch = measure_unit_launch(nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
+        taken = UNIT_REPETITIONS * repetitions
+        unit_launch = measure_unit_launch(nodes, ranks_per_node, taken, device, wanted.precision)
     source = wanted.model
     graph, model = (None, ModelTimes()) if source is None else measure_model(wanted, source, device, progress)
     backend = "NCCL" if wanted.device == "cuda" else "gloo"
     return Findings(
         device_type=wanted.device,
+        precision=wanted.precision,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         versions=f"Python {platform.python_version()}, torch {torch.__version__}, {backend}",

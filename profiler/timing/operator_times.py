@@ -5,11 +5,13 @@
 With t_c,r the seconds of call c in repetition r, the time of a kind of call k is
 
     t_k = median over r of (mean over the calls c of kind k of t_c,r)                (`_medians`)
+
+The host's seconds of calls are such medians too, times what makes them add up to an unwatched pass (`unwatched`).
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import pairwise
 from statistics import fmean, median
@@ -23,6 +25,7 @@ from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.timing.blockwise_pass import PassError, PassTimes, run_blockwise
 from profiler.timing.device_queue import clock_of
+from profiler.timing.host_launches import host_launch_s
 from profiler.timing.shared_weights import build, real_inputs, shared_weights
 from profiler.timing.stopwatch import Clock
 from profiler.trace.dataless_device import training
@@ -85,6 +88,8 @@ def measure_calls(
                 progress(done, passes)
             points.append(_point(graph, size, runs[0], runs[1 + warm_up :]))
             is_host_bound = is_host_bound or any(run.is_host_bound for run in runs[1 + warm_up :])
+        bench.feed(sizes[0])
+        launched_s = bench.launched_s(repetitions)
     names: dict[str, str] = {}
     for call in graph.calls:
         names.setdefault(call_key(graph, call), f"{graph.name} {graph.operators[call.operator].name}")
@@ -93,8 +98,26 @@ def measure_calls(
         forward_s, backward_s, saved_bytes, *launches_s = zip(*(figures[key] for figures, _ in points), strict=True)
         # The host's time does not depend on the micro-batch; the least is what it took while nothing held it up.
         calls.append(CallTimes(key, name, sizes, forward_s, backward_s, saved_bytes, *map(min, launches_s)))
+    calls = unwatched(calls, [call_key(graph, call) for call in graph.calls], launched_s)
     disagreement = tuple(one for _, one in points)
     return ComputeTimes(tuple(calls), disagreement, bool(bench.blocks) or not graph.blocks, is_host_bound)
+
+
+def unwatched(calls: Sequence[CallTimes], keys: Iterable[str], launched_s: float | None) -> list[CallTimes]:
+    """Return calls with the host's seconds that add up to those of a whole pass, which makes the calls `keys`.
+
+    Watching makes them longer and nothing makes them shorter, so that a pass in which the host waited for the device
+    changes nothing; nor does None.
+    """
+    taken_s = {call.key: call.forward_launch_s + call.backward_launch_s for call in calls}
+    watched_s = sum(taken_s[key] for key in keys)
+    if launched_s is None or launched_s >= watched_s:
+        return list(calls)
+    share = launched_s / watched_s
+    return [
+        replace(call, forward_launch_s=share * call.forward_launch_s, backward_launch_s=share * call.backward_launch_s)
+        for call in calls
+    ]
 
 
 class _Bench:
@@ -123,6 +146,12 @@ class _Bench:
                 raise self._explain(failure) from failure.__cause__
         self.blocks = set()
         return self.run(count_saved)
+
+    def launched_s(self, repetitions: int) -> float | None:
+        """Return the seconds in which the host launches a whole pass; None: it computes itself, or there is no room."""
+        if not self._clock.is_behind_host:
+            return None
+        return host_launch_s(self._module, self._inputs, self._device, repetitions)
 
     def _explain(self, failure: PassError) -> OsdpError:
         error = failure.__cause__ or failure

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
@@ -20,6 +20,22 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield leaf
         elif is_dataclass(leaf):  # which pytree takes for a leaf
             yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def refuse_double_backward_through(module: nn.Module) -> None:
+    """Refuse a backward through a module's outputs that is itself differentiated."""
+    module.register_forward_hook(_watch_outputs)
+
+
+def _watch_outputs(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(_refuse)  # type: ignore[no-untyped-call]
+
+
+def _refuse(gradient: Tensor) -> None:
+    refuse_double_backward()
 
 
 def refuse_double_backward() -> None:

@@ -5,18 +5,28 @@ from __future__ import annotations
 import math
 import re
 import sys
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from osdp.planning.clusters import allocatable_bytes, memory_limit
 from osdp.planning.memory_options import default_headroom
 from osdp.planning.request import Request, plan_model
+from osdp.profile.fsdp_overhead import launched_stacks_s, unit_launch
 from osdp.zoo import load_cluster, load_model
 from planner.analysis.explain import open_plan
 from planner.optimizers import fused_name
 from profiler.byte_sizes import GIB, MIB
+from profiler.cluster.cluster import Launch
+from profiler.cluster.figure import Figure
+from profiler.timing.host_launches import host_launch_s
+from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan
+from runtime.meshes import Meshes
+from runtime.observe.dry_run import fake_world
 from runtime.observe.one_rank import one_rank
 from validation.allocator import start_over
 from validation.bounds import judged, outside
@@ -49,8 +59,11 @@ def of_eight(place: Place) -> Finding:
         step_s = median_step_s(step, device, 2 if place.is_dry else STEPS)
         finish(device)
         reserved = 0 if place.is_dry else torch.cuda.max_memory_reserved(device)
+    launch = launch_of_host(device, is_dry=place.is_dry)
+    view = open_plan(view.plan, planned.graph, replace(machine, launch=launch))
     expected_s = sum(view.prediction.time_by_term[name] for name in TERMS)
     figures: dict[str, Any] = {"step_s": step_s, "expected_s": expected_s, "reserved_bytes": reserved}
+    figures |= {field.name: getattr(launch, field.name).value for field in fields(launch)}
     figures |= {"micro_batch": view.plan.micro_batch, "recomputed_blocks": len(view.plan.recomputations)}
     figures |= {f"predicted_{name}": seconds for name, seconds in view.prediction.time_by_term.items()}
     told = f"a step takes {step_s:.3f} s, {step_s / expected_s - 1:+.0%} of {expected_s:.3f} s"
@@ -58,6 +71,22 @@ def of_eight(place: Place) -> Finding:
     if not is_known:
         return judged(f"{told}, which is of another device", [], figures)
     return judged(told, outside("step / predicted", step_s / expected_s, 1 - MOST_OFF, 1 + MOST_OFF), figures)
+
+
+def launch_of_host(device: torch.device, *, is_dry: bool) -> Launch:
+    """Measure what launching takes of this host, in fp32: a preset's was another one."""
+    source = load_model("gpt2-tiny" if is_dry else "gpt2-medium")
+    graph = trace_model(source, "fp32", device.type)
+    with device:
+        module = source.build()
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), source.example_inputs(module, 1))
+    launches = sum(call.forward.launches + call.backward.launches for call in graph.calls)
+    kernels_s = host_launch_s(module, inputs, device, STEPS)
+    assert kernels_s is not None, "there is room for so small a model"
+    with fake_world(8, 0):
+        unit = unit_launch(*launched_stacks_s(Meshes(device.type, 1, 8).mesh(8), 3 * STEPS, device, "fp32"))
+    how = "measured: in this check"
+    return Launch(Figure(kernels_s / launches, how), Figure(unit.unit_s, how), Figure(unit.tensor_s, how))
 
 
 def alone(place: Place) -> Finding:

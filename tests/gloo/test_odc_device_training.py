@@ -40,7 +40,7 @@ class Lagging(HostDevice):
             return
         if kernel.startswith("scatter"):
             # A GPU's memory is used again in the order of its streams, and so after it was read: here it is copied.
-            gradient, _, _, count, ranks, _ = arguments
+            gradient, _, _, count, ranks, *_ = arguments
             size_bytes = count * ranks * (2 if kernel.endswith("bf16") else 4)
             self.read.append(ctypes.create_string_buffer(ctypes.string_at(gradient, size_bytes), size_bytes))
             arguments = (ctypes.addressof(self.read[-1]), *arguments[1:])

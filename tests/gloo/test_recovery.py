@@ -192,7 +192,18 @@ def refusals(rank: int, folder: str) -> list[str]:
         args, kwargs = batch_of(build(), rank)
         loss = loss_of(model(*args, **kwargs))
         found.append(refusal(lambda loss=loss: loss.backward(create_graph=True)))
+        found.append(refusal(partial(_differentiate_inside, model, args, kwargs)))
     return found
+
+
+def _differentiate_inside(model: Any, args: Any, kwargs: Any) -> None:
+    """Ask for gradients of gradients between the outputs of two blocks, not of the model's own."""
+    hidden = list[Tensor]()
+    handles = [block.register_forward_hook(lambda *seen: hidden.append(seen[-1])) for block in model.module.blocks[:2]]
+    model(*args, **kwargs)
+    for handle in handles:
+        handle.remove()
+    torch.autograd.grad(hidden[1].sum(), hidden[0], create_graph=True)
 
 
 def test_refused_on_all_ranks_alike(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ void push(const Kernel& kernel, dim3 grid, dim3 block, const T* const* gradients
          pushes, pause_us, seed); } \\
 extern "C" void run_one_##name(const T* gradient, float* const* accumulators, Size offset, Size count, \\
     Size peers, Size rank) { \\
-    launch({1, 1}, {1}, [=] { scatter_accumulate_##name(gradient, accumulators, offset, count, peers, rank, ~0ull); }); } \\
+    launch({1, 1}, {1}, [=] { \\
+        scatter_accumulate_##name(gradient, accumulators, offset, count, peers, rank, ~0ull); }); } \\
 extern "C" void reference_##name(const T* gradient, float* const* accumulators, Size offset, Size count, \\
     Size peers) { scatter_accumulate_reference(gradient, accumulators, offset, count, peers); }
 FACE(fp32, float)

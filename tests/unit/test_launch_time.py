@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from clocks import LaggingDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
 from synthetic import chain, cluster, transformer
 from thoroughness import draws
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from trace_models import MLP, language_model, source
+from trace_models import MLP as PLAIN_MLP
+from trace_models import language_model, source
 
-from osdp.profile.fsdp_overhead import EVENTS, FEW_TENSORS, TENSORS, UNITS, UnitLaunch, unit_launch
+from osdp.models.gpt2 import MLP, Block
+from osdp.profile.fsdp_overhead import (
+    EVENTS,
+    FEW_TENSORS,
+    NARROW,
+    TENSORS,
+    UNITS,
+    UnitLaunch,
+    launched_stacks_s,
+    unit_launch,
+)
 from osdp.zoo import load_cluster
 from planner.cost.step_time import StepTime, step_time
 from planner.cost.workload import Workload
@@ -26,9 +41,12 @@ from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import CallTimes, Measured, call_key
 from profiler.model_graph import ModelGraph, Recompute
 from profiler.timing.device_queue import QueueClock
+from profiler.timing.host_launches import WARM_UP, host_launch_s
+from profiler.timing.operator_times import unwatched
 from profiler.timing.stopwatch import HostClock, Stopwatch
 from profiler.trace.metered_pass import find_loss
 from profiler.trace.trace import trace_model
+from runtime.meshes import Meshes
 
 LAUNCH_S = 1e-3
 UNIT_S, TENSOR_S = 4 * LAUNCH_S, LAUNCH_S / 2
@@ -141,7 +159,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("model", ["mlp", "language model"])
 def test_launches_are_the_operations_that_a_step_runs(model: str) -> None:
-    traced = source(lambda: MLP(32, 64, 64, 8), (32,)) if model == "mlp" else language_model()
+    traced = source(lambda: PLAIN_MLP(32, 64, 64, 8), (32,)) if model == "mlp" else language_model()
     graph = trace_model(traced, "fp32", "cpu")
     module = traced.build()
     args, kwargs = traced.example_inputs(module, 2)
@@ -182,6 +200,70 @@ def test_a_cpu_launches_nothing() -> None:
     watch.switch("one")
     watch.switch(None)
     assert watch.launches() == {}
+
+
+class Slow(nn.Module):
+    """Sleeps in forward and twice as long in backward, and returns a view."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(4, 4), seconds
+        self.passes, self.views = 0, list[bool]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        self.passes += 1
+        out: Tensor = self.linear(x)
+        self.views.append(out._is_view())
+        out.register_hook(lambda gradient: time.sleep(2 * self.seconds))  # type: ignore[no-untyped-call]
+        return out.sum()
+
+
+def test_a_whole_pass_is_timed_as_plans_run_it() -> None:
+    module = Slow(5e-3)
+    taken_s = host_launch_s(module, ((torch.ones(2, 3, 4),), {}), torch.device("cpu"), repetitions=3)
+    assert taken_s is not None
+    assert 15e-3 <= taken_s < 60e-3
+    assert module.passes == 3 + WARM_UP
+    assert not any(module.views), "plans have aliases in place of views"
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_without_room_for_a_whole_pass_there_is_no_time() -> None:
+    class Full(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError
+
+    assert host_launch_s(Full(), ((torch.ones(1),), {}), torch.device("cpu"), repetitions=3) is None
+
+
+def test_calls_take_what_the_whole_pass_takes() -> None:
+    def call(key: str, forward_s: float, backward_s: float) -> CallTimes:
+        return CallTimes(key, key, (1,), (0.5,), (0.7,), (0.0,), forward_s, backward_s)
+
+    calls = [call("layer", 1.0, 2.0), call("head", 0.5, 0.5)]
+    # Two layers and a head were watched for 7 seconds.
+    assert unwatched(calls, ["layer", "layer", "head"], 3.5) == [call("layer", 0.5, 1.0), call("head", 0.25, 0.25)]
+    for launched_s in (None, 7.0, 20.0):
+        assert unwatched(calls, ["layer", "layer", "head"], launched_s) == calls
+    assert unwatched([call("none", 0.0, 0.0)], ["none"], 1.0) == [call("none", 0.0, 0.0)]
+
+
+def test_stacks_have_as_many_tensors_as_is_reckoned() -> None:
+    few, many = MLP(NARROW, 0.02), Block(NARROW)
+    assert [len(list(unit.parameters())) for unit in (few, many)] == [FEW_TENSORS, TENSORS]
+
+
+def _stacks(rank: int) -> list[list[float]]:
+    mesh = Meshes("cpu", 1, 2).mesh(2)
+    return [launched_stacks_s(mesh, 5, torch.device("cpu"), precision) for precision in ("fp32", "bf16")]
+
+
+def test_sharding_takes_time_of_the_host() -> None:
+    for rank in run_ranks(_stacks, 2):
+        for few_s, few_sharded_s, many_s, many_sharded_s in rank:
+            assert 0 < few_s < few_sharded_s
+            assert 0 < many_s < many_sharded_s
 
 
 def test_units_and_their_tensors_are_told_apart() -> None:

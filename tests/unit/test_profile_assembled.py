@@ -42,6 +42,7 @@ def findings(
 ) -> Findings:
     """Two ranks on one node, with nothing to complain of."""
     return Findings(
+        precision="fp32",
         device_type=kind,
         nodes=1,
         ranks_per_node=2,
