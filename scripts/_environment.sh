@@ -38,20 +38,24 @@ new_enough() {
     [ "$major" -gt 3 ] || { [ "$major" -eq 3 ] && [ "$minor" -ge 11 ]; }
 }
 
-# Set `python` to one that is new enough and can make environments.
+# Set `python` to one that is new enough and can make environments.  Of a version the distribution's comes first, if
+# PATH has it: version managers usually build theirs without profile-guided optimization.
 find_python() {
-    too_old='' without_venv=''
-    for python in python3.13 python3.12 python3.11 python3; do
-        version=$(version_of "$python")
-        if [ -z "$version" ]; then
-            continue
-        elif ! new_enough "$version"; then
-            too_old=$version
-        elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
-            without_venv=$python
-        else
-            return 0
-        fi
+    too_old='' without_venv='' distributed=''
+    case ":$PATH:" in *:/usr/bin:*) distributed=/usr/bin/ ;; esac
+    for name in python3.13 python3.12 python3.11 python3; do
+        for python in ${distributed:+"$distributed$name"} "$name"; do
+            version=$(version_of "$python")
+            if [ -z "$version" ]; then
+                continue
+            elif ! new_enough "$version"; then
+                too_old=$version
+            elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+                without_venv=$name
+            else
+                return 0
+            fi
+        done
     done
     if [ -n "$without_venv" ]; then
         fail "$without_venv cannot make virtual environments: its module venv or ensurepip is missing" \

@@ -50,12 +50,14 @@ class Sandbox:
         self.path = directory / "bin"
         self.log = directory / "calls"
         self.elsewhere = directory / "elsewhere"
-        for folder in (self.root, self.path, self.elsewhere):
+        self.distributed = directory / "usr"
+        for folder in (self.root, self.path, self.elsewhere, self.distributed):
             folder.mkdir()
         shutil.copytree(CHECKOUT / "scripts", self.root / "scripts")
         self.driver_file = directory / "driver"
         functions = self.root / "scripts" / "_environment.sh"
-        functions.write_text(functions.read_text().replace("/proc/driver/nvidia/version", f'"{self.driver_file}"'))
+        text = functions.read_text().replace("/proc/driver/nvidia/version", f'"{self.driver_file}"')
+        functions.write_text(text.replace("/usr/bin", str(self.distributed)))
         for name in ("setup.cfg", "constraints.txt"):
             shutil.copy(CHECKOUT / name, self.root)
         for tool in TOOLS:
@@ -68,12 +70,13 @@ class Sandbox:
         """The environment that the scripts make."""
         return self.root / ".venv"
 
-    def add_python(self, name: str, sitecustomize: str = "") -> None:
-        """Put a stand-in on PATH, whose real Python first runs `sitecustomize`."""
-        site = self.path.parent / f"site-{name}"
+    def add_python(self, name: str, sitecustomize: str = "", *, distributed: bool = False) -> None:
+        """Put a stand-in on PATH or where a distribution has its own, whose real Python first runs `sitecustomize`."""
+        folder = self.distributed if distributed else self.path
+        site = self.path.parent / f"site-{folder.name}-{name}"
         site.mkdir()
         (site / "sitecustomize.py").write_text(sitecustomize)
-        stub = self.path / name
+        stub = folder / name
         stub.write_text(PYTHON.format(log=self.log, site=site, real=sys.executable))
         stub.chmod(0o755)
 
@@ -237,7 +240,18 @@ def test_newest_python_that_works_is_taken(sandbox: Sandbox) -> None:
     sandbox.add_python("python3.11")
     sandbox.add_python("python3", OLD)
     assert sandbox.run("quickstart.sh").returncode == 0
-    assert "site-python3.11" in (sandbox.venv / "bin" / "python").read_text()
+    assert "site-bin-python3.11" in (sandbox.venv / "bin" / "python").read_text()
+
+
+@pytest.mark.parametrize("is_on_path", [True, False])
+def test_the_distributions_python_comes_before_others_of_its_version(is_on_path: bool, sandbox: Sandbox) -> None:
+    sandbox.add_python("python3.12", NO_ENSUREPIP, distributed=True)
+    sandbox.add_python("python3.11", distributed=True)
+    sandbox.add_python("python3.11")
+    path = os.pathsep.join(map(str, [sandbox.path, *[sandbox.distributed] * is_on_path]))
+    assert sandbox.run("quickstart.sh", PATH=path).returncode == 0
+    taken = "site-usr-python3.11" if is_on_path else "site-bin-python3.11"
+    assert taken in (sandbox.venv / "bin" / "python").read_text()
 
 
 def test_no_python(sandbox: Sandbox) -> None:
