@@ -63,6 +63,8 @@ LONG = 200
 BEAM_MADE, BEAM_KEPT = 250, 125
 """The first two of a beam search: it finds a plan below which the others' labels are cut off, which so few do as a
 rule, and what it makes is lost to the runs that prove."""
+UNEVEN = 8
+"""How many times its share a stage may make."""
 MADE_PER_LABEL = 4
 """Of more that are made, one of so many goes on at most; dominance leaves fewer, as a rule."""
 CHUNK = 1 << 20
@@ -163,13 +165,14 @@ class LabelSetting:
         labels, _ = self._extended(_empty(len(self.ranks)), len(self.states) - 1, np.inf)
         return float(labels.least_s.min(initial=np.inf)) * (1 - ROUNDING)
 
-    def run(self, cut_s: float, grain_bytes: float = 0.0, most_made: int = 1_000_000) -> Run:
+    def run(self, cut_s: float, grain_bytes: float = 0.0, most_made: int = 1_000_000, *, unevenly: bool = False) -> Run:
         """Find plans that take less than `cut_s`, with memory rounded down to multiples of the grain (0: not).
 
-        `most_made` is how many labels may be made, over all stages.
+        `most_made` is how many labels may be made, over all stages: as many of each, or `unevenly`, where a few stages
+        have most of them.
         """
         count = len(self.states)
-        share, least = most_made // count, min(1.0, LONG / count)
+        share, least = most_made * (UNEVEN if unevenly else 1) // count, min(1.0, LONG / count)
         most_of_stage = max(int(LEAST_MADE * least), share)
         most_kept = max(int(LEAST_KEPT * least), share // MADE_PER_LABEL)
         return self._run(cut_s, grain_bytes, most_of_stage, most_kept)

@@ -39,6 +39,8 @@ MOST_TIGHTENED = 128
 """Stages of chains for which they are."""
 MOST_MADE = 700_000
 """Labels that one run makes."""
+FAR = 0.05
+"""A plan that may be slower than others by so much is worth runs in which few stages make most labels."""
 WIDEST = 16.0
 """No plan is looked for that takes so many times as long as the bound more."""
 GRAIN = 2e-4
@@ -109,6 +111,8 @@ class Widening:
         """Whether a beam search was made, and whether the next run is one."""
         self.is_hard, self.was_tightened = False, False
         """Whether a run made many labels without a plan, and whether bounds were made tighter for that."""
+        self.is_uneven = False
+        """Whether a few stages may make most labels of a run."""
         self.is_over, self.lacks_labels = False, False
         """Whether another run is of no use, and whether the last one had to leave out labels."""
         self.exceeds_on_owner = False
@@ -138,7 +142,7 @@ class Widening:
         if beam:
             run = self.labels.beam(cut_s, self.grain_bytes)
         else:
-            run = self.labels.run(cut_s, self.grain_bytes, min(most_made, MOST_MADE))
+            run = self.labels.run(cut_s, self.grain_bytes, min(most_made, MOST_MADE), unevenly=self.is_uneven)
         first, *others = *islice(run.plans, TRIED), ()
         is_exact = bool(first) and self._fits(first)
         pricing = self.pricing
@@ -155,16 +159,19 @@ class Widening:
                 has_rival=enough_s < float("inf"),
                 complete=bool(first),
                 exact=is_exact,
+                is_far=self.least_s * (1 + FAR) < enough_s,
                 # What is slower as a whole than labels say, as with owners, would be found by the next run again.
                 found=plan is not None and self.candidates.load.samples_per_step / plan.samples_per_s < cut_s,
             )
         return plan, run.made + self.pricing - pricing
 
-    def _decide(self, run: Run, *, is_last: bool, has_rival: bool, complete: bool, exact: bool, found: bool) -> None:
+    def _decide(
+        self, run: Run, *, is_last: bool, has_rival: bool, complete: bool, exact: bool, is_far: bool, found: bool
+    ) -> None:
         """Choose the next run: finer, up to a plan that was just found, or wider.
 
-        `has_rival` is whether any plan is known, `complete` whether there was a complete label, and `exact` whether the
-        first one fits, as its memory says.
+        `has_rival` is whether any plan is known, `complete` whether there was a complete label, `exact` whether the
+        first one fits, as its memory says, and `is_far` whether a plan may be much faster than the best one known.
         """
         if exact and (not run.dropped or self.exceeds_on_owner):
             self.is_over = True  # What is left is that its fullest rank holds more, or takes longer, than the mean.
@@ -177,6 +184,9 @@ class Widening:
         else:
             # A wider run would lack still more labels, unless bounds become tighter first.
             lacks = run.dropped and has_rival and (self.was_tightened or not self.is_hard)
+            if lacks and is_far and not self.is_uneven:
+                self.is_uneven = True
+                return
             self.is_over = is_last or self.width >= WIDEST or lacks
             self.width *= WIDER if run.made < FEW_MADE else SLIGHTLY_WIDER
             self.is_searching = run.made >= MANY_MADE and not self.was_searched

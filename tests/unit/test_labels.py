@@ -176,6 +176,21 @@ def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: p
     assert few.least_s <= step_time(candidates.picked(best), load).total_s
 
 
+def test_few_stages_may_make_most_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Workload(cluster(1, 4, intra=2e9), "adam", "fp32", 2)
+    candidates = Space(transformer(6, 512, distinct=True)).candidates(load, strategies_on(load.cluster)[1])
+    limit = 0.5 * peak_memory(candidates.picked([0] * len(candidates.stage_classes)), load).total_bytes
+    labels, bound_s = label_setting(candidates, limit)
+    best_s = labels.run(bound_s * 1.1).least_s
+    for least in ("LEAST_MADE", "LEAST_KEPT"):
+        monkeypatch.setattr(f"planner.solve.labels.{least}", 1)
+    whole = labels.run(best_s * 1.02)
+    evenly, unevenly = (labels.run(best_s * 1.02, most_made=whole.made // 5, unevenly=some) for some in (False, True))
+    assert evenly.dropped
+    assert not unevenly.dropped
+    assert evenly.least_s < unevenly.least_s == whole.least_s == best_s
+
+
 def test_plans_that_recompute_nothing_do_not_keep_what_stages_share() -> None:
     load = Workload(cluster(1, 2), "adam", "fp32", 2)
     found = Space(transformer(2, 512, tied=False)).candidates(load, None)
