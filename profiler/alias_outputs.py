@@ -64,9 +64,10 @@ def _is_differentiable_view(tensor: Tensor) -> bool:
 
 def _alias(module: nn.Module, view: Tensor) -> Tensor:
     """Return the same memory, as no view."""
-    # What a linear layer returns is a view of a product that nobody else holds, unless another hook saw it: then it
-    # needs no common version counter.  Python would take longer for an alias than for all else of such a layer.
-    if type(module).forward is nn.Linear.forward and len(module._forward_hooks) == 1:
+    # What a linear layer returns is a view of a product that nobody else holds, unless another hook saw it, and needs
+    # no common version counter then.  Python would take longer for an alias than for all else of such a layer.
+    is_held_here_alone = type(module).forward is nn.Linear.forward and len(module._forward_hooks) == 1
+    if is_held_here_alone and type(view) is Tensor:  # subclasses may have no such operation
         aliased: Tensor = torch.ops.aten._unsafe_view.default(view, view.shape)
     else:
         aliased = _Alias.apply(view)  # type: ignore[no-untyped-call]

@@ -70,6 +70,24 @@ def test_linear_layers_need_no_python_in_their_backward() -> None:
     assert all(name.endswith("Backward0") for name in names[:-1]), "a function of Python has no number"
 
 
+class Strict(Tensor):
+    """A tensor without what no model calls itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._unsafe_view.default
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_subclasses_of_tensors_stay_what_they_are() -> None:
+    module = nn.Linear(4, 4)
+    with outputs_aliased(module):
+        found = module(torch.randn(2, 3, 4).as_subclass(Strict))
+    assert type(found) is Strict
+    found.sum().backward()
+    assert module.weight.grad is not None
+
+
 def test_what_others_hold_is_not_changed_unseen() -> None:
     """A view that its module keeps, and the output of a linear layer that another hook keeps."""
     keeping, linear, kept = Keeping(), nn.Linear(4, 4), list[Tensor]()
