@@ -76,7 +76,7 @@ def apply_schedule(
         split_linear(model, split.module, split.count)
     recompute(sharded, compile_backend)
     _move_buffers(model, device)
-    _watch_outputs(model, schedule)
+    _prepare_outputs(model, schedule)
     context = WrapContext(
         model=model, schedule=schedule, meshes=meshes, device=device, find_unused_parameters=find_unused_parameters
     )
@@ -87,7 +87,7 @@ def apply_schedule(
     return sharded
 
 
-def _watch_outputs(model: nn.Module, schedule: Schedule) -> None:
+def _prepare_outputs(model: nn.Module, schedule: Schedule) -> None:
     """Let modules return aliases in place of views, wherever a plan may wrap one, and units refuse double backwards."""
     units = [model.get_submodule(path) for unit in schedule.units for path in unit.modules]
     return_no_views(dict.fromkeys([*wrappable(model), *units]))

@@ -42,7 +42,7 @@ from planner.search.simple_plan import simplest
 from planner.solve.core_options import core_of
 from planner.solve.lagrangian_bound import ChainBound, events_near, highest_event
 from planner.solve.misfits import without_misfits
-from planner.solve.solve_candidates import Widening, programmed
+from planner.solve.solve_candidates import MUCH, Widening, programmed
 from profiler.garbage_collection import without_garbage_collection
 
 MOST_MADE = 1_200_000
@@ -55,9 +55,8 @@ CLOSE_ENOUGH = 5e-4
 MANY_MADE = 100_000
 """... nor is a plan that gains no more, once so many labels were made."""
 FEWER_MADE = 200_000
-"""Labels of a search for a plan where the last per cents do not matter."""
-MUCH = 0.05
-"""While a plan may be slower than the best by more than this share, a search makes `MOST_MADE` labels all the same."""
+"""Labels of a search for a plan where the last per cents do not matter; while it may be slower than the best by `MUCH`,
+there are `MOST_MADE` all the same."""
 CORE_MADE = 600_000
 """Labels of a search among few options (`planner.solve.core_options`) that follows where `MUCH` is unproven."""
 LABELS_PER_S = 200_000

@@ -175,19 +175,23 @@ class LabelSetting:
         share, least = most_made * (UNEVEN if unevenly else 1) // count, min(1.0, LONG / count)
         most_of_stage = max(int(LEAST_MADE * least), share)
         most_kept = max(int(LEAST_KEPT * least), share // MADE_PER_LABEL)
-        return self._run(cut_s, grain_bytes, most_of_stage, most_kept)
+        return self._run(cut_s, grain_bytes, most_of_stage, most_kept, most_made)
 
     def beam(self, cut_s: float, grain_bytes: float = 0.0) -> Run:
         """Find plans as `run` does, with few labels of each stage."""
         least = min(1.0, LONG / len(self.states))
         return self._run(cut_s, grain_bytes, int(BEAM_MADE * least), max(int(BEAM_KEPT * least), 1))
 
-    def _run(self, cut_s: float, grain_bytes: float, most_of_stage: int, most_kept: int) -> Run:
+    def _run(
+        self, cut_s: float, grain_bytes: float, most_of_stage: int, most_kept: int, most_made: float = np.inf
+    ) -> Run:
         labels, left_s, lost_s, made, passed = _empty(len(self.ranks)), np.inf, np.inf, 0, list[Labels]()
         for index in reversed(range(len(self.states))):
             labels, over_s = self._extended(labels, index, cut_s)
             left_s = min(left_s, over_s)
-            labels, dropped_s = _most_promising(labels, most_of_stage)
+            # Every stage may have some, whatever others have made.
+            left = max(most_made - made, LEAST_MADE)
+            labels, dropped_s = _most_promising(labels, int(min(most_of_stage, left)))
             made += len(labels.seconds)
             if grain_bytes:
                 np.floor(labels.held / grain_bytes, out=labels.held)

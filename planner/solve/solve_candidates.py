@@ -39,8 +39,8 @@ MOST_TIGHTENED = 128
 """Stages of chains for which they are."""
 MOST_MADE = 700_000
 """Labels that one run makes."""
-FAR = 0.05
-"""A plan that may be slower than others by so much is worth runs in which few stages make most labels."""
+MUCH = 0.05
+"""A plan that may be slower than the best by so much is worth runs in which few stages make most labels."""
 WIDEST = 16.0
 """No plan is looked for that takes so many times as long as the bound more."""
 GRAIN = 2e-4
@@ -159,19 +159,19 @@ class Widening:
                 has_rival=enough_s < float("inf"),
                 complete=bool(first),
                 exact=is_exact,
-                is_far=self.least_s * (1 + FAR) < enough_s,
+                is_much=self.least_s * (1 + MUCH) < enough_s,
                 # What is slower as a whole than labels say, as with owners, would be found by the next run again.
                 found=plan is not None and self.candidates.load.samples_per_step / plan.samples_per_s < cut_s,
             )
         return plan, run.made + self.pricing - pricing
 
     def _decide(
-        self, run: Run, *, is_last: bool, has_rival: bool, complete: bool, exact: bool, is_far: bool, found: bool
+        self, run: Run, *, is_last: bool, has_rival: bool, complete: bool, exact: bool, is_much: bool, found: bool
     ) -> None:
         """Choose the next run: finer, up to a plan that was just found, or wider.
 
         `has_rival` is whether any plan is known, `complete` whether there was a complete label, `exact` whether the
-        first one fits, as its memory says, and `is_far` whether a plan may be much faster than the best one known.
+        first one fits, as its memory says, and `is_much` whether a plan may be faster by `MUCH` than the best known.
         """
         if exact and (not run.dropped or self.exceeds_on_owner):
             self.is_over = True  # What is left is that its fullest rank holds more, or takes longer, than the mean.
@@ -184,7 +184,7 @@ class Widening:
         else:
             # A wider run would lack still more labels, unless bounds become tighter first.
             lacks = run.dropped and has_rival and (self.was_tightened or not self.is_hard)
-            if lacks and is_far and not self.is_uneven:
+            if lacks and is_much and not self.is_uneven:
                 self.is_uneven = True
                 return
             self.is_over = is_last or self.width >= WIDEST or lacks

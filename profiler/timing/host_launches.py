@@ -14,6 +14,7 @@ from torch import nn
 
 from profiler.alias_outputs import outputs_aliased
 from profiler.model_source import Inputs
+from profiler.timing.device_rates import synchronize
 from profiler.trace.metered_pass import find_loss
 
 WARM_UP = 2
@@ -29,7 +30,7 @@ def host_launch_s(module: nn.Module, inputs: Inputs, device: torch.device, repet
     try:
         with outputs_aliased(module):
             for _ in range(WARM_UP + repetitions):
-                _finish(device)
+                synchronize(device)
                 began_s = time.perf_counter()
                 loss, _ = find_loss(module(*inputs[0], **inputs[1]))
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -39,10 +40,5 @@ def host_launch_s(module: nn.Module, inputs: Inputs, device: torch.device, repet
         return None
     finally:
         module.zero_grad()
-        _finish(device)
+        synchronize(device)
     return median(seconds[WARM_UP:])
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -221,10 +221,10 @@ class Slow(nn.Module):
 
 def test_a_whole_pass_is_timed_as_plans_run_it() -> None:
     module = Slow(5e-3)
-    taken_s = host_launch_s(module, ((torch.ones(2, 3, 4),), {}), torch.device("cpu"), repetitions=3)
+    taken_s = host_launch_s(module, ((torch.ones(2, 3, 4),), {}), torch.device("cpu"), repetitions=7)
     assert taken_s is not None
     assert 15e-3 <= taken_s < 60e-3
-    assert module.passes == 3 + WARM_UP
+    assert module.passes == 7 + WARM_UP
     assert not any(module.views), "plans have aliases in place of views"
     assert all(parameter.grad is None for parameter in module.parameters())
 

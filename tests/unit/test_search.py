@@ -24,9 +24,10 @@ from planner.options.search_space import Space
 from planner.pricing import PricedPlan
 from planner.problem import Task, micro_batches
 from planner.search.least_memory import smallest_plan
-from planner.search.search import MUCH, Effort, _Sweep, search
+from planner.search.search import Effort, _Sweep, search
 from planner.solve.counting_ilp import MANY_OPTIONS, SECONDS, CountingProgram, fastest, make_solver, supported
 from planner.solve.lagrangian_bound import ChainBound, events_near
+from planner.solve.solve_candidates import MUCH
 from planner.strategies.registry import strategies_on
 from profiler.byte_sizes import whole_mib
 from profiler.cluster.cluster import Cluster
