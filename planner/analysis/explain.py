@@ -16,7 +16,9 @@ All figures come from the cost functions of the search; nothing is searched agai
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from planner.cost.simulator import simulated_s
 from planner.cost.workload import Workload
 from planner.model.operator_split import slice_starts
 from planner.name_patterns import matches, unknown_name
@@ -46,6 +48,12 @@ class OpenPlan:
     decided: Decisions
     prediction: Prediction
     """Recomputed from the choices, not read from the plan file."""
+
+    @cached_property
+    def step_with_host_ahead_s(self) -> float:
+        """Seconds of a step in which the host gets ahead while the device is busy: at most the predicted."""
+        options = self.decided.options(self.space, self.load, self.plan.usable_bytes)
+        return simulated_s(options, self.load, host_gets_ahead=True)
 
     @property
     def spanning(self) -> str:

@@ -17,12 +17,21 @@ stream is free and everything that it waits for has ended:
 
 A segment's stalls are communication on the compute stream, part of its forward and its backward.
 On a backend that does not overlap, the streams are one.  `planner.cost.step_time` has the closed form.
+
+In both the host, which launches what the device computes, is never ahead when a segment begins.  With `host_gets_ahead`
+it launches on from the start of each micro-batch, and with D_i what the device computes in a task and L_i what the host
+launches of it (`Launches`),
+
+    end_i = max(end_(i-1) + D_i, L_1 + .. + L_i)
+
+A step is shorter so by what the host gains while the device is busy, with an output layer for instance.  As that
+depends on all that was before, it is no sum over neighbours, and no search is made with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cost.shared_collectives import rest_s
 from planner.cost.stage_option import Segment, StageCandidate
@@ -49,15 +58,22 @@ class _Streams:
 
     def __init__(self, overlaps: bool) -> None:
         self.free_s = {"compute": 0.0, "communication": 0.0, "all-reduce": 0.0}
+        self.launched_s = 0.0
         self.overlaps = overlaps
         self.events: list[Event] = []
 
-    def run(self, stream: str, label: str, segment: int, duration_s: float, after_s: float = 0.0) -> Event:
-        """Run a task not before `after_s` and return its event."""
+    def launch(self, seconds: float) -> None:
+        """Have the host launch for so long, right after what it launched before."""
+        self.launched_s += seconds
+
+    def run(
+        self, stream: str, label: str, segment: int, duration_s: float, after_s: float = 0.0, not_before_s: float = 0.0
+    ) -> Event:
+        """Run a task from `after_s` at the soonest, to `not_before_s` at the soonest, and return its event."""
         start = max(self.free_s[stream], after_s)
         if not self.overlaps:
             start = max(start, *self.free_s.values())
-        event = Event(stream, label, segment, start, start + duration_s)
+        event = Event(stream, label, segment, start, max(start + duration_s, not_before_s))
         self.free_s[stream] = event.end_s
         self.events.append(event)
         return event
@@ -82,7 +98,9 @@ def _forward(streams: _Streams, segments: Sequence[Segment]) -> Event:
         start = max(ready, streams.free_s["compute"])
         if streams.overlaps:
             gather = streams.run("communication", "all-gather", after[index], gathers_s[index + 1], start)
-        streams.run("compute", "forward", index, segment.forward_s + segment.forward_stall_s, ready)
+        streams.launch(segment.launches.forward_launch_s if segment.launches else 0.0)
+        duration = segment.forward_computing_s + segment.forward_stall_s
+        streams.run("compute", "forward", index, duration, ready, streams.launched_s)
         if not streams.overlaps:
             gather = streams.run("communication", "all-gather", after[index], gathers_s[index + 1])
     return gather
@@ -102,8 +120,9 @@ def _backward(streams: _Streams, segments: Sequence[Segment], last: bool, gather
         if index and streams.overlaps:
             duration = segments[index - 1].backward_gather_s
             gather = streams.run("communication", "all-gather", index - 1, duration, start)
-        before_s = segment.backward_s + segment.backward_stall_s - segment.copy_in_s
-        streams.run("compute", "backward", index, before_s, start)
+        streams.launch(segment.launches.backward_launch_s if segment.launches else 0.0)
+        before_s = segment.backward_computing_s + segment.backward_stall_s - segment.copy_in_s
+        streams.run("compute", "backward", index, before_s, start, streams.launched_s - segment.copy_in_s)
         copied_s = streams.run("compute", "copy-in", index, segment.copy_in_s, reduced_s).end_s
         after_s = streams.free_s["compute"] = max(copied_s, above_s)
         reduced_s = streams.run("communication", "reduce-scatter", index, segment.reduce_s, after_s).end_s
@@ -132,9 +151,15 @@ def _waits(options: Sequence[StageCandidate], load: Workload) -> tuple[float, fl
     return (waiting / load.accumulation, 0.0) if syncs else (0.0, waiting)
 
 
+def _segments(options: Sequence[StageCandidate], host_gets_ahead: bool) -> list[Segment]:
+    """Return what is computed; each as long as the host launches it, where that is longer, if it does not get ahead."""
+    segments = [segment for option in options for segment in option.segments]
+    return segments if host_gets_ahead else [replace(one, launches=None) for one in segments]
+
+
 def simulate(options: Sequence[StageCandidate], load: Workload) -> tuple[Event, ...]:
     """Return every event of one step, which ends at the last one's `end_s`."""
-    segments = [segment for option in options for segment in option.segments]
+    segments = _segments(options, host_gets_ahead=False)
     streams, (each_s, once_s) = _Streams(load.cluster.overlaps), _waits(options, load)
     shared_s = rest_s((option.parts, 1) for option in options)
     for micro_batch in range(load.accumulation):
@@ -145,9 +170,9 @@ def simulate(options: Sequence[StageCandidate], load: Workload) -> tuple[Event, 
     return tuple(streams.events)
 
 
-def simulated_s(options: Sequence[StageCandidate], load: Workload) -> float:
+def simulated_s(options: Sequence[StageCandidate], load: Workload, *, host_gets_ahead: bool = False) -> float:
     """Return the simulated seconds of one step: as `simulate`, but equal micro-batches are simulated once."""
-    segments = [segment for option in options for segment in option.segments]
+    segments = _segments(options, host_gets_ahead)
     each_s, once_s = _waits(options, load)
     total_s, shared_s = once_s + sum(option.optimizer_s for option in options), rest_s((o.parts, 1) for o in options)
     for last, times in load.passes:

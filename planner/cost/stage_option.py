@@ -9,7 +9,7 @@ Everything that a plan costs is a sum over stages of these numbers (`planner.cos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -25,6 +25,15 @@ from planner.strategies.spec import Strategy
 from profiler.model_graph import Recompute
 
 
+class Launches(NamedTuple):
+    """What the device computes in a segment, and what the host takes to launch it."""
+
+    forward_computing_s: float
+    backward_computing_s: float
+    forward_launch_s: float
+    backward_launch_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive calls of one unit: what overlaps with its neighbours' communication."""
@@ -36,7 +45,7 @@ class Segment:
     recompute_s: float
     """The part of `backward_s` that is recomputation."""
     launch_wait_s: float = 0.0
-    """The part of both in which the device waits for the host."""
+    """The part of both in which the device waits for a host that is not ahead of it."""
     forward_gather_s: float = 0.0
     """All-gather before its forward."""
     backward_gather_s: float = 0.0
@@ -55,6 +64,18 @@ class Segment:
     """Slow-down of computation by concurrent communication, in every micro-batch (`apart`)."""
     step_exposed_s: float = 0.0
     """The same once per step, and communication between backward and optimizer, which nothing hides."""
+    launches: Launches | None = field(default=None, kw_only=True)
+    """What both are the longer of; None: as long as the device computes."""
+
+    @property
+    def forward_computing_s(self) -> float:
+        """The part of `forward_s` in which the device computes."""
+        return self.launches.forward_computing_s if self.launches else self.forward_s
+
+    @property
+    def backward_computing_s(self) -> float:
+        """The part of `backward_s` in which the device computes."""
+        return self.launches.backward_computing_s if self.launches else self.backward_s
 
     def apart(self, interference: float) -> Segment:
         """Return the segment with that fraction of its communication counted as if it did not overlap.
@@ -201,13 +222,17 @@ class Run:
         forward_launch_s, backward_launch_s = map(
             sum, zip(costs.launch_again_s(self.recompute), self.unit_launch_s, strict=True)
         )
-        forward_s, backward_s, wait_s = launched(
+        own = Launches(
             sum(costs.forward_s[j] for j in self.calls),
             sum(costs.backward_s[j] for j in self.calls) + again_s,
             sum(costs.forward_launch_s[j] for j in self.calls) + forward_launch_s,
             sum(costs.backward_launch_s[j] for j in self.calls) + backward_launch_s,
         )
-        return Segment(forward_s, backward_s, again_s, wait_s, *self.communication)
+        forward_s, backward_s, wait_s = launched(*own)
+        is_launched = own.forward_launch_s or own.backward_launch_s
+        return Segment(
+            forward_s, backward_s, again_s, wait_s, *self.communication, launches=own if is_launched else None
+        )
 
 
 def launched(
@@ -216,14 +241,14 @@ def launched(
     """Return the seconds of forward and backward, waiting for the host included, and what of them is that.
 
     The host is not ahead of the device when a segment begins: an upper bound, as a segment that keeps the device busy
-    for longer than the host gives the next a lead.  The numbers may be arrays, if `highest` is their elementwise
-    maximum.
+    for longer than the host gives the next a lead (`planner.cost.simulator`).  The numbers may be arrays, if `highest`
+    is their elementwise maximum.
     """
     forward, backward = highest(forward_s, forward_launch_s), highest(backward_s, backward_launch_s)
     return forward, backward, forward - forward_s + backward - backward_s
 
 
-_COMMUNICATION = attrgetter(*(field.name for field in fields(Segment)[4:]))
+_COMMUNICATION = attrgetter(*(field.name for field in fields(Segment)[4:-1]))
 
 
 def _runs(frame: StageFrame, units: list[StagedUnit], is_whole: bool) -> tuple[Run, ...]:

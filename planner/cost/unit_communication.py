@@ -27,8 +27,8 @@ writing, with P what is gathered and the rest as in `planner.strategies.unit_col
 on the compute stream, which nothing hides (`UnitTraffic.copy_out_s`, `copy_in_s`).  A rank's own shard is copied, and
 cast, before a gather on a stream of its own, under the communication that is before it: that is not charged.
 
-On several ranks that were measured, each gather and each reduction that communicates takes `Measured.overhead_s` more,
-and has those copies in its own time; one rank that was measured has no collectives that could have them.
+Where units of several ranks were measured, each gather and each reduction that communicates takes `Measured.overhead_s`
+more, and has those copies in its own time.
 """
 
 from __future__ import annotations
@@ -104,9 +104,10 @@ def unit_traffic(
         seconds[collective.phase] += strategy.spec.extra_s(collective, cluster)
     volume = volume_of(parameters, strategy.parts, precision)
     out_s = in_s = add_s = host_s = 0.0
-    if cluster.measured is not None and cluster.world_size > 1:
+    measured = cluster.measured
+    if measured is not None and measured.unit_overhead_s is not None and cluster.world_size > 1:
         for phase in ("forward", "backward", "reduce"):
-            seconds[phase] += cluster.measured.overhead_s(strategy.spec.one_sided) if seconds[phase] else 0.0
+            seconds[phase] += measured.overhead_s(strategy.spec.one_sided) if seconds[phase] else 0.0
     elif not is_plain(parameters, strategy, precision):
         memory, gradients = cluster.device.memory_bytes_per_s.value, [p for p in parameters if p.trainable and trains]
         out_s = ((volume.gathered if strategy.parts > 1 else volume.rested) + volume.gathered) / memory

@@ -34,7 +34,7 @@ Array = NDArray[np.float64]
 
 Numbers = Array | float
 
-_SEGMENT = attrgetter(*(field.name for field in fields(Segment)))
+_SEGMENT = attrgetter(*(field.name for field in fields(Segment) if field.name != "launches"))
 
 
 class OverlapTerms(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from synthetic import cluster
 
 from planner.cost.simulator import simulate, simulated_s
-from planner.cost.stage_option import Segment, StageCandidate
+from planner.cost.stage_option import Launches, Segment, StageCandidate, launched
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
 
@@ -105,6 +105,64 @@ def test_simulator_and_closed_form_agree(parts: list[Segment], overlaps: bool, a
     plan = [option((part,)) for part in parts]
     work = load(overlaps, accumulation)
     assert simulated_s(plan, work) == pytest.approx(step_time(plan, work).total_s, rel=1e-9, abs=1e-9)
+
+
+def launched_segment(forward: float, backward: float, forward_launch: float, backward_launch: float) -> Segment:
+    """A segment that communicates nothing."""
+    launches = Launches(forward, backward, forward_launch, backward_launch)
+    forward_s, backward_s, wait_s = launched(*launches)
+    return Segment(forward_s, backward_s, 0.0, wait_s, launches=launches)
+
+
+def test_a_host_that_is_ahead_is_not_waited_for() -> None:
+    blocks, output = launched_segment(1, 2, 4, 6), launched_segment(20, 30, 1, 1)
+    # Forward: the host launches until 4 and 8, and the device is done with it; the output layer's until 28, when the
+    # host is at 9.  Backward: 58; the blocks' until 60, the host at 16, and until 62, the host at 22.
+    plan = [option((blocks, blocks, output))]
+    assert simulated_s(plan, load(), host_gets_ahead=True) == pytest.approx(62)
+    # Layer by layer: 4 + 4 + 20, and 30 + 6 + 6.
+    assert step_time(plan, load()).total_s == pytest.approx(70)
+    assert simulated_s(plan, load()) == pytest.approx(70)
+    assert [event.end_s for event in simulate(plan, load()) if event.label == "backward"] == [58, 64, 70]
+
+
+@given(st.lists(st.builds(launched_segment, *[times] * 4), min_size=1, max_size=8), st.integers(1, 3))
+def test_the_device_ends_when_the_longest_path_does(parts: list[Segment], accumulation: int) -> None:
+    """All that is launched up to one task, and all that is computed from the next on, whichever task that is."""
+    order = [(one.launches.forward_launch_s, one.launches.forward_computing_s) for one in parts]  # type: ignore[union-attr]
+    order += [(one.launches.backward_launch_s, one.launches.backward_computing_s) for one in reversed(parts)]  # type: ignore[union-attr]
+    paths = [sum(host for host, _ in order[:at]) + sum(own for _, own in order[at:]) for at in range(len(order) + 1)]
+    plan, work = [option((part,)) for part in parts], load(accumulation=accumulation)
+    simulated = simulated_s(plan, work, host_gets_ahead=True)
+    assert simulated == pytest.approx(accumulation * max(paths), abs=1e-9)
+    time = step_time(plan, work)
+    assert time.total_s - time.launch_wait_s - 1e-9 <= simulated <= time.total_s + 1e-9
+
+
+hosted = st.builds(
+    lambda one, host: replace(
+        one,
+        forward_s=max(one.forward_s, host[0]),
+        backward_s=max(one.backward_s, host[1]),
+        launches=Launches(one.forward_s, one.backward_s, *host),
+    ),
+    segments,
+    st.tuples(times, times),
+)
+
+
+@given(st.lists(hosted, min_size=1, max_size=8), st.booleans(), st.integers(1, 3))
+def test_a_simulated_step_is_never_above_the_closed_form(
+    parts: list[Segment], overlaps: bool, accumulation: int
+) -> None:
+    plan, work = [option((part,)) for part in parts], load(overlaps, accumulation)
+    simulated = simulated_s(plan, work, host_gets_ahead=True)
+    assert simulated <= step_time(plan, work).total_s * (1 + 1e-9) + 1e-9
+    without = [
+        option((replace(p, launches=None, forward_s=p.forward_computing_s, backward_s=p.backward_computing_s),))
+        for p in parts
+    ]
+    assert simulated >= simulated_s(without, work) * (1 - 1e-9) - 1e-9
 
 
 @given(st.lists(segments, min_size=1, max_size=8), st.booleans())
