@@ -87,7 +87,7 @@ def assemble(found: Findings, name: str) -> Cluster:
             optimizers=found.model.optimizers,
             overlapped_slowdown=overlap.slowdown if overlap else 1.0,
             asynchronous=overlap is not None and overlap.asynchronous,
-            unit_overhead_s=found.unit.overhead_s,
+            unit_overhead_s=None if found.link else found.unit.overhead_s,
             one_sided_overhead_s=found.unit.one_sided_overhead_s,
             notes=tuple(_notes(found)),
         ),

@@ -79,7 +79,8 @@ def _calls(before: Cluster, after: Cluster) -> Iterator[Row]:
             seconds = [None if one is None else getattr(one[0], f"{direction}_s")[one[1]] for one in both]
             yield Row("calls", f"{name}, {direction}, micro-batch {key[1]}", "s", *seconds)
     overheads = [one.measured.unit_overhead_s if one.measured else None for one in (before, after)]
-    yield Row("units", "each gather and reduction", "s", *overheads)
+    if overheads != [None, None]:
+        yield Row("units", "each gather and reduction", "s", *overheads)
     for what, name in LAUNCHES.items():
         launches = [getattr(one.launch, name).value if one.launch else None for one in (before, after)]
         if launches != [None, None]:

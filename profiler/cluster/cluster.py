@@ -140,11 +140,13 @@ class Cluster:
     def with_ranks(self, nodes: int, gpus_per_node: int) -> Cluster:
         """Return the cluster with another number of ranks.
 
-        Measurements are kept only for the same number of ranks per node: otherwise groups lie on other nodes, and other
-        ranks share a machine.
+        Measurements are kept for the same number of ranks per node: otherwise groups lie on other nodes, and other
+        ranks share a machine.  What a GPU computes is kept, as each rank has its own.
         """
         resized = replace(self, nodes=nodes, gpus_per_node=gpus_per_node)
-        return resized if gpus_per_node == self.gpus_per_node else replace(resized, ring=(), measured=None)
+        if gpus_per_node == self.gpus_per_node or self.measured is None:
+            return resized
+        return replace(resized, ring=(), measured=self.measured.of_one_rank if self.device.kind == "cuda" else None)
 
     def algorithm(self, operation: str, ranks: int, stride: int, size_bytes: float) -> str:
         """Return how the runtime executes a collective: `native` or `ring`."""

@@ -9,6 +9,8 @@ beyond, the ratio of measured to roofline (`planner.cost.workload`) is what is i
 measurement already tells how a call grows.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,8 +134,9 @@ class Measured:
     """Factor by which computation slows down while communication runs."""
     asynchronous: bool = False
     """Whether a collective that is waited for later (as DistributedDataParallel's are) runs under computation."""
-    unit_overhead_s: NotNegative = 0.0
-    """Time of each gather and each reduction of an FSDP2 unit beyond its collectives."""
+    unit_overhead_s: NotNegative | None = 0.0
+    """Time of each gather and each reduction of an FSDP2 unit beyond its collectives; None: not measured, and of its
+    copies nothing is known."""
     one_sided_overhead_s: NotNegative | None = None
     """The same of each pull and each push of `odc`; None: not measured, `unit_overhead_s` is used."""
     notes: tuple[str, ...] = ()
@@ -144,11 +147,19 @@ class Measured:
         """Slow-down of computation by overlapped communication, per second of that communication."""
         return 1.0 - 1.0 / self.overlapped_slowdown
 
+    @property
+    def of_one_rank(self) -> Measured:
+        """What is measured of a rank alone: its calls and its optimizer's steps, and nothing of communication."""
+        of_device = self.calls, self.optimizers
+        return Measured(
+            self.date, self.versions, self.repetitions, (), *of_device, unit_overhead_s=None, notes=self.notes
+        )
+
     def overhead_s(self, one_sided: bool) -> float:
         """Return the time of each gather and reduction of a unit beyond its communication."""
         if one_sided and self.one_sided_overhead_s is not None:
             return self.one_sided_overhead_s
-        return self.unit_overhead_s
+        return self.unit_overhead_s or 0.0
 
     def times_of(self, operation: str, ranks: int, stride: int, algorithm: str) -> CollectiveTimes | None:
         """Return the times of a collective in a group, if they were measured."""

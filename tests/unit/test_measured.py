@@ -107,10 +107,30 @@ def test_what_was_measured_holds_for_as_many_ranks_on_a_node_only() -> None:
     machine = replace(measured(cluster(2, 2), collectives=(gather,)), ring=(RingRule(2, 1, 0.0),))
     assert collective_s("all_gather", 1e6, machine.with_ranks(3, 2), 2) == 1.0
     other = machine.with_ranks(4, 1)
-    assert (other.measured, other.ring) == (None, ())
+    assert (other.measured, other.ring) == (machine.measured.of_one_rank, ())  # type: ignore[union-attr]
     # The same two ranks are on two nodes then.
     assert collective_s("all_gather", 1e6, other, 2) == collective_s("all_gather", 1e6, cluster(4, 1), 2)
     assert (machine.nodes, machine.gpus_per_node) == (2, 2)
+
+
+def test_what_one_gpu_computes_holds_for_any_number_of_them() -> None:
+    """Calls and optimizer, and with them FSDP2's copies from the rates: one GPU alone has measured no units."""
+    times = CallTimes("key", "first", (1,), (0.5,), (0.7,), (0.0,))
+    alone = measured(cluster(1, 1), calls=(times,), notes=("a note",))
+    eight = alone.with_ranks(1, 8)
+    assert eight.measured == replace(alone.measured, unit_overhead_s=None)  # type: ignore[type-var]
+    parameters = [Parameter("w", (64, 64))]
+    shard = Strategy("shard", 8)
+    assert unit_traffic(parameters, shard, "fp32", eight) == unit_traffic(
+        parameters, shard, "fp32", replace(eight, measured=None)
+    )
+    assert unit_traffic(parameters, shard, "fp32", eight).copy_out_s > 0
+    # Of collectives nothing holds: other ranks share what they share.
+    gather = curve("all_gather", 2, (FitSegment(0, 1.0, 0.0),))
+    two = replace(measured(cluster(1, 2), collectives=(gather,), calls=(times,)), device=alone.device)
+    assert two.with_ranks(1, 8).measured == replace(eight.measured, notes=())  # type: ignore[type-var]
+    cores = replace(two, device=replace(two.device, kind="cpu"))
+    assert cores.with_ranks(1, 8).measured is None
 
 
 def test_a_reduce_scatter_goes_round_the_ring_from_the_size_where_that_is_faster() -> None:

@@ -64,8 +64,9 @@ def _rates(cluster: Cluster) -> Table:
     longer = f"computation then takes {measured.overlapped_slowdown:.2f} times as long"
     table.add_row("communication overlaps computation", *(("yes", longer) if measured.asynchronous else ("no", "")))
     table.add_row("FSDP2 overlaps them", "yes" if cluster.overlaps else "no", "")
-    unit = format_seconds(measured.unit_overhead_s)
-    table.add_row("overhead per collective of an FSDP unit", unit, "hook overhead and straggler wait")
+    if measured.unit_overhead_s is not None:
+        unit = format_seconds(measured.unit_overhead_s)
+        table.add_row("overhead per collective of an FSDP unit", unit, "hook overhead and straggler wait")
     if measured.one_sided_overhead_s is not None:
         table.add_row("overhead per pull or push of an ODC unit", format_seconds(measured.one_sided_overhead_s), "")
     return _with_optimizers(table, measured)
