@@ -6,6 +6,7 @@ the one of the local rank, of as many as the process sees.
 
 import os
 import socket
+from math import nextafter
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,10 @@ def own_gpu() -> torch.device:
 def keep_within(limit_bytes: int, gpu: torch.device) -> None:
     """Have PyTorch's allocator reserve no more of a GPU than this."""
     total_bytes = torch.cuda.get_device_properties(gpu).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), gpu)
+    part = limit_bytes / total_bytes
+    while int(part * total_bytes) < limit_bytes <= total_bytes:  # the allocator rounds down, and may lose a byte so
+        part = nextafter(part, 1.0)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, part), gpu)
 
 
 def raise_lost_ranks() -> None:

@@ -14,7 +14,9 @@ from profiler.cluster.visible_gpus import Connections, Gpu, visible_gpus
 from profiler.errors import OsdpError
 
 WORKSPACE = "cublas_workspace"
-ALLOCATED_RESERVES = (WORKSPACE, "allocator_rounding")
+ROUNDING = "allocator_rounding"
+"""The part for what its pages leave unused, and for what kernels make while they run."""
+ALLOCATED_RESERVES = (WORKSPACE, ROUNDING)
 """Parts of a cluster's reserve that come out of PyTorch's allocator; others are taken beside it."""
 
 DEFAULT_CLUSTER = "titan-rtx-8"
@@ -51,9 +53,10 @@ def resized(cluster: Cluster, nodes: int, gpus_per_node: int) -> Cluster:
         advice = f"a cluster that has it: {', '.join(linked)}; or {own}"
         raise OsdpError(what, got=f"{nodes} nodes", expected="1 node, or a cluster with an `inter` link", advice=advice)
     found = cluster.with_ranks(nodes, gpus_per_node)
-    if cluster.measured and not found.measured:
+    if cluster.measured and found.gpus_per_node != cluster.gpus_per_node:
         how = f"{cluster.gpus_per_node} ranks per node, not {gpus_per_node}"
-        derived = "times are derived from the links and rates that were measured so"
+        which = "times of communication" if found.measured else "times"
+        derived = f"{which} are derived from the links and rates that were measured so"
         warnings.warn(f"{cluster.name} was measured with {how}: {derived}", stacklevel=3)
     return found
 
@@ -73,6 +76,12 @@ def workspaces_bytes(cluster: Cluster) -> tuple[int, ...]:
     """Return what cuBLAS has PyTorch's allocator keep: a workspace for the forward's thread, one for the backward's."""
     figure = cluster.device.reserve_bytes.get(WORKSPACE)
     return () if figure is None else (round(figure.value / 2),) * 2
+
+
+def rounding_bytes(cluster: Cluster) -> int:
+    """Return what is kept of PyTorch's allocator beside tensors and workspaces."""
+    figure = cluster.device.reserve_bytes.get(ROUNDING)
+    return 0 if figure is None else round(figure.value)
 
 
 def memory_limit(cluster: Cluster, limit_bytes: int | None) -> int:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from osdp.planning.clusters import allocatable_bytes, workspaces_bytes
+from osdp.planning.clusters import allocatable_bytes, rounding_bytes, workspaces_bytes
 from osdp.zoo import load_model
 from planner.analysis.explain import OpenPlan
 from profiler.errors import OsdpError
@@ -35,7 +35,7 @@ from profiler.trace.metered_pass import find_loss
 from profiler.trace.python_values import answering
 from runtime.compile_plan import compile_plan
 from runtime.observe.allocation_trace import AllocationTrace
-from runtime.observe.allocator_replay import least_limit_bytes, replay
+from runtime.observe.allocator_replay import least_limit_bytes, limit_without_retries_bytes, replay
 from runtime.observe.dry_run import DryRun, Script, dry_run
 from runtime.observe.part_peaks import PartPeak
 from runtime.optimizers import as_priced
@@ -71,6 +71,8 @@ class Allocator:
     """Times a step that it has to give cached memory back to the device."""
     fits: bool
     """Whether the steps run within `Verified.allocatable_bytes`."""
+    without_retries_bytes: int
+    """What a limit would have to leave it for no retries, the cluster's `rounding_bytes` included."""
 
 
 @dataclass(frozen=True)
@@ -192,18 +194,23 @@ def _dry_run(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> _H
     allocators = {}
     if view.load.cluster.device.kind == "cuda":
         workspaces = workspaces_bytes(view.load.cluster)
-        allocators = {name: _replayed(found.trace, name, limit_bytes, workspaces) for name in (DEFAULT, EXPANDABLE)}
+        rounding = rounding_bytes(view.load.cluster)
+        allocators = {
+            name: _replayed(found.trace, name, limit_bytes, workspaces, rounding) for name in (DEFAULT, EXPANDABLE)
+        }
     return _Held(rank, peak.categories, peak.total_bytes, f"{peak.phase}, {peak.op}", allocators, found.parts)
 
 
-def _replayed(trace: AllocationTrace, settings: str, limit_bytes: int, workspaces: Sequence[int]) -> Allocator:
+def _replayed(
+    trace: AllocationTrace, settings: str, limit_bytes: int, workspaces: Sequence[int], rounding: int
+) -> Allocator:
     how: Any = {"expandable": settings == EXPANDABLE, "workspaces_bytes": workspaces}
-    found = replay(trace, limit_bytes, **how)
+    found, without_bytes = replay(trace, limit_bytes, **how), limit_without_retries_bytes(trace, **how) + rounding
     if found.runs:
-        return Allocator(found.allocated_bytes, found.reserved_bytes, found.retries, fits=True)
+        return Allocator(found.allocated_bytes, found.reserved_bytes, found.retries, True, without_bytes)
     needed_bytes = least_limit_bytes(trace, limits=20, **how)
     needed = replay(trace, needed_bytes, **how)
-    return Allocator(needed.allocated_bytes, needed_bytes, needed.retries, fits=False)
+    return Allocator(needed.allocated_bytes, needed_bytes, needed.retries, False, without_bytes)
 
 
 def _ranks() -> int:

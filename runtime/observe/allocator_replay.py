@@ -33,6 +33,8 @@ class Replay:
     """Times in the last step that it gave cached memory back to serve a request; each waits for the device."""
     failed: str
     """Phase of the request that could not be served within the limit; empty: the steps ran."""
+    most_asked_bytes: int
+    """What it would have reserved at most, segments that it was refused included."""
 
     @property
     def runs(self) -> bool:
@@ -62,7 +64,20 @@ def replay(
         before = allocator.retries
         failed = _play(allocator, blocks, step)
         retries = allocator.retries - before
-    return Replay(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, retries, failed)
+    return Replay(
+        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, retries, failed, allocator.most_asked_bytes
+    )
+
+
+def limit_without_retries_bytes(
+    trace: AllocationTrace, *, expandable: bool, workspaces_bytes: Sequence[int] = ()
+) -> int:
+    """Return the least limit within which no cached memory is given back.
+
+    It may be above what is reserved where nothing limits it: the allocator refuses by the size of a whole segment, also
+    where pages that it has already are a part of that.
+    """
+    return replay(trace, UNLIMITED_BYTES, expandable=expandable, workspaces_bytes=workspaces_bytes).most_asked_bytes
 
 
 def least_limit_bytes(

@@ -116,6 +116,8 @@ class CachingAllocator:
         """Had of the device now."""
         self.peak_allocated_bytes = 0
         self.peak_reserved_bytes = 0
+        self.most_asked_bytes = 0
+        """The least limit within which no request would have made it give cached memory back."""
         self.retries = 0
         """Times that cached memory was given back for a request; each waits for the device."""
         self._pools: dict[tuple[int, bool], Pool] = {}
@@ -155,7 +157,9 @@ class CachingAllocator:
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
         """Return a listed free block that is large enough, from memory that the device gives; None if it cannot."""
-        if self.reserved_bytes + segment_bytes(size) > self.limit_bytes:
+        asked_bytes = self.reserved_bytes + segment_bytes(size)
+        self.most_asked_bytes = max(self.most_asked_bytes, asked_bytes)
+        if asked_bytes > self.limit_bytes:
             return None
         if self.expandable:
             return self._extended(pool, size)
@@ -168,6 +172,7 @@ class CachingAllocator:
     def _reserve(self, size_bytes: int) -> None:
         self.reserved_bytes += size_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        self.most_asked_bytes = max(self.most_asked_bytes, self.reserved_bytes)
 
     # --- expandable segments
 

@@ -12,7 +12,7 @@ from profiler.trace.metered_pass import find_loss
 from profiler.trace.python_values import answering
 from runtime.compile_plan import compile_plan
 from runtime.observe.allocation_trace import AllocationTrace, Resize
-from runtime.observe.allocator_replay import least_limit_bytes, replay
+from runtime.observe.allocator_replay import least_limit_bytes, limit_without_retries_bytes, replay
 from runtime.observe.dry_run import DryRun, Script, dry_run
 
 NO_LIMIT = 1 << 50
@@ -62,6 +62,18 @@ def test_the_least_limit_is_one_and_the_next_smaller_is_none(found: DryRun) -> N
         assert free.allocated_bytes <= within.reserved_bytes <= limit <= free.reserved_bytes
         less = max(2 * MIB, (free.reserved_bytes - free.allocated_bytes) // 60)
         assert limit - less < free.allocated_bytes or replay(found.trace, limit - less, expandable=expandable).failed
+
+
+def test_cached_memory_is_given_back_below_a_limit_and_not_from_it_on(found: DryRun) -> None:
+    for expandable in (True, False):
+        limit = limit_without_retries_bytes(found.trace, expandable=expandable)
+        assert replay(found.trace, limit, expandable=expandable).retries == 0
+        assert limit >= replay(found.trace, NO_LIMIT, expandable=expandable).reserved_bytes
+    # 30 MiB of one stream are cached when another asks for 12, which with a segment of its own is at 42.
+    step = steps((1, 30, 0), (1, 0, 0), (2, 12, 1), (2, 0, 1))
+    trace = AllocationTrace((), (step, step), is_steady=True)
+    assert limit_without_retries_bytes(trace, expandable=False) == 42 * MIB
+    assert [replay(trace, size * MIB, expandable=False).retries for size in (42, 40)] == [0, 2]
 
 
 def steps(*events: tuple[int, int, int]) -> tuple[Resize, ...]:

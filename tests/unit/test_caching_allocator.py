@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -302,3 +303,22 @@ def test_random_programs(program: list[tuple[bool, int, int, int]], expandable: 
     for block, *_ in live:
         allocator.free(block)
     assert allocator.allocated_bytes == 0
+
+
+@given(PROGRAMS, st.booleans())
+def test_the_least_limit_without_pressure(program: list[tuple[bool, int, int, int]], expandable: bool) -> None:
+    """A byte less, and something is given back or refused."""
+
+    def play(limit_bytes: int) -> CachingAllocator:
+        allocator, live = CachingAllocator(limit_bytes, expandable=expandable), list[Block]()
+        for frees, size, stream, index in program:
+            if frees and live:
+                allocator.free(live.pop(index % len(live)))
+            else:
+                live.append(allocator.allocate(size, stream))
+        return allocator
+
+    free = play(NO_LIMIT)
+    assert play(free.most_asked_bytes).retries == free.retries == 0
+    with suppress(OutOfMemoryError):
+        assert play(free.most_asked_bytes - 1).retries > 0

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from osdp.training import process_group
 from osdp.training.process_group import joined
@@ -105,3 +108,15 @@ def test_the_allocator_is_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -
     for limit_bytes in (250, 1000, 1001):
         own_gpu.keep_within(limit_bytes, torch.device("cuda", 0))
     assert fractions == [0.25, 1.0, 1.0]
+
+
+@given(st.integers(1, 2 * 10**11), st.integers(1, 2 * 10**11))
+def test_not_a_byte_of_a_limit_is_lost(one: int, other: int) -> None:
+    """3,820 MiB of an H200's 150,109,880,320 bytes were 3,820 MiB less one byte."""
+    for limit_bytes, total_bytes in ((min(one, other), max(one, other)), (3820 * 2**20, 150_109_880_320)):
+        with (
+            patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(total_memory=total_bytes)),
+            patch.object(torch.cuda, "set_per_process_memory_fraction") as taken,
+        ):
+            own_gpu.keep_within(limit_bytes, torch.device("cuda", 0))
+        assert limit_bytes <= int(taken.call_args.args[0] * total_bytes) <= limit_bytes + 1

@@ -48,14 +48,16 @@ def print_verified(console: Console, found: Verified, plan: Plan) -> None:
 
 
 def _print_allocators(console: Console, found: Verified) -> None:
-    table = make_table("settings", ">allocated", ">reserved", ">released", "within the limit")
+    table = make_table("settings", ">allocated", ">reserved", ">released", ">none from", "within the limit")
     for name, allocator in found.allocators.items():
         sizes = format_bytes(allocator.allocated_bytes), format_bytes(allocator.reserved_bytes)
         fits = "yes" if allocator.fits else "no: needs what is reserved here"
-        table.add_row(name.replace("_", " "), *sizes, f"{allocator.retries} x a step", fits)
+        released = f"{allocator.retries} x a step", format_bytes(allocator.without_retries_bytes)
+        table.add_row(name.replace("_", " "), *sizes, *released, fits)
     note = (
         "Predicted: the dry run's allocations, and cuBLAS workspaces, replayed through a model of the allocator.  What "
-        "it releases is cached memory, for a request that would not fit otherwise; the device waits meanwhile."
+        "it releases is cached memory, for a request that would not fit otherwise; the device waits meanwhile.  It "
+        "releases none if it may reserve as much as `none from` says: a larger --headroom leaves it that."
     )
     print_section(console, f"PyTorch's allocator, of {format_bytes(found.allocatable_bytes)}", table, note)
 
