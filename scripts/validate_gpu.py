@@ -1,6 +1,7 @@
 """Check and measure OSDP on this machine's GPUs: `python scripts/validate_gpu.py [--only N ...] [--long] [--cpu]`
 
-Each check runs in a process of its own and within its time.  After each, `validate-gpu.json` and `validate-gpu.md` are
+Each check runs in a process of its own and within its time; those that time nothing run at once on a machine with many
+cores and much GPU memory.  After each, `validate-gpu.json` and `validate-gpu.md` are
 written anew to --output; `check-N.log` there holds all that check N printed.  Exits with 1 if any check failed, with 2
 if there is no GPU.  `--cpu` runs all of them without one: gloo ranks, small models, and kernels on CPU threads; then
 speeds are written down and not judged.
@@ -12,6 +13,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,7 +21,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT)]  # so tha
 
 from validation.check import Check, Finding, Place, skipped  # noqa: E402
 from validation.checks import CHECKS  # noqa: E402
-from validation.machine import describe, visible_gpus  # noqa: E402
+from validation.machine import describe, has_room, visible_gpus  # noqa: E402
 from validation.processes import run_check, write_finding  # noqa: E402
 from validation.report import outcome, write_report  # noqa: E402
 
@@ -56,21 +58,36 @@ def parse() -> argparse.Namespace:
 
 
 def run_all(chosen: Sequence[Check], place: Place, output: Path) -> dict[int, Finding]:
-    """Run checks in turn; write the report after each."""
-    machine, gpus = describe(place), visible_gpus()
-    found: dict[int, Finding] = {}
-    for check in chosen:
-        if check.gpus > gpus and not place.is_dry:
-            found[check.number] = skipped(f"it needs {check.gpus} GPUs, and there is one")
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                found[check.number] = run_check(
-                    check, Place(place.device, place.is_long, Path(folder)), output / f"check-{check.number}.log"
-                )
+    """Run checks, those that time nothing at once where there is room; write the report after each."""
+    machine, found = describe(place), dict[int, Finding]()
+
+    def note(check: Check, one: Finding) -> None:
+        found[check.number] = one
         write_report(output, machine, chosen, found)
-        one = found[check.number]
         print(f"{check.number:2d} {check.title}: {outcome(one)} ({one.seconds:.1f} s) {one.told}", flush=True)
+
+    together = [check for check in chosen if check.times_nothing] if has_room(place) else []
+    # Before them those of smaller numbers: one compiles the kernels, which the others then find.
+    first = min((check.number for check in together), default=0)
+    for check in (check for check in chosen if check.number < first):
+        note(check, run_one(check, place, output))
+    with ThreadPoolExecutor(max(1, len(together))) as pool:
+        begun = {pool.submit(run_one, check, place, output): check for check in together}
+        for ended in as_completed(begun):
+            note(begun[ended], ended.result())
+    for check in chosen:
+        if check.number not in found:
+            note(check, run_one(check, place, output))
     return found
+
+
+def run_one(check: Check, place: Place, output: Path) -> Finding:
+    """Run a check in a folder of its own, if there are the GPUs that it needs."""
+    if check.gpus > visible_gpus() and not place.is_dry:
+        return skipped(f"it needs {check.gpus} GPUs, and there is one")
+    with tempfile.TemporaryDirectory() as folder:
+        own = Place(place.device, place.is_long, Path(folder))
+        return run_check(check, own, output / f"check-{check.number}.log")
 
 
 if __name__ == "__main__":

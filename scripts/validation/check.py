@@ -55,3 +55,5 @@ class Check:
     timeout_s: float = 120.0
     gpus: int = 1
     """The fewest that it needs; dry runs need none."""
+    times_nothing: bool = False
+    """Whether it may run beside others that do not, on a machine with room for several."""

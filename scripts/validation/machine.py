@@ -12,14 +12,25 @@ from typing import Any
 
 import torch
 
+from profiler.byte_sizes import GIB
 from validation.check import Finding, Place
 
+CORES_AT_ONCE, BYTES_AT_ONCE = 12, 64 * GIB
+"""What checks that run at once need of a machine and of its first GPU: up to four ranks each,
+plans of 10 GiB, and arrays of 2^31 elements."""
 PACKAGES = ("torch", "osdp-planner", "cupy-cuda13x", "cupy-cuda12x", "numpy", "highspy", "transformers")
 
 
 def visible_gpus() -> int:
     """Return how many GPUs PyTorch finds."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def has_room(place: Place) -> bool:
+    """Whether several checks can run at once."""
+    if place.is_dry or (os.cpu_count() or 1) < CORES_AT_ONCE:
+        return False
+    return torch.cuda.get_device_properties(0).total_memory >= BYTES_AT_ONCE
 
 
 def describe(place: Place) -> str:

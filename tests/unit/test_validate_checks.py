@@ -26,7 +26,7 @@ from planner.strategies.spec import SPECS  # noqa: E402
 from profiler.byte_sizes import MIB  # noqa: E402
 
 DRY = Place("cpu", False, Path("unused"))
-HELD = memory.Held(1000, 1000, 1500, 1500, 0)
+HELD = memory.Held(1000, 1000, 1500, 1500, 0, 2000, 0)
 CASE = memory.Case((1, 8), "shard", recomputes=False, precision="fp32")
 PULLED = {
     "is_right": True,
@@ -85,8 +85,9 @@ def test_memory_out_of_bounds_fails(changed: dict[str, int]) -> None:
     assert len(replace(HELD, **changed).complaints(CASE)) == 1
 
 
-def test_an_allocation_retry_fails() -> None:
-    (complaint,) = replace(HELD, retries=1).complaints(CASE)
+def test_an_allocation_retry_fails_where_none_is_predicted() -> None:
+    assert replace(HELD, retries=1).complaints(CASE) == []
+    (complaint,) = replace(HELD, retries_without=1).complaints(CASE)
     assert "shard" in complaint
     assert "retries" in complaint
 
