@@ -21,7 +21,7 @@ added.  The less of both bounds the label.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,25 +154,31 @@ class CompletionBounds:
             return _Priced(HIGHEST if event is None else OPTIMIZER, -1, prices, least_s, quiet_s)
         return _Priced(BACKWARD, event.stage, prices, least_s, quiet_s)
 
-    def seconds(self, index: int, state: Indices, held: Array) -> Array:
-        """Return seconds that the stages below one add at least; `state` and `held` are of labels that end there."""
-        found = np.full(len(state), -np.inf)
+    def seconds(self, index: int, state: Indices, resources: Mapping[int, Array]) -> Array:
+        """Return seconds that the stages below one add at least; `state` and `resources`, which are those of
+        `planner.solve.label_memory`, are of labels that end there."""
+        found = self.seconds_in_room(index, state, resources)
         for priced in self.priced:
             if priced.stage >= index:
                 continue  # These labels have seen it.
-            excess = _at(held, priced.column) - self.room_bytes
+            excess = resources[priced.column] - self.room_bytes
             rest_s, quiet_s = priced.least_s[index], priced.quiet_s[index]
             for place, price in enumerate(priced.prices):
                 seconds = np.full(len(state), np.inf) if rest_s is None else rest_s[place][state] + price * excess
                 if quiet_s is not None:
-                    pending = quiet_s[place][state] + price * (excess + held[:, REDUCTION])
+                    pending = quiet_s[place][state] + price * (excess + resources[REDUCTION])
                     np.minimum(seconds, pending, out=seconds)
                 np.maximum(found, seconds, out=found)
+        return found
+
+    def seconds_in_room(self, index: int, state: Indices, resources: Mapping[int, Array]) -> Array:
+        """Return the same by tables of moments that are not priced alone; -inf where there is none."""
+        found = np.full(len(state), -np.inf)
         for column, prices, table in self.tables if index >= self.seen_from else ():
-            pays = sum(price * (_at(held, other) - self.room_bytes) for other, price in prices.items())
-            reduction = held[:, REDUCTION]
+            pays = sum(price * (resources[other] - self.room_bytes) for other, price in prices.items())
+            reduction = resources[REDUCTION]
             in_room, paid_s = reduction if column == BACKWARD else 0.0, prices.get(BACKWARD, 0.0) * reduction
-            np.maximum(found, table.seconds(index, state, _at(held, column), in_room, paid_s) + pays, out=found)
+            np.maximum(found, table.seconds(index, state, resources[column], in_room, paid_s) + pays, out=found)
         return found
 
     def seen(self, index: int, number: int) -> tuple[float, Array]:
@@ -208,11 +214,6 @@ def _alike_above(states: Sequence[OverlapStates], rows: Sequence[StageBytes]) ->
     for own, above in zip(rules[-2::-1], rules[:0:-1], strict=True):
         found.append(found[-1] + 1 if own == above else 0)
     return found[::-1]
-
-
-def _at(held: Array, column: int) -> Array:
-    found: Array = peaks(held) if column == HIGHEST else held[:, column]
-    return found
 
 
 def _sums_below(values: Sequence[float]) -> list[float]:

@@ -67,6 +67,24 @@ class StageMemory:
         self._always_gathers = np.atleast_1d(self.has_gather.all(axis=0))
         self.backward_peak = self.resting + self.moments[:3].max(axis=(0, 1))
         """The highest own moment in backward, on top of BACKWARD, without what other stages hold beside."""
+        self.forward_peak = self.resting + self.moments[3:].max(axis=(0, 1))
+
+    def summed(self, held: Array, labels: Indices, options: Indices) -> dict[int, Array]:
+        """Return what `resources` are at least of labels with one more stage each below, without inputs and gathers of
+        others, for a part of the time of `extended`.
+
+        `held` is of all labels; each of `labels` gets one of `options`.
+        """
+        reduce_input = self.reduce_input.take(options)
+        highest = peaks(held).take(labels) + self.passing.take(options)
+        np.maximum(highest, held[:, BACKWARD].take(labels) + self.backward_peak.take(options), out=highest)
+        np.maximum(highest, held[:, FORWARD].take(labels) + self.forward_peak.take(options), out=highest)
+        return {
+            HIGHEST: highest,
+            BACKWARD: held[:, BACKWARD].take(labels) + self.backward.take(options),
+            OPTIMIZER: held[:, OPTIMIZER].take(labels) + self.optimizer.take(options),
+            REDUCTION: np.where(reduce_input < 0, held[:, REDUCTION].take(labels), reduce_input),
+        }
 
     def extended(self, held: Array, options: Indices) -> Array:
         """Return the columns of labels with one more stage each below, shape (labels, COLUMNS)."""
@@ -102,6 +120,11 @@ class StageMemory:
         found[:, OPTIMIZER] = held[:, OPTIMIZER] + self.optimizer.take(options)
         found[:, REDUCTION] = np.where(reduce_input < 0, reduction, reduce_input)
         return found
+
+
+def resources(held: Array) -> dict[int, Array]:
+    """Return what stages below need to know of the memory of labels: columns, and at HIGHEST the highest moment."""
+    return {HIGHEST: peaks(held), **{column: held[:, column] for column in (BACKWARD, OPTIMIZER, REDUCTION)}}
 
 
 def peaks(held: Array) -> Array:

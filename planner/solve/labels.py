@@ -49,6 +49,7 @@ from planner.solve.label_memory import (
     most_gathered,
     peaks,
     raise_pending,
+    resources,
 )
 from planner.solve.lagrangian_bound import ChainBound, MemoryEvent, highest_event
 
@@ -243,19 +244,28 @@ class LabelSetting:
             for rank in self.ranks:
                 keep &= rank.bounds.may_fit(index, labels.held[part, rank.columns])
             parent, option = np.nonzero(keep)
-            state_above = above[parent]
-            state = after[state_above, option]
+            for rank, added_s in zip(self.ranks, added, strict=True):
+                if rank.bounds.tables:  # Nearly all that goes they drop, before there are all columns of its memory.
+                    pair = above[parent], option
+                    sums = rank.memory[index].summed(labels.held[part, rank.columns], parent, option)
+                    least_s = labels.seconds[part, rank.place].take(parent) + added_s[pair]
+                    least_s += rank.bounds.seconds_in_room(index, after[pair], sums)
+                    below = least_s < cut_s
+                    left_s = min(left_s, least_s.min(initial=np.inf, where=~below))
+                    parent, option = parent[below], option[below]
+            pair = above[parent], option
+            state = after[pair]
             seconds, held = np.empty((len(parent), len(self.ranks))), np.empty((len(parent), labels.held.shape[1]))
             fitting = np.ones(len(parent), dtype=bool)
             for rank, added_s in zip(self.ranks, added, strict=True):
-                seconds[:, rank.place] = labels.seconds[part, rank.place][parent] + added_s[state_above, option]
-                own = rank.memory[index].extended(labels.held[part, rank.columns][parent], option)
+                seconds[:, rank.place] = labels.seconds[part, rank.place].take(parent) + added_s[pair]
+                own = rank.memory[index].extended(labels.held[part, rank.columns].take(parent, axis=0), option)
                 held[:, rank.columns] = own
                 fitting &= rank.bounds.fits(index, own)
             fits = np.flatnonzero(fitting)
             least_s = np.full(len(fits), -np.inf)
             for rank in self.ranks:
-                below_s = rank.bounds.seconds(index, state[fits], held[fits, rank.columns])
+                below_s = rank.bounds.seconds(index, state[fits], resources(held[fits, rank.columns]))
                 np.maximum(least_s, seconds[fits, rank.place] + below_s, out=least_s)
             below = least_s < cut_s
             left_s, which = min(left_s, least_s.min(initial=np.inf, where=~below)), fits[below]

@@ -15,13 +15,14 @@ holds at the moment; if no stage above reduces, all of them are quiet.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 T = TypeVar("T")
+A = TypeVar("A", bound=NDArray[Any])
 
 
 class StageBytes(NamedTuple):
@@ -66,8 +67,8 @@ def _paid(held: Array, prices: Array, others: Array) -> Array:
 
 
 def least_above(
-    ways: Sequence[T | None], least: Callable[[T, Array], Array], rest: Array | None, quiet: Array | None
-) -> tuple[Array | None, Array | None]:
+    ways: Sequence[T | None], least: Callable[[T, A], A], rest: A | None, quiet: A | None
+) -> tuple[A | None, A | None]:
     """Return the least seconds up to a stage, and those up to it if it and all down to the moment's are quiet.
 
     `ways` are of the stage, in the order of `StageBytes`; `least` gives the least seconds with one of them on top of

@@ -18,7 +18,7 @@ from planner.cost.workload import Workload
 from planner.options.candidate_set import CandidateSet
 from planner.options.dominance import Rows, undominated_rows
 from planner.options.search_space import Space
-from planner.solve.label_memory import NOTHING_PLACED, OPTIMIZER, PEAKS, StageMemory
+from planner.solve.label_memory import HIGHEST, NOTHING_PLACED, OPTIMIZER, PEAKS, StageMemory, resources
 from planner.solve.labels import LabelSetting
 from planner.solve.lagrangian_bound import ChainBound, events_near
 from planner.strategies.registry import strategies_on
@@ -133,7 +133,10 @@ def test_columns_of_a_whole_plan_are_its_peak(graph: ModelGraph, accumulation: i
     picks = tuple(int(random.integers(len(candidates.options[c]))) for c in candidates.stage_classes)
     held = NOTHING_PLACED
     for stage_class, pick in reversed(list(zip(candidates.stage_classes, picks, strict=True))):
-        held = StageMemory(candidates.columns[stage_class], load).extended(held, np.array([pick]))
+        memory, option = StageMemory(candidates.columns[stage_class], load), np.array([pick])
+        sums, held = memory.summed(held, np.zeros(1, dtype=np.intp), option), memory.extended(held, option)
+        assert sums.pop(HIGHEST) <= resources(held).pop(HIGHEST)
+        assert sums == {column: held[:, column] for column in sums}
     highest = max(held[0, PEAKS].max(), held[0, OPTIMIZER]) + load.fixed_bytes
     options = [replace(option, shared=0.0) for option in candidates.picked(picks)]
     assert highest == pytest.approx(peak_memory(options, load).total_bytes, rel=1e-12)
