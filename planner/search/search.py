@@ -42,7 +42,7 @@ from planner.search.simple_plan import simplest
 from planner.solve.core_options import core_of
 from planner.solve.lagrangian_bound import ChainBound, events_near, highest_event
 from planner.solve.misfits import without_misfits
-from planner.solve.solve_candidates import MUCH, Widening, programmed
+from planner.solve.solve_candidates import MUCH, Widening, has_runs, programmed
 from profiler.garbage_collection import without_garbage_collection
 
 MOST_MADE = 1_200_000
@@ -224,8 +224,9 @@ class _Point:
         """Return the point after a piece of work for plans faster than `floor`, a plan if one was found, and the
         labels that were made for it.
 
-        `programs` is whether it gets the integer program first, which has until `ends_at`; `labels` whether more than
-        that, `core` whether that is among few of its options.
+        `programs` is whether it gets the integer program first, which has until `ends_at`, or, where few stages are
+        alike and the program takes long, a beam search, and the program if that finds nothing; `labels` whether more
+        than the program, `core` whether that is among few of its options.
         """
         samples, widening, made = self.chain.load.samples_per_step, self.widening, 0
         if widening is None:
@@ -233,7 +234,8 @@ class _Point:
             if chain is None:
                 return replace(self, bound=0.0, is_over=True), None, made
             chain = core_of(chain) if core else chain
-            plan = programmed(chain.candidates, space, limit_bytes, ends_at) if programs else None
+            beam_first = labels and not has_runs(chain.candidates)
+            plan = programmed(chain.candidates, space, limit_bytes, ends_at) if programs and not beam_first else None
             if not labels:
                 return replace(self, is_over=True), plan, made
             stage = plan.peak.stage if plan else None
@@ -241,6 +243,9 @@ class _Point:
             widening.is_searching, widening.was_searched = programs, programs or self.relaxed
             widening.is_relaxed = self.relaxed
             widening.is_hard = self.above is not None and self.above.is_hard
+            if programs and beam_first:
+                plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)
+                plan = plan or programmed(chain.candidates, space, limit_bytes, ends_at)
         else:
             widening.least_s = max(widening.least_s, samples / self.bound)
             plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)

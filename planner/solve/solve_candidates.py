@@ -13,7 +13,7 @@ such operators.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import groupby, islice
 
 from planner.cost.peak_memory import peak_memory
 from planner.cost.shared_collectives import rest_s
@@ -74,6 +74,12 @@ def programmed(
         limit -= excess
     rest = _without_owners(candidates)
     return programmed(rest, space, limit_bytes, ends_at) if rest else None
+
+
+def has_runs(candidates: CandidateSet) -> bool:
+    """Whether most stages are like a neighbour, so that counting them makes a program small."""
+    classes = candidates.stage_classes
+    return 2 * sum(1 for _ in groupby(classes)) <= len(classes)
 
 
 def _without_owners(candidates: CandidateSet) -> CandidateSet | None:
