@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import garbage
+import huge_pages
 
 FOLDER = "OSDP_TEST_PROGRAMS"
 """Environment variable with the folder of the server's files, which the test run makes."""
@@ -129,6 +130,7 @@ def main(folder: Path, collected: Sequence[str]) -> None:
         warm_workers.collect(collected)
         warm_workers.start_rank_server(folder / RANKS)
         serve(folder, "worker", sys.executable)
+    huge_pages.collapse()
     own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     sys.path[:] = [entry for entry in sys.path if entry not in own]
     serve(folder, "python", str(folder / "python"))

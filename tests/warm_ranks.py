@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import garbage
+import huge_pages
 import quick_torch
 import torch
 import warm_graphs  # noqa: F401
@@ -43,3 +44,4 @@ for strategy in ("replicate", "shard", "group_shard:2", "owner"):
         compile_plan(case.plan(), graph_of("gpt2"), cluster_of(2, 2)),
     )
 garbage.set_aside()
+huge_pages.collapse()

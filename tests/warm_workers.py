@@ -16,6 +16,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import garbage
+import huge_pages
 import pytest
 import ranks
 
@@ -32,6 +33,7 @@ def collect(arguments: Sequence[str]) -> None:
             importlib.import_module(name)
     ranks.HELD.update(ranks.INHERITED)
     garbage.set_aside()
+    huge_pages.collapse()
 
 
 def start_rank_server(address: Path) -> None:
