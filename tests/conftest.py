@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -167,16 +167,34 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if item.path.parent.name == "gloo":
         return (yield)
     if item.path in {Path(__file__).parent / name for name in ALONE}:
-        with ExitStack() as every_core:
-            for number in range(CORES):
-                core = every_core.enter_context(open(Path(os.environ[programs.FOLDER], f"core{number}"), "w"))
-                fcntl.flock(core, fcntl.LOCK_EX)
+        with _held(_cores(), fcntl.LOCK_EX):
             return (yield)
-    for number in itertools.cycle(range(CORES)):
-        with open(Path(os.environ[programs.FOLDER], f"core{number}"), "w") as core, suppress(BlockingIOError):
-            fcntl.flock(core, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for core in itertools.cycle(_cores()):
+        with suppress(BlockingIOError), _held([core], fcntl.LOCK_EX | fcntl.LOCK_NB):
             return (yield)
-        time.sleep(0.02)
+        if core == _cores()[-1]:
+            time.sleep(0.05)
+
+
+@cache
+def _cores() -> list[int]:
+    """Open a file for each core, which whoever computes on it has locked; opened again and again, they take 1 %."""
+    paths = (Path(os.environ[programs.FOLDER], f"core{number}") for number in range(CORES))
+    return [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in paths]
+
+
+@contextmanager
+def _held(cores: Sequence[int], how: int) -> Iterator[None]:
+    """Hold cores; raises BlockingIOError if others do and `how` does not wait."""
+    held = list[int]()
+    try:
+        for core in cores:
+            fcntl.flock(core, how)
+            held.append(core)
+        yield
+    finally:
+        for core in held:
+            fcntl.flock(core, fcntl.LOCK_UN)
 
 
 @cache
