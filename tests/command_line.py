@@ -13,6 +13,8 @@ import pytest
 
 from osdp.cli import main
 from osdp.zoo import model_names
+from planner.options.search_space import Space
+from planner.problem import NO_PINS, Pins
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
@@ -29,6 +31,19 @@ def trace_once(source: ModelSource, *settings: Any) -> ModelGraph:
     if key not in TRACED:
         TRACED[key] = trace_model(source, *settings)
     return TRACED[key]
+
+
+SPACES: dict[int, Space] = {}
+"""Options of those graphs, by identity: half of a search makes them, by cluster, optimizer and micro-batch."""
+
+
+def shared_space(graph: ModelGraph, *, pins: Pins) -> Space:
+    """Stand in for `Space`, of which several searches of one graph with the same pins may share one."""
+    if pins != NO_PINS or all(graph is not one for one in TRACED.values()):
+        return Space(graph, pins=pins)
+    if id(graph) not in SPACES:
+        SPACES[id(graph)] = Space(graph)
+    return SPACES[id(graph)]
 
 
 class Outcome(NamedTuple):
@@ -77,6 +92,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     """Commands in an empty folder, on no rank of a training run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("profiler.trace.trace.trace_model", trace_once)
+    monkeypatch.setattr("planner.search.search.Space", shared_space)
     for name in ("OSDP_TRACEBACK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "100")

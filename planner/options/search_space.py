@@ -90,6 +90,7 @@ class Space:
         self.stage_classes = tuple(order[name] for name in names)
         self.examples = [self.stage_classes.index(stage_class) for stage_class in range(len(order))]
         self._units: dict[tuple[object, ...], UnitCosts] = {}
+        self._clusters: list[Cluster] = []
         self._loads: dict[tuple[object, ...], Workload] = {}
         self._offers: dict[tuple[object, ...], tuple[StageDecision, ...]] = {}
         self.with_slices = cache(self._with_slices)
@@ -144,8 +145,11 @@ class Space:
 
     def known_load(self, load: Workload) -> Workload:
         """Return the first workload that equalled this one: the caches here compare workloads by identity."""
+        cluster, known = load.cluster, self._clusters
+        place = next((i for i, one in enumerate(known) if one is cluster or one == cluster), len(known))
+        known[place:] = known[place:] or [cluster]
         settings = (load.optimizer_name, load.precision, load.micro_batch, load.accumulation)
-        return self._loads.setdefault((id(load.cluster), *settings, load.waits, load.for_uneven), load)
+        return self._loads.setdefault((place, *settings, load.waits, load.for_uneven), load)
 
     def _make_variant(self, stage_class: int, counts: tuple[int, ...]) -> tuple[StagedModel, dict[int, int]]:
         """Return the model with one example's operators split, and for each of its operators the one of this model."""

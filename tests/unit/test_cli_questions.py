@@ -10,6 +10,7 @@ import pytest
 from command_line import Cli
 
 from osdp.planning.plan_file import read_plan
+from planner.options.search_space import Space
 from profiler.byte_sizes import GIB, MIB
 
 TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "2")
@@ -28,7 +29,7 @@ def test_a_frontier_is_printed_with_rows_that_do_not_fit(cli: Cli) -> None:
     assert "does not fit: needs at least 49" in out
 
 
-def test_a_frontier_in_json_has_every_limit(cli: Cli) -> None:
+def test_a_frontier_in_json_has_every_limit(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     told = cli.json(*TINY, "--mem", "100MB,502MB:522MB:20MB")
     assert (told["schema"], told["model"], told["cluster"]) == ("osdp.frontier/1", "gpt2-tiny", "titan-rtx-8")
     rows = told["frontier"]
@@ -40,7 +41,8 @@ def test_a_frontier_in_json_has_every_limit(cli: Cli) -> None:
     # 492.2 MiB of reserve and some of tensors, with the headroom of 1.5 %.
     assert 492.2 * MIB / 0.985 < rows[0]["needed_bytes"] <= 502 * MIB
     assert "which peaks in" in rows[0]["why"]
-    # Each is what a search of its own prints.
+    # Each is what a search of its own prints, with options of its own.
+    monkeypatch.setattr("planner.search.search.Space", Space)
     alone = cli.json(*TINY, "--mem", "502MB", "--best")
     for key in ("micro_batch", "predicted", "choices", "recomputed_blocks", "baselines", "limit_bytes"):
         assert rows[1][key] == alone[key]
