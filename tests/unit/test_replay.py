@@ -74,7 +74,7 @@ def test_alike_blocks_run_once_and_the_first_two_and_the_last_again() -> None:
     assert [seen.indices.count(index) for index in range(BLOCKS)] == [13, 13, *[1] * 5, 13]
 
 
-@pytest.mark.parametrize("case", some([*UNLIKE], 2))
+@pytest.mark.parametrize("case", some([*UNLIKE], 3))
 def test_what_differs_is_not_taken_for_alike(case: str, traced: Traced) -> None:
     quick, whole = traced.both(model_of(UNLIKE[case]))
     assert quick == whole
