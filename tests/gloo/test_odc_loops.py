@@ -116,9 +116,13 @@ def test_uneven_ranks_train_the_mean_over_all_micro_batches() -> None:
     run_ranks(_uneven, 4, [[2, 2, 2, 2], [0, 4, 0, 0], *counts])
 
 
+LONGER = 4 if THOROUGH else 2
+"""Ranks of loops that are longer than the plan, on all ranks alike."""
+
+
 def _plain_accumulation(rank: int) -> None:
     """Accumulate thrice what the plan says, on all ranks: the user's division counts, as under other strategies."""
-    model, reference = osdp("odc:4", (1, 4)), seeded(build)
+    model, reference = osdp(f"odc:{LONGER}", (1, LONGER)), seeded(build)
     optimizer, other = sgd(model), sgd(reference)
     for step in range(3):
         for k in range(3):
@@ -126,7 +130,7 @@ def _plain_accumulation(rank: int) -> None:
             (loss_of(model(*args, **kwargs)) / 3).backward()
         optimizer.step()
         optimizer.zero_grad()
-        step_of(reference, other, [batch for k in range(3) for batch in batches_at(10 * step + k, 4)])
+        step_of(reference, other, [batch for k in range(3) for batch in batches_at(10 * step + k, LONGER)])
     assert_same(model, reference)
 
 
@@ -236,7 +240,7 @@ def test_training_goes_on() -> None:
 
 def _two_optimizers(rank: int) -> None:
     """Train halves of a model by an optimizer each, which meet one after the other."""
-    model, reference = osdp("odc:4", (1, 4), choices={"head": "shard"}), seeded(build)
+    model, reference = osdp(f"odc:{LONGER}", (1, LONGER), choices={"head": "shard"}), seeded(build)
     pairs = []
     for trained in (model, reference):
         parameters = list(trained.parameters())
@@ -245,7 +249,7 @@ def _two_optimizers(rank: int) -> None:
     for step in range(3):
         args, kwargs = batch_of(SAMPLE, rank, step)
         loss_of(model(*args, **kwargs)).backward()
-        mean_loss(reference, batches_at(step, 4)).backward()
+        mean_loss(reference, batches_at(step, LONGER)).backward()
         for pair in pairs:
             for optimizer in pair:
                 optimizer.step()
@@ -260,7 +264,7 @@ def _longer_loops(rank: int) -> None:
 
 
 def test_two_optimizers_and_more_micro_batches_than_planned() -> None:
-    run_ranks(_longer_loops, 4)
+    run_ranks(_longer_loops, LONGER)
 
 
 def _reads(rank: int) -> None:
