@@ -86,6 +86,8 @@ def _multiply_in_fp32(name: str) -> None:
     original = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def product(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if args[1].dtype is not torch.bfloat16:  # nearly every product, and a factor of each
+            return original.call_boxed(keys, *args, **kwargs)
         factors = [one for one in args[:3] if isinstance(one, torch.Tensor)]
         if any(one.dtype is not torch.bfloat16 for one in factors):  # others, and mixed ones, which are refused
             return original.call_boxed(keys, *args, **kwargs)
