@@ -54,9 +54,12 @@ def resized(cluster: Cluster, nodes: int, gpus_per_node: int) -> Cluster:
         raise OsdpError(what, got=f"{nodes} nodes", expected="1 node, or a cluster with an `inter` link", advice=advice)
     found = cluster.with_ranks(nodes, gpus_per_node)
     if cluster.measured and found.gpus_per_node != cluster.gpus_per_node:
-        how = f"{cluster.gpus_per_node} ranks per node, not {gpus_per_node}"
+        ranks = cluster.gpus_per_node
+        how = f"{ranks} rank{'s' * (ranks > 1)} per node, not {gpus_per_node}"
         which = "times of communication" if found.measured else "times"
         derived = f"{which} are derived from the links and rates that were measured so"
+        if cluster.world_size == 1:
+            derived = f"{which} are derived from its file's link, which one rank cannot measure"
         warnings.warn(f"{cluster.name} was measured with {how}: {derived}", stacklevel=3)
     return found
 

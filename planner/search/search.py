@@ -244,8 +244,10 @@ class _Point:
             widening.is_relaxed = self.relaxed
             widening.is_hard = self.above is not None and self.above.is_hard
             if programs and beam_first:
-                plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)
-                plan = plan or programmed(chain.candidates, space, limit_bytes, ends_at)
+                enough_s = samples / floor if floor else float("inf")
+                plan, made = widening.advance(enough_s, most_made)
+                if plan is None and widening.least_s < enough_s:
+                    plan = programmed(chain.candidates, space, limit_bytes, ends_at)
         else:
             widening.least_s = max(widening.least_s, samples / self.bound)
             plan, made = widening.advance(samples / floor if floor else float("inf"), most_made)

@@ -143,10 +143,12 @@ class Cluster:
         Measurements are kept for the same number of ranks per node: otherwise groups lie on other nodes, and other
         ranks share a machine.  What a GPU computes is kept, as each rank has its own.
         """
-        resized = replace(self, nodes=nodes, gpus_per_node=gpus_per_node)
-        if gpus_per_node == self.gpus_per_node or self.measured is None:
-            return resized
-        return replace(resized, ring=(), measured=self.measured.of_one_rank if self.device.kind == "cuda" else None)
+        resized, measured = replace(self, nodes=nodes, gpus_per_node=gpus_per_node), self.measured
+        if measured is not None and (self.world_size == 1 < nodes or gpus_per_node != self.gpus_per_node):
+            measured = measured.of_one_rank
+        if gpus_per_node == self.gpus_per_node:
+            return replace(resized, measured=measured)
+        return replace(resized, ring=(), measured=measured if self.device.kind == "cuda" else None)
 
     def algorithm(self, operation: str, ranks: int, stride: int, size_bytes: float) -> str:
         """Return how the runtime executes a collective: `native` or `ring`."""

@@ -151,9 +151,7 @@ class Measured:
     def of_one_rank(self) -> Measured:
         """What is measured of a rank alone: its calls and its optimizer's steps, and nothing of communication."""
         of_device = self.calls, self.optimizers
-        return Measured(
-            self.date, self.versions, self.repetitions, (), *of_device, unit_overhead_s=None, notes=self.notes
-        )
+        return Measured(self.date, self.versions, self.repetitions, (), *of_device, unit_overhead_s=None)
 
     def overhead_s(self, one_sided: bool) -> float:
         """Return the time of each gather and reduction of a unit beyond its communication."""

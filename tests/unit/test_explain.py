@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from synthetic import MB, chain, cluster, options_of, transformer
 
+from osdp.cli.reports.explain import print_plan_reasons
 from planner.analysis.explain import Alternative, OpenPlan, Target, alternatives, find_target, open_plan, parts
 from planner.cost.workload import Workload
 from planner.options.candidates import StageDecision
@@ -61,6 +63,22 @@ def by_name(changes: list[Alternative]) -> dict[tuple[str, bool | None], Alterna
 
 
 # --- arithmetic by hand ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launch_s", [1e-3, 1e-9])
+def test_what_a_step_takes_where_the_host_gets_ahead_is_told(
+    launch_s: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four layers that take a slow host longer to launch than to compute, below one that takes the device longer."""
+    graph = chain([(1024, 1024)] * 5, [0.1] * 4 + [100.0], [0.001] * 5)
+    view = opened(graph, replace(cluster(gpus=4, launch_s=launch_s), name="slow host"))
+    print_plan_reasons(Console(width=200), view)
+    is_told = "launches ahead of the device" in capsys.readouterr().out
+    assert is_told == (launch_s == 1e-3)
+    if is_told:
+        assert view.step_with_host_ahead_s < 0.99 * view.prediction.step_time_s
+    else:
+        assert view.step_with_host_ahead_s == pytest.approx(view.prediction.step_time_s)
 
 
 def test_deltas_by_hand_without_overlap() -> None:

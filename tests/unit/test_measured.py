@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import chain, cluster, transformer
 
+from osdp.cli.reports.figures import figures_of
+from osdp.profile.profile_diff import compare_profiles
 from planner.analysis.what_if import what_if
 from planner.collectives import collective_s
 from planner.cost.ddp import buckets
@@ -39,7 +42,9 @@ from profiler.cluster.measurements import (
     call_key,
     interpolated,
 )
+from profiler.cluster.read_cluster import read_cluster
 from profiler.model_graph import Parameter, Recompute
+from profiler.yaml_files import write_yaml
 
 
 def curve(
@@ -116,7 +121,7 @@ def test_what_was_measured_holds_for_as_many_ranks_on_a_node_only() -> None:
 def test_what_one_gpu_computes_holds_for_any_number_of_them() -> None:
     """Calls and optimizer, and with them FSDP2's copies from the rates: one GPU alone has measured no units."""
     times = CallTimes("key", "first", (1,), (0.5,), (0.7,), (0.0,))
-    alone = measured(cluster(1, 1), calls=(times,), notes=("a note",))
+    alone = measured(cluster(1, 1), calls=(times,))
     eight = alone.with_ranks(1, 8)
     assert eight.measured == replace(alone.measured, unit_overhead_s=None)  # type: ignore[type-var]
     parameters = [Parameter("w", (64, 64))]
@@ -128,9 +133,29 @@ def test_what_one_gpu_computes_holds_for_any_number_of_them() -> None:
     # Of collectives nothing holds: other ranks share what they share.
     gather = curve("all_gather", 2, (FitSegment(0, 1.0, 0.0),))
     two = replace(measured(cluster(1, 2), collectives=(gather,), calls=(times,)), device=alone.device)
-    assert two.with_ranks(1, 8).measured == replace(eight.measured, notes=())  # type: ignore[type-var]
+    assert two.with_ranks(1, 8).measured == eight.measured
     cores = replace(two, device=replace(two.device, kind="cpu"))
     assert cores.with_ranks(1, 8).measured is None
+    # Ranks that are alone on their nodes have cores of their own, but one alone has measured no units.
+    alone = replace(alone, device=cores.device, inter=alone.intra)
+    assert alone.with_ranks(4, 1).measured == eight.measured
+    # What a file has no measurements of does not hold either.
+    ringed = replace(cluster(1, 1), ring=(RingRule(2, 1, 0.0),))
+    assert ringed.with_ranks(1, 2).ring == ()
+
+
+def test_units_that_were_not_measured_have_no_figure(tmp_path: Path) -> None:
+    times = CallTimes("key", "first", (1,), (0.5,), (0.7,), (0.0,))
+    for overhead_s in (None, 0.0):  # as files of one rank had it before
+        alone = measured(cluster(1, 1), calls=(times,), unit_overhead_s=overhead_s)
+        told = [what for what, *_ in figures_of(alone)]
+        assert "times of operators" in told
+        assert "overhead of an FSDP unit" not in told
+        path = tmp_path / "alone.yaml"
+        write_yaml(path, alone, "measured by hand")
+        assert read_cluster(path) == alone
+        rows = [row for row in compare_profiles(alone, alone) if row.what == "each gather and reduction"]
+        assert len(rows) == (overhead_s is not None)
 
 
 def test_a_reduce_scatter_goes_round_the_ring_from_the_size_where_that_is_faster() -> None:

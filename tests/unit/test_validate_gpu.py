@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
+import validate_gpu  # noqa: E402
 from validation import kernels, one_sided, processes  # noqa: E402
 from validation.check import Check, Finding, Place, skipped  # noqa: E402
 from validation.checks import CHECKS  # noqa: E402
@@ -180,6 +182,26 @@ def test_rates_are_judged_by_their_targets() -> None:
         found = one_sided.judge([*good, bad])
         assert found.passed is False
         assert found.told.startswith("3 of 4 rates reach their targets\n" + bad["contestant"])
+
+
+def test_checks_that_time_nothing_run_at_once_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After the one before them, and before those that time."""
+    both, ran = threading.Barrier(2, timeout=20), list[int]()
+
+    def run_one(one: Check, place: Place, output: Path) -> Finding:
+        if one.times_nothing:
+            both.wait()
+        ran.append(one.number)
+        return Finding(True, "fine")
+
+    monkeypatch.setattr(validate_gpu, "has_room", lambda place: True)
+    monkeypatch.setattr(validate_gpu, "run_one", run_one)
+    chosen = [check(1), check(2, times_nothing=True), check(3), check(4, times_nothing=True)]
+    found = validate_gpu.run_all(chosen, Place("cpu", False, tmp_path), tmp_path)
+    assert set(found) == {1, 2, 3, 4}
+    assert (ran[0], ran[-1], set(ran[1:3])) == (1, 3, {2, 4})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -50,9 +50,9 @@ def _measured_figures(measured: Measured) -> Iterator[tuple[str, str, str]]:
         yield "times of collectives", f"{len(measured.collectives)} fits", f"{how}; within {worst:.0%}"
     if measured.calls:
         yield "times of operators", f"{len(measured.calls)} kinds", how
-    if measured.unit_overhead_s is not None:
-        yield "overhead of an FSDP unit", format_seconds(measured.unit_overhead_s), how
     if measured.collectives:
+        if measured.unit_overhead_s is not None:
+            yield "overhead of an FSDP unit", format_seconds(measured.unit_overhead_s), how
         yield "slowdown while communicating", f"{measured.overlapped_slowdown:.2f} x", how
     for one in measured.optimizers:
         yield f"{one.name}, 100 tensors, 1 GB", format_seconds(one.step_s(100, 1e9)), one.s_per_byte.source

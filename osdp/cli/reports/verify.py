@@ -57,7 +57,8 @@ def _print_allocators(console: Console, found: Verified) -> None:
     note = (
         "Predicted: the dry run's allocations, and cuBLAS workspaces, replayed through a model of the allocator.  What "
         "it releases is cached memory, for a request that would not fit otherwise; the device waits meanwhile.  It "
-        "releases none if it may reserve as much as `none from` says: a larger --headroom leaves it that."
+        "releases none if it may reserve as much as `none from` says; planned with a larger --headroom, a plan needs "
+        "less."
     )
     print_section(console, f"PyTorch's allocator, of {format_bytes(found.allocatable_bytes)}", table, note)
 
