@@ -1,10 +1,10 @@
 """Check and measure OSDP on this machine's GPUs: `python scripts/validate_gpu.py [--only N ...] [--long] [--cpu]`
 
 Each check runs in a process of its own and within its time; those that time nothing run at once on a machine with many
-cores and much GPU memory.  After each, `validate-gpu.json` and `validate-gpu.md` are
-written anew to --output; `check-N.log` there holds all that check N printed.  Exits with 1 if any check failed, with 2
-if there is no GPU.  `--cpu` runs all of them without one: gloo ranks, small models, and kernels on CPU threads; then
-speeds are written down and not judged.
+cores and much GPU memory.  After each, `validate-gpu.json` and `validate-gpu.md` are written anew to --output;
+`check-N.log` there holds all that check N printed.  Exits with 1 if any check failed, with 2 if there is no GPU.
+`--cpu` runs all of them without one: gloo ranks, small models, and kernels on CPU threads; then speeds are written down
+and not judged.
 """
 
 from __future__ import annotations

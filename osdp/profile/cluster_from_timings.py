@@ -21,7 +21,7 @@ from osdp.profile.time_collectives import Line
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster, Device, Launch, Link
 from profiler.cluster.figure import Figure
-from profiler.cluster.measurements import CallTimes, CollectiveTimes, Measured, RingRule, call_key
+from profiler.cluster.measurements import CallTimes, CollectiveTimes, Measured, RingRule, call_key, pass_launch_s
 from profiler.cluster.piecewise_fit import MIN_POINTS, describe, fit
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
@@ -114,11 +114,8 @@ def _launch(found: Findings) -> Launch | None:
         return None
     launches = sum(call.forward.launches + call.backward.launches for call in graph.calls) if graph else 0
     if graph is not None and launches:
-        times = {one.key: one for one in found.model.calls}
-        taken = [times[call_key(graph, call)] for call in graph.calls]
-        seconds = sum(one.forward_launch_s + one.backward_launch_s for one in taken)
         source = f"measured: launching {launches} kernels of {graph.name}, from Python to the driver"
-        kernel_s = Figure(seconds / launches, source)
+        kernel_s = Figure(pass_launch_s(graph, found.model.calls) / launches, source)
     else:
         known = load_cluster(DEFAULT_CLUSTER).launch
         assert known is not None, "the default cluster has GPUs"

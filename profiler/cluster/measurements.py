@@ -177,6 +177,13 @@ def call_key(graph: ModelGraph, call: Call) -> str:
     return sha256(text.encode()).hexdigest()[:16]
 
 
+def pass_launch_s(graph: ModelGraph, times: Sequence[CallTimes]) -> float:
+    """Return the seconds in which the host launches a pass of a model, given the times of all kinds of its calls."""
+    by_key = {one.key: one for one in times}
+    taken = [by_key[call_key(graph, call)] for call in graph.calls]
+    return sum(one.forward_launch_s + one.backward_launch_s for one in taken)
+
+
 def interpolated(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
     """Return the value at a size, linear between neighbours and constant outside."""
     if size <= sizes[0]:

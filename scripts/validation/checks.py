@@ -51,7 +51,7 @@ CHECKS = (
     Check(
         8,
         "memory of one rank of 8 and of 2 x 4, every strategy",
-        "allocated within -1 to +3 %, reserved within the limit, no retries where the replay has none",
+        "allocated within -1 to +3 %, reserved within the limit, no allocation retry",
         memory.check,
         240.0,
         times_nothing=True,

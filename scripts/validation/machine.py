@@ -16,8 +16,7 @@ from profiler.byte_sizes import GIB
 from validation.check import Finding, Place
 
 CORES_AT_ONCE, BYTES_AT_ONCE = 12, 64 * GIB
-"""What checks that run at once need of a machine and of its first GPU: up to four ranks each,
-plans of 10 GiB, and arrays of 2^31 elements."""
+"""What checks at once need of a machine and its first GPU, for ranks, plans of 10 GiB and arrays of 2^31 elements."""
 PACKAGES = ("torch", "osdp-planner", "cupy-cuda13x", "cupy-cuda12x", "numpy", "highspy", "transformers")
 
 

@@ -84,6 +84,7 @@ class Held:
         error = self.predicted_bytes / self.allocated_bytes - 1
         found = outside(f"{case}: predicted / allocated - 1", error, -MOST_TOO_LOW, MOST_TOO_HIGH)
         found += outside(f"{case}: reserved / limit", self.reserved_bytes / self.limit_bytes, 0, 1)
+        found += outside(f"{case}: allocation retries", self.retries, 0, 0)
         within = f"{case}: allocation retries within {self.without_retries_bytes / MIB:.0f} MiB"
         return found + outside(within, self.retries_without, 0, 0)
 

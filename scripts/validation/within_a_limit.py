@@ -22,7 +22,7 @@ from planner.optimizers import fused_name
 from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster, Launch, Link
 from profiler.cluster.figure import Figure
-from profiler.cluster.measurements import Measured, call_key
+from profiler.cluster.measurements import Measured, pass_launch_s
 from profiler.timing.operator_times import measure_calls
 from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan
@@ -43,7 +43,7 @@ CLUSTER, CHIPS = "h100-8", ("H100", "H200")
 LIMIT_BYTES = 8 * GIB
 MOST_OFF = 0.15
 """Of the step as it is predicted for a network that takes no time."""
-STEPS = 5
+STEPS, MICRO_BATCH = 5, 1
 ROOMY = Headroom(share=0.15)
 """Enough for a plan of this model to run without giving cached memory back."""
 LAYERS = 2
@@ -55,45 +55,34 @@ def of_eight(place: Place) -> Finding:
     """Train as rank 0 of 8 with what 8 GB leave the allocator; time it against what is predicted without a network.
 
     Twice: with the headroom that plans have by default, which makes the allocator give cached memory back in every
-    step, and with one that leaves it room.  The latter is judged, as what the former costs is in no prediction.
+    step, and with one that leaves it room.  What the former costs is in no prediction.
     """
     model = "gpt2-tiny" if place.is_dry else "gpt2-1.5b"
     source, machine = load_model(model), load_cluster(CLUSTER)
-    limit_bytes = memory_limit(machine, LIMIT_BYTES)
-    figures, predicted_s = dict[str, Any](), dict[str, tuple[float, float]]()
-    of_device: Cluster | None = None
-    for name, headroom in (("default", default_headroom(machine)), ("roomy", ROOMY)):
-        request = Request(limit_bytes, "fp32", fused_name("adam"), 2 if place.is_dry else 1, headroom=headroom)
+    device = dry_device() if place.is_dry else start_over()
+    measured = of_this_device(machine, model, MICRO_BATCH, device, place)
+    assert measured.launch is not None
+    figures: dict[str, Any] = {field.name: getattr(measured.launch, field.name).value for field in fields(Launch)}
+    limit_bytes, told, complaints = memory_limit(machine, LIMIT_BYTES), list[str](), list[str]()
+    is_known = not place.is_dry and any(chip in torch.cuda.get_device_name() for chip in CHIPS)
+    for name, headroom in (("default headroom", default_headroom(machine)), (f"{ROOMY.share:.0%} headroom", ROOMY)):
+        request = Request(limit_bytes, "fp32", fused_name("adam"), MICRO_BATCH, headroom=headroom)
         planned = plan_model(source, machine, request)
-        view = open_plan(planned.plan, planned.graph, machine)
-        schedule = compile_plan(view.plan, planned.graph, machine)
-        device = dry_device() if place.is_dry else start_over(allocatable_bytes(machine, limit_bytes))
+        schedule = compile_plan(planned.plan, planned.graph, machine)
+        if not place.is_dry:
+            start_over(allocatable_bytes(machine, limit_bytes))
+        view = open_plan(planned.plan, planned.graph, measured)
         with one_rank(script_of(view, source), schedule, device) as step:
             step_s = median_step_s(step, device, 2 if place.is_dry else STEPS)
             found_retries = 0 if place.is_dry else retries_of(step)
-            reserved = 0 if place.is_dry else torch.cuda.max_memory_reserved(device)
-        if not place.is_dry:
-            start_over()
-        of_device = of_device or of_this_device(machine, model, view.plan.micro_batch, device, place)
-        found = open_plan(view.plan, planned.graph, of_device)
-        predicted_s[name] = step_s, found.step_with_host_ahead_s
-        own: dict[str, Any] = {"step_s": step_s, "predicted_s": predicted_s[name][1], "reserved_bytes": reserved}
-        own |= {"retries": found_retries, "recomputed_blocks": len(view.plan.recomputations)}
-        own |= {f"predicted_{term}": seconds for term, seconds in found.prediction.time_by_term.items()}
-        figures[name] = own
-    assert of_device is not None
-    assert of_device.launch is not None
-    figures |= {field.name: getattr(of_device.launch, field.name).value for field in fields(of_device.launch)}
-    told = "; ".join(
-        f"{name} headroom: a step takes {taken:.3f} s, {taken / expected - 1:+.0%} of {expected:.3f} s, "
-        f"{figures[name]['retries']} retries"
-        for name, (taken, expected) in predicted_s.items()
-    )
-    if place.is_dry or not any(chip in torch.cuda.get_device_name() for chip in CHIPS):
-        return judged(f"{told}, which is of another device", [], figures)
-    step_s, expected_s = predicted_s["roomy"]
-    complaints = outside("step / predicted, with room", step_s / expected_s, 1 - MOST_OFF, 1 + MOST_OFF)
-    return judged(told, complaints + outside("retries, with room", figures["roomy"]["retries"], 0, 0), figures)
+        expected_s, terms = view.step_with_host_ahead_s, view.prediction.time_by_term
+        figures[name] = {"step_s": step_s, "predicted_s": expected_s, "retries": found_retries, **terms}
+        figures[name] |= {"recomputed_blocks": len(view.plan.recomputations)}
+        off = f"{step_s / expected_s - 1:+.0%} of {expected_s:.3f} s"
+        told.append(f"{name}: a step takes {step_s:.3f} s, {off}, {found_retries} retries")
+        if is_known:
+            complaints += outside(f"{name}: step / predicted", step_s / expected_s, 1 - MOST_OFF, 1 + MOST_OFF)
+    return judged("; ".join(told) + ("" if is_known else ", which is of another device"), complaints, figures)
 
 
 def retries_of(step: Step) -> int:
@@ -114,13 +103,11 @@ def of_this_device(machine: Cluster, model: str, micro_batch: int, device: torch
     graph = trace_model(source, "fp32", device.type)
     calls = measure_calls(source, graph, device, (micro_batch,), repetitions=2 if place.is_dry else STEPS).calls
     launches = sum(call.forward.launches + call.backward.launches for call in graph.calls)
-    by_key = {one.key: one for one in calls}
-    taken = [by_key[call_key(graph, call)] for call in graph.calls]
-    kernels_s = sum(one.forward_launch_s + one.backward_launch_s for one in taken)
+    kernel_s = pass_launch_s(graph, calls) / launches
     with fake_world(8, 0):
         unit = unit_launch(*launched_stacks_s(Meshes(device.type, 1, 8).mesh(8), 3 * STEPS, device, "fp32"))
     how = "measured: in this check"
-    launch = Launch(Figure(kernels_s / launches, how), Figure(unit.unit_s, how), Figure(unit.tensor_s, how))
+    launch = Launch(Figure(kernel_s, how), Figure(unit.unit_s, how), Figure(unit.tensor_s, how))
     measured = Measured(
         date.today().isoformat(), f"torch {torch.__version__}", STEPS, calls=calls, unit_overhead_s=None
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from dataclasses import replace
 from itertools import count, pairwise, product
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -23,11 +24,11 @@ from planner.options.candidate_set import CandidateSet
 from planner.options.search_space import Space
 from planner.pricing import PricedPlan
 from planner.problem import Task, micro_batches
-from planner.search.least_memory import smallest_plan
+from planner.search.least_memory import smallest_of, smallest_plan
 from planner.search.search import Effort, _Sweep, search
 from planner.solve.counting_ilp import MANY_OPTIONS, SECONDS, CountingProgram, fastest, make_solver, supported
 from planner.solve.lagrangian_bound import ChainBound, events_near
-from planner.solve.solve_candidates import MUCH
+from planner.solve.solve_candidates import MUCH, has_runs, programmed
 from planner.strategies.registry import strategies_on
 from profiler.byte_sizes import whole_mib
 from profiler.cluster.cluster import Cluster
@@ -356,3 +357,25 @@ def test_uneven_blocks_are_told_apart() -> None:
     pairs = zip(space.stage_classes, space.model.stages, strict=True)
     assert len({kind for kind, stage in pairs if stage.block is not None}) == 6
     assert search(Task(graph, cluster(1, 4), 2 * GIB)).gap < 0.01
+
+
+UNLIKE = chain([(512 + 64 * k, 576 + 64 * k) for k in range(8)], [0.5] * 8, [6.0] * 8)
+
+
+@pytest.mark.parametrize(("graph", "solved"), [(transformer(6, 512), [True]), (UNLIKE, [])])
+def test_the_program_comes_first_where_stages_are_alike(
+    graph: ModelGraph, solved: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere a beam of labels finds a plan without it."""
+    noted = list[bool]()
+
+    def programmed_and_noted(*arguments: Any) -> Any:
+        noted.append(has_runs(arguments[0]))
+        return programmed(*arguments)
+
+    monkeypatch.setattr("planner.search.search.programmed", programmed_and_noted)
+    space, machine = Space(graph), cluster(1, 4)
+    smallest = smallest_of(space, [Workload(machine, "adam", "fp32", 1)], float("inf"))
+    found = search(Task(graph, machine, int(1.1 * smallest.peak.total_bytes), micro_batch=1), space=space)
+    assert found.gap < 1e-3
+    assert noted == solved

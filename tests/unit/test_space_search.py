@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -31,11 +30,9 @@ from planner.pricing import PricedPlan, make_plan, priced, space_of
 from planner.problem import Pins, Task
 from planner.search.ddp_search import fastest_replicated
 from planner.search.infeasible import NothingFits
-from planner.search.least_memory import smallest_of
 from planner.search.search import Found, search
 from planner.solve.labels import LabelSetting
 from planner.solve.lagrangian_bound import ChainBound, events_near
-from planner.solve.solve_candidates import has_runs, programmed
 from planner.strategies.notation import parse_choice
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
@@ -486,25 +483,3 @@ def test_a_pin_does_not_make_possible_what_the_search_gave_up() -> None:
         except NothingFits as refused:
             limit = refused.refusal.needed_bytes
     assert search(Task(graph, machine, limit, micro_batch=1)).samples_per_s > 0
-
-
-UNLIKE = chain([(512 + 64 * k, 576 + 64 * k) for k in range(8)], [0.5] * 8, [6.0] * 8)
-
-
-@pytest.mark.parametrize(("graph", "solved"), [(transformer(6, 512), [True]), (UNLIKE, [])])
-def test_the_program_comes_first_where_stages_are_alike(
-    graph: ModelGraph, solved: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Elsewhere a beam of labels finds a plan without it."""
-    noted = list[bool]()
-
-    def programmed_and_noted(*arguments: Any) -> Any:
-        noted.append(has_runs(arguments[0]))
-        return programmed(*arguments)
-
-    monkeypatch.setattr("planner.search.search.programmed", programmed_and_noted)
-    space, machine = Space(graph), cluster(1, 4)
-    smallest = smallest_of(space, [Workload(machine, "adam", "fp32", 1)], float("inf"))
-    found = search(Task(graph, machine, int(1.1 * smallest.peak.total_bytes), micro_batch=1), space=space)
-    assert found.gap < 1e-3
-    assert noted == solved
