@@ -9,8 +9,8 @@ from typing import Any
 
 from osdp.description import Described, read_description
 from osdp.models.user_factory import ExampleInputs, Model, source_of
+from osdp.planning.allocator_headroom import default_headroom, roomier_headroom
 from osdp.planning.clusters import memory_limit
-from osdp.planning.memory_options import default_headroom
 from osdp.planning.rank_grid import DeviceInfo, cluster_of_plan, cluster_of_ranks
 from osdp.planning.request import Request, plan_graph
 from planner.optimizers import optimizer_name
@@ -98,7 +98,7 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
     asked = wish.precision, optimizer, wish.micro_batch, wish.global_batch
     master_weights, imbalance = wish.master_weights or "", wish.expert_imbalance
     options: dict[str, Any] = {"pins": pins, "master_weights": master_weights, "expert_imbalance": imbalance}
-    request = Request(limit_bytes, *asked, headroom=default_headroom(cluster), **options)
+    request = Request(limit_bytes, *asked, default_headroom(cluster), roomier_headroom(cluster), **options)
     name = wish.name or str(getattr(model, "__name__", type(model).__name__))
     source = source_of(model, name, wish.sequence_length, example_inputs)
     graph = trace_model(source, wish.precision, cluster.device.kind, wish.micro_batch, master_weights, imbalance)

@@ -5,7 +5,7 @@
 --mem 6GB:24GB:2GB         a range: start, stop (included, if a step ends there), step
 --mem 6GB:12GB:2GB,24GB    both
 --headroom 512MB           memory that a plan leaves free under the limit
---headroom 5%              likewise, a share of the limit; by default `default_headroom`
+--headroom 5%              likewise, a share of the limit; by default `osdp.planning.allocator_headroom`
 """
 
 import re
@@ -80,14 +80,6 @@ class Headroom:
 
 
 NO_HEADROOM = Headroom()
-ALLOCATOR_HEADROOM = Headroom(share=0.015)
-"""What CUDA's caching allocator needs for fragments with `expandable_segments:True`, beyond the 96 MiB (of
-`titan-rtx-8` 64) that the clusters' files keep for its rounding: derived in docs/benchmarks/allocator.md."""
-
-
-def default_headroom(cluster: Cluster) -> Headroom:
-    """Return what is left free where the user does not say: room for fragments, where there is CUDA's allocator."""
-    return ALLOCATOR_HEADROOM if cluster.device.kind == "cuda" else NO_HEADROOM
 
 
 def parse_headroom(text: str) -> Headroom:

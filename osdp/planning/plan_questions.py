@@ -47,26 +47,26 @@ def plan_frontier(
     rows = []
     for wanted, task in zip(requests, tasks, strict=True):
         point = points[task.limit_bytes]
-        planned = Planned(written(point.found, wanted), graph, point.found, trace_s) if point.found else None
+        planned = Planned(written(point.found, wanted), graph, point.found, wanted, trace_s) if point.found else None
         refusal = explain_refusal(point.refusal, task, wanted) if point.refusal else None
         taken_from_bytes = None if point.taken_from_bytes is None else asked[point.taken_from_bytes]
         rows.append(FrontierRow(wanted, planned, refusal, taken_from_bytes))
     return tuple(rows)
 
 
-def what_if_planned(planned: Planned, request: Request, progress: Progress) -> WhatIf:
+def what_if_planned(planned: Planned, progress: Progress) -> WhatIf:
     """Return what binds a plan that was just found, and what more would buy."""
-    return what_if(task_of(request, planned.graph, planned.cluster), planned.found, progress)
+    return what_if(task_of(planned.request, planned.graph, planned.cluster), planned.found, progress)
 
 
-def dealing_planned(planned: Planned, request: Request, progress: Progress) -> Dealing | None:
+def dealing_planned(planned: Planned, progress: Progress) -> Dealing | None:
     """Return what dealing samples by their cost would buy beside a plan that was just found; None if nobody waits."""
     if planned.plan.waits.per_micro_batch == 1:
         return None
-    task = task_of(request, planned.graph, planned.cluster)
+    task = task_of(planned.request, planned.graph, planned.cluster)
 
     def find(then: Task, space: Space) -> Found:
-        return find_plan(then, request, lambda what, fraction: None, space)
+        return find_plan(then, planned.request, lambda what, fraction: None, space)
 
     return compare_dealing(task, planned.found, find, progress)
 

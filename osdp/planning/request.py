@@ -5,9 +5,12 @@
 Nothing here prints; `osdp.cli` does.
 """
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass, field, replace
 
+from osdp.planning.allocator_headroom import LEAST_SHARE, ROOMY, TIGHT, AllocatorHeadroom
 from osdp.planning.imbalance_option import lasting
 from osdp.planning.memory_options import NO_HEADROOM, Headroom, check_headroom
 from planner.cost.stragglers import BALANCED, Imbalance
@@ -46,6 +49,8 @@ class Request:
     global_batch: int | None = None
     """Samples per step of all ranks; None: one micro-batch per step."""
     headroom: Headroom = NO_HEADROOM
+    roomier: Headroom | None = None
+    """A larger one to have where a step is shorter with it; None: the one above, whatever that costs."""
     pins: tuple[Pin, ...] = ()
     """What every plan of the search has to keep."""
     imbalance: Imbalance = BALANCED
@@ -79,7 +84,11 @@ class Planned:
     graph: ModelGraph
     found: Found
     """The search's result, with the plan that is written."""
+    request: Request
+    """What was asked, with the headroom that the plan has."""
     trace_s: float
+    tighter: Planned | None = None
+    """The plan with less headroom, whose step retries of the allocator make longer than this one's; None: none was."""
 
     @property
     def cluster(self) -> Cluster:
@@ -119,11 +128,43 @@ def plan_graph(
 ) -> Planned:
     """Return the fastest plan within the limit for a model that was traced. Raises OsdpError as `plan_model` does."""
     task = task_of(request, graph, cluster)
+    space = Space(graph, pins=task.pins)
+    began_s, last = time.perf_counter(), 1.0 if request.roomier is None else 0.5
     try:
-        found = find_plan(task, request, progress)
+        found = find_plan(task, request, part_of(progress, 0.0, last), space)
     except NothingFits as refused:
         raise explain_refusal(refused, task, request) from None
-    return Planned(written(found, request), graph, found, trace_s=0.0)
+    planned = Planned(written(found, request), graph, found, request, trace_s=0.0)
+    left_s = request.effort.seconds - (time.perf_counter() - began_s)
+    if request.roomier is None or left_s <= 0 or not would_gain_by_room(planned, request.roomier):
+        return planned
+    effort = replace(request.effort, seconds=left_s)
+    roomier = replace(request, headroom=request.roomier, roomier=None, effort=effort)
+    try:
+        found = find_plan(task_of(roomier, graph, cluster), roomier, part_of(progress, last, 1.0), space)
+    except NothingFits:
+        return planned
+    if samples_with_retries_per_s(found, ROOMY) <= samples_with_retries_per_s(planned.found, TIGHT):
+        return planned
+    return Planned(written(found, roomier), graph, found, roomier, trace_s=0.0, tighter=planned)
+
+
+def would_gain_by_room(planned: Planned, roomier: Headroom) -> bool:
+    """Return whether retries take a share of a plan's step that may be worth a plan with more headroom."""
+    fits = planned.plan.predicted.peak_memory_bytes <= planned.plan.limit_bytes - roomier.of(planned.plan.limit_bytes)
+    return not fits and TIGHT.retries_s >= LEAST_SHARE * planned.plan.predicted.step_time_s
+
+
+def samples_with_retries_per_s(found: Found, headroom: AllocatorHeadroom) -> float:
+    """Return the samples per second of a plan whose step is longer for what the allocator gives back."""
+    load = found.load
+    samples = load.cluster.world_size * load.micro_batch * load.accumulation
+    return samples / (samples / found.samples_per_s + headroom.retries_s)
+
+
+def part_of(progress: Progress, first: float, last: float) -> Progress:
+    """Return the progress of a part of the work, from one share of it to another."""
+    return lambda what, fraction: progress(what, first + (last - first) * fraction)
 
 
 def find_plan(task: Task, request: Request, progress: Progress, space: Space | None = None) -> Found:

@@ -159,6 +159,11 @@ def unit_launch(few_plain_s: float, few_sharded_s: float, plain_s: float, sharde
     return UnitLaunch(max(0.0, many_s - TENSORS * tensor_s), tensor_s)
 
 
+def mean_launch(found: Sequence[UnitLaunch]) -> UnitLaunch:
+    """Return the mean of what was measured at several times."""
+    return UnitLaunch(fmean(one.unit_s for one in found), fmean(one.tensor_s for one in found))
+
+
 def exposed_communication_s(gather_s: float, reduce_s: float, *, on_streams: bool) -> float:
     """Return the seconds of a step's collectives that nothing runs beside."""
     return gather_s + reduce_s if on_streams else UNITS * (2 * gather_s + reduce_s)

@@ -1,7 +1,7 @@
 """One rank's part of `osdp profile`: everything is measured in turn, and put together.
 
     memory -> communication -> rates -> overlap -> units -> what units take of the host
-           -> the model's calls and optimizers -> memory -> Findings
+           -> the model's calls and optimizers -> what units take of the host, again -> memory -> Findings
 
 One rank alone has no communication: overlap and units are not measured either, and its link is that of the cluster at
 hand, as an assumption.  On a CPU nothing takes of the host but the computing.
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from osdp.planning.clusters import DEFAULT_CLUSTER, load_cluster
 from osdp.planning.rank_grid import cluster_at_hand, grid
-from osdp.profile.fsdp_overhead import UnitLaunch, UnitTimes, measure_unit_launch, measure_units
+from osdp.profile.fsdp_overhead import UnitLaunch, UnitTimes, mean_launch, measure_unit_launch, measure_units
 from osdp.profile.time_collectives import SIZES_BYTES, Request, Timings, collective_times, measure_rounds
 from planner.problem import Progress
 from planner.strategies.unit_collectives import padded_rows
@@ -137,13 +137,16 @@ def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Finding
         overlap = measure_overlap(middle_size_bytes(times, dist.get_world_size()), repetitions, device)
         progress("measuring units", 0.7)
         unit = measure_units(times, nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
-    unit_launch = None
+    units_launched: list[UnitLaunch] = []  # before and after the rest, as a host changes its speed within seconds
+    again = partial(measure_unit_launch, nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
     if device.type == "cuda":
         progress("measuring the host", 0.74)
-        taken = UNIT_REPETITIONS * repetitions
-        unit_launch = measure_unit_launch(nodes, ranks_per_node, taken, device, wanted.precision)
+        units_launched.append(again(wanted.precision))
     source = wanted.model
     graph, model = (None, ModelTimes()) if source is None else measure_model(wanted, source, device, progress)
+    if device.type == "cuda":
+        progress("measuring the host again", 0.97)
+        units_launched.append(again(wanted.precision))
     backend = "NCCL" if wanted.device == "cuda" else "gloo"
     return Findings(
         device_type=wanted.device,
@@ -158,7 +161,7 @@ def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Finding
         times=times,
         overlap=overlap,
         unit=unit,
-        unit_launch=unit_launch,
+        unit_launch=mean_launch(units_launched) if units_launched else None,
         graph=graph,
         model=model,
         link=_assumed_link() if is_alone else None,

@@ -9,8 +9,8 @@ import time
 import warnings
 
 from osdp.compat.seed_groups import grouped_strategy
+from osdp.planning.allocator_headroom import default_headroom, roomier_headroom
 from osdp.planning.clusters import memory_limit
-from osdp.planning.memory_options import default_headroom
 from osdp.planning.rank_grid import cluster_of_plan, cluster_of_ranks, grid
 from osdp.planning.request import Request, plan_model
 from osdp.training.config import TrainConfig
@@ -63,8 +63,8 @@ def _planned(job: Job) -> Plan:
     config = _with_samples_kept(job, cluster.world_size)
     limit_bytes = memory_limit(cluster, None if config.mem is None else parse_bytes(config.mem))
     masters, batches = config.master_weights or "", (config.batch, config.global_batch)
-    free = default_headroom(cluster)
-    request = Request(limit_bytes, config.precision, job.optimizer, *batches, free, master_weights=masters)
+    free = default_headroom(cluster), roomier_headroom(cluster)
+    request = Request(limit_bytes, config.precision, job.optimizer, *batches, *free, master_weights=masters)
     if config.fsdp_type == "OSDP":
         return plan_model(job.source, cluster, request).plan
     if config.batch is None:

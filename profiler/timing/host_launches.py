@@ -7,7 +7,6 @@ half as long again and more: every operator has hooks, and the backward's thread
 from __future__ import annotations
 
 import time
-from statistics import median
 
 import torch
 from torch import nn
@@ -20,10 +19,10 @@ from profiler.trace.metered_pass import find_loss
 WARM_UP = 2
 
 
-def host_launch_s(module: nn.Module, inputs: Inputs, device: torch.device, repetitions: int) -> float | None:
-    """Return the median of the seconds until a pass is launched, or computed by a device that is the host itself.
+def host_launches_s(module: nn.Module, inputs: Inputs, device: torch.device, repetitions: int) -> list[float]:
+    """Return, of so many passes, the seconds until each is launched, or computed by a device that is the host itself.
 
-    Modules return what they do under a plan (`profiler.alias_outputs`).  None where the device has no room for the
+    Modules return what they do under a plan (`profiler.alias_outputs`).  Empty where the device has no room for the
     activations and gradients of the whole model.  Parameters have no gradients afterwards.
     """
     seconds = []
@@ -37,8 +36,8 @@ def host_launch_s(module: nn.Module, inputs: Inputs, device: torch.device, repet
                 seconds.append(time.perf_counter() - began_s)
                 module.zero_grad()
     except torch.OutOfMemoryError:
-        return None
+        return []
     finally:
         module.zero_grad()
         synchronize(device)
-    return median(seconds[WARM_UP:])
+    return seconds[WARM_UP:]

@@ -25,7 +25,7 @@ from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.timing.blockwise_pass import PassError, PassTimes, run_blockwise
 from profiler.timing.device_queue import clock_of
-from profiler.timing.host_launches import host_launch_s
+from profiler.timing.host_launches import host_launches_s
 from profiler.timing.shared_weights import build, real_inputs, shared_weights
 from profiler.timing.stopwatch import Clock
 from profiler.trace.dataless_device import training
@@ -78,7 +78,9 @@ def measure_calls(
     with weights, training(module), random_numbers:
         bench = _Bench(module, source, graph, device, clock or clock_of(device))
         done, passes, points, is_host_bound = 0, len(sizes) * (1 + warm_up + repetitions), [], False
+        launched_s: list[float] = []  # at several times, as a host changes its speed within seconds
         for size in sizes:
+            launched_s += bench.launched_s(sizes[0], repetitions)
             bench.feed(size)
             runs: list[PassTimes] = []
             for _ in range(1 + warm_up + repetitions):
@@ -88,8 +90,7 @@ def measure_calls(
                 progress(done, passes)
             points.append(_point(graph, size, runs[0], runs[1 + warm_up :]))
             is_host_bound = is_host_bound or any(run.is_host_bound for run in runs[1 + warm_up :])
-        bench.feed(sizes[0])
-        launched_s = bench.launched_s(repetitions)
+        launched_s += bench.launched_s(sizes[0], repetitions)
     names: dict[str, str] = {}
     for call in graph.calls:
         names.setdefault(call_key(graph, call), f"{graph.name} {graph.operators[call.operator].name}")
@@ -98,7 +99,9 @@ def measure_calls(
         forward_s, backward_s, saved_bytes, *launches_s = zip(*(figures[key] for figures, _ in points), strict=True)
         # The host's time does not depend on the micro-batch; the least is what it took while nothing held it up.
         calls.append(CallTimes(key, name, sizes, forward_s, backward_s, saved_bytes, *map(min, launches_s)))
-    calls = unwatched(calls, [call_key(graph, call) for call in graph.calls], launched_s)
+    calls = unwatched(
+        calls, [call_key(graph, call) for call in graph.calls], median(launched_s) if launched_s else None
+    )
     disagreement = tuple(one for _, one in points)
     return ComputeTimes(tuple(calls), disagreement, bool(bench.blocks) or not graph.blocks, is_host_bound)
 
@@ -147,11 +150,12 @@ class _Bench:
         self.blocks = set()
         return self.run(count_saved)
 
-    def launched_s(self, repetitions: int) -> float | None:
-        """Return the seconds in which the host launches a whole pass; None: it computes itself, or there is no room."""
+    def launched_s(self, micro_batch: int, repetitions: int) -> list[float]:
+        """Return the seconds in which the host launches whole passes; none: it computes itself, or there is no room."""
         if not self._clock.is_behind_host:
-            return None
-        return host_launch_s(self._module, self._inputs, self._device, repetitions)
+            return []
+        self.feed(micro_batch)
+        return host_launches_s(self._module, self._inputs, self._device, repetitions)
 
     def _explain(self, failure: PassError) -> OsdpError:
         error = failure.__cause__ or failure

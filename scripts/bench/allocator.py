@@ -21,8 +21,9 @@ from typing import Any
 
 from _shared import GIB, MIB
 
+from osdp.planning.allocator_headroom import default_headroom
 from osdp.planning.clusters import allocatable_bytes, workspaces_bytes
-from osdp.planning.memory_options import NO_HEADROOM, Headroom, default_headroom
+from osdp.planning.memory_options import NO_HEADROOM, Headroom
 from osdp.planning.request import BEST, Request, plan_graph
 from osdp.planning.verify import rehearse
 from osdp.zoo import load_cluster, load_model

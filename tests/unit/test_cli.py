@@ -16,8 +16,8 @@ import torch
 from command_line import Cli, Outcome
 
 import osdp.planning.request
+from osdp.planning.allocator_headroom import default_headroom
 from osdp.planning.clusters import memory_limit
-from osdp.planning.memory_options import default_headroom
 from osdp.planning.plan_file import read_plan, write_plan
 from osdp.zoo import load_cluster, load_model
 from profiler.byte_sizes import GIB

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import cluster, transformer
 
+from osdp.planning.allocator_headroom import default_headroom
 from osdp.planning.clusters import allocatable_bytes, load_cluster, workspaces_bytes
-from osdp.planning.memory_options import NO_HEADROOM, Headroom, check_headroom, default_headroom, parse_headroom
+from osdp.planning.memory_options import NO_HEADROOM, Headroom, check_headroom, parse_headroom
 from osdp.planning.plan_file import read_plan, write_plan
 from osdp.planning.request import Request, task_of, written
 from planner.analysis.explain import alternatives, find_target, open_plan

@@ -21,7 +21,7 @@ from osdp.cli.reports.figures import bar, figures_of, format_count, format_param
 from osdp.cli.reports.plan import Circumstances, print_plan
 from osdp.cli.reports.plan_json import plan_object
 from osdp.cli.reports.rows import plan_rows, short_names
-from osdp.planning.request import Planned
+from osdp.planning.request import Planned, Request
 from planner.analysis.explain import OpenPlan, find_target, open_plan
 from planner.cost.workload import Workload
 from planner.options.candidates import StageDecision
@@ -86,7 +86,7 @@ def planned_by_hand(graph: ModelGraph | None = None, recomputed: int = 4, limit_
         points=3,
         search_s=0.25,
     )
-    return Planned(plan, graph, found, trace_s=0.5)
+    return Planned(plan, graph, found, Request(limit_bytes), trace_s=0.5)
 
 
 def plan_text(planned: Planned, around: Circumstances | None = None, width: int = WIDTH) -> str:

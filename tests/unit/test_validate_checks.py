@@ -85,11 +85,21 @@ def test_memory_out_of_bounds_fails(changed: dict[str, int]) -> None:
     assert len(replace(HELD, **changed).complaints(CASE)) == 1
 
 
-@pytest.mark.parametrize("changed", [{"retries": 1}, {"retries_without": 1}])
-def test_an_allocation_retry_fails(changed: dict[str, int]) -> None:
-    (complaint,) = replace(HELD, **changed).complaints(CASE)
+def test_an_allocation_retry_fails_where_none_is_predicted() -> None:
+    (complaint,) = replace(HELD, retries_without=0.5).complaints(CASE)
     assert "shard" in complaint
     assert "retries" in complaint
+
+
+@pytest.mark.parametrize(("retries", "passes"), [((2, 4), True), ((2.5, 4), False)])
+def test_plans_that_fill_their_limits_have_as_many_retries_as_the_planner_counts(
+    retries: tuple[float, float], passes: bool
+) -> None:
+    bf16 = replace(CASE, precision="bf16")
+    found = dict(zip((CASE, bf16), (replace(HELD, retries=one) for one in retries), strict=True))
+    judged_so = memory.summary([CASE, bf16], found, [])
+    assert judged_so.passed is passes
+    assert f"{sum(retries) / 2:.1f} retries of a step" in judged_so.told
 
 
 def test_a_case_that_raises_keeps_no_other_from_being_run(monkeypatch: pytest.MonkeyPatch) -> None:

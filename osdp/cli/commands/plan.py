@@ -60,9 +60,10 @@ def plan(
     quiet: options.Quiet = False,
 ) -> None:
     """Find the fastest plan within a memory limit."""
+    from osdp.planning.allocator_headroom import default_headroom, roomier_headroom
     from osdp.planning.clusters import choose_cluster
     from osdp.planning.imbalance_option import read_imbalance
-    from osdp.planning.memory_options import default_headroom, parse_headroom, parse_limits
+    from osdp.planning.memory_options import parse_headroom, parse_limits
     from osdp.planning.request import Request
     from osdp.zoo import load_model
     from planner.cost.stragglers import BALANCED
@@ -90,6 +91,7 @@ def plan(
         batch,
         global_batch,
         headroom=default_headroom(target) if headroom is None else parse_headroom(headroom),
+        roomier=roomier_headroom(target) if headroom is None else None,
         pins=tuple(parse_pin(text) for text in pin or ()),
         imbalance=BALANCED if imbalance is None else read_imbalance(imbalance),
         imbalance_as_given=imbalance or "",
@@ -251,8 +253,8 @@ def _plan_one(task: _PlanTask, what_if: bool) -> None:
 
     with progress_bar() as progress:
         planned = plan_model(task.source, task.cluster, task.request, progress)
-        more = what_if_planned(planned, task.request, progress) if what_if else None
-        dealing = dealing_planned(planned, task.request, progress)
+        more = what_if_planned(planned, progress) if what_if else None
+        dealing = dealing_planned(planned, progress)
     if task.output is not None:
         from osdp.planning.plan_file import write_plan
 

@@ -1,0 +1,144 @@
+"""More headroom, where what the allocator gives back would make a step longer than what a plan loses by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+from synthetic import cluster, transformer
+
+from osdp.cli.reports.plan import Circumstances, print_plan
+from osdp.planning import request as planning
+from osdp.planning.allocator_headroom import RETRY_S, ROOMY, TIGHT, default_headroom, roomier_headroom
+from osdp.planning.clusters import load_cluster
+from osdp.planning.memory_options import Headroom
+from osdp.planning.request import Planned, Request, part_of, plan_graph
+from planner.search.search import Effort
+from profiler.byte_sizes import MIB
+from profiler.model_graph import ModelGraph
+
+MACHINE = cluster(1, 4)
+
+
+@cache
+def graph(hidden: int = 512) -> ModelGraph:
+    return transformer(4, hidden)
+
+
+def planned(headroom: Headroom, roomier: Headroom | None = None, limit_bytes: int = 700 * MIB, **how: Any) -> Planned:
+    return plan_graph(graph(), MACHINE, Request(limit_bytes, headroom=headroom, roomier=roomier, **how))
+
+
+def report(found: Planned) -> str:
+    """Return what is printed, in one line."""
+    target = Console(file=StringIO(), width=200)
+    print_plan(target, found, Circumstances(1.0))
+    text = target.file
+    assert isinstance(text, StringIO)
+    return " ".join(text.getvalue().split())
+
+
+def samples_per_s(found: Planned, retries: float) -> float:
+    """Return what is compared, from the written plan."""
+    plan = found.plan
+    samples = MACHINE.world_size * plan.micro_batch * plan.accumulation
+    return samples / (plan.predicted.step_time_s + retries * RETRY_S)
+
+
+def test_what_is_left_free_is_what_a_cuda_allocator_needs() -> None:
+    gpus, cpus = load_cluster("h100-8"), load_cluster("cpu-gloo")
+    assert (default_headroom(gpus), roomier_headroom(gpus)) == (Headroom(share=0.015), Headroom(share=0.15))
+    assert (default_headroom(cpus), roomier_headroom(cpus)) == (Headroom(), None)
+
+
+@pytest.mark.parametrize("limit_mib", [400, 500, 600, 700, 900, 1300, 40_000])
+def test_the_plan_is_the_faster_one_of_two_when_retries_are_counted(limit_mib: int) -> None:
+    limit_bytes = limit_mib * MIB
+    tight, roomy = (planned(one.headroom, limit_bytes=limit_bytes) for one in (TIGHT, ROOMY))
+    taken = planned(TIGHT.headroom, ROOMY.headroom, limit_bytes)
+    fits = tight.plan.predicted.peak_memory_bytes <= roomy.plan.usable_bytes
+    is_long = TIGHT.retries * RETRY_S < 0.02 * tight.plan.predicted.step_time_s
+    loses = samples_per_s(roomy, 0.7) <= samples_per_s(tight, 3.0)
+    expected = tight if fits or is_long or loses else roomy
+    assert (taken.plan.choices, taken.plan.predicted) == (expected.plan.choices, expected.plan.predicted)
+    assert taken.plan.headroom_bytes == expected.plan.headroom_bytes
+    assert taken.request.headroom_bytes == taken.plan.headroom_bytes
+    assert (taken.tighter is not None) == (expected is roomy)
+
+
+def test_both_are_taken_somewhere() -> None:
+    """So that the test above compares something."""
+    found = [planned(TIGHT.headroom, ROOMY.headroom, limit * MIB).tighter for limit in (700, 40_000)]
+    assert [one is not None for one in found] == [True, False]
+
+
+def test_a_long_step_is_not_searched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = []
+    monkeypatch.setattr(planning, "find_plan", lambda *args: searches.append(args) or planning_find(*args))
+    slow = replace(MACHINE, device=replace(MACHINE.device, matmul_efficiency=slowed(MACHINE.device.matmul_efficiency)))
+    request = Request(700 * MIB, headroom=TIGHT.headroom, roomier=ROOMY.headroom)
+    assert plan_graph(graph(), slow, request).plan.predicted.step_time_s > 1.5
+    assert len(searches) == 1
+    plan_graph(graph(), MACHINE, request)
+    assert len(searches) == 3
+
+
+planning_find = planning.find_plan
+
+
+def slowed(figure: Any) -> Any:
+    return replace(figure, value=figure.value / 2000)
+
+
+def test_what_does_not_fit_with_more_headroom_is_planned_with_less() -> None:
+    least = next(mib for mib in range(100, 2000, 5) if fits(mib))
+    taken = planned(TIGHT.headroom, ROOMY.headroom, least * MIB)
+    assert taken.plan.headroom_bytes == TIGHT.headroom.of(least * MIB)
+    assert taken.tighter is None
+
+
+def fits(limit_mib: int) -> bool:
+    try:
+        planned(TIGHT.headroom, limit_bytes=limit_mib * MIB)
+    except planning.NothingFits:
+        return False
+    return True
+
+
+def test_a_time_budget_is_of_both_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(
+        planning, "find_plan", lambda task, wish, *args: given.append(wish.effort) or planning_find(task, wish, *args)
+    )
+    planned(TIGHT.headroom, ROOMY.headroom, effort=Effort(seconds=60.0))
+    first, second = given
+    assert first.seconds == 60.0
+    assert 0 < second.seconds < 60.0
+    planned(TIGHT.headroom, ROOMY.headroom, effort=Effort(seconds=1e-6))
+    assert len(given) == 3
+
+
+def test_progress_goes_on_from_one_search_to_the_next() -> None:
+    told: list[float] = []
+    plan_graph(
+        graph(),
+        MACHINE,
+        Request(700 * MIB, headroom=TIGHT.headroom, roomier=ROOMY.headroom),
+        lambda what, fraction: told.append(fraction),
+    )
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    part_of(lambda what, fraction: told.append(fraction), 0.5, 1.0)("half of the second half", 0.5)
+    assert told[-1] == 0.75
+
+
+def test_the_report_says_why_there_is_more_headroom() -> None:
+    taken, tight = planned(TIGHT.headroom, ROOMY.headroom), planned(TIGHT.headroom)
+    text = report(taken)
+    assert "headroom 105.0 MiB, because with 10.5 MiB" in text
+    assert f"{samples_per_s(taken, 0.7):.4g} samples/s against {samples_per_s(tight, 3.0):.4g}" in text
+    assert "because with" not in report(tight)
