@@ -61,33 +61,57 @@ def run_sizes(
             passes[FOURTH] = runner.run(FOURTH)
         with suppress(ModelError):
             passes[SINGLE] = runner.run(SINGLE)
-    again: dict[Recompute, dict[int, Pass]] = {Recompute.EVERYTHING: {}, Recompute.SELECTIVE: {}}
-    failures = dict[Recompute, str]()
-    if runner.blocks and trains(module):
-        # Two sizes give a line, on which the third has been seen to be; where there is none, all are needed.
-        left_out = {SIZES[-1], SINGLE} if others and FOURTH not in passes else set[int]()
-        needed = {size: one for size, one in passes.items() if size not in left_out}
-        for how in again:
-            try:
-                again[how] = {size: runner.run(size, one, how) for size, one in needed.items()}
-                if not again[how][first].leaves_nothing:  # its first use imports modules, which hold on to frames
-                    again[how][first] = runner.run(first, passes[first], how)
-            except ModelError as error:
-                failures[how] = error.got or error.what
-                break
+    recomputed, failures = _run_recomputed(runner, passes) if runner.blocks and trains(module) else ({}, {})
     apart = dict[Recompute, dict[int, Pass]]()
     if any(execution.handover.is_shared for execution in passes[first].executions):
         with suppress(ModelError):  # all or none, as they are compared
-            apart = {
-                how: {size: runner.run(size, passes[size] if how else None, how, one) for size, one in bounded.items()}
-                for how, bounded in ((Recompute.NOTHING, passes), *again.items())
-            }
+            apart = _run_apart(runner, {Recompute.NOTHING: passes, **recomputed})
     skipped: set[str] = set()
     if device.data.assumptions:
         with suppress(ModelError):
             skipped = runner.names(passes[first]) - runner.names(runner.run_alike(first))
-    recomputed, selective = again.values()
-    return Runs(runner.groups, passes, recomputed, selective, apart, runner.finer, skipped, failures)
+    everything, selective = (recomputed.get(how, {}) for how in (Recompute.EVERYTHING, Recompute.SELECTIVE))
+    return Runs(runner.groups, passes, everything, selective, apart, runner.finer, skipped, failures)
+
+
+Recomputed = dict[Recompute, dict[int, Pass]]
+"""Passes by what of every block is recomputed, and by micro-batch."""
+
+
+def _run_recomputed(runner: _Runner, passes: Mapping[int, Pass]) -> tuple[Recomputed, dict[Recompute, str]]:
+    """Run passes in which blocks are recomputed, given those in which they are not; return them and what failed why.
+
+    All of a micro-batch follow each other: what a model keeps has the size that the next pass finds again.
+    """
+    kinds = [Recompute.EVERYTHING, Recompute.SELECTIVE]
+    found: Recomputed = {how: {} for how in kinds}
+    failures = dict[Recompute, str]()
+    first, *_ = passes
+    # Two sizes give a line, on which the third has been seen to be; where there is none, all are needed.
+    left_out = {SIZES[-1], SINGLE} if len(passes) > 1 and FOURTH not in passes else set[int]()
+    for size in (size for size in passes if size not in left_out):
+        for how in kinds:
+            try:
+                one = runner.run(size, passes[size], how)
+                if size == first and not one.leaves_nothing:  # its first use imports modules, which hold on to frames
+                    one = runner.run(size, passes[size], how)
+            except ModelError as error:
+                failures[how] = error.got or error.what
+                kinds = kinds[: kinds.index(how)]
+                break
+            found[how][size] = one
+    return {how: found[how] for how in kinds}, failures
+
+
+def _run_apart(runner: _Runner, bounded: Recomputed) -> Recomputed:
+    """Run the same passes with gradients that leave blocks one by one.  Raises OsdpError."""
+    found: Recomputed = {how: {} for how in bounded}
+    kept = bounded[Recompute.NOTHING]
+    for size in kept:
+        for how, passes in bounded.items():
+            if size in passes:
+                found[how][size] = runner.run(size, kept[size] if how else None, how, passes[size])
+    return found
 
 
 class _Runner:
