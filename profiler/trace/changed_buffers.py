@@ -15,6 +15,7 @@ def buffer_states(block: nn.Module) -> dict[BufferSite, tuple[int, int, int, int
     return {
         (module, name): (id(buffer), buffer.untyped_storage()._cdata, buffer._version, buffer.nbytes)
         for module in block.modules()
+        if module._buffers  # few have any, and `named_buffers` takes long to find none
         for name, buffer in module.named_buffers(recurse=False)
     }
 

@@ -139,7 +139,10 @@ def making(device: DatalessDevice) -> Iterator[None]:
 def without_logs() -> Iterator[None]:
     """Have libraries log errors only: what they advise is for a training, not for a trace of it."""
     before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
+    if before >= logging.WARNING:  # either call goes through all loggers there are
+        yield
+        return
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:

@@ -334,4 +334,12 @@ def _effects_of(op: OpOverload) -> _Effects:
 def has_data(tensor: Tensor) -> bool:
     """Return whether a tensor is a real one, with values of its own."""
     # In this order: a fake tensor asks every dispatch mode for its device.
-    return getattr(tensor, "fake_mode", None) is None and not tensor.is_meta
+    return not _is_fake(tensor) and not tensor.is_meta
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    # Most are plain: to look for an attribute that is missing takes longer than all else here.
+    return type(tensor) not in _PLAIN and getattr(tensor, "fake_mode", None) is not None
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)

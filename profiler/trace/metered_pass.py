@@ -160,7 +160,8 @@ def _run_step(module: nn.Module, inputs: Inputs, device: DatalessDevice, meter: 
         if loss is None:
             ledger.end_forward()
         else:
-            note_shared(loss)
+            if not options.recompute and not options.bounded:  # the others are run for what these say
+                note_shared(loss)
             ledger.turn(loss)
             loss.backward()  # type: ignore[no-untyped-call]
         meter.finish()

@@ -31,9 +31,9 @@ _OVERWRITE = {f"aten::{name}_" for name in ("zero", "fill", "copy", "bernoulli",
 _SAME = {aten._unsafe_view.default: aten.view.default}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """How the meter treats one op overload."""
+    """How the meter treats one op overload.  There is one of each (`describe`), which is its own key."""
 
     passive: bool
     """A view or a query: allocates nothing, costs nothing."""

@@ -148,7 +148,9 @@ class Meter(UncompiledMode):
             if operator is not None:
                 self._running[operator] += 1
                 if not ledger.in_backward:
-                    (ledger.late.discard if needs_gradient(_tensors((args, kwargs))) else ledger.late.add)(operator)
+                    with torch._C.DisableTorchFunction():
+                        needed = needs_gradient(_handed(args, kwargs))
+                    (ledger.late.discard if needed else ledger.late.add)(operator)
                     self._entered = (operator, next_number())  # the next op starts a call of it
             try:
                 return run(*args, **kwargs)
@@ -166,17 +168,21 @@ class Meter(UncompiledMode):
 
     def _run_block(self, path: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, or a stand-in."""
-        execution = self.ledger.enter_block(path, _tensors((args, kwargs)))
+        # Modes for functions are not for the meter's own questions of tensors.
+        with torch._C.DisableTorchFunction():
+            execution = self.ledger.enter_block(path, _handed(args, kwargs))
         run = functools.partial(self._checkpointed if self._recompute else self._watching_buffers, inner, execution)
         if path in self._repeated:
             return run(*args, **kwargs)
         assert self.ledger.block is not None
         bounded = self._bounded[self.ledger.block].handover if self._bounded else None
-        args, kwargs = execution.handover.hand(args, kwargs, bounded)
-        if (replayed := self._stand_ins.executions.get(self.ledger.block)) is not None:
-            return self._stand_in(execution, replayed)
+        with torch._C.DisableTorchFunction():
+            args, kwargs = execution.handover.hand(args, kwargs, bounded)
+            if (replayed := self._stand_ins.executions.get(self.ledger.block)) is not None:
+                return self._stand_in(execution, replayed)
         out = run(*args, **kwargs)
-        execution.made = self.ledger.storages_of(execution.handover.returned(out, self._is_made))
+        with torch._C.DisableTorchFunction():
+            execution.made = self.ledger.storages_of(execution.handover.returned(out, self._is_made))
         return out
 
     def _run_around(self, operator: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -274,9 +280,10 @@ class Meter(UncompiledMode):
 
     def finish(self) -> None:
         """Drop the parameter gradients that are left."""
-        for parameters in self._parameters:
-            for parameter in parameters:
-                parameter.grad = None
+        with torch._C.DisableTorchFunction():
+            for parameters in self._parameters:
+                for parameter in parameters:
+                    parameter.grad = None
 
     # --- ops --------------------------------------------------------------------------------------
 
@@ -315,7 +322,7 @@ class Meter(UncompiledMode):
         return out
 
     def _measure(self, func: OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        description: list[Any] = [func]
+        description: list[Any] = [op]
         tensors: list[Tensor] = []
         for arg in args:
             _read(arg, description, tensors)
@@ -445,6 +452,12 @@ class Meter(UncompiledMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _handed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors in arguments, of which nearly all modules take nothing else."""
+    values = [*args, *kwargs.values()]
+    return values if all(isinstance(value, Tensor) for value in values) else _tensors(values)
 
 
 def _read(value: Any, description: list[Any], tensors: list[Tensor]) -> None:
