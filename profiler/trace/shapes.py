@@ -121,6 +121,27 @@ def _layer_norm_backward(grad: Tensor, x: Tensor, shape: Sequence[int], *rest: A
     return [contiguous(sizes, x.dtype) if needed else None for sizes, needed in wanted]
 
 
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, train: bool, *_: Any
+) -> Layouts | None:
+    dtypes = {one.dtype for one in (weight, bias, mean, var) if one is not None} or {x.dtype}
+    alike = dtypes == {x.dtype} and x.dtype in (torch.float32, torch.float64)
+    mixed = dtypes == {torch.float32} and x.dtype == torch.bfloat16
+    if not train or not _is_row_major(x) or not (alike or mixed):
+        return None
+    statistics = contiguous(x.shape[1:2], *dtypes)
+    return [contiguous(x.shape, x.dtype), statistics, statistics]
+
+
+def _batch_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> Layouts | None:
+    *_, train, _, (needed, *of_parameters) = rest
+    is_plain = train and needed and _is_row_major(grad, x) and grad.dtype == x.dtype
+    if not is_plain or (weight is None and any(of_parameters)):
+        return None
+    channels = None if weight is None else contiguous(x.shape[1:2], weight.dtype)
+    return [contiguous(x.shape, x.dtype), *(channels if needed else None for needed in of_parameters)]
+
+
 # --- attention ------------------------------------------------------------------------------------
 
 
@@ -246,6 +267,8 @@ _RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.bmm.default: _bmm,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _softmax,
     aten._softmax_backward_data.default: _softmax_backward,

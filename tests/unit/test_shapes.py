@@ -118,6 +118,18 @@ def norm_backward(dtype: torch.dtype, mask: list[bool]) -> list[Any]:
     return [x, x, [4], mean, rstd, weight, bias, mask]
 
 
+def batch_norms(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, list[Any], dict[str, Any]]]:
+    """Yield calls with parameters and statistics in fp32, and without parameters."""
+    for shape in ((2, 3), (2, 3, 4), (2, 3, 4, 5)):
+        x = float_or(dtype, *shape)
+        for weight in (torch.rand(3), None):
+            given = [x, weight, weight, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5]
+            yield aten.native_batch_norm.default, given, {}
+            _, *saved = aten.native_batch_norm.default(*given)
+            mask = [True, weight is not None, weight is not None]
+            yield aten.native_batch_norm_backward.default, [x, x, weight, *given[3:5], *saved, True, 1e-5, mask], {}
+
+
 def attention(dtype: torch.dtype, form: str, key_heads: int = 3) -> list[Tensor]:
     batch, heads, length, size = 2, 3, 5, 4
     if form == "plain":
@@ -153,6 +165,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, list[Any]
     yield aten.native_layer_norm.default, [x, [3, 4], None, None, 1e-5], {}
     yield aten.native_layer_norm_backward.default, norm_backward(dtype, [True, True, True]), {}
     yield aten.native_layer_norm_backward.default, norm_backward(dtype, [False, True, True]), {}
+    yield from batch_norms(dtype)
     for forward in (aten._softmax.default, aten._log_softmax.default):
         yield forward, [f(2, 3, 4), -1, False], {}
         yield forward, [f(2, 3, 4), 0, False], {}
