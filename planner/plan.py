@@ -180,7 +180,9 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
         expected = f"also {', '.join(missing[:5])}" if missing else "only names of the model"
         what = "the plan's operators or blocks are not the model's"
         raise OsdpError(what, got=got, expected=expected, advice="plan the model again")
-    choices = [parse_choice(plan.choices[operator.name], cluster) for operator in graph.operators]
+    texts = [plan.choices[operator.name] for operator in graph.operators]
+    parsed = {text: parse_choice(text, cluster) for text in dict.fromkeys(texts)}  # a few, of hundreds of operators
+    choices = [parsed[text] for text in texts]
     selective = {i for i, block in enumerate(graph.blocks) if block.name in plan.selectively_recomputed_blocks}
     check_selective(graph, {index: len(slices) for index, slices in enumerate(choices)}, selective)
     return choices

@@ -37,8 +37,8 @@ class Trained(Protocol):
     def before_zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
         """Discard what else there is of the gradients that an optimizer is about to clear."""
 
-    def gathers(self, parameter: nn.Parameter) -> bool:
-        """Return whether the model has this beside the parameters that rest: gathered by a forward, or added later."""
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return which the model has beside the parameters that rest: gathered by a forward, or added later."""
 
     @property
     def local_shards(self) -> Sequence[LocalShard]:
@@ -167,10 +167,10 @@ def _check_parameters(optimizer: torch.optim.Optimizer) -> dict[int, LocalShard]
         advice = f"plan with the pin {pins}, or take an optimizer that steps element by element, such as AdamW"
         raise OsdpError(what, got=got, expected="whole parameters", advice=advice)
     replaced = [one for key, one in others.items() if _replaced.get(key) is one]
-    gathered = [one for one in others.values() if any(model.gathers(one) for model in _watched)]
+    gathered = {id(one) for model in (_watched if others else ()) for one in model.gathered(others.values())}
     for lost, why in (
         (replaced, "were the model's before OSDP(...)"),
-        (gathered, "are gathered for one step only, or were added later"),
+        ([others[key] for key in gathered], "are gathered for one step only, or were added later"),
     ):
         if lost:
             what = "optimizer.step() would change parameters that the model no longer trains"

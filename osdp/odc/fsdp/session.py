@@ -10,7 +10,7 @@ these calls stand.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -132,9 +132,9 @@ class Session:
             raise OsdpError(what, got="gradients of this rank alone", expected=expected)
         self.wrapped.reshard()
 
-    def gathers(self, parameter: nn.Parameter) -> bool:
-        """Return False: FSDP itself says what its parameters are."""
-        return False
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return nothing: FSDP itself says what its parameters are."""
+        return []
 
     @property
     def local_shards(self) -> Sequence[LocalShard]:
