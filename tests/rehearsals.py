@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from graph_files import traced_by_any
 from synthetic import cluster
 from thoroughness import THOROUGH
 
@@ -72,7 +73,8 @@ def source(family: str, vocabulary: int, length: int) -> ModelSource:
 @cache
 def graph_of(family: str, vocabulary: int, length: int, precision: str) -> ModelGraph:
     """Return what the tracer makes of it."""
-    return trace_model(source(family, vocabulary, length), precision)
+    key = f"rehearsals {family} {vocabulary} {length} {precision}"
+    return traced_by_any(key, lambda: trace_model(source(family, vocabulary, length), precision))
 
 
 def plan_of(
