@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from functools import cache, partial
-from hashlib import sha256
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import INHERITED, run_ranks
+from ranks import run_ranks
 from thoroughness import STEPS
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
+from traced_once import trace_once
 
 from osdp.models.config import BertConfig, GPT2Config, LlamaConfig, UnevenConfig
 from osdp.planning.clusters import load_cluster
@@ -25,10 +22,8 @@ from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, mode
 from planner.strategies.registry import known_strategies
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import RingRule
-from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
-from profiler.trace.trace import trace_model
 from runtime.optimizers import OPTIMIZERS
 
 LENGTH = 8
@@ -91,79 +86,10 @@ def build(family: str) -> nn.Module:
 FAMILIES = ("gpt2", "bert", "llama", "uneven")
 
 
-GRAPHS: dict[str, ModelGraph] = {}
-"""By what `graph_once` tells them apart."""
-HOW_MADE = {"_is_hf_initialized", "name_or_path"}
-"""What transformers notes on a module of how it was made, such as a temporary file that each rank has another of."""
-FAILED, TRACE_TIMEOUT = b"failed", timedelta(seconds=60)
-"""What ranks find in place of a graph where the rank that traced it failed, and how long they wait for either."""
-
-
 def inputs(module: nn.Module, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of forward."""
     made: tuple[tuple[Any, ...], dict[str, Any]] = module.example_inputs(batch, LENGTH)  # type: ignore[operator]
     return made
-
-
-def graph_once(module: nn.Module, name: str, settings: Sequence[Any], trace: Callable[[], ModelGraph]) -> ModelGraph:
-    """Return the graph of a model for CPUs; of models that print alike, and have alike parameters, one is traced."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    known = [(path, one.dtype, one.requires_grad) for path, one in tensors]
-    classes = [(type(part).__module__, type(part).__qualname__, _told(part)) for part in module.modules()]
-    key = f"{name} {tuple(settings)} {module} {known} {classes}"
-    if key not in GRAPHS:
-        if key in INHERITED:
-            GRAPHS[key] = pickle.loads(INHERITED[key])
-        else:
-            GRAPHS[key] = _traced_by_one(key, trace)
-            INHERITED[key] = pickle.dumps(GRAPHS[key])
-    return GRAPHS[key]
-
-
-def _traced_by_one(key: str, trace: Callable[[], ModelGraph]) -> ModelGraph:
-    """Trace on the rank that asks first; others wait for its graph, and trace themselves where that fails."""
-    if not dist.is_initialized():
-        return trace()
-    store, name = _get_default_store(), f"graph {sha256(key.encode()).hexdigest()}"
-    if store.add(f"{name} asked", 1) > 1:
-        store.wait([name], TRACE_TIMEOUT)
-        pickled = store.get(name)
-        return pickle.loads(pickled) if pickled != FAILED else trace()
-    pickled = FAILED
-    try:
-        graph = trace()
-        pickled = pickle.dumps(graph)
-    finally:
-        store.set(name, pickled)
-    return graph
-
-
-def _told(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return what a module was told that it need not print."""
-    told = ((name, value) for name, value in vars(module).items() if isinstance(value, (str, int, float, tuple)))
-    return [(name, value) for name, value in told if name not in HOW_MADE]
-
-
-def trace_once(
-    source: ModelSource,
-    precision: str = "fp32",
-    device_type: str = "cpu",
-    micro_batch: int | None = None,
-    master_weights: str = "",
-    expert_imbalance: float = 1.0,
-) -> ModelGraph:
-    """Stand in for `trace_model`, which takes most of the time of a small model."""
-    others = master_weights, expert_imbalance
-    if device_type != "cpu":
-        return trace_model(source, precision, device_type, micro_batch, *others)
-    settings = precision, device_type, None, *others
-    try:
-        with torch.device("meta"):
-            module = source.build()
-    except OsdpError:  # of a model that cannot be built so
-        return trace_model(source, precision, device_type, micro_batch, *others)
-    trace = partial(trace_model, source, precision, device_type, micro_batch, *others)
-    return graph_once(module, source.name, settings, trace)
 
 
 @cache

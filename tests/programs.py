@@ -197,6 +197,7 @@ def _warm() -> None:
     """Do once what nearly every program would do first, as `warm_ranks.py` does for ranks: fill caches of PyTorch."""
     import quick_torch
     import torch
+    import traced_once
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     from osdp.cli.app import command
@@ -212,6 +213,7 @@ def _warm() -> None:
 
     command()
     quick_torch.install()
+    traced_once.install()
     torch.set_num_threads(1)  # threads of the server would not be in its forks
     state, config = torch.get_rng_state(), GPT2Config(29, 8, hidden_size=12, layers=1, heads=2)
     source, cluster = source_of(lambda: GPT2(config), "warm", None, None), load_cluster("cpu-gloo", 1, 2)

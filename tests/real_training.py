@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity import cluster_of, trace_once
+from parity import cluster_of
 from ranks import RankError, run_ranks
 from small_models import model
 from thoroughness import STEPS
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
 from toys import plan_of
+from traced_once import trace_once
 
 from osdp.models.user_factory import source_of
 from osdp.planning.request import Request, plan_graph

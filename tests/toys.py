@@ -8,10 +8,11 @@ from math import prod
 from typing import Any
 
 import torch
-from parity import cluster_of, graph_once
+from parity import cluster_of
 from ranks import run_ranks
 from thoroughness import THOROUGH
 from torch import Tensor, nn
+from traced_once import graph_once
 
 from osdp.models.user_factory import source_of
 from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, model_ref

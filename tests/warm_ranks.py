@@ -15,7 +15,8 @@ import huge_pages
 import quick_torch
 import torch
 import warm_graphs  # noqa: F401
-from parity import Case, build, cluster_of, graph_of, inputs, trace_once
+from parity import Case, build, cluster_of, graph_of, inputs
+from traced_once import install, trace_once
 
 from osdp.planning.request import trace
 from runtime.compile_plan import compile_plan
@@ -31,8 +32,7 @@ def plan_traced_once(*given: Any) -> Any:
 
 
 mock.patch("osdp.planning.request.trace", plan_traced_once).start()
-for place in ("osdp.prepare", "osdp.training.choose_plan", "osdp.uneven_lengths.fsdp_vs_odc"):
-    mock.patch(f"{place}.trace_model", trace_once).start()
+install()
 if not torch.cuda.is_available():  # else each seed waits there for a GPU, with the stack that it was set at
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 torch.set_num_threads(1)  # threads of the server would not be in its forks

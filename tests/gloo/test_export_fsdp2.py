@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -45,29 +44,29 @@ def last_of_step(model: nn.Module, is_last: bool) -> Any:
 
 
 def train(model: nn.Module, case: Case, rank: int, plain: bool) -> tuple[list[float], Sent]:
-    """Return the mean losses of all micro-batches, and what this rank sends in a step but the first."""
+    """Return the mean losses of all micro-batches, and what this rank sends in the last step."""
     from runtime.observe.collective_log import record_collectives
 
     optimizer = optimizer_of(model)
-    losses, sent = [], Sent()
-    for step in batches(case.family, case.world_size, case.accumulation, STEPS):
+    losses = []
+    for number, step in enumerate(batches(case.family, case.world_size, case.accumulation, STEPS), 1):
         own = []
-        with record_collectives() as recorded:
+        with record_collectives() if number == STEPS else nullcontext(()) as recorded:
             for index, micro_batch in enumerate(step):
                 args, kwargs = micro_batch[rank]
                 with last_of_step(model, index + 1 == len(step)) if plain else nullcontext():
                     own.append(model(*args, **kwargs))
                     (own[-1] / case.accumulation).backward()
-        sent = Counter(
-            (one.operation, len(one.ranks), one.ranks[1] - one.ranks[0], one.size_bytes)
-            for one in recorded
-            if len(one.ranks) > 1
-        )
         means = torch.stack(own).detach().float()
         dist.all_reduce(means, op=dist.ReduceOp.AVG)
         losses += means.tolist()
         optimizer.step()
         optimizer.zero_grad()
+    sent = Counter(
+        (one.operation, len(one.ranks), one.ranks[1] - one.ranks[0], one.size_bytes)
+        for one in recorded
+        if len(one.ranks) > 1
+    )
     return losses, sent
 
 
@@ -90,20 +89,26 @@ def alone(case: Case) -> list[float]:
     return losses
 
 
-def train_all(rank: int, cases: Sequence[tuple[Case, Plan, str]], plain: bool) -> list[tuple[list[float], Sent, bool]]:
-    """Return losses, collectives and whether DDP runs it, of exported modules if `plain`, or else of OSDP's runtime."""
+Run = tuple[list[float], Sent, bool]
+"""Losses, collectives and whether DDP runs it."""
+
+
+def train_all(rank: int, cases: Sequence[tuple[Case, Plan, str]]) -> list[tuple[Run, Run]]:
+    """Return, of every case, the run of OSDP's runtime and that of the exported module."""
+    return [(train_one(rank, *case, plain=False), train_one(rank, *case, plain=True)) for case in cases]
+
+
+def train_one(rank: int, case: Case, plan: Plan, source: str, *, plain: bool) -> Run:
+    """Train the exported module if `plain`, or else under OSDP's runtime."""
     from osdp import OSDP
 
-    found = []
-    for case, plan, source in cases:
-        if plain:
-            model = parallelize_of(source)(initial(case.family), init_device_mesh("cpu", (case.world_size,)))
-            by_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-        else:
-            model = OSDP(initial(case.family), plan, example_inputs=None)
-            by_ddp = model.schedule.by_ddp
-        found.append((*train(model, case, rank, plain), by_ddp))
-    return found
+    if plain:
+        model = parallelize_of(source)(initial(case.family), init_device_mesh("cpu", (case.world_size,)))
+        by_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    else:
+        model = OSDP(initial(case.family), plan, example_inputs=None)
+        by_ddp = model.schedule.by_ddp
+    return *train(model, case, rank, plain), by_ddp
 
 
 def test_exported_modules_train_and_send_as_the_runtime_does() -> None:
@@ -111,13 +116,12 @@ def test_exported_modules_train_and_send_as_the_runtime_does() -> None:
     for number in PLANS:
         case, plan = drawn(number)
         cases.append((case, plan, source_of(plan, graph_of(case.family, case.precision), cluster_of(2, 2))))
-    run = partial(run_ranks, ranks_per_node=2, timeout_s=60 + 10 * len(cases))
-    for of_runtime, of_exported in zip(run(train_all, 4, cases, False), run(train_all, 4, cases, True), strict=True):
-        for (case, plan, _), wanted, got in zip(cases, of_runtime, of_exported, strict=True):
+    for runs in run_ranks(train_all, 4, cases, ranks_per_node=2, timeout_s=60 + 20 * len(cases)):
+        for (case, plan, _), (wanted, got) in zip(cases, runs, strict=True):
             check(case, plan, wanted, got)
 
 
-def check(case: Case, plan: Plan, wanted: tuple[list[float], Sent, bool], got: tuple[list[float], Sent, bool]) -> None:
+def check(case: Case, plan: Plan, wanted: Run, got: Run) -> None:
     """Assert that two runs went the same way."""
     (losses, sent, by_ddp), (exported, exported_sent, exported_by_ddp) = wanted, got
     torch.testing.assert_close(exported, losses, rtol=1e-6, atol=1e-6, msg=lambda text: f"{text}\n{case}")
