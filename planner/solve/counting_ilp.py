@@ -116,6 +116,8 @@ class CountingProgram:
         self.limit: pulp.LpVariable | float = self.problem.add_variable("limit_mib", 0)
         if limit_bytes is not None:
             self.limit = float(limit_bytes - self.load.fixed_bytes)
+        self._options = {c: tuple(candidates.options[c]) for c in dict.fromkeys(classes)}
+        """By class: rows go through all options again and again, which are made when a list is asked for them."""
         self.count: list[list[pulp.LpVariable]] = []
         self.used: list[list[pulp.LpVariable]] = []
         self.with_rows: set[int] = set()
@@ -136,7 +138,7 @@ class CountingProgram:
 
     def options(self, r: int) -> Sequence[StageCandidate]:
         """Return the options of a run."""
-        return self.candidates.options[self.runs[r][0]]
+        return self._options[self.runs[r][0]]
 
     def _of_each(self, value: Callable[[int, StageCandidate], float]) -> Terms:
         """Return value(run, option) as the terms in the counts of all options of all runs."""
@@ -181,8 +183,9 @@ class CountingProgram:
     def _add_single_rows(self, r: int) -> None:
         self.with_rows.add(r)
         shapes = {moment.sees: moment for option in self.options(r) for moment in option.moments}
+        bases = {forward: self._base(r, forward) for forward in {one.phase == "forward" for one in shapes.values()}}
         for sees, moment in sorted(shapes.items(), key=lambda item: item[0]):
-            terms = self._base(r, moment.phase == "forward")
+            terms = dict(bases[moment.phase == "forward"])
             for n, option in zip(self.count[r], self.options(r), strict=True):
                 local = [option.bytes_at(m) for m in option.moments if m.sees == sees]
                 _add(terms, {n: max(local, default=0.0)}, 1)
