@@ -20,9 +20,9 @@ from osdp.resources import resource_file, resource_names
 from profiler.bounds import Bytes, Tokens
 from profiler.errors import OsdpError
 from profiler.model_source import ModelSource
-from profiler.yaml_files import Problem, read_yaml, validate
+from profiler.yaml_files import Problem, read_text, read_yaml, validate
 
-__all__ = ["ModelCard", "cluster_names", "load_cluster", "load_model", "model_card", "model_names"]
+__all__ = ["ModelCard", "cluster_names", "load_cluster", "load_model", "model_card", "model_contents", "model_names"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,20 @@ def load_model(spec: str, *, sequence_length: int | None = None) -> ModelSource:
 
         return load_user_model(spec, sequence_length)
     return _source(spec, model_card(spec), sequence_length)
+
+
+def model_contents(spec: str, sequence_length: int | None) -> str | None:
+    """Return all that the model depends on which `spec` names, beside installed packages; None: code of the user's.
+
+    Needs no torch.  Raises OsdpError as `load_model` does, of what can be known without it.
+    """
+    if spec.startswith("hf:"):
+        path = Path(spec.removeprefix("hf:"))
+        return f"{read_text(path / 'config.json' if path.is_dir() else path)} {sequence_length}"
+    if ":" in spec and not spec.endswith((".yaml", ".yml")):
+        return None
+    card = read_model_card(Path(spec)) if spec.endswith((".yaml", ".yml")) else model_card(spec)
+    return f"{card.family} {card.sizes()!r} {sequence_length or card.sequence_length}"
 
 
 def _source(spec: str, card: ModelCard, sequence_length: int | None) -> ModelSource:

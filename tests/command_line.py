@@ -131,7 +131,8 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     """Commands in an empty folder, on no rank of a training run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("profiler.trace.trace.trace_model", trace_once)
-    monkeypatch.setattr("planner.search.search.Space", shared_space)
+    for module in ("planner.search.search", "osdp.planning.request"):
+        monkeypatch.setattr(f"{module}.Space", shared_space)
     for module in SEARCHERS:
         monkeypatch.setattr(f"{module}.search", search_once)
     for name in ("OSDP_TRACEBACK", "RANK", "WORLD_SIZE"):

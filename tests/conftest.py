@@ -117,6 +117,7 @@ def pytest_configure(config: pytest.Config) -> None:
             thoroughness.THOROUGH = True
         if config.getoption("--draw"):
             os.environ[thoroughness.DRAW] = config.getoption("--draw")
+        os.environ["OSDP_CACHE_DIR"] = ""  # models are traced, but where a test keeps graphs
         os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on busy cores take most of a test's time
         # Else gloo's threads put each other aside while one holds what the other asks for again and again: ranks that
         # share two cores take a third less processor time so, and every process that is started from here is so.

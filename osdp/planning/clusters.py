@@ -10,7 +10,7 @@ from profiler.cluster.cards import card_of
 from profiler.cluster.cluster import Cluster, Device
 from profiler.cluster.read_cluster import read_cluster
 from profiler.cluster.visible_cluster import VISIBLE, visible_cluster
-from profiler.cluster.visible_gpus import Connections, Gpu, visible_gpus
+from profiler.cluster.visible_gpus import Connections, Gpu, any_visible, visible_gpus
 from profiler.errors import OsdpError
 
 WORKSPACE = "cublas_workspace"
@@ -114,9 +114,7 @@ def default_cluster(nodes: int | None = None, gpus_per_node: int | None = None) 
     That is the preset of the GPUs that torch sees, with as many of them; or one that is derived from their properties,
     where no preset describes them; or `DEFAULT_CLUSTER` without any GPU.
     """
-    import torch
-
-    if not torch.cuda.is_available():
+    if not any_visible():
         return load_cluster(DEFAULT_CLUSTER, nodes, gpus_per_node), "the default, as no GPU is visible"
     gpus, connections = _visible_gpus()
     seen = " and ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in gpus).items())
@@ -137,10 +135,8 @@ def is_derived(cluster: Cluster) -> bool:
 
 def _visible(spec: str) -> Cluster:
     """Return the cluster of the visible GPUs; raises OsdpError if `spec` names others, or if there is none."""
-    import torch
-
     advice = "a file that `osdp profile` wrote there, or the name of a preset"
-    if not torch.cuda.is_available():
+    if not any_visible():
         what = f"the cluster {spec} is made of the GPUs that torch sees"
         raise OsdpError(what, got="no GPU is visible", expected="one GPU or more", advice=advice)
     cluster = visible_cluster(*_visible_gpus())

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from osdp.planning.named_model import NamedModel, TraceSettings
 from osdp.zoo import load_cluster, load_model
 from planner.analysis.explain import OpenPlan, open_plan
 from planner.plan import Plan, cluster_fingerprint
 from profiler.errors import OsdpError
+from profiler.model_source import ModelSource
 from profiler.yaml_files import Problem, read_text, read_yaml, write_yaml
 
 Loaded = TypeVar("Loaded")
@@ -64,17 +66,22 @@ def reopen(plan: Plan, model: str | None = None, cluster: str | None = None) -> 
     if the model is not the one that the plan was made for.
     """
     length, ranks = plan.model.sequence_length, (plan.cluster.nodes, plan.cluster.gpus_per_node)
-    source = _load("model", model, plan.model.name, lambda spec: load_model(spec, sequence_length=length))
+    source = NamedModel(model, length) if model is not None else _ModelOfPlan(plan.model.name, length)
     target = _load("cluster", cluster, plan.cluster.name, lambda spec: load_cluster(spec, *ranks))
     if cluster_fingerprint(target) != plan.cluster.fingerprint:
         text = f"the figures of the cluster {target.name} have changed since the plan was made, so predictions differ"
         warnings.warn(text, stacklevel=2)
-    from profiler.trace.trace import trace_model
-
     ref = plan.model
-    settings = plan.micro_batch, ref.master_weights, plan.asked.expert_imbalance
-    graph = trace_model(source, ref.precision, target.device.kind, *settings)
-    return open_plan(plan, graph, target)
+    asked = plan.micro_batch, ref.master_weights, plan.asked.expert_imbalance
+    traced = source.traced(TraceSettings(ref.precision, target.device.kind, *asked))
+    return open_plan(plan, traced.graph, target)
+
+
+class _ModelOfPlan(NamedModel):
+    """A model by the name in the plan."""
+
+    def load(self) -> ModelSource:
+        return _load("model", None, self.name, lambda spec: load_model(spec, sequence_length=self.sequence_length))
 
 
 def _load(what: str, given: str | None, known: str, load: Callable[[str], Loaded]) -> Loaded:

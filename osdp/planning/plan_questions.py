@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from osdp.planning.imbalance_option import read_imbalance
+from osdp.planning.named_model import NamedModel
 from osdp.planning.request import Planned, Request, explain_refusal, find_plan, pins_of, task_of, trace, written
 from planner.analysis.dealing import Dealing, compare_dealing
 from planner.analysis.explain import OpenPlan
@@ -31,7 +32,11 @@ class FrontierRow:
 
 
 def plan_frontier(
-    source: ModelSource, cluster: Cluster, request: Request, limits_bytes: Sequence[int], progress: Progress
+    source: ModelSource | NamedModel,
+    cluster: Cluster,
+    request: Request,
+    limits_bytes: Sequence[int],
+    progress: Progress,
 ) -> tuple[FrontierRow, ...]:
     """Trace a model once and return the fastest plan within each limit, by growing limit.
 
@@ -39,7 +44,8 @@ def plan_frontier(
     that nothing fits.
     """
     requests = [replace(request, limit_bytes=limit_bytes) for limit_bytes in sorted(set(limits_bytes))]
-    graph, trace_s = trace(source, cluster, requests[-1], progress)
+    traced = trace(source, cluster, requests[-1], progress)
+    graph = traced.graph
     tasks = [task_of(wanted, graph, cluster) for wanted in requests]
     found = frontier(tasks[0], [task.limit_bytes for task in tasks], progress)
     points = {point.limit_bytes: point for point in found}
@@ -47,7 +53,9 @@ def plan_frontier(
     rows = []
     for wanted, task in zip(requests, tasks, strict=True):
         point = points[task.limit_bytes]
-        planned = Planned(written(point.found, wanted), graph, point.found, wanted, trace_s) if point.found else None
+        planned = (
+            Planned(written(point.found, wanted), graph, point.found, wanted, traced.trace_s) if point.found else None
+        )
         refusal = explain_refusal(point.refusal, task, wanted) if point.refusal else None
         taken_from_bytes = None if point.taken_from_bytes is None else asked[point.taken_from_bytes]
         rows.append(FrontierRow(wanted, planned, refusal, taken_from_bytes))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from osdp.planning.allocator_headroom import LEAST_SHARE, ROOMY, TIGHT, AllocatorHeadroom
 from osdp.planning.imbalance_option import lasting
 from osdp.planning.memory_options import NO_HEADROOM, Headroom, check_headroom
+from osdp.planning.named_model import NamedModel, Traced, TraceSettings
 from planner.cost.stragglers import BALANCED, Imbalance
 from planner.cost.workload import Workload
 from planner.options.search_space import Space
@@ -86,7 +87,8 @@ class Planned:
     """The search's result, with the plan that is written."""
     request: Request
     """What was asked, with the headroom that the plan has."""
-    trace_s: float
+    trace_s: float | None
+    """Seconds that tracing took; None: the graph was kept from an earlier trace."""
     tighter: Planned | None = None
     """The plan with less headroom, whose step retries of the allocator make longer than this one's; None: none was."""
 
@@ -113,14 +115,14 @@ class Planned:
 
 
 def plan_model(
-    source: ModelSource, cluster: Cluster, request: Request, progress: Progress = lambda what, fraction: None
+    source: ModelSource | NamedModel, cluster: Cluster, request: Request, progress: Progress = lambda what, done: None
 ) -> Planned:
     """Trace a model and return the fastest plan within the limit.
 
     Raises OsdpError for what cannot be asked, a model that cannot be traced, and where nothing fits.
     """
-    graph, trace_s = trace(source, cluster, request, progress)
-    return replace(plan_graph(graph, cluster, request, progress), trace_s=trace_s)
+    traced = trace(source, cluster, request, progress)
+    return replace(plan_graph(traced.graph, cluster, request, progress), trace_s=traced.trace_s)
 
 
 def plan_graph(
@@ -194,21 +196,18 @@ def preferred(best: Found, request: Request) -> Found:
     return replace(best, **taken)
 
 
-def trace(source: ModelSource, cluster: Cluster, request: Request, progress: Progress) -> tuple[ModelGraph, float]:
-    """Return the model's graph and the seconds that tracing took.
+def trace(source: ModelSource | NamedModel, cluster: Cluster, request: Request, progress: Progress) -> Traced:
+    """Return the model's graph.
 
     Raises OsdpError for what cannot be asked, and for a model that cannot be traced.
     """
     check_headroom(request.headroom, request.limit_bytes, cluster)
     # Raises for an unknown precision or optimizer before the trace takes its seconds.
     Workload(cluster, request.optimizer, request.precision, micro_batch=1)
-    from profiler.trace.trace import trace_model  # imports torch, which takes longer than all the rest
-
     progress(f"tracing {source.name}", 0.0)
-    started = time.perf_counter()
     asked = request.micro_batch, request.master_weights, request.expert_imbalance
-    graph = trace_model(source, request.precision, cluster.device.kind, *asked)
-    return graph, time.perf_counter() - started
+    settings = TraceSettings(request.precision, cluster.device.kind, *asked)
+    return source.traced(settings) if isinstance(source, NamedModel) else settings.trace(source)
 
 
 def task_of(request: Request, graph: ModelGraph, cluster: Cluster) -> Task:

@@ -3,8 +3,11 @@
 NVML is asked through the package nvidia-ml-py, if that is installed; what it does not tell is None.
 """
 
+import ctypes
+import sys
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 _KHZ, _MHZ = 1e3, 1e6
@@ -70,6 +73,26 @@ class Nvml:
         """Return NVML's handle of a GPU: by its UUID, as CUDA_VISIBLE_DEVICES changes numbers."""
         uuid = getattr(properties, "uuid", None)
         return None if uuid is None else self.ask("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
+
+
+def any_visible() -> bool:
+    """Whether torch sees a GPU.  Where there is no driver torch is not imported, which takes longer than a search."""
+    if "torch" not in sys.modules and not _has_driver():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _has_driver() -> bool:
+    """Whether a driver of GPUs may be there."""
+    if sys.platform != "linux":
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()  # AMD's
+    return True
 
 
 def visible_gpus() -> tuple[tuple[Gpu, ...], Connections]:

@@ -16,12 +16,12 @@ from osdp.cli.terminal import STARTED_S, make_console, note, print_json, progres
 from profiler.garbage_collection import without_garbage_collection
 
 if TYPE_CHECKING:
+    from osdp.planning.named_model import NamedModel
     from osdp.planning.request import Planned, Request
     from planner.analysis.what_if import WhatIf
     from planner.search.search import Effort
     from profiler.cluster.cluster import Cluster
     from profiler.errors import OsdpError
-    from profiler.model_source import ModelSource
 
 _NOT_OF_THE_PLAN = ("output", "plot", "html", "memory_snapshot", "timeline", "as_json", "what_if")
 
@@ -64,8 +64,8 @@ def plan(
     from osdp.planning.clusters import choose_cluster
     from osdp.planning.imbalance_option import read_imbalance
     from osdp.planning.memory_options import parse_headroom, parse_limits
+    from osdp.planning.named_model import NamedModel
     from osdp.planning.request import Request
-    from osdp.zoo import load_model
     from planner.cost.stragglers import BALANCED
     from planner.optimizers import optimizer_name
     from planner.pins import parse_pin
@@ -100,9 +100,7 @@ def plan(
         effort=_effort(solver, time_limit, several or what_if),
         style=_style(simple, best, several),
     )
-    with progress_bar():
-        source = load_model(model, sequence_length=seq)
-    task = _PlanTask(source, target, request, why, _how(context, why), output, html, as_json, views)
+    task = _PlanTask(NamedModel(model, seq), target, request, why, _how(context, why), output, html, as_json, views)
     if several:
         _plan_several(task, sorted(set(limits_bytes)), plot)
     else:
@@ -184,7 +182,7 @@ class _Views:
 class _PlanTask:
     """What is planned, and where the result goes."""
 
-    source: ModelSource
+    source: NamedModel
     cluster: Cluster
     request: Request
     why: str

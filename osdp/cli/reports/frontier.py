@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from osdp.cli.reports.figures import assumed_of, bar, format_count, rates
-from osdp.cli.reports.plan import Circumstances, baseline_name
+from osdp.cli.reports.plan import Circumstances, baseline_name, trace_time
 from osdp.cli.reports.rows import choice_name
 from osdp.cli.terminal import make_table, print_section
 from osdp.planning.clusters import is_derived
@@ -40,8 +40,8 @@ def print_frontier(console: Console, rows: Sequence[FrontierRow], around: Circum
     for limit, text in _changes(rows):
         changes.add_row(limit, text)
     print_section(console, "What changes from one limit to the next", changes)
-    trace_s, searches_s = plans[0].trace_s, sum(planned.found.search_s for planned in plans)
-    console.print(f"Tracing took {trace_s:.2f} s, the searches {searches_s:.2f} s, the command {around.total_s:.2f} s.")
+    trace, searches_s = trace_time(plans[0]), sum(planned.found.search_s for planned in plans)
+    console.print(f"{trace}, the searches {searches_s:.2f} s, the command {around.total_s:.2f} s.")
     if around.written_to:
         console.print(f"Written to {around.written_to}")
 

@@ -211,6 +211,12 @@ def _offer(planned: Planned) -> str:
     return text + (few if space.light else "")
 
 
+def trace_time(planned: Planned) -> str:
+    """Say how long tracing took."""
+    kept = planned.trace_s is None
+    return "The model's trace was kept from an earlier command" if kept else f"Tracing took {planned.trace_s:.2f} s"
+
+
 def _footer(planned: Planned, around: Circumstances) -> str:
     """Return what is proven, how long it took, and what the tracer had to assume."""
     plan, found = planned.plan, planned.found
@@ -221,7 +227,7 @@ def _footer(planned: Planned, around: Circumstances) -> str:
         f"outside blocks, {_offer(planned)}; one strategy for all tied operators; no, selective or whole recomputation "
         f"of each block; "
         f"and {found.points} combinations of micro-batch size and accumulation. Plans outside it may be faster.",
-        f"Tracing took {planned.trace_s:.2f} s, the search {found.search_s:.2f} s, the command {around.total_s:.2f} s.",
+        f"{trace_time(planned)}, the search {found.search_s:.2f} s, the command {around.total_s:.2f} s.",
     ]
     if found.simple is not None:
         gain = found.samples_per_s / found.simple.samples_per_s - 1.0

@@ -1,0 +1,268 @@
+"""Traced models as text, and kept on disk: found again only where nothing they depend on has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import MODELS
+from thoroughness import THOROUGH
+
+from osdp.planning import named_model
+from osdp.planning.named_model import NamedModel, TraceSettings, cache_folder
+from osdp.zoo import load_model
+from profiler.errors import OsdpError
+from profiler.graph_file import graph_from_text, graph_to_text
+from profiler.model_graph import ModelGraph
+from profiler.trace.trace import trace_model
+
+FP32 = TraceSettings("fp32", "cuda")
+TINY = NamedModel("gpt2-tiny", 16)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(named_model.FOLDER, str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the models that are loaded to be traced."""
+    found: list[str] = []
+    load = NamedModel.load
+    monkeypatch.setattr(NamedModel, "load", lambda self: found.append(self.name) or load(self))
+    return found
+
+
+NAMES = sorted(MODELS) if THOROUGH else sorted(MODELS)[::6]
+
+
+# --- text
+
+
+@pytest.mark.parametrize(("name", "precision"), [*zip(NAMES, cycle(("fp32", "bf16")), strict=False)])
+def test_a_graph_is_the_same_after_it_was_text(name: str, precision: str) -> None:
+    graph = trace_model(MODELS[name](), precision, "cuda")
+    again = graph_from_text(graph_to_text(graph))
+    assert again == graph
+    assert repr(again) == repr(graph)  # 1 is not 1.0
+
+
+def tiny() -> ModelGraph:
+    return trace_model(load_model("gpt2-tiny", sequence_length=16))
+
+
+def test_what_is_shared_is_written_once() -> None:
+    graph = tiny()
+    again = graph_from_text(graph_to_text(graph))
+    parts = [(one.forward, one.backward, one.saved_bytes) for one in graph.calls]
+    found = [(one.forward, one.backward, one.saved_bytes) for one in again.calls]
+    assert len({id(part) for each in parts for part in each}) == len({id(part) for each in found for part in each})
+    assert len(graph_to_text(replace(graph, calls=graph.calls * 2))) < 1.2 * len(graph_to_text(graph))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"schema": "osdp.model_graph/0", "fields": {}, "rows": []}', "[" * 100_000]
+)
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(OsdpError, match="not a traced model"):
+        graph_from_text(text)
+
+
+@pytest.mark.parametrize("row", [["os.system", "true"], ["eval", "1"], ["__class__"], ["tuple", 1], ["Work"], [[1]], 7])
+def test_rows_make_objects_of_a_graph_and_nothing_else(row: Any) -> None:
+    document = json.loads(graph_to_text(tiny()))
+    document["rows"].append(row)
+    with pytest.raises(OsdpError, match="not a traced model"):
+        graph_from_text(json.dumps(document))
+
+
+@given(st.data())
+def test_damaged_text_is_refused_or_is_a_graph(data: st.DataObject) -> None:
+    text = TEXT
+    start = data.draw(st.integers(0, len(text) - 1))
+    end = data.draw(st.integers(start, min(len(text), start + 40)))
+    damaged = text[:start] + data.draw(st.text(max_size=8)) + text[end:]
+    with suppress(OsdpError):
+        assert isinstance(graph_from_text(damaged), ModelGraph)
+
+
+TEXT = graph_to_text(tiny())
+
+
+# --- files
+
+
+def test_a_model_is_traced_once(folder: Path, traces: list[str]) -> None:
+    first, second = TINY.traced(FP32), TINY.traced(FP32)
+    assert traces == ["gpt2-tiny"]
+    assert first.trace_s is not None
+    assert second.trace_s is None
+    assert second.graph == first.graph == trace_model(load_model("gpt2-tiny", sequence_length=16), "fp32", "cuda")
+    assert len(list((folder / "graphs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        (replace(TINY, sequence_length=8), FP32),
+        (TINY, replace(FP32, precision="bf16")),
+        (TINY, replace(FP32, device_type="cpu")),
+        (TINY, replace(FP32, expert_imbalance=1.5)),
+        (NamedModel("gpt2-mini", 16), FP32),
+    ],
+    ids=str,
+)
+def test_another_question_is_traced_anew(
+    folder: Path, traces: list[str], changed: tuple[NamedModel, TraceSettings]
+) -> None:
+    TINY.traced(FP32)
+    named, settings = changed
+    named.traced(settings)
+    assert len(traces) == 2
+
+
+def test_a_trace_for_any_micro_batch_is_one_for_each(folder: Path, traces: list[str]) -> None:
+    two, four = (replace(FP32, micro_batch=size) for size in (2, 4))
+    for settings in (two, four, two, FP32, four):
+        TINY.traced(settings)
+    assert len(traces) == 3
+    TINY.traced(replace(FP32, micro_batch=8))
+    assert len(traces) == 3
+
+
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Change what a graph depends on, one after the other."""
+    packages = tmp_path / "packages"
+    (packages / "torch-2.99.0.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(packages)
+    yield "an installed package"
+    (packages / "torch-2.99.0.dist-info").rename(packages / "torch-2.99.1.dist-info")
+    yield "its version"
+    monkeypatch.setenv("TORCH_MADE_UP", "1")
+    yield "a setting of PyTorch"
+    monkeypatch.setattr(named_model, "read_text", lambda path, read=named_model.read_text: f"{read(path)} # edited")
+    yield "the tracer"
+
+
+def test_where_anything_has_changed_a_model_is_traced_anew(
+    folder: Path, tmp_path: Path, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TINY.traced(FP32)
+    for count, what in enumerate(surroundings(tmp_path, monkeypatch), start=2):
+        path = TINY._path(FP32)
+        assert path is not None
+        assert not path.exists(), what
+        path.touch()
+        assert len(list(path.parent.iterdir())) == count, what
+
+
+def test_files_of_models_are_known_by_what_they_say(folder: Path, tmp_path: Path, traces: list[str]) -> None:
+    file = tmp_path / "model.yaml"
+    text = (Path(__file__).parents[2] / "configs/models/gpt2-tiny.yaml").read_text()
+    file.write_text(text)
+    NamedModel(str(file), 16).traced(FP32)
+    NamedModel(str(file), 16).traced(FP32)
+    assert len(traces) == 1
+    file.write_text(text.replace("layers: 4", "layers: 3").replace("parameters:", "# parameters:"))
+    assert len(NamedModel(str(file), 16).traced(FP32).graph.blocks) == 3
+    assert len(traces) == 2
+
+
+def test_the_users_own_code_is_never_kept(folder: Path, traces: list[str]) -> None:
+    """What it depends on is not known."""
+    for _ in range(2):
+        NamedModel("torch.nn:Identity", None)._path(FP32)
+        with pytest.raises(OsdpError):
+            NamedModel("no_such_module:model").traced(FP32)
+    assert len(traces) == 2
+    assert not folder.exists()
+
+
+def test_unknown_names_are_told_as_they_are_without_the_folder(folder: Path) -> None:
+    with pytest.raises(OsdpError, match="no such model"):
+        NamedModel("gpt2-teeny").traced(FP32)
+    with pytest.raises(OsdpError, match="does not exist"):
+        NamedModel("hf:nowhere.json").traced(FP32)
+
+
+@pytest.mark.parametrize("damaged", ["", "{", '{"schema": "osdp.model_graph/3"}', TEXT[:-1]])
+def test_a_damaged_file_is_traced_anew_and_mended(folder: Path, traces: list[str], damaged: str) -> None:
+    TINY.traced(FP32)
+    (file,) = (folder / "graphs").iterdir()
+    file.write_text(damaged)
+    assert TINY.traced(FP32).trace_s is not None
+    assert TINY.traced(FP32).trace_s is None
+    assert len(traces) == 2
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(
+    tmp_path: Path, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(named_model.FOLDER, str(tmp_path / "file"))
+    assert TINY.traced(FP32).graph == TINY.traced(FP32).graph
+    assert len(traces) == 2
+
+
+def test_the_oldest_of_too_many_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_model, "MOST_GRAPHS", 2)
+    for length in (4, 8):
+        NamedModel("gpt2-tiny", length).traced(FP32)
+    for age, file in enumerate(sorted((folder / "graphs").iterdir(), key=lambda one: one.stat().st_mtime)):
+        os.utime(file, (1000 + age, 1000 + age))
+    assert NamedModel("gpt2-tiny", 4).traced(FP32).trace_s is None  # it is used, so that the other one is older
+    NamedModel("gpt2-tiny", 16).traced(FP32)
+    assert NamedModel("gpt2-tiny", 4).traced(FP32).trace_s is None
+    assert NamedModel("gpt2-tiny", 8).traced(FP32).trace_s is not None
+
+
+def test_where_graphs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(named_model.FOLDER, "")
+    assert cache_folder() is None
+    monkeypatch.delenv(named_model.FOLDER)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "osdp"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "osdp"
+
+
+PROGRAM = """
+import sys
+from osdp.cli import main
+status = main()
+print("torch" in sys.modules, file=sys.stderr)
+raise SystemExit(status)
+"""
+
+
+def test_a_kept_graph_is_planned_without_torch(tmp_path: Path) -> None:
+    """Also where the cluster is the one of the GPUs that are visible, if no driver is there."""
+    environment = {**os.environ, named_model.FOLDER: str(tmp_path)}
+
+    def planned(*arguments: str) -> tuple[dict[str, Any], bool]:
+        command = [sys.executable, "-c", PROGRAM, *arguments, "--json"]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        return json.loads(run.stdout), "True" in run.stderr
+
+    wanted = "plan", "--model", "gpt2-tiny", "--mem", "2GB"
+    first, imported = planned(*wanted)
+    assert imported
+    second, imported = planned(*wanted)
+    assert not imported
+    seconds = [one.pop("seconds") for one in (first, second)]
+    assert first == second
+    assert (seconds[0]["trace"] > 0, seconds[1]["trace"]) == (True, None)
